@@ -1,0 +1,29 @@
+"""Packaging of tfdist; reads no file, so that it installs when copied alone."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="tfdist",
+    version="0.1.0",
+    description="TensorFlow's distributed training toolkit for Keras 3.",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["tfdist*", "trainer*"]),
+    package_data={"tfdist": ["*.pyi", "py.typed"]},
+    install_requires=[
+        # The private names listed in tfdist/_private.py pin these two.
+        "tensorflow>=2.21,<2.22",
+        "keras>=3.15,<3.16",
+        "absl-py>=2.1",
+        "grpcio>=1.60",
+        "lazy-loader>=0.4",
+        "numpy>=1.26",
+        "pandas>=2.2",
+        "tensorboard>=2.20",
+        "tensorflow-datasets>=4.9.9",
+    ],
+    extras_require={
+        "test": ["hypothesis>=6.100", "psutil>=5.9", "pytest>=8", "ruff>=0.9"],
+        "notebooks": ["matplotlib>=3.8", "nbclient>=0.10", "ipykernel>=6.29"],
+    },
+)

@@ -1,0 +1,561 @@
+"""Which cluster this process belongs to, and what it has to do there.
+
+Every task of a distributed job runs the same program. What tells them apart is
+an environment variable, written by whoever started them: `TF_CONFIG` (Vertex
+AI, Kubeflow, `python -m tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every
+replica). `Cluster.from_env()` turns either into one frozen value. TensorFlow is
+not imported for it.
+
+It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`,
+and differs from it in four ways: the evaluator is never part of the training
+cluster (a `ParameterServerStrategy` that finds it there blocks for ever);
+`CLUSTER_SPEC` is understood too; workers without a chief are accepted, worker 0
+then leads them (`MultiWorkerMirroredStrategy`); and whatever is malformed is
+refused here, not by a hang later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Role = Literal["local", "chief", "worker", "ps", "evaluator"]
+
+_TRAINING_JOBS = ("chief", "worker", "ps")
+_JOBS = (*_TRAINING_JOBS, "evaluator")
+
+# What each variable calls our jobs.
+_TF_CONFIG_NAMES = {**{job: job for job in _JOBS}, "master": "chief"}
+_CLUSTER_SPEC_NAMES = {
+    f"workerpool{pool}": job for pool, job in enumerate(_JOBS)
+}
+
+_EXAMPLES = {
+    "TF_CONFIG": (
+        '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222", '
+        '"host2:2222"], "ps": ["host3:2222"]}, '
+        '"task": {"type": "worker", "index": 0}}'
+    ),
+    "CLUSTER_SPEC": (
+        '{"cluster": {"workerpool0": ["host0:2222"], "workerpool1": '
+        '["host1:2222"], "workerpool2": ["host2:2222"]}, '
+        '"task": {"type": "workerpool1", "index": 0}}'
+    ),
+}
+
+_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
+_INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The tasks of a job, and which of them this process is.
+
+    `Cluster()` is one local process. Use `from_env` inside a program, and
+    `from_jobs` to write a cluster down:
+
+    >>> cluster = Cluster.from_jobs(
+    ...     {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]},
+    ...     task_type="worker", task_index=1)
+    >>> cluster.role, cluster.num_ps, cluster.num_workers, cluster.address
+    ('worker', 1, 2, 'c:1')
+    >>> print(cluster)
+    worker:1 of a cluster of chief, 2 workers, 1 ps
+
+    Attributes:
+        tasks: read-only, job -> {index: "host:port"} for the jobs "chief",
+            "worker" and "ps" that have tasks. Never holds the evaluator. The
+            indices of workers may have gaps; those of ps may not, because
+            variables are placed on 0 .. num_ps - 1. Default: no cluster.
+        task_type: this process's job: "chief" (also where the environment
+            says "master"), "worker", "ps" or "evaluator".
+        task_index: this process's index in its job.
+        has_evaluator: whether an evaluator task exists anywhere we can see,
+            so that the chief need not evaluate.
+        evaluator_address: its "host:port" where the cluster names it
+            (Kubeflow, tfdist.launch); None elsewhere (Vertex AI).
+
+    Raises:
+        ValueError: if the tasks do not make a cluster, or this task is not
+            one of them.
+    """
+
+    # A mapping has no hash; equal clusters still hash equal without it.
+    tasks: Mapping[str, Mapping[int, str]] = field(
+        default_factory=dict, hash=False
+    )
+    task_type: str = "chief"
+    task_index: int = 0
+    has_evaluator: bool = False
+    evaluator_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.evaluator_address is not None:
+            object.__setattr__(self, "has_evaluator", True)
+        _check_jobs(self.tasks)
+        _check_addresses(self.tasks, self.evaluator_address)
+        _check_task(self)
+        frozen = {
+            job: MappingProxyType(dict(sorted(self.tasks[job].items())))
+            for job in _TRAINING_JOBS
+            if job in self.tasks
+        }
+        object.__setattr__(self, "tasks", MappingProxyType(frozen))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled or copied; plain dicts can.
+        rest = dataclasses.fields(self)[1:]
+        return type(self), (
+            self.training_spec(),
+            *(getattr(self, entry.name) for entry in rest),
+        )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
+        """Reads `TF_CONFIG`, else `CLUSTER_SPEC`, else is one local process.
+
+        A blank variable counts as absent; `TF_CONFIG='{}'` is one local
+        process. Accepted are: Vertex AI's evaluator outside the cluster (also
+        with no cluster at all) and Kubeflow's inside it, `master` for `chief`,
+        a job as a list or as an {index: address} object, an index as a string,
+        and a missing or empty `task` where there is one node at most. Keys
+        that say nothing about the cluster (`job`, `environment`, ...) are
+        ignored, and so is a job without tasks.
+
+        Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
+        learns of it from the `CLUSTER_SPEC` that is set beside it.
+
+        >>> Cluster.from_env({}).role
+        'local'
+        >>> Cluster.from_env({"TF_CONFIG": '''
+        ...     {"cluster": {"chief": ["a:1"], "worker": ["b:1"]},
+        ...      "task": {"type": "evaluator", "index": 0}}'''}).role
+        'evaluator'
+
+        Args:
+            environ: the environment. Default: `os.environ`.
+
+        Returns:
+            The cluster, with this process's place in it.
+
+        Raises:
+            ValueError: if a variable is malformed. The message names the
+                variable, quotes the offending part and shows a right one.
+        """
+        environ = os.environ if environ is None else environ
+        tf_config = environ.get("TF_CONFIG", "").strip()
+        cluster_spec = environ.get("CLUSTER_SPEC", "").strip()
+        if not tf_config:
+            if not cluster_spec:
+                return cls()
+            return _read("CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES)
+        cluster = _read("TF_CONFIG", tf_config, _TF_CONFIG_NAMES)
+        if cluster_spec and not cluster.has_evaluator:
+            pools = _read("CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES)
+            return dataclasses.replace(
+                cluster, has_evaluator=pools.has_evaluator
+            )
+        return cluster
+
+    @classmethod
+    def from_jobs(
+        cls,
+        jobs: Mapping[str, Any],
+        task_type: str | None = None,
+        task_index: int | str | None = None,
+    ) -> Cluster:
+        """Makes a cluster from plain lists, as `TF_CONFIG` has them.
+
+        Args:
+            jobs: job -> ["host:port", ...] or {index: "host:port"}, for the
+                jobs "chief" (or "master"), "worker", "ps" and "evaluator".
+            task_type: this process's job. May be omitted where `jobs` holds
+                one task at most.
+            task_index: this process's index in it, likewise.
+
+        Returns:
+            The cluster, the evaluator taken out of its `tasks`.
+
+        Raises:
+            ValueError: as `from_env`.
+        """
+        tasks = _by_index(jobs, _TF_CONFIG_NAMES)
+        task_type, task_index = _own_task(
+            tasks, _job_name(task_type, _TF_CONFIG_NAMES), task_index
+        )
+        evaluator = tasks.pop("evaluator", {})
+        if any(evaluator):
+            raise _error(
+                'There can only be one "evaluator" task, with index 0.',
+                {"evaluator": _as_list(evaluator)},
+            )
+        return cls(
+            tasks=tasks,
+            task_type=task_type,
+            task_index=task_index,
+            has_evaluator=bool(evaluator) or task_type == "evaluator",
+            evaluator_address=evaluator.get(0),
+        )
+
+    @property
+    def role(self) -> Role:
+        """What this process has to do.
+
+        "local" trains alone: no cluster, or a cluster of one node (there may
+        be an evaluator beside it). "chief" leads, "worker" and "ps" serve, and
+        "evaluator" reads checkpoints. Worker 0 of a cluster without a chief
+        is "chief".
+        """
+        if self.task_type in ("ps", "evaluator"):
+            return self.task_type
+        if not self.is_distributed:
+            return "local"
+        return "chief" if self.is_chief else "worker"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process leads: writes checkpoints, summaries, exports.
+
+        True for the chief, for worker 0 where there is no chief, and for a
+        local process.
+        """
+        if self.task_type == "worker":
+            return "chief" not in self.tasks and self.task_index == 0
+        return self.task_type == "chief"
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether training spans more than one task (the evaluator apart)."""
+        return sum(map(len, self.tasks.values())) > 1
+
+    @property
+    def num_ps(self) -> int:
+        """The number of parameter servers."""
+        return len(self.tasks.get("ps", ()))
+
+    @property
+    def num_workers(self) -> int:
+        """The number of tasks of the job "worker"; the chief is not one."""
+        return len(self.tasks.get("worker", ()))
+
+    @property
+    def address(self) -> str | None:
+        """This process's "host:port"; None where the cluster names none."""
+        if self.task_type == "evaluator":
+            return self.evaluator_address
+        return self.tasks.get(self.task_type, {}).get(self.task_index)
+
+    def training_spec(self) -> dict[str, dict[int, str]]:
+        """The argument of `tf.train.ClusterSpec`, without the evaluator."""
+        return {job: dict(tasks) for job, tasks in self.tasks.items()}
+
+    def tf_config(
+        self, task_type: str | None = None, task_index: int | None = None
+    ) -> str:
+        """The `TF_CONFIG` that tells a task its place in this cluster.
+
+        The evaluator is written inside "cluster", as Kubeflow does; where its
+        address is not known it is left out, and only the evaluator itself
+        still knows of it.
+
+        Args:
+            task_type: the task's job. Default: this process's.
+            task_index: the task's index. Default: this process's.
+
+        Returns:
+            JSON text, from which `from_env` makes this cluster again.
+
+        Raises:
+            ValueError: if the cluster has no such task.
+        """
+        task = dataclasses.replace(
+            self,
+            task_type=self.task_type if task_type is None else task_type,
+            task_index=self.task_index if task_index is None else task_index,
+        )
+        jobs: dict[str, Any] = {
+            job: _as_list(tasks) for job, tasks in self.tasks.items()
+        }
+        if self.evaluator_address is not None:
+            jobs["evaluator"] = [self.evaluator_address]
+        return json.dumps(
+            {
+                "cluster": jobs,
+                "task": {"type": task.task_type, "index": task.task_index},
+            }
+        )
+
+    @property
+    def shape(self) -> str:
+        """The cluster in words, such as "chief, 2 workers, 2 ps, evaluator"."""
+        parts = []
+        if "chief" in self.tasks:
+            parts.append("chief")
+        if self.num_workers:
+            plural = "s" if self.num_workers > 1 else ""
+            parts.append(f"{self.num_workers} worker{plural}")
+        if self.num_ps:
+            parts.append(f"{self.num_ps} ps")
+        if self.has_evaluator:
+            parts.append("evaluator")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        if not self.tasks and not self.has_evaluator:
+            return "one local process, no cluster"
+        task = f"{self.task_type}:{self.task_index}"
+        return f"{task} of a cluster of {self.shape}"
+
+
+def _read(variable: str, text: str, names: Mapping[str, str]) -> Cluster:
+    """Parses one of the two variables; its errors name it."""
+    try:
+        config = _json_object(text)
+        jobs = _by_index(_object(config, "cluster"), names)
+        task = _object(config, "task")
+        return Cluster.from_jobs(
+            jobs, _job_name(task.get("type"), names), task.get("index")
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{variable} is malformed. {error}\n"
+            f"A right one: {variable}='{_EXAMPLES[variable]}'"
+        ) from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Decodes JSON that must be an object, each key given once."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"The key {_quote(key)} is given twice.")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        near = text[max(0, getattr(error, "pos", 0) - 20) :]
+        raise _error(f"It must be JSON ({error}).", near) from None
+    if not isinstance(value, dict):
+        raise _error(
+            'It must be a JSON object with the keys "cluster" and "task".',
+            value,
+        )
+    return value
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under `key`; empty when it is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _error(f'"{key}" must be a JSON object.', {key: value})
+    return value
+
+
+def _job_name(name: object, names: Mapping[str, str]) -> str | None:
+    """Our name of the job called `name`; None when there is none."""
+    if name is None or name == "":
+        return None
+    if not isinstance(name, str) or name not in names:
+        known = ", ".join(f'"{known}"' for known in names)
+        raise _error(f"A job must be one of {known}.", name)
+    return names[name]
+
+
+def _by_index(
+    jobs: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, dict[int, str]]:
+    """Renames the jobs and numbers their tasks; jobs without tasks go."""
+    result: dict[str, dict[int, str]] = {}
+    for name, entry in jobs.items():
+        job = _job_name(name, names)
+        if job is None:
+            raise _error("A job must have a name.", jobs)
+        tasks = _number(name, entry)
+        if tasks and job in result:
+            raise _error(
+                'The job "chief" may be called "master", but not both may be '
+                "there.",
+                jobs,
+            )
+        if tasks:
+            result[job] = tasks
+    return result
+
+
+def _number(name: str, entry: object) -> dict[int, str]:
+    """The tasks of one job by index, from a list or a sparse object."""
+    if isinstance(entry, list | tuple):
+        return dict(enumerate(entry))
+    if not isinstance(entry, Mapping):
+        raise _error(
+            f'The job "{name}" must be a list of addresses, such as '
+            '["host:2222"].',
+            {name: entry},
+        )
+    tasks: dict[int, str] = {}
+    for key, address in entry.items():
+        index = _index(key, f'An index in the job "{name}"')
+        if index in tasks:
+            raise _error(
+                f'The job "{name}" has two tasks with the index {index}.',
+                entry,
+            )
+        tasks[index] = address
+    return tasks
+
+
+def _index(value: object, what: str) -> int:
+    """A task index from a JSON number or a string of digits."""
+    if isinstance(value, str) and _INDEX.fullmatch(value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise _error(f"{what} must be a non-negative integer, such as 0.", value)
+
+
+def _own_task(
+    tasks: Mapping[str, Mapping[int, str]],
+    task_type: str | None,
+    task_index: int | str | None,
+) -> tuple[str, int]:
+    """Fills in what `task` leaves out, where only one answer is possible."""
+    nodes = [(job, index) for job in tasks for index in tasks[job]]
+    if len(nodes) > 1:
+        for key, value in (("type", task_type), ("index", task_index)):
+            if value is None:
+                raise ValueError(
+                    f'"task" must have the key "{key}", because "cluster" has '
+                    f'{len(nodes)} tasks. Expected, for example: "task": '
+                    '{"type": "worker", "index": 0}.'
+                )
+    only_type, only_index = nodes[0] if nodes else ("chief", 0)
+    if task_index is None:
+        task_index = only_index if task_type in (None, only_type) else 0
+    return task_type or only_type, _index(task_index, 'The "index" of "task"')
+
+
+def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
+    """Refuses jobs and indices that cannot train together."""
+    for job in tasks:
+        if job not in _TRAINING_JOBS or not tasks[job]:
+            raise ValueError(
+                "Argument `tasks` must hold only the jobs 'chief', 'worker' "
+                "and 'ps', each with a task (Cluster.from_jobs takes an "
+                f"evaluator too). Received: tasks={tasks!r}."
+            )
+    have = {job: _as_list(tasks[job]) for job in tasks}
+    if "chief" in tasks and set(tasks["chief"]) != {0}:
+        raise _error('There must be only one "chief", with index 0.', have)
+    if "ps" not in tasks:
+        if "chief" not in tasks and 0 not in tasks.get("worker", [0]):
+            raise _error(
+                'Without a "chief", worker 0 leads and must be there.', have
+            )
+        return
+    for job in ("chief", "worker"):
+        if job not in tasks:
+            raise _error(
+                f'A cluster with a "ps" must also have a "{job}": the chief '
+                "coordinates, the workers compute the gradients.",
+                have,
+            )
+    if isinstance(have["ps"], dict):
+        raise _error(
+            'The indices of the "ps" tasks must be 0, 1, 2, ... without a '
+            "gap, for variables are placed by them.",
+            have["ps"],
+        )
+
+
+def _check_addresses(
+    tasks: Mapping[str, Mapping[int, str]], evaluator: str | None
+) -> None:
+    """Refuses addresses that no client can use, or that two tasks share."""
+    addresses = {
+        f"{job}:{index}": address
+        for job, by_index in tasks.items()
+        for index, address in by_index.items()
+    }
+    if evaluator is not None:
+        addresses["evaluator:0"] = evaluator
+    seen: dict[tuple[str, int], str] = {}
+    for task, address in addresses.items():
+        endpoint = _endpoint(address)
+        if endpoint is None:
+            raise _error(
+                f'The address of {task} must be "host:port": a name or an '
+                "address (IPv6 in brackets), a colon, and a port from 1 to "
+                "65535, without scheme or blanks.",
+                address,
+            )
+        if endpoint in seen:
+            raise _error(
+                f"{seen[endpoint]} and {task} must not share an address.",
+                address,
+            )
+        seen[endpoint] = task
+
+
+def _endpoint(address: object) -> tuple[str, int] | None:
+    """Host and port of "host:port"; None when that is not what it is."""
+    match = isinstance(address, str) and _ADDRESS.fullmatch(address)
+    if not match:
+        return None
+    host, port = match[1].lower(), int(match[2])
+    if host.startswith("["):
+        try:
+            host = str(ipaddress.IPv6Address(host[1:-1]))
+        except ValueError:
+            return None
+    return (host, port) if 1 <= port <= 65535 else None
+
+
+def _check_task(cluster: Cluster) -> None:
+    """Refuses a task that the cluster does not have."""
+    job, index = cluster.task_type, cluster.task_index
+    if job == "evaluator":
+        known = [0] if cluster.has_evaluator else []
+    elif cluster.tasks:
+        known = sorted(cluster.tasks.get(job, ()))
+    else:
+        known = [0] if job in ("chief", "worker") else []
+    if not known:
+        raise ValueError(
+            f'The task "{job}" must be part of the cluster, which has: '
+            f"{cluster.shape or 'no tasks'}."
+        )
+    if index not in known:
+        indices = ", ".join(map(str, known))
+        raise _error(
+            f'The task "{job}" must have one of the indices {indices}.',
+            {"index": index},
+        )
+
+
+def _as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:
+    """The tasks of a job as JSON has them: a list if there are no gaps."""
+    if sorted(tasks) == list(range(len(tasks))):
+        return [tasks[index] for index in sorted(tasks)]
+    return dict(tasks)
+
+
+def _error(problem: str, received: object) -> ValueError:
+    return ValueError(f"{problem} Received: {_quote(received)}.")
+
+
+def _quote(value: object, limit: int = 160) -> str:
+    """JSON text of the offending part, cut to a readable length."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,300 @@
+"""Examples from CSV files.
+
+The files are read twice before training: once as strings, to see which columns
+hold numbers, and once as they will be read in training. Both times the reader
+is the one of the training, `tf.io.decode_csv`, so what passes here does not
+fail there; and every line of every file passes here, so a bad one is an error
+that names it at once, not a dead worker in the middle of the night.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import tensorflow as tf
+
+from trainer.source import (
+    CATEGORICAL,
+    NUMERIC,
+    Features,
+    Schema,
+    Shard,
+    Source,
+    Statistics,
+)
+
+_SCAN_LINES = 8192
+_DEFAULTS = {NUMERIC: float("nan"), CATEGORICAL: ""}
+
+_Checked = tuple[str, int, Features, tf.Tensor]
+
+
+class CsvSource(Source):
+    """Examples from CSV files with a header line.
+
+    A file that ends in `.gz` is compressed with gzip. Fields are read as
+    `tf.io.decode_csv` reads them: they may be quoted, a quote inside is
+    doubled, and no field holds a line break. An empty field and `?` are
+    missing values. A column is numeric if every value present in the training
+    files is a number, also if there are few different ones; else categorical.
+
+    Args:
+        train_files: patterns as in `tf.io.gfile.glob`, local or `gs://`.
+        eval_files: the same, for the evaluation examples.
+        label: name of the label column. It holds 0 and 1, or two strings of
+            which the one that sorts last is the positive one.
+        numeric_columns: columns that must hold numbers.
+        categorical_columns: columns that are categorical though they look
+            numeric, such as a postal code.
+        ignore_columns: columns that the model never sees.
+    """
+
+    def __init__(
+        self,
+        train_files: str | Sequence[str],
+        eval_files: str | Sequence[str],
+        label: str,
+        *,
+        numeric_columns: Sequence[str] = (),
+        categorical_columns: Sequence[str] = (),
+        ignore_columns: Sequence[str] = (),
+    ) -> None:
+        self._patterns = {
+            "train": _as_tuple(train_files),
+            "eval": _as_tuple(eval_files),
+        }
+        self._label = label
+        self._overrides = {
+            NUMERIC: tuple(numeric_columns),
+            CATEGORICAL: tuple(categorical_columns),
+            "ignore": tuple(ignore_columns),
+        }
+        self._header: tuple[str, ...] = ()
+        self._rows = collections.Counter()
+        self.description = f"CSV files {', '.join(self._patterns['train'])}"
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, list[str]]:
+        return {
+            split: sorted(set().union(*map(_glob, patterns)))
+            for split, patterns in self._patterns.items()
+        }
+
+    def _scan(self) -> Schema:
+        self._header = self._read_header()
+        self._check_names()
+        kinds = self._infer_kinds()
+        statistics = Statistics(kinds)
+        for _, _, features, labels in self._checked("train", kinds):
+            statistics.add(features, labels)
+        schema = statistics.schema(self._label)
+        for path, number, _, labels in self._checked("eval", kinds):
+            for offset, value in enumerate(labels.numpy()):
+                if value not in statistics.labels:
+                    known = sorted(v.decode() for v in statistics.labels)
+                    raise ValueError(
+                        f"{path}, line {number + offset}: the label "
+                        f"{self._label!r} must be one of those in the "
+                        f"training files, {known}. Received: "
+                        f"{value.decode(errors='replace')!r}."
+                    )
+        return schema
+
+    def _read_header(self) -> tuple[str, ...]:
+        headers: dict[str, tuple[str, ...]] = {}
+        for path in self._paths["train"] + self._paths["eval"]:
+            for line in _lines(path).take(1).as_numpy_iterator():
+                cells = next(csv.reader([line.decode("utf-8-sig")]), [])
+                headers[path] = tuple(cell.strip() for cell in cells)
+            if not headers.get(path):
+                raise ValueError(
+                    f"{path}, line 1: expected a header line with the names "
+                    "of the columns. Received: an empty file or line."
+                )
+        first, header = next(iter(headers.items()))
+        for path, other in headers.items():
+            if other != header:
+                raise ValueError(
+                    f"{path}, line 1: the header must be that of {first}, "
+                    f"{_listed(header)}. Received: {_listed(other)}."
+                )
+        return header
+
+    def _check_names(self) -> None:
+        path = self._paths["train"][0]
+        counts = collections.Counter(self._header)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"{path}, line 1: the names of the columns must differ. "
+                f"Received more than once: {_listed(twice)}."
+            )
+        if self._label not in counts:
+            raise ValueError(
+                f"Argument `label` must name a column of {path}: "
+                f"{_listed(self._header)}. Received: label={self._label!r}."
+            )
+        for kind, names in self._overrides.items():
+            for name in names:
+                if name not in counts or name == self._label:
+                    raise ValueError(
+                        f"Argument `{kind}_columns` must name columns of "
+                        f"{path} other than the label: "
+                        f"{_listed(self._header)}. Received: {name!r}."
+                    )
+
+    def _infer_kinds(self) -> dict[str, str]:
+        """Returns the kind of each column that the model sees."""
+        kinds = dict.fromkeys(self._header, NUMERIC)
+        for kind, names in self._overrides.items():
+            kinds.update(dict.fromkeys(names, kind))
+        del kinds[self._label]
+        kinds = {name: kind for name, kind in kinds.items() if kind != "ignore"}
+        free = {name for name, kind in kinds.items() if kind == NUMERIC}
+        free -= set(self._overrides[NUMERIC])
+        strings = dict.fromkeys(kinds, CATEGORICAL)
+        for _, _, features, _ in self._checked("train", strings):
+            words = {name for name in free if not _is_number(features[name])}
+            kinds.update(dict.fromkeys(words, CATEGORICAL))
+            free -= words
+        return kinds
+
+    def _checked(
+        self, split: str, kinds: Mapping[str, str]
+    ) -> Iterator[_Checked]:
+        """Yields (path, number of the first line, features, labels).
+
+        Raises:
+            ValueError: for the first line that cannot be parsed, and when
+                there is no line at all.
+        """
+        for path in self._paths[split]:
+            self._rows[path] = 0
+            for number, lines in _numbered(path):
+                # Where a part of the file ended in blank lines, the next part
+                # may hold nothing else.
+                if self._rows[path] != number - 2:
+                    number, lines = self._rows[path] + 2, tf.constant([""])
+                yield path, number, *self._parse_or_explain(
+                    path, number, lines, kinds
+                )
+                self._rows[path] += len(lines)
+        if not any(self._rows[path] for path in self._paths[split]):
+            raise ValueError(
+                f"{', '.join(self._paths[split])}: expected at least one line "
+                "after the header. Received: none."
+            )
+
+    def _parse_or_explain(
+        self,
+        path: str,
+        number: int,
+        lines: tf.Tensor,
+        kinds: Mapping[str, str],
+    ) -> tuple[Features, tf.Tensor]:
+        try:
+            features, labels = self._parse(lines, kinds)
+            if not tf.reduce_any(labels == ""):
+                return features, labels
+        except tf.errors.InvalidArgumentError:
+            pass  # Below, line by line, it comes out which one it was.
+        for number, line in enumerate(lines, start=number):
+            try:
+                _, label = self._parse(line[tf.newaxis], kinds)
+            except tf.errors.InvalidArgumentError as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected {len(self._header)} "
+                    f"fields, {self._layout(kinds)}. Received: "
+                    f"{line.numpy().decode(errors='replace')!r} "
+                    f"({_reason(error)})."
+                ) from None
+            if label[0] == "":
+                raise ValueError(
+                    f"{path}, line {number}: the label {self._label!r} must "
+                    "not be missing."
+                )
+        raise AssertionError("The lines fail together, but none of them alone.")
+
+    def _layout(self, kinds: Mapping[str, str]) -> str:
+        return ", ".join(
+            f"{name} (numeric)" if kinds.get(name) == NUMERIC else name
+            for name in self._header
+        )
+
+    def _shards(self, split: str) -> Sequence[Shard]:
+        return [
+            Shard(path, skip=1, take=self._rows[path])
+            for path in self._paths[split]
+            if self._rows[path]
+        ]
+
+    def _read(
+        self, path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    ) -> tf.data.Dataset:
+        return _lines(path).skip(skip).take(take)
+
+    def _parse(
+        self, records: tf.Tensor, kinds: Mapping[str, str]
+    ) -> tuple[Features, tf.Tensor]:
+        # Also what is ignored is decoded, as strings: only so does a line with
+        # too many fields fail.
+        values = tf.io.decode_csv(
+            records,
+            [
+                tf.constant(_DEFAULTS[kinds.get(name, CATEGORICAL)])
+                for name in self._header
+            ],
+            na_value="?",
+        )
+        fields = dict(zip(self._header, values, strict=True))
+        return {name: fields[name] for name in kinds}, fields[self._label]
+
+
+def _as_tuple(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _glob(pattern: str) -> list[str]:
+    paths = [p for p in tf.io.gfile.glob(pattern) if not tf.io.gfile.isdir(p)]
+    if not paths:
+        raise FileNotFoundError(
+            f"No file matches {pattern!r}. Expected the path or pattern "
+            "(*, ?, [...]) of CSV files."
+        )
+    return paths
+
+
+def _lines(path: str | tf.Tensor) -> tf.data.Dataset:
+    compressed = tf.strings.regex_full_match(path, r".*\.gz")
+    return tf.data.TextLineDataset(path, tf.where(compressed, "GZIP", ""))
+
+
+def _numbered(path: str) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields (number of the first line, lines) without blank lines at ends."""
+    for part, lines in enumerate(_lines(path).skip(1).batch(_SCAN_LINES)):
+        filled = tf.where(lines != "")
+        if len(filled):
+            yield 2 + part * _SCAN_LINES, lines[: int(filled[-1, 0]) + 1]
+
+
+def _is_number(texts: tf.Tensor) -> bool:
+    """Tells whether all that is present parses as `decode_csv` will."""
+    try:
+        tf.strings.to_number(tf.boolean_mask(texts, texts != ""))
+    except tf.errors.InvalidArgumentError:
+        return False
+    return True
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """Returns what TensorFlow says, without its names of ops and records."""
+    text = re.sub(r"\{\{.*?\}\}|\[Op:.*|in record \d+", "", error.message)
+    return " ".join(text.split())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,275 @@
+"""A wide-and-deep model for any table, built from its `Schema`.
+
+What needs a dictionary of strings happens in the input pipeline, in
+`preprocessor`; the trained model sees only numbers and ids. `serving_model`
+puts the two together again, so a served model takes the columns as they are.
+
+    raw columns -> preprocessor -> ids, numbers -> build -> probability
+
+The wide part is a logistic regression over ids: one weight for every value of
+a column, for every bucket of a number, and for every pair of values in a
+cross. It memorizes. The deep part is a network over embeddings of the same
+values. It generalizes. (Cheng et al., 2016, "Wide & Deep Learning for
+Recommender Systems".)
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.source import CATEGORICAL, Column, Schema
+
+# Ids of every column: 0 is "missing", then what its kind says.
+_MISSING = 0
+CROSS_BUCKETS = 10_000
+# Numbers further out than this many standard deviations are cut off.
+_CLIP = 5.0
+
+Cross = tuple[str, str]
+
+
+def num_ids(column: Column) -> int:
+    """Returns how many ids a column has.
+
+    Id 0 stands for a missing value. A vocabulary has 1 for any value that is
+    not in it and then one id each; a hashed column one for each bucket; a
+    numeric column one for each interval between its boundaries.
+    """
+    if column.kind != CATEGORICAL:
+        return 1 + len(column.boundaries) + 1
+    return 1 + (column.num_buckets or 1 + len(column.vocabulary))
+
+
+def default_crosses(schema: Schema) -> tuple[Cross, ...]:
+    """Returns the pairs of the first four columns that have a vocabulary."""
+    names = [c.name for c in schema.categorical if c.vocabulary]
+    return tuple(itertools.combinations(names[:4], 2))
+
+
+class Preprocess(keras.layers.Layer):
+    """Turns raw columns into ids and normalized numbers.
+
+    It holds no variable and no lookup table. A table would have to live on
+    some machine of the cluster, and the input pipelines are on others; a
+    sorted list of fingerprints is a constant of the graph, and a search in it
+    costs no more.
+
+    Args:
+        schema: of the raw columns.
+        crosses: pairs of column names.
+        name: of the layer.
+
+    Call arguments: a dictionary of vectors `(batch,)`: float32 for a numeric
+    column (NaN is missing), string for a categorical one ("" and "?" are).
+    Returns: a dictionary of
+
+    - "wide": int32 `(batch, columns + crosses)`, rows of one table of weights;
+    - "deep_<column>": int32 `(batch,)`, rows of the column's embedding;
+    - "numeric": float32 `(batch, numeric columns)`, absent without any.
+    """
+
+    def __init__(
+        self, schema: Schema, crosses: Sequence[Cross], *, name: str
+    ) -> None:
+        super().__init__(name=name)
+        self._schema = schema
+        self._crosses = tuple(crosses)
+
+    def call(self, inputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Preprocesses a batch."""
+        sizes = {c.name: num_ids(c) for c in self._schema.columns}
+        ids = {c.name: _ids(c, inputs[c.name]) for c in self._schema.columns}
+        wide = list(ids.values())
+        for a, b in self._crosses:
+            pair = tf.cast(ids[a], tf.int64) * sizes[b] + tf.cast(
+                ids[b], tf.int64
+            )
+            if sizes[a] * sizes[b] > CROSS_BUCKETS:
+                pair = tf.strings.to_hash_bucket_fast(
+                    tf.strings.as_string(pair), CROSS_BUCKETS
+                )
+            wide.append(tf.cast(pair, tf.int32))
+        offsets = np.cumsum([0, *_wide_sizes(self._schema, self._crosses)])
+        outputs = {"wide": tf.stack(wide, axis=1) + offsets[:-1].astype("int32")}
+        outputs |= {_deep(name): column for name, column in ids.items()}
+        if self._schema.numeric:
+            outputs["numeric"] = tf.stack(
+                [_normalized(c, inputs[c.name]) for c in self._schema.numeric],
+                axis=1,
+            )
+        return outputs
+
+
+def _ids(column: Column, values: tf.Tensor) -> tf.Tensor:
+    """Returns the int32 id of each value; see `num_ids`."""
+    if column.kind != CATEGORICAL:
+        boundaries = tf.constant(column.boundaries, tf.float32)
+        ids = 1 + tf.searchsorted(boundaries, values, side="right")
+        missing = ~tf.math.is_finite(values)
+    else:
+        missing = (values == "") | (values == "?")
+        if column.num_buckets:
+            ids = 1 + tf.strings.to_hash_bucket_fast(values, column.num_buckets)
+        else:
+            ids = 1 + _look_up(column.vocabulary, values)
+    return tf.where(missing, _MISSING, tf.cast(ids, tf.int32))
+
+
+def _look_up(vocabulary: Sequence[str], values: tf.Tensor) -> tf.Tensor:
+    """Returns 1 + the place of each value in the vocabulary, else 0."""
+    if not vocabulary:
+        return tf.zeros_like(values, tf.int32)
+    with tf.init_scope():
+        known = _fingerprint(tf.constant(vocabulary)).numpy()
+    order = known.argsort()
+    fingerprints = _fingerprint(values)
+    place = tf.searchsorted(known[order], fingerprints)
+    place = tf.minimum(place, len(order) - 1)
+    found = tf.gather(known[order], place) == fingerprints
+    return tf.where(found, 1 + tf.gather(order.astype("int32"), place), 0)
+
+
+def _fingerprint(values: tf.Tensor) -> tf.Tensor:
+    # Two of a thousand strings share a fingerprint once in 10^13 vocabularies.
+    return tf.strings.to_hash_bucket_fast(values, 2**63 - 1)
+
+
+def _normalized(column: Column, values: tf.Tensor) -> tf.Tensor:
+    scaled = (values - column.mean) / column.stddev
+    scaled = tf.clip_by_value(scaled, -_CLIP, _CLIP)
+    return tf.where(tf.math.is_finite(values), scaled, 0.0)
+
+
+def _wide_sizes(schema: Schema, crosses: Sequence[Cross]) -> list[int]:
+    sizes = {c.name: num_ids(c) for c in schema.columns}
+    pairs = [min(sizes[a] * sizes[b], CROSS_BUCKETS) for a, b in crosses]
+    return [*sizes.values(), *pairs]
+
+
+def _deep(name: str) -> str:
+    """Returns the name of a column's ids, fit to name a layer, too."""
+    return "deep_" + re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+def preprocessor(
+    schema: Schema, crosses: Sequence[Cross] | None = None
+) -> keras.Model:
+    """Returns the model from raw columns to what `build`'s model takes.
+
+    Args:
+        schema: of the raw columns.
+        crosses: pairs of column names; `default_crosses` if omitted. The same
+            for `preprocessor`, `build` and `serving_model`.
+    """
+    if crosses is None:
+        crosses = default_crosses(schema)
+    inputs = {
+        c.name: keras.Input(
+            shape=(),
+            dtype="string" if c.kind == CATEGORICAL else "float32",
+            name=c.name,
+        )
+        for c in schema.columns
+    }
+    outputs = Preprocess(schema, crosses, name="preprocess")(inputs)
+    return keras.Model(inputs, outputs, name="preprocessor")
+
+
+def embedding(
+    num_rows: int, dim: int, name: str, initializer: str = "uniform"
+) -> keras.layers.Layer:
+    """Returns the layer that looks rows of a table up. Every table is one."""
+    return keras.layers.Embedding(
+        num_rows, dim, embeddings_initializer=initializer, name=name
+    )
+
+
+def build(
+    schema: Schema,
+    *,
+    crosses: Sequence[Cross] | None = None,
+    optimizer: keras.optimizers.Optimizer | str | None = None,
+    hidden_units: Sequence[int] = (64, 32),
+    embedding_dim: int = 8,
+) -> keras.Model:
+    """Returns the compiled wide-and-deep model.
+
+    Args:
+        schema: of the raw columns.
+        crosses: as in `preprocessor`.
+        optimizer: Adagrad with a rate of 0.05 if omitted.
+        hidden_units: sizes of the hidden layers of the deep part.
+        embedding_dim: length of an embedding.
+
+    Returns:
+        A model from the outputs of `preprocessor` to the probability of the
+        positive label, shape `(batch, 1)`. Variables of the wide part have
+        "wide" in their path, all others belong to the deep part.
+    """
+    if crosses is None:
+        crosses = default_crosses(schema)
+    sizes = _wide_sizes(schema, crosses)
+    inputs = {"wide": keras.Input((len(sizes),), dtype="int32", name="wide")}
+    tables = {}
+    for column in schema.columns:
+        key = _deep(column.name)
+        inputs[key] = keras.Input((), dtype="int32", name=key)
+        tables[key] = embedding(num_ids(column), embedding_dim, f"{key}_table")
+
+    weights = embedding(sum(sizes), 1, "wide_weights", "zeros")(inputs["wide"])
+    wide = keras.ops.sum(weights, axis=1)
+    deep = [table(inputs[key]) for key, table in tables.items()]
+    if schema.numeric:
+        numeric = keras.Input((len(schema.numeric),), name="numeric")
+        inputs["numeric"] = numeric
+        wide += keras.layers.Dense(1, use_bias=False, name="wide_numeric")(
+            numeric
+        )
+        deep.append(numeric)
+    deep = keras.ops.concatenate(deep, axis=-1)
+    for i, units in enumerate(hidden_units):
+        deep = keras.layers.Dense(units, "relu", name=f"deep_hidden_{i}")(deep)
+    logit = wide + keras.layers.Dense(1, name="deep_logit")(deep)
+
+    model = keras.Model(
+        inputs, keras.ops.sigmoid(logit), name="wide_and_deep"
+    )
+    model.compile(
+        optimizer=optimizer or keras.optimizers.Adagrad(0.05),
+        loss="binary_crossentropy",
+        metrics=[
+            keras.metrics.AUC(name="auc"),
+            keras.metrics.BinaryAccuracy(name="accuracy"),
+        ],
+    )
+    return model
+
+
+def serving_model(
+    model: keras.Model,
+    schema: Schema,
+    crosses: Sequence[Cross] | None = None,
+) -> keras.Model:
+    """Returns the model that takes raw columns, to be exported.
+
+    Args:
+        model: from `build`, trained.
+        schema: of the raw columns.
+        crosses: as in `preprocessor`.
+
+    Returns:
+        A model from the raw columns, by name, to `{"probabilities": (batch,
+        1)}`; `serving_model(...).export(path)` writes a SavedModel that
+        TensorFlow Serving loads.
+    """
+    prepare = preprocessor(schema, crosses)
+    raw = dict(zip(prepare.input_names, prepare.inputs, strict=True))
+    return keras.Model(
+        raw, {"probabilities": model(prepare(raw))}, name="serving"
+    )
