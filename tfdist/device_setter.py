@@ -199,6 +199,7 @@ class ReplicaDeviceSetter:
         """
         if getattr(self._local, "probing", False):
             self._local.inner = op.device or ""
+            return self._local.inner
         op_type = op.op if isinstance(op, tf.compat.v1.NodeDef) else op.type
         return self._device(op_type, op.device or "", lambda: op)
 
@@ -232,18 +233,9 @@ class ReplicaDeviceSetter:
             stack.enter_context(tf.device(self._worker_device))
         # In a TF1 graph, the device function sees the variable's op itself.
         if tf.compat.v1.executing_eagerly_outside_functions():
-            entered = _eager_device()
-            graph = tf.compat.v1.get_default_graph()
-
-            def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
-                inner = self._inner_device(entered, graph)
-                device = self._device(
-                    "VarHandleOp", inner, lambda: creation_spec(**kwargs)
-                )
-                # Not merged into the worker's device, which is around us.
-                with tf.device(None), tf.device(device):
-                    return next_creator(**kwargs)
-
+            creator = self._creator(
+                _full_eager_device(), tf.executing_eagerly()
+            )
             stack.enter_context(tf.variable_creator_scope(creator))
         self._stacks.append(stack)
         return self
@@ -257,20 +249,95 @@ class ReplicaDeviceSetter:
             self._local.stacks = []
         return self._local.stacks
 
-    def _inner_device(self, entered: str, graph: tf.Graph) -> str:
-        """Returns what `tf.device` blocks inside the scope ask for."""
-        inner = _difference(entered, _eager_device())
-        if tf.executing_eagerly():
-            return inner.to_string()
-        # An op that is created here shows the blocks of the function: to the
-        # device function if it is there, else by its own device.
+    def _creator(self, entered: str, eagerly: bool) -> Callable:
+        """Returns a variable creator for a scope entered on a device."""
+
+        def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+            inner = self._inner_device(entered, eagerly)
+            if inner is None:
+                return next_creator(**kwargs)
+            device = self._device(
+                "VarHandleOp", inner, lambda: creation_spec(**kwargs)
+            )
+            # Not merged into the device of the worker, which is around us.
+            with tf.device(device):
+                return next_creator(**kwargs)
+
+        return creator
+
+    def _inner_device(self, entered: str, eagerly: bool) -> str | None:
+        """Returns what blocks inside the scope ask for.
+
+        `None` means `tf.device(None)`, which undoes the scope.
+        """
+        if not eagerly:
+            return self._probe()
+        # Blocks inside a `tf.function` change the eager device as well.
+        current = _eager_device()
+        if self._worker_device and not current:
+            return None
+        return _difference(entered, current or entered)
+
+    def _probe(self) -> str | None:
+        """Returns the inner device that this device function is shown."""
         self._local.probing, self._local.inner = True, None
         try:
-            probe = tf.no_op()
+            tf.no_op()
         finally:
             self._local.probing = False
-        seen = self._local.inner
-        in_graph = probe.device if seen is None else seen
-        return inner.make_merged_spec(
-            tf.DeviceSpec.from_string(in_graph)
-        ).to_string()
+        return self._local.inner
+
+
+def _tasks(
+    ps_tasks: int,
+    ps_device: str,
+    cluster: Mapping | tf.train.ClusterSpec | tf.train.ClusterDef | None,
+) -> list[int]:
+    """Returns the task numbers of the parameter servers, in order."""
+    if cluster is None:
+        if not isinstance(ps_tasks, numbers.Integral) or ps_tasks < 0:
+            raise ValueError(
+                "Argument `ps_tasks` must be an integer that is not negative. "
+                f"Received: ps_tasks={ps_tasks!r}."
+            )
+        return list(range(ps_tasks))
+    try:
+        spec = tf.train.ClusterSpec(cluster)
+    except TypeError as e:
+        raise TypeError(
+            "Argument `cluster` must be a dict of job names to addresses, a "
+            f"`ClusterSpec` or a `ClusterDef`. Received: cluster={cluster!r}."
+        ) from e
+    job = tf.DeviceSpec.from_string(ps_device).job
+    return sorted(spec.task_indices(job)) if job in spec.jobs else []
+
+
+def _eager_device() -> str:
+    return tf.__internal__.eager_context.get_device_name() or ""
+
+
+def _full_eager_device() -> str:
+    """Returns the eager device with the fields that TF fills in by itself."""
+    if not tf.executing_eagerly():
+        return _eager_device()
+    with tf.device(""):
+        return _eager_device()
+
+
+def _difference(outer: str, inner: str) -> str:
+    """Returns the fields of `inner` that blocks inside `outer` have changed."""
+    old, new = map(tf.DeviceSpec.from_string, (outer, inner))
+    fields = {}
+    if new.job != old.job:
+        fields["job"] = new.job
+    if (new.job, new.task) != (old.job, old.task):
+        fields["task"] = new.task
+    if new.replica != old.replica:
+        fields["replica"] = new.replica
+    if (new.device_type, new.device_index) != (
+        old.device_type,
+        old.device_index,
+    ):
+        fields["device_type"] = new.device_type
+        fields["device_index"] = new.device_index
+    return tf.DeviceSpec(**fields).to_string()

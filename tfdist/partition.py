@@ -214,7 +214,7 @@ def _check_parts(parts: Any, shape: tf.TensorShape) -> None:
             f"{expected}, but only axis 0 can be split: a lookup by row must "
             "find its row on one server."
         )
-    if parts[0] > shape[0]:
+    if parts[0] > max(1, shape[0]):
         raise ValueError(f"{expected}, which is more parts than rows.")
 
 

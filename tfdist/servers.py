@@ -10,15 +10,17 @@ sees it and ends with exit code 0. No transport of our own, no file left over.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import time
 from collections.abc import Iterable
 
 import grpc
 import tensorflow as tf
-from absl import logging
 
 from tfdist.cluster import Cluster
+
+_log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _POLL_SECS = 0.2
@@ -61,10 +63,10 @@ def serve(cluster: Cluster) -> None:
             "Is another process using that port? TensorFlow says: "
             f"{error.message}"
         ) from error
-    logging.info("Task %s serves on %s.", task, server.target)
+    _log.info("Task %s serves on %s.", task, server.target)
     while not tf.io.gfile.exists(_DONE):
         time.sleep(_POLL_SECS)
-    logging.info("Task %s ends: the chief is done.", task)
+    _log.info("Task %s ends: the chief is done.", task)
 
 
 def release(tasks: Iterable[tuple[str, int]]) -> None:
@@ -79,7 +81,7 @@ def release(tasks: Iterable[tuple[str, int]]) -> None:
             with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
                 tf.io.write_file(_DONE, "")
         except tf.errors.OpError as error:
-            logging.warning(
+            _log.warning(
                 "Task %s:%d could not be told that the job is done: %s",
                 job,
                 index,
@@ -157,9 +159,7 @@ def wait_until_up(cluster: Cluster, timeout_secs: float) -> None:
                 "RunConfig(start_timeout_secs=...) sets the limit."
             )
         if now >= next_message:
-            logging.info(
-                "Waiting for %s; %.0f s left.", listed, deadline - now
-            )
+            _log.info("Waiting for %s; %.0f s left.", listed, deadline - now)
             next_message = now + 10.0
         time.sleep(_POLL_SECS)
 

@@ -48,9 +48,7 @@ class ModelStep:
         _build_metrics(model, element_spec)
         self._metrics = list(model.metrics_variables)
         _check_metrics(model, self._metrics)
-        self._seeds = [
-            v for v in model.non_trainable_variables if _is_seed(v)
-        ]
+        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
         self._moving = [
             v for v in model.non_trainable_variables if not _is_seed(v)
         ]
@@ -78,11 +76,9 @@ class ModelStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model, optimizer = self.model, self.model.optimizer
         trainable = [v.value for v in model.trainable_variables]
-        before = {v: tf.identity(v.value) for v in self._moving}
-        seeds = {
-            v: _fold_in(v, step) for v in self._seeds
-        }
-        scope = self._scope(states, before | seeds)
+        before = [(v, tf.identity(v.value)) for v in self._moving]
+        seeds = [(v, _fold_in(v, step)) for v in self._seeds]
+        scope = self._scope(states, before + seeds)
         with scope:
             with tf.GradientTape() as tape:
                 y_pred = model(x, training=True)
@@ -95,14 +91,14 @@ class ModelStep:
         optimizers.apply_gradients(
             optimizer, gradients, model.trainable_variables
         )
-        for variable, value in before.items():
+        for variable, value in before:
             _move(variable.value, value, scope.get_current_value(variable))
         return self._states_after(scope, states, loss, x)
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        scope = self._scope(states, {})
+        scope = self._scope(states)
         with scope:
             y_pred = self.model(x, training=False)
             loss = self.model.compute_loss(
@@ -142,12 +138,12 @@ class ModelStep:
         return np.cumsum(sizes)[:-1]
 
     def _scope(
-        self, states: States, values: Mapping[keras.Variable, tf.Tensor]
+        self,
+        states: States,
+        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
     ) -> keras.StatelessScope:
         metrics = zip(self._metrics, states[2:], strict=True)
-        return keras.StatelessScope(
-            [*metrics, *values.items()], collect_losses=True
-        )
+        return keras.StatelessScope([*metrics, *values], collect_losses=True)
 
     def _states_after(
         self,
@@ -200,7 +196,10 @@ def _build_metrics(model: keras.Model, element_spec: Any) -> None:
     )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     symbols = tf.nest.map_structure(
-        lambda t: keras.KerasTensor(t.shape, keras.backend.standardize_dtype(t.dtype)), x
+        lambda t: keras.KerasTensor(
+            t.shape, keras.backend.standardize_dtype(t.dtype)
+        ),
+        x,
     )
     y_pred = tf.nest.map_structure(
         lambda t: tf.zeros(t.shape, t.dtype),
@@ -250,7 +249,9 @@ def _move(variable: tf.Variable, before: tf.Tensor, after: tf.Tensor) -> None:
         variable.assign(after)
 
 
-def _flat_floats(results: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def _flat_floats(
+    results: Mapping[str, Any], prefix: str = ""
+) -> dict[str, float]:
     flat = {}
     for name, value in results.items():
         if isinstance(value, Mapping):

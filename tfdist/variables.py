@@ -220,8 +220,9 @@ def describe(
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, if `model_fn` reads the value of
-            a variable, or if `rows_per_step` names an unknown variable.
+        ValueError: If the model is not built, if `model_fn` fails because
+            it computes with variables, which have no values here, or if
+            `rows_per_step` names an unknown variable.
 
     Example:
     >>> def model_fn():
@@ -286,12 +287,14 @@ def _describe(
 def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
     try:
         model = model_fn()
-    except (tf.errors.FailedPreconditionError, tf.errors.NotFoundError) as e:
+    except tf.errors.OpError as e:
+        # Reading a variable without memory gives no values, or an error.
         raise ValueError(
-            "Argument `model_fn` must not read a variable's value: it is "
-            "described before its variables have one. Build the model from "
-            "`keras.Input` or with `model.build(input_shape)`, not by calling "
-            f"it on data. TensorFlow says: {e}"
+            "Argument `model_fn` failed while it was described. Variables have "
+            "no values then: if it reads the value of a variable, as a model "
+            "that is built by calling it on data does, build from "
+            "`keras.Input` or with `model.build(input_shape)` instead. "
+            f"TensorFlow says: {e}"
         ) from e
     if not isinstance(model, keras.Model):
         raise TypeError(

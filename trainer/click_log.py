@@ -230,13 +230,9 @@ def _parts_of(name: str, values: np.ndarray) -> Iterator[bytes]:
 
 def _example(name: str, value: bytes | int | float) -> bytes:
     if isinstance(value, bytes):
-        feature = tf.train.Feature(
-            bytes_list=tf.train.BytesList(value=[value])
-        )
+        feature = tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
     elif isinstance(value, int):
-        feature = tf.train.Feature(
-            int64_list=tf.train.Int64List(value=[value])
-        )
+        feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
     else:
         feature = tf.train.Feature(float_list=tf.train.FloatList(value=[value]))
     features = tf.train.Features(feature={name: feature})

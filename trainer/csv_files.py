@@ -25,6 +25,7 @@ from trainer.source import (
     Shard,
     Source,
     Statistics,
+    column_name,
 )
 
 _SCAN_LINES = 8192
@@ -41,6 +42,8 @@ class CsvSource(Source):
     doubled, and no field holds a line break. An empty field and `?` are
     missing values. A column is numeric if every value present in the training
     files is a number, also if there are few different ones; else categorical.
+    In the names of columns, what is no letter, digit or underscore becomes an
+    underscore.
 
     Args:
         train_files: patterns as in `tf.io.gfile.glob`, local or `gs://`.
@@ -67,11 +70,11 @@ class CsvSource(Source):
             "train": _as_tuple(train_files),
             "eval": _as_tuple(eval_files),
         }
-        self._label = label
+        self._label = column_name(label)
         self._overrides = {
-            NUMERIC: tuple(numeric_columns),
-            CATEGORICAL: tuple(categorical_columns),
-            "ignore": tuple(ignore_columns),
+            NUMERIC: tuple(map(column_name, numeric_columns)),
+            CATEGORICAL: tuple(map(column_name, categorical_columns)),
+            "ignore": tuple(map(column_name, ignore_columns)),
         }
         self._header: tuple[str, ...] = ()
         self._rows = collections.Counter()
@@ -109,11 +112,14 @@ class CsvSource(Source):
         for path in self._paths["train"] + self._paths["eval"]:
             for line in _lines(path).take(1).as_numpy_iterator():
                 cells = next(csv.reader([line.decode("utf-8-sig")]), [])
-                headers[path] = tuple(cell.strip() for cell in cells)
-            if not headers.get(path):
+                headers[path] = tuple(
+                    column_name(cell) or f"column_{position}"
+                    for position, cell in enumerate(cells)
+                )
+            if path not in headers:
                 raise ValueError(
                     f"{path}, line 1: expected a header line with the names "
-                    "of the columns. Received: an empty file or line."
+                    "of the columns. Received: an empty file."
                 )
         first, header = next(iter(headers.items()))
         for path, other in headers.items():
@@ -126,21 +132,22 @@ class CsvSource(Source):
 
     def _check_names(self) -> None:
         path = self._paths["train"][0]
-        counts = collections.Counter(self._header)
+        # TensorFlow takes "Age" and "age" for one name.
+        counts = collections.Counter(name.lower() for name in self._header)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise ValueError(
                 f"{path}, line 1: the names of the columns must differ. "
                 f"Received more than once: {_listed(twice)}."
             )
-        if self._label not in counts:
+        if self._label not in self._header:
             raise ValueError(
                 f"Argument `label` must name a column of {path}: "
                 f"{_listed(self._header)}. Received: label={self._label!r}."
             )
         for kind, names in self._overrides.items():
             for name in names:
-                if name not in counts or name == self._label:
+                if name not in self._header or name == self._label:
                     raise ValueError(
                         f"Argument `{kind}_columns` must name columns of "
                         f"{path} other than the label: "
@@ -179,8 +186,10 @@ class CsvSource(Source):
                 # may hold nothing else.
                 if self._rows[path] != number - 2:
                     number, lines = self._rows[path] + 2, tf.constant([""])
-                yield path, number, *self._parse_or_explain(
-                    path, number, lines, kinds
+                yield (
+                    path,
+                    number,
+                    *self._parse_or_explain(path, number, lines, kinds),
                 )
                 self._rows[path] += len(lines)
         if not any(self._rows[path] for path in self._paths[split]):
@@ -202,20 +211,20 @@ class CsvSource(Source):
                 return features, labels
         except tf.errors.InvalidArgumentError:
             pass  # Below, line by line, it comes out which one it was.
-        for number, line in enumerate(lines, start=number):
+        for offset, line in enumerate(lines):
+            where = f"{path}, line {number + offset}"
             try:
                 _, label = self._parse(line[tf.newaxis], kinds)
             except tf.errors.InvalidArgumentError as error:
                 raise ValueError(
-                    f"{path}, line {number}: expected {len(self._header)} "
-                    f"fields, {self._layout(kinds)}. Received: "
+                    f"{where}: expected {len(self._header)} fields, "
+                    f"{self._layout(kinds)}. Received: "
                     f"{line.numpy().decode(errors='replace')!r} "
                     f"({_reason(error)})."
                 ) from None
             if label[0] == "":
                 raise ValueError(
-                    f"{path}, line {number}: the label {self._label!r} must "
-                    "not be missing."
+                    f"{where}: the label {self._label!r} must not be missing."
                 )
         raise AssertionError("The lines fail together, but none of them alone.")
 

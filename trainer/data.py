@@ -1,9 +1,9 @@
 """Where the examples come from: CSV files, TensorFlow Datasets, a click log.
 
-    source = csv_source(["train-*.csv"], ["eval.csv"], label="income")
-    source.schema               # the columns, from one pass over the data
-    source.train_input_fn(...)  # shuffled, for ever, a share for each worker
-    source.eval_input_fn(...)   # once, in order
+source = csv_source(["train-*.csv"], ["eval.csv"], label="income")
+source.schema               # the columns, from one pass over the data
+source.train_input_fn(...)  # shuffled, for ever, a share for each worker
+source.eval_input_fn(...)   # once, in order
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trainer.source import (
     Shard,
     Source,
     Statistics,
+    column_name,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "click_log_source",
 ]
 
+# CsvSource tells its arguments.
 csv_source = CsvSource
 
 # Where the evaluation examples are, the first of these that exists; else the
@@ -117,8 +119,8 @@ class TfdsSource(Source):
         self._make_builder = make_builder
         self._label_argument = label
         self._overrides = {
-            CATEGORICAL: tuple(categorical_columns),
-            "ignore": tuple(ignore_columns),
+            CATEGORICAL: tuple(map(column_name, categorical_columns)),
+            "ignore": tuple(map(column_name, ignore_columns)),
         }
         self.description = description
 
@@ -136,21 +138,25 @@ class TfdsSource(Source):
     @functools.cached_property
     def _features(self) -> dict[str, tfds.features.FeatureConnector]:
         """Every feature, by its name in the records."""
-        return _flatten(self._builder.info.features)
+        return dict(sorted(_flatten(self._builder.info.features).items()))
 
     @functools.cached_property
     def _label(self) -> str:
+        """The key of the label in the records."""
         label = self._label_argument
         if label is None:
             label = (self._builder.info.supervised_keys or (None, None))[1]
-        if not isinstance(label, str) or label not in self._features:
-            raise ValueError(
-                "Argument `label` must name a column of "
-                f"{self._builder.info.full_name}: {list(self._features)}. "
-                f"Received: label={label!r}"
-                + (" (the builder names none)." * (label is None))
-            )
-        return label
+        for key in self._features:
+            if isinstance(label, str) and column_name(key) == column_name(
+                label
+            ):
+                return key
+        raise ValueError(
+            f"Argument `label` must name a column of "
+            f"{self._builder.info.full_name}: {list(self._features)}. "
+            f"Received: label={label!r}"
+            + (" (the builder names none)." if label is None else ".")
+        )
 
     def _scan(self) -> Schema:
         kinds = self._kinds()
@@ -161,11 +167,41 @@ class TfdsSource(Source):
             statistics.add(features, labels)
         return statistics.schema(self._label)
 
+    @functools.cached_property
+    def _columns(self) -> dict[str, tuple[str, int | None]]:
+        """(key in the records, place in its vector) of every column."""
+        columns = {}
+        for key, feature in self._features.items():
+            name = column_name(key)
+            shape = feature.get_tensor_info().shape
+            if shape == ():
+                columns[name] = (key, None)
+            elif len(shape) == 1 and shape[0] and _is_quantity(feature):
+                columns |= {f"{name}_{i}": (key, i) for i in range(shape[0])}
+            elif self._is_input(key):
+                raise ValueError(
+                    f"Feature {key!r} of {self._builder.info.full_name} must "
+                    "be a scalar or a vector of numbers of known length, or "
+                    f"be named in `ignore_columns`. Received: {feature}."
+                )
+        return columns
+
+    def _is_input(self, key: str) -> bool:
+        """Tells whether a feature is one that a model may see."""
+        if key == self._label or column_name(key) in self._overrides["ignore"]:
+            return False
+        inputs, label = (self._builder.info.supervised_keys or (None, None))[:2]
+        if label != self._label:  # The user's label: all others are inputs.
+            return True
+        names = tf.nest.flatten(inputs)
+        return any(key == name or key.startswith(f"{name}/") for name in names)
+
     def _kinds(self) -> dict[str, str]:
         """Returns the kind of each column that the model sees."""
         for kind, names in self._overrides.items():
+            known = set(self._columns) | set(map(column_name, self._features))
             for name in names:
-                if name == self._label or name not in self._columns:
+                if name not in known - {column_name(self._label)}:
                     raise ValueError(
                         f"Argument `{kind}_columns` must name columns of "
                         f"{self._builder.info.full_name} other than the "
@@ -173,42 +209,11 @@ class TfdsSource(Source):
                     )
         kinds = {}
         for name, (key, _) in self._columns.items():
-            feature = self._features[key]
-            if name in self._overrides["ignore"] or not self._is_input(key):
-                continue
-            if name in self._overrides[CATEGORICAL] or not _is_quantity(feature):
-                kinds[name] = CATEGORICAL
-            else:
-                kinds[name] = NUMERIC
+            words = name in self._overrides[CATEGORICAL]
+            if self._is_input(key) and name not in self._overrides["ignore"]:
+                number = _is_quantity(self._features[key]) and not words
+                kinds[name] = NUMERIC if number else CATEGORICAL
         return kinds
-
-    def _is_input(self, key: str) -> bool:
-        """Tells whether the builder gives this feature to a model."""
-        inputs, label = (self._builder.info.supervised_keys or (None, None))[:2]
-        if key == self._label:
-            return False
-        if label != self._label:  # The user's label: all others are inputs.
-            return True
-        names = tf.nest.flatten(inputs)
-        return any(key == name or key.startswith(f"{name}/") for name in names)
-
-    @functools.cached_property
-    def _columns(self) -> dict[str, tuple[str, int | None]]:
-        """(feature, place in its vector) by column; one column a number."""
-        columns = {}
-        for key, feature in self._features.items():
-            shape = feature.get_tensor_info().shape
-            if shape == ():
-                columns[key] = (key, None)
-            elif len(shape) == 1 and shape[0] and _is_quantity(feature):
-                columns |= {f"{key}_{i}": (key, i) for i in range(shape[0])}
-            elif key not in self._overrides["ignore"]:
-                raise ValueError(
-                    f"Feature {key!r} of {self._builder.info.full_name} must "
-                    "be a scalar or a vector of numbers of known length. "
-                    f"Received: {feature}."
-                )
-        return columns
 
     def _shards(self, split: str) -> Sequence[Shard]:
         splits = self._builder.info.splits

@@ -16,7 +16,6 @@ Recommender Systems".)
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -96,7 +95,9 @@ class Preprocess(keras.layers.Layer):
                 )
             wide.append(tf.cast(pair, tf.int32))
         offsets = np.cumsum([0, *_wide_sizes(self._schema, self._crosses)])
-        outputs = {"wide": tf.stack(wide, axis=1) + offsets[:-1].astype("int32")}
+        outputs = {
+            "wide": tf.stack(wide, axis=1) + offsets[:-1].astype("int32")
+        }
         outputs |= {_deep(name): column for name, column in ids.items()}
         if self._schema.numeric:
             outputs["numeric"] = tf.stack(
@@ -153,8 +154,7 @@ def _wide_sizes(schema: Schema, crosses: Sequence[Cross]) -> list[int]:
 
 
 def _deep(name: str) -> str:
-    """Returns the name of a column's ids, fit to name a layer, too."""
-    return "deep_" + re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return f"deep_{name}"
 
 
 def preprocessor(
@@ -169,7 +169,13 @@ def preprocessor(
     """
     if crosses is None:
         crosses = default_crosses(schema)
-    inputs = {
+    inputs = _raw_inputs(schema)
+    outputs = Preprocess(schema, crosses, name="preprocess")(inputs)
+    return keras.Model(inputs, outputs, name="preprocessor")
+
+
+def _raw_inputs(schema: Schema) -> dict[str, keras.KerasTensor]:
+    return {
         c.name: keras.Input(
             shape=(),
             dtype="string" if c.kind == CATEGORICAL else "float32",
@@ -177,8 +183,6 @@ def preprocessor(
         )
         for c in schema.columns
     }
-    outputs = Preprocess(schema, crosses, name="preprocess")(inputs)
-    return keras.Model(inputs, outputs, name="preprocessor")
 
 
 def embedding(
@@ -203,14 +207,15 @@ def build(
     Args:
         schema: of the raw columns.
         crosses: as in `preprocessor`.
-        optimizer: Adagrad with a rate of 0.05 if omitted.
+        optimizer: Adagrad with a rate of 0.15 if omitted, which bears the
+            stale gradients of asynchronous training better than Adam.
         hidden_units: sizes of the hidden layers of the deep part.
         embedding_dim: length of an embedding.
 
     Returns:
         A model from the outputs of `preprocessor` to the probability of the
-        positive label, shape `(batch, 1)`. Variables of the wide part have
-        "wide" in their path, all others belong to the deep part.
+        positive label, shape `(batch, 1)`. The paths of the variables of the
+        wide part start with "wide", those of the deep part do not.
     """
     if crosses is None:
         crosses = default_crosses(schema)
@@ -220,7 +225,9 @@ def build(
     for column in schema.columns:
         key = _deep(column.name)
         inputs[key] = keras.Input((), dtype="int32", name=key)
-        tables[key] = embedding(num_ids(column), embedding_dim, f"{key}_table")
+        tables[key] = embedding(
+            num_ids(column), embedding_dim, f"embedding_{column.name}"
+        )
 
     weights = embedding(sum(sizes), 1, "wide_weights", "zeros")(inputs["wide"])
     wide = keras.ops.sum(weights, axis=1)
@@ -234,14 +241,12 @@ def build(
         deep.append(numeric)
     deep = keras.ops.concatenate(deep, axis=-1)
     for i, units in enumerate(hidden_units):
-        deep = keras.layers.Dense(units, "relu", name=f"deep_hidden_{i}")(deep)
-    logit = wide + keras.layers.Dense(1, name="deep_logit")(deep)
+        deep = keras.layers.Dense(units, "relu", name=f"hidden_{i}")(deep)
+    logit = wide + keras.layers.Dense(1, name="logit")(deep)
 
-    model = keras.Model(
-        inputs, keras.ops.sigmoid(logit), name="wide_and_deep"
-    )
+    model = keras.Model(inputs, keras.ops.sigmoid(logit), name="wide_and_deep")
     model.compile(
-        optimizer=optimizer or keras.optimizers.Adagrad(0.05),
+        optimizer=optimizer or keras.optimizers.Adagrad(0.15),
         loss="binary_crossentropy",
         metrics=[
             keras.metrics.AUC(name="auc"),
@@ -268,8 +273,6 @@ def serving_model(
         1)}`; `serving_model(...).export(path)` writes a SavedModel that
         TensorFlow Serving loads.
     """
-    prepare = preprocessor(schema, crosses)
-    raw = dict(zip(prepare.input_names, prepare.inputs, strict=True))
-    return keras.Model(
-        raw, {"probabilities": model(prepare(raw))}, name="serving"
-    )
+    inputs = _raw_inputs(schema)
+    probabilities = model(preprocessor(schema, crosses)(inputs))
+    return keras.Model(inputs, {"probabilities": probabilities}, name="serving")

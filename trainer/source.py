@@ -22,7 +22,8 @@ import abc
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Column:
     """What a model knows about one column.
 
     Attributes:
-        name: as in the header of the files.
+        name: as in the header of the files, made fit by `column_name`.
         kind: "numeric" (float32, missing is NaN) or "categorical" (string,
             missing is the empty string).
         mean: of the values present in the training data (numeric).
@@ -104,6 +105,15 @@ class Shard:
     path: str
     skip: int
     take: int
+
+
+def column_name(text: str) -> str:
+    """Returns a name that TensorFlow accepts for an input of a model.
+
+    >>> column_name("hours per week"), column_name("_id")
+    ('hours_per_week', 'id')
+    """
+    return re.sub(r"[^A-Za-z0-9_]", "_", text.strip()).lstrip("_")
 
 
 class Source(abc.ABC):
@@ -166,15 +176,15 @@ class Source(abc.ABC):
                 "Every worker needs an example of its own. Received: "
                 f"{schema.num_train} examples for {workers} workers."
             )
-        seed = tf.cast(worker, tf.int64) + seed
-        files = _files(self._shards("train"))
-        by_file = len(files) >= workers
+        worker = tf.cast(worker, tf.int64)
+        seed = worker + seed
+        shards = self._shards("train")
+        by_file = len(shards) >= workers
+        files = _files(shards)
         if by_file:
             # Twice: which files a worker has never changes, their order does.
             files = files.shard(workers, worker).shuffle(1000, seed=seed)
-        records = files.interleave(
-            self._read, cycle_length=8, block_length=32
-        )
+        records = files.interleave(self._read, cycle_length=8, block_length=32)
         if not by_file:
             records = records.shard(workers, worker)
         return (

@@ -1,0 +1,146 @@
+"""Partitioners, against `tf.compat.v1`."""
+
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.partition import (
+    apply_partitioner,
+    fixed_size_partitioner,
+    min_max_variable_partitioner,
+    row_slices,
+    variable_axis_size_partitioner,
+)
+
+v1 = tf.compat.v1
+
+shapes = st.lists(st.integers(1, 200), min_size=1, max_size=4)
+dtypes = st.sampled_from([tf.float32, tf.float64, tf.bfloat16, tf.string])
+positive = st.integers(1, 1 << 12)
+
+
+@given(shape=shapes, dtype=dtypes, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_difference_from_tf1(shape, dtype, data):
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    shards, size, string = (data.draw(positive) for _ in range(3))
+    most = data.draw(st.none() | st.integers(1, 20))
+    call = {"shape": tf.TensorShape(shape), "dtype": dtype}
+    for ours, theirs, arguments in (
+        (fixed_size_partitioner, v1.fixed_size_partitioner, (shards, axis)),
+        (
+            variable_axis_size_partitioner,
+            v1.variable_axis_size_partitioner,
+            (size, axis, string, most),
+        ),
+        (
+            min_max_variable_partitioner,
+            v1.min_max_variable_partitioner,
+            (shards, axis, size, string),
+        ),
+    ):
+        assert ours(*arguments)(**call) == theirs(*arguments)(**call)
+
+
+@given(num_rows=st.integers(1, 60), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_slices_are_those_of_get_variable(num_rows, data):
+    num_shards = data.draw(st.integers(1, num_rows))
+    with tf.Graph().as_default():
+        parts = v1.get_variable(
+            "v",
+            [num_rows, 2],
+            partitioner=v1.fixed_size_partitioner(num_shards),
+            use_resource=True,
+        )
+        infos = [part._get_save_slice_info() for part in parts]
+    expected = tuple((i.var_offset[0], i.var_shape[0]) for i in infos)
+    assert row_slices(num_rows, num_shards) == expected
+
+
+def test_row_slices():
+    assert [size for _, size in row_slices(43, 5)] == [9, 9, 9, 8, 8]
+
+
+@given(shape=shapes, dtype=dtypes, num_shards=st.integers(1, 300))
+@settings(max_examples=50, deadline=None)
+def test_applied_shards_fit(shape, dtype, num_shards):
+    partitioner = fixed_size_partitioner(num_shards)
+    shards = apply_partitioner(partitioner, shape, dtype)
+    assert shards == min(num_shards, shape[0])
+    assert sum(size for _, size in row_slices(shape[0], shards)) == shape[0]
+
+
+def test_not_split():
+    assert apply_partitioner(None, [4], tf.float32) == 1
+    # As in TF1, nobody asks the partitioner of a scalar.
+    assert apply_partitioner(fixed_size_partitioner(2), [], tf.float32) == 1
+    empty = variable_axis_size_partitioner(8)
+    assert apply_partitioner(empty, [0, 4], tf.float32) == 1
+
+
+@pytest.mark.parametrize("bad", [0, -1, None, 1.5, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        fixed_size_partitioner,
+        lambda n: min_max_variable_partitioner(max_partitions=n),
+        lambda n: row_slices(n, 1),
+        lambda n: row_slices(1, n),
+    ],
+)
+def test_counts_must_be_positive(make, bad):
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        make(bad)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_shard_bytes": 0},
+        {"max_shard_bytes": 8, "bytes_per_string_element": 0},
+        {"max_shard_bytes": 8, "max_shards": 0},
+    ],
+)
+def test_sizes_must_be_positive(arguments):
+    with pytest.raises(ValueError, match="must be a positive"):
+        variable_axis_size_partitioner(**arguments)
+
+
+def test_slice_size_must_be_positive():
+    with pytest.raises(ValueError, match="`min_slice_size` must be a positive"):
+        min_max_variable_partitioner(2, min_slice_size=0)
+
+
+def test_more_shards_than_rows():
+    with pytest.raises(ValueError, match="num_shards=4, num_rows=3"):
+        row_slices(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "match"),
+    [
+        ([1, 2], ValueError, "only axis 0 can be split"),
+        ([5, 1], ValueError, "more parts than rows"),
+        ([0, 1], ValueError, "no part along some axis"),
+        ([2], ValueError, "which has 1 axes"),
+        (2, TypeError, "no sequence of integers"),
+        ([2.0, 1], TypeError, "no sequence of integers"),
+    ],
+)
+def test_answers_that_do_not_fit(answer, error, match):
+    with pytest.raises(error, match=match):
+        apply_partitioner(lambda shape, dtype: answer, [4, 6], tf.float32)
+
+
+def test_a_partitioner_of_axis_1():
+    with pytest.raises(ValueError, match="only axis 0 can be split"):
+        apply_partitioner(fixed_size_partitioner(2, axis=1), [4, 6], tf.int32)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="must be fully known"):
+        apply_partitioner(fixed_size_partitioner(2), [None, 6], tf.int32)
+    with pytest.raises(TypeError, match="must be callable"):
+        apply_partitioner(2, [4, 6], tf.int32)

@@ -1,0 +1,502 @@
+"""trainer/source.py, csv_files.py, data.py and click_log.py."""
+
+import csv
+import gzip
+import io
+import threading
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from hypothesis import strategies as st
+
+from trainer import click_log, data, source
+from trainer.source import CATEGORICAL, NUMERIC
+
+HEADER = "age,job,zip,income\n"
+ROWS = "30,clerk,101,low\n41,?,102,high\n,smith,101,low\n52,clerk,,high\n"
+
+
+def write(path, text):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", newline="") as file:
+        file.write(text)
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [
+        write(tmp_path / "train.csv", HEADER + ROWS),
+        write(tmp_path / "eval.csv", HEADER + ROWS),
+    ]
+
+
+def columns(schema):
+    return {column.name: column for column in schema.columns}
+
+
+def rows(dataset):
+    """Returns the rows of a data set: columns by name, then the label."""
+    found = []
+    for features, label in dataset:
+        fields = [features[name].numpy() for name in sorted(features)]
+        found += zip(*fields, label.numpy()[:, 0], strict=True)
+    return found
+
+
+# Reading CSV files.
+
+
+def test_schema_of_csv(files):
+    schema = data.csv_source(*files, "income").schema
+    assert schema.positive == ("low",)
+    assert schema.num_train == 4
+    assert [c.name for c in schema.numeric] == ["age", "zip"]
+    assert columns(schema)["age"].mean == 41.0
+    assert columns(schema)["age"].stddev == pytest.approx(np.std([30, 41, 52]))
+    assert columns(schema)["job"].vocabulary == ("clerk", "smith")
+
+
+def test_overrides(files):
+    schema = data.csv_source(
+        *files,
+        "income",
+        categorical_columns=["zip"],
+        ignore_columns=["job"],
+        numeric_columns=["age"],
+    ).schema
+    assert {c.name: c.kind for c in schema.columns} == {
+        "age": NUMERIC,
+        "zip": CATEGORICAL,
+    }
+    assert columns(schema)["zip"].vocabulary == ("101", "102")
+
+
+def test_missing_values_and_order(files):
+    found = rows(data.csv_source(*files, "income").eval_input_fn(batch_size=3))
+    assert [row[1] for row in found] == [b"clerk", b"", b"smith", b"clerk"]
+    np.testing.assert_array_equal([r[0] for r in found], [30, 41, np.nan, 52])
+    np.testing.assert_array_equal(
+        [r[2] for r in found], [101, 102, 101, np.nan]
+    )
+    assert [row[3] for row in found] == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive"),
+    [
+        ("0 1 1 0", ("1",)),
+        ("0.0 1.0 1 0", ("1", "1.0")),
+        ("<=50K >50K >50K <=50K", (">50K",)),
+        ("no yes no yes", ("yes",)),
+    ],
+)
+def test_positive_label(tmp_path, labels, positive):
+    text = "".join(f"{i},{v}\n" for i, v in enumerate(labels.split()))
+    path = write(tmp_path / "a.csv", "x,y\n" + text)
+    assert data.csv_source(path, path, "y").schema.positive == positive
+
+
+def test_patterns_gzip_quotes_and_line_ends(tmp_path):
+    write(tmp_path / "part-0.csv", '\ufeff"a b",_t,y\r\n1,"x, ""y""",0\r\n')
+    write(tmp_path / "part-1.csv.gz", 'a b,_t,y\n2,"",1\n\n\n')
+    write(tmp_path / "part-2.csv", "a b,_t,y\n")
+    files = data.csv_source(
+        [str(tmp_path / "part-*.csv"), str(tmp_path / "*.gz")],
+        str(tmp_path / "part-*"),
+        "y",
+    )
+    assert [c.name for c in files.schema.columns] == ["a_b", "t"]
+    assert rows(files.eval_input_fn()) == [(1, b'x, "y"', 0), (2, b"", 1)]
+
+
+@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.integers(-999, 999)),
+            st.text("ab ,\";'é", max_size=4),
+        ),
+        min_size=2,
+        max_size=9,
+    )
+)
+def test_every_field_comes_back(tmp_path_factory, table):
+    text = io.StringIO()
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL)
+    writer.writerow(["n", "s", "y"])
+    writer.writerows((n, s, i % 2) for i, (n, s) in enumerate(table))
+    path = write(tmp_path_factory.mktemp("csv") / "a.csv", text.getvalue())
+    found = rows(
+        data.csv_source(
+            path, path, "y", numeric_columns="n", categorical_columns="s"
+        ).eval_input_fn()
+    )
+    expected = [np.nan if n is None else n for n, _ in table]
+    np.testing.assert_array_equal([row[0] for row in found], expected)
+    assert [row[1].decode() for row in found] == [s for _, s in table]
+
+
+@hypothesis.given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=60)
+)
+def test_quantiles(values):
+    values = np.array(values, np.float32)
+    cuts = source._quantiles(values)
+    assert len(cuts) <= source.NUM_QUANTILES
+    assert list(cuts) == sorted(set(cuts))
+    assert set(cuts) <= set(values.tolist())
+
+
+def test_many_values_are_hashed(tmp_path):
+    number = source.MAX_VOCABULARY + 1
+    text = "".join(f"v{i},{i % 2}\n" for i in range(number))
+    path = write(tmp_path / "a.csv", "s,y\n" + text)
+    (column,) = data.csv_source(path, path, "y").schema.columns
+    assert column.num_buckets == 1024
+    assert not column.vocabulary
+
+
+# What is wrong with CSV files.
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"bad.csv, line 1: expected a header line"),
+        (HEADER, r"expected at least one line after the header"),
+        ("age,job,income,zip\n" + ROWS, r"bad.csv, line 1: the header must be"),
+        (HEADER + ROWS + "1,a,2\n", r"bad.csv, line 6: expected 4 fields, .*"),
+        (HEADER + ROWS + "1,a,2,low,9\n", r"line 6: expected 4 .*have 5"),
+        (HEADER + "1,a,2,low\n\n1,a,2,low\n", r"bad.csv, line 3: expected 4"),
+        (HEADER + '1,"a,2,low\n', r"bad.csv, line 2: expected 4 .*[Qq]uote"),
+        (HEADER + "old,a,2,low\n", r"age \(numeric\).*'old,a,2,low'.*valid"),
+        (HEADER + "1,a,2,?\n", r"bad.csv, line 2: the label 'income' must not"),
+        (HEADER + "1,a,2,mid\n", r"line 2: the label .*'high', 'low'.*'mid'"),
+    ],
+)
+def test_bad_eval_file(files, tmp_path, text, message):
+    bad = write(tmp_path / "bad.csv", text)
+    with pytest.raises(ValueError, match=message):
+        _ = data.csv_source(files[0], bad, "income").schema
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"bad.csv, line 1: expected a header line"),
+        (HEADER, r"expected at least one line after the header"),
+        (HEADER + ROWS + "1,a,2\n", r"bad.csv, line 6: expected 4 fields, .*"),
+        (
+            HEADER + ROWS + "1,a,2,mid\n",
+            r"3 distinct values: 'high', 'low', 'm",
+        ),
+        (HEADER + "1,a,2,low\n", r"1 distinct values: 'low'"),
+        (HEADER + "1,a,2,1\n2,b,3,2\n", r"0 and 1, or .* '1', '2'"),
+        ("age,Age,income\n1,2,0\n", r"must differ.*'age'"),
+        (
+            "age,job\n1,2\n",
+            r"`label` must name a column.*'age', 'job'.*'income",
+        ),
+        ("income\n0\n1\n", r"at least one column"),
+    ],
+)
+def test_bad_train_file(tmp_path, text, message):
+    bad = write(tmp_path / "bad.csv", text)
+    with pytest.raises(ValueError, match=message):
+        _ = data.csv_source(bad, bad, "income").schema
+
+
+@pytest.mark.parametrize("kind", ["numeric", "categorical", "ignore"])
+@pytest.mark.parametrize("name", ["nobody", "income"])
+def test_bad_override(files, kind, name):
+    with pytest.raises(ValueError, match=f"`{kind}_columns` must.*{name!r}"):
+        _ = data.csv_source(
+            *files, "income", **{f"{kind}_columns": [name]}
+        ).schema
+
+
+def test_numeric_override_of_words(files):
+    with pytest.raises(ValueError, match=r"line 2: .*job \(numeric\)"):
+        _ = data.csv_source(*files, "income", numeric_columns=["job"]).schema
+
+
+def test_no_file(files, tmp_path):
+    missing = str(tmp_path / "none-*.csv")
+    with pytest.raises(FileNotFoundError, match=r"No file matches .*none-\*"):
+        _ = data.csv_source(files[0], missing, "income").schema
+
+
+# Which examples a worker reads.
+
+
+def numbered(tmp_path, num_files, per_file):
+    """Returns a source whose column x counts the examples."""
+    count = iter(range(num_files * per_file))
+    for i in range(num_files):
+        text = "".join(f"{next(count)},{j % 2}\n" for j in range(per_file))
+        write(tmp_path / f"{i}.csv", "x,y\n" + text)
+    return data.csv_source(*[str(tmp_path / "*.csv")] * 2, "y")
+
+
+def epoch(examples, worker, workers, size, *, traced=False, seed=0):
+    """Returns column x of the first `size` examples of a worker."""
+
+    def read(worker):
+        context = tf.distribute.InputContext(workers, worker, workers)
+        batches = examples.train_input_fn(context, batch_size=1, seed=seed)
+        first = batches.take(size).batch(size, drop_remainder=True)
+        return first.get_single_element()[0]["x"][:, 0]
+
+    if traced:
+        worker, read = tf.constant(worker), tf.function(read)
+    return read(worker).numpy().astype(int).tolist()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("num_files", "workers"), [(4, 2), (3, 3), (1, 2)])
+def test_workers_share_the_examples(tmp_path, num_files, workers, traced):
+    examples = numbered(tmp_path, num_files, 12)
+    size = 12 * num_files // workers
+    shares = [
+        epoch(examples, worker, workers, size, traced=traced)
+        for worker in range(workers)
+    ]
+    assert sorted(np.concatenate(shares)) == list(range(12 * num_files))
+
+
+def test_seeds(tmp_path):
+    examples = numbered(tmp_path, 1, 40)
+    first = epoch(examples, 0, 1, 80)
+    assert first == epoch(examples, 0, 1, 80)
+    assert first != epoch(examples, 0, 1, 80, seed=1)
+    assert first[:40] != first[40:]
+    assert sorted(first) == sorted(2 * list(range(40)))
+    # Neighbours do not go through their shares in the same order.
+    even, odd = (epoch(examples, worker, 2, 20) for worker in range(2))
+    assert [x // 2 for x in even] != [x // 2 for x in odd]
+
+
+def test_batches_are_full_and_transformed(tmp_path):
+    batches = numbered(tmp_path, 1, 5).train_input_fn(
+        batch_size=3, transform=lambda features: features["x"] * 0
+    )
+    assert batches.element_spec == (
+        tf.TensorSpec([3], tf.float32),
+        tf.TensorSpec([3, 1], tf.float32),
+    )
+    assert len(list(batches.take(7))) == 7
+
+
+def test_more_workers_than_examples(tmp_path):
+    examples = numbered(tmp_path, 1, 3)
+    with pytest.raises(ValueError, match="3 examples for 4 workers"):
+        examples.train_input_fn(tf.distribute.InputContext(4, 0, 4))
+
+
+# TensorFlow Datasets.
+
+
+class Ships(tfds.core.GeneratorBasedBuilder):
+    """Every sort of column, nested, and no split for evaluation."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    code_path = None
+
+    def _info(self):
+        features = {
+            "crew": {"number": np.int64, "home": np.str_},
+            "size": tfds.features.Tensor(shape=(2,), dtype=np.float32),
+            "old": np.bool_,
+            "sunk": tfds.features.ClassLabel(num_classes=2),
+            "kind": np.int64,
+            "type": tfds.features.ClassLabel(names=["tug", "ferry"]),
+            "photo": tfds.features.Image(shape=(1, 1, 3)),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=(("crew", "size", "old", "type"), "sunk"),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i in range(20):
+            yield (
+                i,
+                {
+                    "crew": {"number": i, "home": "ab"[i % 2]},
+                    "size": [i / 2, 1.0],
+                    "old": i < 5,
+                    "sunk": int(i > 3),
+                    "kind": i,
+                    "type": i % 2,
+                    "photo": np.zeros((1, 1, 3), np.uint8),
+                },
+            )
+
+
+@pytest.fixture(scope="module")
+def ships(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("tfds"))
+    return lambda **arguments: data.tfds_source("ships", directory, **arguments)
+
+
+def test_tfds_columns(ships):
+    examples = ships()
+    kinds = {c.name: c.kind for c in examples.schema.columns}
+    assert kinds == {
+        "crew_home": CATEGORICAL,
+        "crew_number": NUMERIC,
+        "old": CATEGORICAL,
+        "size_0": NUMERIC,
+        "size_1": NUMERIC,
+        "type": CATEGORICAL,
+    }
+    assert set(columns(examples.schema)["type"].vocabulary) == {"tug", "ferry"}
+    assert examples.schema.positive == ("1",)
+
+
+def test_tfds_splits_and_values(ships):
+    examples = ships(categorical_columns=["crew_number"])
+    assert examples.schema.num_train == 16
+    found = rows(examples.eval_input_fn())
+    assert [row[:2] for row in found] == [
+        (b"a", b"16"),
+        (b"b", b"17"),
+        (b"a", b"18"),
+        (b"b", b"19"),
+    ]
+    assert {row[-1] for row in found} == {1.0}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_tfds_workers_share_the_examples(ships, traced):
+    schema = ships().schema
+
+    @(tf.function if traced else lambda function: function)
+    def read(worker):
+        context = tf.distribute.InputContext(2, worker, 2)
+        batches = ships().train_input_fn(context, batch_size=8)
+        return batches.take(1).get_single_element()[0]["crew_number"]
+
+    shares = [read(tf.constant(worker)).numpy() for worker in range(2)]
+    assert schema.num_train == 16
+    assert sorted(np.concatenate(shares)) == list(range(16))
+
+
+def test_tfds_errors(ships):
+    with pytest.raises(ValueError, match=r"`label` must name.*'nobody'"):
+        _ = ships(label="nobody").schema
+    with pytest.raises(ValueError, match=r"'photo' of ships.*must be a scalar"):
+        _ = ships(label="old").schema
+    with pytest.raises(ValueError, match="`ignore_columns` must name"):
+        _ = ships(ignore_columns=["sunk"]).schema
+    schema = ships(label="old", ignore_columns=["photo", "size"]).schema
+    assert [c.name for c in schema.columns] == [
+        "crew_home",
+        "crew_number",
+        "kind",
+        "sunk",
+        "type",
+    ]
+
+
+# The click log.
+
+SIZES = {"num_train": 3000, "num_eval": 500, "num_shards": 3}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return data.click_log_source(
+        str(tmp_path_factory.mktemp("click_log")), **SIZES
+    )
+
+
+def test_click_log_schema(log):
+    assert "SYNTHETIC" in log.description
+    assert log.schema.num_train == 3000
+    assert "probability" not in columns(log.schema)
+    assert {c.name for c in log.schema.numeric} == {
+        "hour",
+        "age",
+        "price",
+        "position",
+    }
+    assert columns(log.schema)["user"].num_buckets > 1000
+
+
+def test_click_log_is_what_was_drawn(log):
+    drawn = click_log.draw(500, 1)
+    names = sorted(columns(log.schema))
+    found = rows(log.eval_input_fn(batch_size=64))
+    for place, name in enumerate([*names, "clicked"]):
+        np.testing.assert_array_equal(
+            [row[place] for row in found], drawn[name]
+        )
+
+
+def test_best_auc(log):
+    drawn = click_log.draw(500, 1)
+    metric = tf.keras.metrics.AUC(num_thresholds=20_000)
+    metric.update_state(drawn["clicked"], drawn["probability"])
+    assert log.best_auc == pytest.approx(float(metric.result()), abs=2e-3)
+    assert 0.75 < log.best_auc < 0.9
+
+
+def test_clicks_follow_their_probability():
+    drawn = click_log.draw(50_000, 0)
+    for low in (0.0, 0.25, 0.5, 0.75):
+        some = (low <= drawn["probability"]) & (
+            drawn["probability"] < low + 0.25
+        )
+        assert drawn["clicked"][some].mean() == pytest.approx(
+            drawn["probability"][some].mean(), abs=0.02
+        )
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=2)
+)
+def test_auc(pairs):
+    labels, scores = map(np.array, zip(*pairs, strict=True))
+    hypothesis.assume(0 < labels.sum() < len(labels))
+    won = scores[labels][:, None] - scores[~labels][None, :]
+    expected = np.mean(won > 0) + np.mean(won == 0) / 2
+    assert click_log.auc(labels, scores) == pytest.approx(expected)
+
+
+def test_prepared_by_two_at_once(tmp_path):
+    builders = []
+
+    def prepare():
+        builders.append(
+            data.prepared(
+                lambda: click_log.ClickLog(data_dir=str(tmp_path), **SIZES)
+            )
+        )
+
+    threads = [threading.Thread(target=prepare) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [b.info.splits["test"].num_examples for b in builders] == [500] * 3
+    version = tmp_path / "click_log" / "1.0.0"
+    assert [path.name for path in version.parent.iterdir()] == [version.name]
+
+
+def test_failure_to_prepare_is_not_hidden(tmp_path):
+    class Broken(click_log.ClickLog):
+        def _download_and_prepare(self, dl_manager, download_config=None):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        data.prepared(lambda: Broken(data_dir=str(tmp_path)))

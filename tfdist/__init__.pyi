@@ -1,0 +1,20 @@
+from .cluster import Cluster as Cluster
+from .device_setter import replica_device_setter as replica_device_setter
+from .estimator import Estimator as Estimator
+from .estimator import EvalSpec as EvalSpec
+from .estimator import RunConfig as RunConfig
+from .estimator import TrainSpec as TrainSpec
+from .estimator import train_and_evaluate as train_and_evaluate
+from .exporters import Exporter as Exporter
+from .exporters import FinalExporter as FinalExporter
+from .exporters import LatestExporter as LatestExporter
+from .hooks import CheckpointSaverListener as CheckpointSaverListener
+from .hooks import SecondOrStepTimer as SecondOrStepTimer
+from .hooks import SessionRunHook as SessionRunHook
+from .optimizers import MultiOptimizer as MultiOptimizer
+from .placement import (
+    GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy,
+)
+from .placement import RandomStrategy as RandomStrategy
+from .placement import RoundRobinStrategy as RoundRobinStrategy
+from .placement import byte_size_load_fn as byte_size_load_fn

@@ -1,0 +1,215 @@
+"""Evaluates checkpoints, on a machine of its own (design decision D8).
+
+The evaluator is no member of the training cluster. It rebuilds the model in
+its own process, without a strategy, and reads checkpoints by variable name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist import checkpoint
+from tfdist._private import reset_object_names
+from tfdist.exporters import Exporter
+from tfdist.hooks import write_scalars
+from tfdist.step import ModelStep
+
+_log = logging.getLogger(__name__)
+
+RESULT_FILE = "latest.json"
+_POLL_SECS = 0.5
+
+
+class Evaluator:
+    """Evaluates and exports the checkpoints of one job.
+
+    Args:
+        model_fn: Returns the compiled model.
+        input_fn: Returns the dataset, one pass over which is an evaluation.
+        model_dir: Where the checkpoints are.
+        steps: Batches an evaluation reads at most; None for all.
+        name: Results go to `<model_dir>/eval`, or `eval_<name>`.
+        exporters: Run after each evaluation.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], keras.Model],
+        input_fn: Callable[[], tf.data.Dataset],
+        model_dir: str,
+        *,
+        steps: int | None = None,
+        name: str | None = None,
+        exporters: Sequence[Exporter] = (),
+    ) -> None:
+        self._model_dir = model_dir
+        self._exporters = list(exporters)
+        self._steps = steps
+        self._input_fn = input_fn
+        self._model_fn = model_fn
+        self.eval_dir = eval_dir(model_dir, name)
+        self._step: ModelStep | None = None
+        self.evaluated: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.exports: list[str | None] = []
+
+    def evaluate(self, path: str) -> dict[str, float]:
+        """Metrics of checkpoint `path`, `loss` and `global_step` among them."""
+        dataset = self._input_fn()
+        if self._steps is not None:
+            dataset = dataset.take(self._steps)
+        self._build(dataset.element_spec)
+        variables = checkpoint.named_variables(
+            self._step.model, optimizer=False
+        )
+        checkpoint.restore(path, variables)
+        states = self._step.zero_states()
+        for batch in dataset:
+            states = self._evaluate_batch(batch, states)
+        self.metrics = self._step.result(self._step.pack(states).numpy())
+        if not self.metrics:
+            raise ValueError("The evaluation input has no batch.")
+        self.metrics["global_step"] = checkpoint.step_of(path)
+        self.evaluated = path
+        self._report()
+        return self.metrics
+
+    def export(self, is_the_final_export: bool) -> list[str | None]:
+        """Runs the exporters on the evaluated model."""
+        self.exports = [
+            exporter.export(
+                self._step.model,
+                os.path.join(self._model_dir, "export", exporter.name),
+                self.metrics,
+                is_the_final_export,
+            )
+            for exporter in self._exporters
+        ]
+        return self.exports
+
+    def run_continuously(
+        self,
+        max_steps: int | None,
+        start_delay_secs: float,
+        throttle_secs: float,
+    ) -> None:
+        """Evaluates each newest checkpoint until the last of the job.
+
+        Only new checkpoints, and only the newest; the last one without delay.
+
+        Args:
+            max_steps: Step of the last checkpoint; None for when the chief
+                says that it is done.
+            start_delay_secs: Seconds before the first evaluation.
+            throttle_secs: Least seconds between the starts of two evaluations.
+        """
+        done_before = _read_json(done_path(self._model_dir))
+        not_before = time.monotonic() + start_delay_secs
+        while True:
+            done = _read_json(done_path(self._model_dir))
+            is_done = done is not None and done != done_before
+            path = tf.train.latest_checkpoint(self._model_dir)
+            step = checkpoint.step_of(path) if path else -1
+            final = (is_done and step >= done["global_step"]) or (
+                max_steps is not None and step >= max_steps
+            )
+            due = final or time.monotonic() >= not_before
+            if path and path != self.evaluated and due:
+                not_before = time.monotonic() + throttle_secs
+                self.evaluate(path)
+                self.export(final)
+                self.publish()
+            if final and path == self.evaluated:
+                return
+            time.sleep(_POLL_SECS)
+
+    def publish(self) -> None:
+        """Leaves the result where the chief and the user find it."""
+        write_json(
+            os.path.join(self.eval_dir, RESULT_FILE),
+            {"metrics": self.metrics, "exports": self.exports},
+        )
+
+    def _build(self, element_spec: object) -> None:
+        if self._step is not None:
+            return
+        reset_object_names()
+        self._step = ModelStep(self._model_fn(), element_spec)
+        self._evaluate_batch = tf.function(
+            self._step.evaluate, reduce_retracing=True
+        )
+        self._writer = tf.summary.create_file_writer(self.eval_dir)
+
+    def _report(self) -> None:
+        step = self.metrics["global_step"]
+        scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
+        write_scalars(self._writer, scalars, step)
+        _log.info(
+            "Evaluation of step %d: %s",
+            step,
+            ", ".join(f"{k} {v:.4f}" for k, v in scalars.items()),
+        )
+
+
+def eval_dir(model_dir: str, name: str | None) -> str:
+    """Where the evaluation called `name` writes."""
+    return os.path.join(model_dir, f"eval_{name}" if name else "eval")
+
+
+def done_path(model_dir: str) -> str:
+    """File in which the chief says that training is over."""
+    return os.path.join(model_dir, "training_done.json")
+
+
+def wait_for_result(
+    directory: str, step: int, timeout_secs: float
+) -> dict | None:
+    """Waits until the evaluator has published its result for `step`.
+
+    Args:
+        directory: The evaluator's `eval_dir`.
+        step: The last step of the job.
+        timeout_secs: Seconds to wait at most.
+
+    Returns:
+        `{"metrics": ..., "exports": ...}`, or None if none came in time.
+    """
+    deadline = time.monotonic() + timeout_secs
+    path = os.path.join(directory, RESULT_FILE)
+    while time.monotonic() < deadline:
+        result = _read_json(path)
+        if result and result["metrics"]["global_step"] >= step:
+            return result
+        time.sleep(_POLL_SECS)
+    _log.warning(
+        "The evaluator published no result for step %d within %g s; the job "
+        "ends without it. RunConfig(evaluator_timeout_secs=...) sets the "
+        "limit.",
+        step,
+        timeout_secs,
+    )
+    return None
+
+
+def write_json(path: str, value: object) -> None:
+    """Writes a file that is never seen half-written."""
+    tf.io.gfile.makedirs(os.path.dirname(path))
+    temporary = f"{path}.temp"
+    with tf.io.gfile.GFile(temporary, "w") as file:
+        file.write(json.dumps(value))
+    tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def _read_json(path: str) -> dict | None:
+    try:
+        with tf.io.gfile.GFile(path) as file:
+            return json.loads(file.read())
+    except tf.errors.NotFoundError:
+        return None
