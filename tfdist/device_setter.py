@@ -162,9 +162,11 @@ class ReplicaDeviceSetter:
 
     A variable takes one turn of the strategy, and its initial value is computed
     on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
-    Eagerly TF2 tells only the sum of all `tf.device` blocks, so one that names
-    just what `worker_device` names cannot be seen, and `/job:ps` alone
-    means the worker's task number. Name the task, as `/job:ps/task:1`.
+    Eagerly TF2 tells only the sum of all `tf.device` blocks. So, unlike in a
+    function or graph, a block that names just what `worker_device` names is not
+    seen; `/job:ps` alone takes the worker's task number (name the task, as
+    `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
+    the scope, is taken for one outside.
 
     Not thread-safe: a scope belongs to the thread that enters it.
     """
@@ -260,7 +262,7 @@ class ReplicaDeviceSetter:
                 "VarHandleOp", inner, lambda: creation_spec(**kwargs)
             )
             # Not merged into the device of the worker, which is around us.
-            with tf.device(device):
+            with tf.device(None), tf.device(device):
                 return next_creator(**kwargs)
 
         return creator

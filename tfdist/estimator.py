@@ -399,11 +399,11 @@ def train_and_evaluate(
             eval_spec.throttle_secs,
         )
         return evaluator.metrics, evaluator.exports
-    try:
-        return _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
-    finally:
-        if cluster.role == "chief":
-            servers.release(servers.server_tasks(cluster))
+    result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
+    if cluster.role == "chief":
+        # Only now: after an error the servers wait for the chief's restart.
+        servers.release(servers.server_tasks(cluster))
+    return result
 
 
 def _train_and_evaluate(
@@ -459,7 +459,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
 def _with_context(
     input_fn: InputFn,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """An input function that takes an InputContext, whatever the user's does."""
+    """The user's input function, made to take an `InputContext`."""
     if inspect.signature(input_fn).parameters:
         return input_fn
     return lambda context: input_fn()

@@ -1,0 +1,244 @@
+"""Trains, evaluates and exports a model: `python -m trainer.task`.
+
+The same command is every task of a cluster; which one it is, is read from
+`TF_CONFIG`. This file holds the flags and nothing else of substance: the data
+is `trainer/data.py`, the model `trainer/model.py`, the job `tfdist`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from absl import app, flags
+from absl import logging as absl_logging
+
+import tfdist
+from trainer import data, model
+from trainer.source import Source
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+    "model_dir",
+    None,
+    "Where checkpoints, summaries and exports go. Default: AIP_MODEL_DIR, "
+    "AIP_CHECKPOINT_DIR or AIP_TENSORBOARD_LOG_DIR, whichever Vertex AI sets, "
+    "else runs/wide_and_deep.",
+)
+flags.DEFINE_multi_string("train_files", [], "CSV files: paths or patterns.")
+flags.DEFINE_multi_string("eval_files", [], "CSV files: paths or patterns.")
+flags.DEFINE_string("label", None, "Name of the label column.")
+flags.DEFINE_list("numeric_columns", [], "Columns that must be numbers.")
+flags.DEFINE_list("categorical_columns", [], "Columns that are categories.")
+flags.DEFINE_list("ignore_columns", [], "Columns that are left out.")
+flags.DEFINE_string("tfds", None, "A tabular builder of TensorFlow Datasets.")
+flags.DEFINE_string("data_dir", None, "Where prepared data sets are kept.")
+flags.DEFINE_integer("max_steps", 3000, "Steps of training.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 128, "Examples in a step.", lower_bound=1)
+flags.DEFINE_list("hidden_units", ["64", "32"], "Layers of the deep part.")
+flags.DEFINE_integer("embedding_dim", 8, "Size of embeddings.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 0.15, "Of Adagrad.", lower_bound=0.0)
+flags.DEFINE_float(
+    "wide_learning_rate",
+    None,
+    "Trains the wide part with Ftrl at this rate. Default: as the deep part.",
+    lower_bound=0.0,
+)
+flags.DEFINE_integer(
+    "save_checkpoints_steps", 1000, "Steps between checkpoints.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "log_steps", 100, "Steps between progress lines.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "steps_per_dispatch",
+    None,
+    "Steps a worker runs per request. Default: automatic.",
+    lower_bound=1,
+)
+flags.DEFINE_float(
+    "start_timeout_secs",
+    300.0,
+    "Seconds the chief waits for workers and parameter servers.",
+    lower_bound=0.0,
+)
+flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
+
+
+def source() -> Source:
+    """The data that the flags name.
+
+    Raises:
+        ValueError: the flags name no or more than one source.
+    """
+    if FLAGS.tfds and (FLAGS.train_files or FLAGS.eval_files):
+        raise ValueError("--tfds excludes --train_files and --eval_files.")
+    if FLAGS.tfds:
+        return data.tfds_source(
+            FLAGS.tfds,
+            FLAGS.data_dir,
+            label=FLAGS.label,
+            categorical_columns=FLAGS.categorical_columns,
+            ignore_columns=FLAGS.ignore_columns,
+        )
+    if not FLAGS.train_files and not FLAGS.eval_files:
+        return data.click_log_source(FLAGS.data_dir)
+    missing = [
+        f"--{name}"
+        for name in ("train_files", "eval_files", "label")
+        if not FLAGS[name].value
+    ]
+    if missing:
+        raise ValueError(
+            "CSV data needs --train_files, --eval_files and --label. "
+            f"Missing: {', '.join(missing)}."
+        )
+    return data.csv_source(
+        FLAGS.train_files,
+        FLAGS.eval_files,
+        FLAGS.label,
+        numeric_columns=FLAGS.numeric_columns,
+        categorical_columns=FLAGS.categorical_columns,
+        ignore_columns=FLAGS.ignore_columns,
+    )
+
+
+def optimizer() -> keras.optimizers.Optimizer:
+    """Adagrad, or Ftrl for the wide part and Adagrad for the rest."""
+    deep = keras.optimizers.Adagrad(FLAGS.learning_rate)
+    if FLAGS.wide_learning_rate is None:
+        return deep
+    wide = keras.optimizers.Ftrl(FLAGS.wide_learning_rate)
+    return tfdist.MultiOptimizer([("wide", wide), ("", deep)])
+
+
+def train_and_evaluate(
+    examples: Source, config: tfdist.RunConfig
+) -> tuple[dict[str, float] | None, list[str | None]]:
+    """Does this task's part; see `tfdist.train_and_evaluate`."""
+
+    # The schema is read when first needed, which workers and ps never do.
+    @functools.cache
+    def preprocessor() -> keras.Model:
+        return model.preprocessor(examples.schema)
+
+    def model_fn() -> keras.Model:
+        return model.build(
+            examples.schema,
+            optimizer=optimizer(),
+            hidden_units=[int(units) for units in FLAGS.hidden_units],
+            embedding_dim=FLAGS.embedding_dim,
+        )
+
+    def train_input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return examples.train_input_fn(
+            context,
+            batch_size=FLAGS.batch_size,
+            transform=preprocessor(),
+            seed=FLAGS.seed,
+        )
+
+    def eval_input_fn() -> tf.data.Dataset:
+        return examples.eval_input_fn(transform=preprocessor())
+
+    return tfdist.train_and_evaluate(
+        tfdist.Estimator(model_fn, config),
+        tfdist.TrainSpec(train_input_fn, max_steps=FLAGS.max_steps),
+        tfdist.EvalSpec(
+            eval_input_fn,
+            steps=None,
+            exporters=(
+                tfdist.LatestExporter(
+                    "serving",
+                    lambda trained: model.serving_model(
+                        trained, examples.schema
+                    ),
+                ),
+            ),
+            start_delay_secs=0,
+            throttle_secs=10,
+        ),
+    )
+
+
+def model_dir() -> str:
+    """The flag, else what Vertex AI asks for, else a local default."""
+    for name in (
+        "AIP_MODEL_DIR",
+        "AIP_CHECKPOINT_DIR",
+        "AIP_TENSORBOARD_LOG_DIR",
+    ):
+        if not FLAGS.model_dir and os.environ.get(name):
+            return os.environ[name].rstrip("/")
+    return FLAGS.model_dir or os.path.join("runs", "wide_and_deep")
+
+
+def report(
+    examples: Source,
+    metrics: dict[str, float],
+    exports: Sequence[str | None],
+    secs: float,
+) -> str:
+    """The final table, and where everything was written."""
+    rows = [f"  {name:<12}{value:>10.4f}" for name, value in metrics.items()]
+    if examples.best_auc is not None:
+        best = examples.best_auc
+        share = metrics["auc"] / best
+        rows.append(
+            f"  {'best auc':<12}{best:>10.4f}  attainable on this data; "
+            f"reached {share:.1%} of it"
+        )
+    return "\n".join(
+        [
+            f"Data: {examples.description}",
+            f"Evaluation after {metrics.pop('global_step', 0)} steps:",
+            *rows,
+            f"Checkpoints and summaries: {model_dir()}",
+            f"  look at them with: tensorboard --logdir={model_dir()}",
+            *(f"Exported model: {path}" for path in exports if path),
+            f"Time: {secs:.0f} s",
+        ]
+    )
+
+
+def _quiet_all_but_tfdist() -> None:
+    """TensorFlow tells of every file it writes; shown with --verbosity."""
+    if not FLAGS["verbosity"].present:
+        absl_logging.set_verbosity(absl_logging.WARNING)
+        tf.get_logger().setLevel(logging.ERROR)
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the job; a user's mistake ends in one message and exit code 1."""
+    start = time.monotonic()
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments: {' '.join(argv[1:])}")
+    _quiet_all_but_tfdist()
+    try:
+        examples = source()
+        config = tfdist.RunConfig(
+            model_dir(),
+            tf_random_seed=FLAGS.seed,
+            save_checkpoints_steps=FLAGS.save_checkpoints_steps,
+            log_step_count_steps=FLAGS.log_steps,
+            steps_per_dispatch=FLAGS.steps_per_dispatch,
+            start_timeout_secs=FLAGS.start_timeout_secs,
+        )
+        metrics, exports = train_and_evaluate(examples, config)
+    except (ValueError, OSError) as error:
+        logging.debug("Traceback of the error below:", exc_info=True)
+        sys.exit(f"error: {error}\n(--verbosity=1 shows the traceback.)")
+    if metrics and config.cluster.role in ("local", "chief"):
+        print(report(examples, metrics, exports, time.monotonic() - start))
+
+
+if __name__ == "__main__":
+    app.run(main)
