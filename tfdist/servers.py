@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _POLL_SECS = 0.2
+_GOODBYE_SECS = 10.0
 
 
 def inter_op_threads() -> int:
@@ -65,6 +66,11 @@ def serve(cluster: Cluster) -> None:
         ) from error
     _log.info("Task %s serves on %s.", task, server.target)
     while not tf.io.gfile.exists(_DONE):
+        time.sleep(_POLL_SECS)
+    # The chief's process still frees what it holds here; let it leave first.
+    deadline = time.monotonic() + _GOODBYE_SECS
+    chief = _address(cluster, ("chief", 0))
+    while probe(chief) is TaskState.LIVE and time.monotonic() < deadline:
         time.sleep(_POLL_SECS)
     _log.info("Task %s ends: the chief is done.", task)
 
