@@ -16,6 +16,9 @@ setup(
         "keras>=3.15,<3.16",
         "absl-py>=2.1",
         "grpcio>=1.60",
+        # TensorFlow Datasets 4.9.10 imports it on Python 3.11 and later
+        # without requiring it.
+        "importlib-resources>=6",
         "lazy-loader>=0.4",
         "numpy>=1.26",
         "pandas>=2.2",

@@ -1,9 +1,7 @@
 from .cluster import Cluster as Cluster
 from .device_setter import replica_device_setter as replica_device_setter
+from .embedding import PartitionedEmbedding as PartitionedEmbedding
 from .estimator import Estimator as Estimator
-from .estimator import EvalSpec as EvalSpec
-from .estimator import RunConfig as RunConfig
-from .estimator import TrainSpec as TrainSpec
 from .estimator import train_and_evaluate as train_and_evaluate
 from .exporters import Exporter as Exporter
 from .exporters import FinalExporter as FinalExporter
@@ -18,3 +16,6 @@ from .placement import (
 from .placement import RandomStrategy as RandomStrategy
 from .placement import RoundRobinStrategy as RoundRobinStrategy
 from .placement import byte_size_load_fn as byte_size_load_fn
+from .specs import EvalSpec as EvalSpec
+from .specs import RunConfig as RunConfig
+from .specs import TrainSpec as TrainSpec

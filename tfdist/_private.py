@@ -6,6 +6,8 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
+import keras
+import tensorflow as tf
 from keras.src.utils import naming
 
 SEED_STATE_NAME = "seed_generator_state"
@@ -26,3 +28,45 @@ def reset_object_names() -> None:
     dtype policy and other settings.
     """
     naming.reset_uids()
+
+
+def slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list]:
+    """The optimizer's lists with one slot per trainable variable.
+
+    Keras keeps its slots in attributes of any name (`_momentums`,
+    `_accumulators`, ...); what they share is the index of the variable.
+    """
+    own = {id(variable) for variable in optimizer.variables}
+    return [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, list)
+        and len(value) == len(optimizer._trainable_variables)
+        and value is not optimizer._trainable_variables
+        and value is not optimizer._variables
+        and any(id(item) in own for item in value)
+    ]
+
+
+def variable_index(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> int:
+    """Where in each of `slot_lists` the slot of `variable` is."""
+    return optimizer._get_variable_index(variable)
+
+
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
+    """The slots of `use_ema=True`, which the base class keeps."""
+    return optimizer._model_variables_moving_average
+
+
+def uses_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> bool:
+    """Whether `exclude_from_weight_decay` spares `variable`."""
+    return optimizer._use_weight_decay(variable)
+
+
+def unique_id(variable: tf.Variable) -> str:
+    """The key under which a TensorFlow optimizer of Keras knows a variable."""
+    return variable._unique_id

@@ -7,14 +7,13 @@ are the layers below, each usable alone.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 import keras
 import numpy as np
@@ -24,185 +23,30 @@ from tfdist import checkpoint, evaluation, servers
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.checkpoint import Checkpoints
-from tfdist.cluster import Cluster
 from tfdist.evaluation import Evaluator
-from tfdist.exporters import Exporter
 from tfdist.hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
     ProgressHook,
-    SecondOrStepTimer,
     SessionRunHook,
     SummarySaverHook,
 )
 from tfdist.loop import CoordinatedLoop, LocalLoop, Loop
 from tfdist.session import TrainingSession
+from tfdist.specs import (
+    EvalSpec,
+    InputFn,
+    RunConfig,
+    TrainSpec,
+    check_callable,
+    check_type,
+)
 from tfdist.step import ModelStep
 from tfdist.strategy import parameter_server_strategy, placed_scope
 
 _log = logging.getLogger(__name__)
 
 ModelFn = Callable[[], keras.Model]
-InputFn = Callable[..., tf.data.Dataset]
-
-_DEFAULT_SAVE_SECS = 600
-_UNSET: Any = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """How a job runs; what it computes is the model function's matter.
-
-    As `tf.estimator.RunConfig`, for the fields it shares with it.
-
-    Attributes:
-        model_dir: Directory of checkpoints, summaries and exports, shared by
-            all tasks (`gs://` works).
-        tf_random_seed: Seeds Python, NumPy and the initializers. Default: none.
-        save_summary_steps: Steps between TensorBoard scalars; 0 for none.
-        save_checkpoints_steps: Steps between checkpoints.
-        save_checkpoints_secs: Seconds between checkpoints. At most one of the
-            two; neither means every 600 s.
-        keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
-        keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        log_step_count_steps: Steps between progress lines.
-        steps_per_dispatch: Steps a worker runs per request (decision D4).
-            Default: up to ten, fewer for models of many variables.
-        start_timeout_secs: Seconds the chief waits for workers and ps.
-        evaluator_timeout_secs: Seconds the chief waits at the end for the
-            evaluator's last result.
-        cluster: Default: from the environment.
-
-    Raises:
-        ValueError: a value out of range, or both `save_checkpoints_*`.
-    """
-
-    model_dir: str
-    _: dataclasses.KW_ONLY
-    tf_random_seed: int | None = None
-    save_summary_steps: int = 100
-    save_checkpoints_steps: int | None = None
-    save_checkpoints_secs: float | None = None
-    keep_checkpoint_max: int | None = 5
-    keep_checkpoint_every_n_hours: float | None = None
-    log_step_count_steps: int = 100
-    steps_per_dispatch: int | None = None
-    start_timeout_secs: float = 300.0
-    evaluator_timeout_secs: float = 600.0
-    cluster: Cluster = dataclasses.field(default_factory=Cluster.from_env)
-
-    def __post_init__(self) -> None:
-        if not self.model_dir:
-            raise ValueError("Argument `model_dir` must not be empty.")
-        object.__setattr__(self, "model_dir", os.fspath(self.model_dir))
-        if self.save_checkpoints_steps and self.save_checkpoints_secs:
-            raise ValueError(
-                "Only one of `save_checkpoints_steps` and "
-                "`save_checkpoints_secs` can be set. Received: "
-                f"save_checkpoints_steps={self.save_checkpoints_steps}, "
-                f"save_checkpoints_secs={self.save_checkpoints_secs}."
-            )
-        for name, least in (
-            ("save_summary_steps", 0),
-            ("save_checkpoints_steps", 1),
-            ("save_checkpoints_secs", 1e-9),
-            ("keep_checkpoint_max", 0),
-            ("keep_checkpoint_every_n_hours", 1e-9),
-            ("log_step_count_steps", 1),
-            ("steps_per_dispatch", 1),
-            ("start_timeout_secs", 0),
-            ("evaluator_timeout_secs", 0),
-        ):
-            _check_at_least(name, getattr(self, name), least)
-
-    def checkpoint_timer(self) -> SecondOrStepTimer:
-        """When to save."""
-        if self.save_checkpoints_steps:
-            return SecondOrStepTimer(every_steps=self.save_checkpoints_steps)
-        return SecondOrStepTimer(
-            every_secs=self.save_checkpoints_secs or _DEFAULT_SAVE_SECS
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainSpec:
-    """What to train on, as `tf.estimator.TrainSpec`.
-
-    Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches; may take a
-            `tf.distribute.InputContext` that says which part of the data the
-            calling worker shall read.
-        max_steps: Step at which training ends; None: when the data ends.
-        hooks: Run after tfdist's own.
-    """
-
-    input_fn: InputFn
-    max_steps: int | None = None
-    hooks: tuple[SessionRunHook, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_callable("input_fn", self.input_fn)
-        _check_at_least("max_steps", self.max_steps, 1)
-        object.__setattr__(self, "hooks", tuple(self.hooks))
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSpec:
-    """What to evaluate on, as `tf.estimator.EvalSpec`.
-
-    Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches; takes nothing.
-        steps: Batches per evaluation at most; None: the whole dataset.
-        name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
-        exporters: Exporters run after each evaluation.
-        start_delay_secs: Seconds an evaluator task waits before it begins.
-        throttle_secs: Least seconds between two evaluations; the final one is
-            never delayed.
-    """
-
-    input_fn: InputFn
-    steps: int | None = 100
-    name: str | None = None
-    exporters: tuple[Exporter, ...] = ()
-    start_delay_secs: float = 120
-    throttle_secs: float = 600
-
-    def __post_init__(self) -> None:
-        _check_callable("input_fn", self.input_fn)
-        _check_at_least("steps", self.steps, 1)
-        _check_at_least("start_delay_secs", self.start_delay_secs, 0)
-        _check_at_least("throttle_secs", self.throttle_secs, 0)
-        exporters = self.exporters
-        if isinstance(exporters, Exporter):
-            exporters = (exporters,)
-        object.__setattr__(self, "exporters", _checked(exporters))
-
-
-def _check_at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        wanted = f"at least {least}" if least >= 1 else "positive"
-        wanted = "not negative" if least == 0 else wanted
-        raise ValueError(
-            f"Argument `{name}` must be {wanted}. Received: {name}={value}."
-        )
-
-
-def _check_callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(
-            f"Argument `{name}` must be callable. Received: {name}={value!r}."
-        )
-
-
-def _checked(exporters: Iterable[Exporter]) -> tuple[Exporter, ...]:
-    exporters = tuple(exporters or ())
-    names = [exporter.name for exporter in exporters]
-    if len(set(names)) != len(names):
-        raise ValueError(
-            "Argument `exporters` must have unique names. Received: "
-            f"names={names}."
-        )
-    return exporters
 
 
 class Estimator:
@@ -215,7 +59,8 @@ class Estimator:
     """
 
     def __init__(self, model_fn: ModelFn, config: RunConfig) -> None:
-        _check_callable("model_fn", model_fn)
+        check_callable("model_fn", model_fn)
+        check_type("config", config, RunConfig)
         self.model_fn = model_fn
         self.config = config
 
@@ -263,22 +108,20 @@ class Estimator:
             )
             model = self.model_fn()
             optimizers_lib.build(model.optimizer, model.trainable_variables)
+        variables = checkpoint.named_variables(model, global_step)
+        _log.info("%s", describe_placement(variables))
         checkpoints = Checkpoints(
             self.model_dir,
-            checkpoint.named_variables(model, global_step),
+            variables,
             config.keep_checkpoint_max,
             config.keep_checkpoint_every_n_hours,
         )
         restored = checkpoints.restore()
-        if restored:
-            _log.info("Restored %s.", restored)
+        _log_start(restored, int(global_step.numpy()), max_steps)
         session = TrainingSession(
             self._loop(strategy, model, global_step, input_fn),
             global_step,
-            [
-                *self._hooks(checkpoints, saving_listeners),
-                *hooks,
-            ],
+            [*self._hooks(checkpoints, saving_listeners), *hooks],
             max_steps=max_steps,
             restored=restored is not None,
         )
@@ -294,7 +137,12 @@ class Estimator:
     ) -> Loop:
         input_fn = _with_context(input_fn)
         dataset = input_fn(tf.distribute.InputContext())
-        step = ModelStep(model, dataset.element_spec)
+        step = ModelStep(
+            model,
+            dataset.element_spec,
+            global_step=global_step,
+            remote=self.config.cluster.role == "chief",
+        )
         if self.config.cluster.role == "local":
             return LocalLoop(
                 step, global_step, dataset, self.config.steps_per_dispatch
@@ -315,10 +163,7 @@ class Estimator:
     ) -> list[SessionRunHook]:
         config = self.config
         hooks: list[SessionRunHook] = [
-            ProgressHook(
-                config.log_step_count_steps,
-                len(servers.server_tasks(config.cluster)),
-            )
+            ProgressHook(config.log_step_count_steps)
         ]
         if config.save_summary_steps:
             hooks.append(
@@ -375,11 +220,7 @@ def train_and_evaluate(
         ("train_spec", train_spec, TrainSpec),
         ("eval_spec", eval_spec, EvalSpec),
     ):
-        if not isinstance(value, wanted):
-            raise TypeError(
-                f"Argument `{name}` must be a tfdist.{wanted.__name__}. "
-                f"Received: {name}={value!r}."
-            )
+        check_type(name, value, wanted)
     cluster = estimator.config.cluster
     if cluster.role in ("worker", "ps"):
         servers.serve(cluster)
@@ -422,13 +263,13 @@ def _train_and_evaluate(
         train_spec.hooks,
         listeners,
     )
-    evaluation.write_json(
-        evaluation.done_path(config.model_dir),
-        {"global_step": last_step, "time": time.time()},
-    )
+    evaluation.announce_end(config.model_dir, last_step)
     if separate:
         result = evaluation.wait_for_result(
-            evaluator.eval_dir, last_step, config.evaluator_timeout_secs
+            config.model_dir,
+            eval_spec.name,
+            last_step,
+            config.evaluator_timeout_secs,
         )
         return (result["metrics"], result["exports"]) if result else (None, [])
     if evaluator.evaluated != estimator.latest_checkpoint():
@@ -454,6 +295,53 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         self._evaluator.evaluate(path)
         self._evaluator.export(is_the_final_export=False)
         self._evaluator.publish()
+
+
+def _log_start(restored: str | None, step: int, max_steps: int | None) -> None:
+    """Says where training begins, and plainly when there is nothing to do."""
+    if restored is None:
+        _log.info("Training starts from newly initialized variables.")
+    elif max_steps is None or step < max_steps:
+        _log.info("Training continues at step %d from %s.", step, restored)
+    else:
+        _log.warning(
+            "This job is finished already: %s is at step %d, and max_steps is "
+            "%d. No step is run. Raise max_steps to train on, or choose "
+            "another model_dir to train anew.",
+            restored,
+            step,
+            max_steps,
+        )
+
+
+def describe_placement(variables: Mapping[str, tf.Variable]) -> str:
+    """One line about which task holds how many variables and bytes.
+
+    >>> describe_placement({"a": tf.Variable([1.0]), "b": tf.Variable([2.0])})
+    'This process holds 2 variables, 8 bytes.'
+    """
+    held: dict[str, list[int]] = defaultdict(list)
+    for variable in variables.values():
+        device = tf.DeviceSpec.from_string(variable.device)
+        remote = device.job not in (None, "localhost")
+        task = f"{device.job}:{device.task}" if remote else "This process"
+        size = variable.dtype.size * (variable.shape.num_elements() or 0)
+        held[task].append(size)
+    return (
+        "; ".join(
+            f"{task} holds {len(sizes)} variables, {_bytes(sum(sizes))}"
+            for task, sizes in sorted(held.items())
+        )
+        + "."
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB"
 
 
 def _with_context(

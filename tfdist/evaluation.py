@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 RESULT_FILE = "latest.json"
 _POLL_SECS = 0.5
+# Seconds between the chief's reminders, while it waits, that it is done.
+_REMIND_SECS = 5.0
 
 
 class Evaluator:
@@ -112,23 +114,43 @@ class Evaluator:
         """
         done_before = _read_json(done_path(self._model_dir))
         not_before = time.monotonic() + start_delay_secs
+        last_step = max_steps
         while True:
             done = _read_json(done_path(self._model_dir))
-            is_done = done is not None and done != done_before
+            if done is not None and done != done_before:
+                last_step = done["global_step"]
             path = tf.train.latest_checkpoint(self._model_dir)
-            step = checkpoint.step_of(path) if path else -1
-            final = (is_done and step >= done["global_step"]) or (
-                max_steps is not None and step >= max_steps
-            )
-            due = final or time.monotonic() >= not_before
-            if path and path != self.evaluated and due:
-                not_before = time.monotonic() + throttle_secs
-                self.evaluate(path)
-                self.export(final)
-                self.publish()
-            if final and path == self.evaluated:
+            if path and path != self.evaluated:
+                now = time.monotonic()
+                if self._take(path, last_step, at_once=now >= not_before):
+                    not_before = now + throttle_secs
+            elif path and _is_last(self.metrics["global_step"], last_step):
                 return
             time.sleep(_POLL_SECS)
+
+    def _take(self, path: str, last_step: int | None, at_once: bool) -> bool:
+        """Evaluates and exports `path` if it is time to; says whether it did.
+
+        The last checkpoint waits for nothing. One that is deleted while it is
+        read was an old one: the next look finds a newer one.
+        """
+        try:
+            final = _is_last(checkpoint.step_of(path), last_step)
+            if not (final or at_once):
+                return False
+            self.evaluate(path)
+        except tf.errors.NotFoundError:
+            if tf.train.latest_checkpoint(self._model_dir) == path:
+                raise
+            _log.warning(
+                "%s was deleted before it was evaluated. "
+                "RunConfig(keep_checkpoint_max=...) keeps more of them.",
+                path,
+            )
+            return False
+        self.export(final)
+        self.publish()
+        return True
 
     def publish(self) -> None:
         """Leaves the result where the chief and the user find it."""
@@ -158,6 +180,10 @@ class Evaluator:
         )
 
 
+def _is_last(step: int, last_step: int | None) -> bool:
+    return last_step is not None and step >= last_step
+
+
 def eval_dir(model_dir: str, name: str | None) -> str:
     """Where the evaluation called `name` writes."""
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")
@@ -168,25 +194,42 @@ def done_path(model_dir: str) -> str:
     return os.path.join(model_dir, "training_done.json")
 
 
+def announce_end(model_dir: str, step: int) -> None:
+    """Tells the evaluator that training is over, at `step`."""
+    write_json(done_path(model_dir), {"global_step": step, "time": time.time()})
+
+
 def wait_for_result(
-    directory: str, step: int, timeout_secs: float
+    model_dir: str, name: str | None, step: int, timeout_secs: float
 ) -> dict | None:
     """Waits until the evaluator has published its result for `step`.
 
+    Repeats meanwhile that training is over: an evaluator that starts only now
+    cannot tell an announcement it finds from one of an earlier job.
+
     Args:
-        directory: The evaluator's `eval_dir`.
+        model_dir: Where the checkpoints are.
+        name: Name of the evaluation.
         step: The last step of the job.
         timeout_secs: Seconds to wait at most.
 
     Returns:
         `{"metrics": ..., "exports": ...}`, or None if none came in time.
     """
-    deadline = time.monotonic() + timeout_secs
-    path = os.path.join(directory, RESULT_FILE)
-    while time.monotonic() < deadline:
+    start = time.monotonic()
+    path = os.path.join(eval_dir(model_dir, name), RESULT_FILE)
+    reminders = 0
+    while (waited := time.monotonic() - start) < timeout_secs:
         result = _read_json(path)
         if result and result["metrics"]["global_step"] >= step:
             return result
+        if waited >= (reminders + 1) * _REMIND_SECS:
+            announce_end(model_dir, step)
+            if reminders % 6 == 0:
+                _log.info(
+                    "Waiting for the evaluator's result of step %d.", step
+                )
+            reminders += 1
         time.sleep(_POLL_SECS)
     _log.warning(
         "The evaluator published no result for step %d within %g s; the job "

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import tensorflow as tf
 
@@ -186,8 +186,9 @@ class SummarySaverHook(_TimedHook):
     def after_run(
         self, session: TrainingSession, logs: dict[str, float]
     ) -> None:
-        """Writes when the timer triggers."""
-        if not self._timer.should_trigger_for_step(session.step):
+        """Writes when the timer triggers, and after the last step."""
+        due = self._timer.should_trigger_for_step(session.step)
+        if not (due or session.should_stop()) or not logs:
             return
         secs, steps = self._timer.update_last_triggered_step(session.step)
         write_scalars(
@@ -214,35 +215,43 @@ def write_scalars(
 class ProgressHook(_TimedHook):
     """Says how far training is: a line in a log, one moving line in a terminal.
 
+    Steps per second are those of the steps alone: neither checkpoints nor
+    evaluations in between slow them down.
+
     Args:
         log_steps: Steps between lines.
-        num_tasks: Tasks that run servers for this job; 0 for one process.
         stream: Where to; a terminal gets one line that is overwritten.
+            Default: standard output.
     """
 
-    def __init__(
-        self, log_steps: int, num_tasks: int = 0, stream: object = None
-    ) -> None:
+    def __init__(self, log_steps: int, stream: TextIO | None = None) -> None:
         super().__init__(SecondOrStepTimer(every_steps=log_steps))
-        self._num_tasks = num_tasks
         self._stream = stream or sys.stdout
+        self._secs_before = 0.0
+        self._lines = 0
 
     def after_run(
         self, session: TrainingSession, logs: dict[str, float]
     ) -> None:
         """Writes a line when the timer triggers, and after the last step."""
-        last = session.step == session.max_steps
+        last = session.should_stop()
         if not (last or self._timer.should_trigger_for_step(session.step)):
             return
-        secs, steps = self._timer.update_last_triggered_step(session.step)
+        _, steps = self._timer.update_last_triggered_step(session.step)
+        secs = session.secs_in_steps - self._secs_before
+        self._secs_before = session.secs_in_steps
         line = progress_line(
-            session.step, session.max_steps, steps / secs if secs else 0, logs
+            session.step,
+            session.max_steps,
+            steps / max(secs, 1e-9),
+            logs,
+            # The first steps are traced as well: they predict nothing.
+            with_time_left=self._lines > 0 and not last,
         )
-        if self._num_tasks:
-            line += f", {self._num_tasks + 1} tasks"
+        self._lines += 1
         if self._stream.isatty():
-            end = "\n" if last else ""
-            self._stream.write(f"\r\x1b[K{line}{end}")
+            # The cursor goes back, so that whatever comes next replaces it.
+            self._stream.write(f"\x1b[K{line}" + ("\n" if last else "\r"))
         else:
             self._stream.write(f"{line}\n")
         self._stream.flush()
@@ -253,20 +262,21 @@ def progress_line(
     max_steps: int | None,
     steps_per_sec: float,
     logs: dict[str, float],
+    with_time_left: bool = True,
 ) -> str:
     """One line about the progress of training.
 
     >>> progress_line(500, 2000, 100.0, {"loss": 0.5})
-    'step 500 of 2000 (25 %), 100 steps/s, loss 0.5000, 0:15 left'
+    'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
     """
-    parts = [f"step {step}"]
+    width = len(str(max_steps or ""))
+    parts = [f"step {step:{width}d}"]
     if max_steps:
-        parts[0] += f" of {max_steps} ({step / max_steps:.0%})".replace(
-            "%", " %"
-        )
-    parts.append(f"{steps_per_sec:.3g} steps/s")
+        parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
+    digits = 0 if steps_per_sec >= 10 else 2
+    parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
     parts += [f"{name} {value:.4f}" for name, value in logs.items()]
-    if max_steps and steps_per_sec and step < max_steps:
+    if max_steps and steps_per_sec and with_time_left:
         minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
     return ", ".join(parts)

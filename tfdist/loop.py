@@ -54,9 +54,7 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
 class _Dispatches:
     """The traced functions of a loop: one full dispatch and a single step."""
 
-    def __init__(
-        self, step: ModelStep, global_step: tf.Variable, full: int
-    ) -> None:
+    def __init__(self, step: ModelStep, full: int) -> None:
         if full < 1:
             raise ValueError(
                 "Argument `steps_per_dispatch` must be positive. Received: "
@@ -64,7 +62,6 @@ class _Dispatches:
             )
         self.step = step
         self.full = full
-        self._global_step = global_step
         # As in Keras' own training function, autograph converts nothing.
         self._functions = {
             n: tf.function(self._unrolled(n), autograph=False)
@@ -78,7 +75,6 @@ class _Dispatches:
                 states = self.step.train(
                     iterator.get_next(), first_step + i, states
                 )
-                self._global_step.assign_add(1)
             return self.step.pack(states)
 
         return dispatch
@@ -119,7 +115,7 @@ class LocalLoop:
             steps_per_dispatch = automatic_steps_per_dispatch(
                 len(step.model.trainable_variables)
             )
-        self._dispatches = _Dispatches(step, global_step, steps_per_dispatch)
+        self._dispatches = _Dispatches(step, steps_per_dispatch)
         self._step = step
         self._global_step = global_step
         self._iterator = iter(dataset)
@@ -180,7 +176,6 @@ class CoordinatedLoop:
         self._global_step = global_step
         self._dispatches = _Dispatches(
             step,
-            global_step,
             steps_per_dispatch
             or automatic_steps_per_dispatch(
                 len(step.model.trainable_variables)

@@ -8,12 +8,21 @@ adding and writing, which loses steps as soon as two workers do it.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfdist._private import (
+    moving_averages,
+    slot_lists,
+    unique_id,
+    uses_weight_decay,
+    variable_index,
+)
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -30,92 +39,453 @@ def build(
         optimizer.build(list(variables))
 
 
-def apply_gradients(
+def parts(
     optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[Gradient],
-    variables: Sequence[keras.Variable],
-) -> None:
-    """Updates `variables` and counts the iteration.
+) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that `optimizer` consists of, usually itself alone."""
+    if isinstance(optimizer, MultiOptimizer):
+        return optimizer.parts
+    return [optimizer]
 
-    Args:
-        optimizer: A built Keras optimizer.
-        gradients: One per variable: tensor, `tf.IndexedSlices` or `None`.
-        variables: The trainable variables.
+
+def owner(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> int:
+    """Index in `parts(optimizer)` of the one that updates `variable`."""
+    if isinstance(optimizer, MultiOptimizer):
+        return optimizer.owner(variable)
+    return 0
+
+
+def check(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses what has no meaning when several workers share the slots.
 
     Raises:
-        ValueError: There is no gradient for any variable, or the optimizer
-            accumulates gradients, which has no meaning when several workers
-            share one accumulator.
+        ValueError: naming each option.
     """
-    if isinstance(optimizer, MultiOptimizer):
-        for part, pairs in optimizer.split(gradients, variables):
-            apply_gradients(part, *zip(*pairs, strict=True))
-        optimizer.iterations.value.assign_add(1)
-        return
-    _check(optimizer)
-    pairs = [
-        (g, v)
-        for g, v in zip(gradients, variables, strict=True)
-        if g is not None
-    ]
-    if not pairs:
-        raise ValueError(
-            "The loss depends on no trainable variable: every gradient is "
-            f"None. Variables: {[v.path for v in variables]}."
+    for part in parts(optimizer):
+        unsupported = {
+            "gradient_accumulation_steps": part.gradient_accumulation_steps,
+            "ema_overwrite_frequency": part.use_ema
+            and part.ema_overwrite_frequency,
+            "LossScaleOptimizer": isinstance(
+                part, keras.optimizers.LossScaleOptimizer
+            ),
+        }
+        used = [name for name, value in unsupported.items() if value]
+        if used:
+            raise ValueError(
+                f"Optimizer {part.name!r} uses {', '.join(used)}, which "
+                "updates on parameter servers do not support. For a fixed "
+                "loss scale use loss_scale_factor."
+            )
+
+
+def learning_rate(
+    optimizer: keras.optimizers.Optimizer,
+    iteration: tf.Tensor,
+    values: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> tf.Tensor:
+    """The learning rate of a part at `iteration`, a float32 scalar.
+
+    Args:
+        optimizer: One of `parts`.
+        iteration: Scalar int64: updates before this one.
+        values: Variables that need not be read again, with their values.
+    """
+    known = [(optimizer.iterations, iteration), *values]
+    with keras.StatelessScope(known):
+        return tf.cast(optimizer.learning_rate, tf.float32)
+
+
+def update(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+) -> None:
+    """Applies a dense gradient where the ops are placed.
+
+    The caller opens the device scope of the variable.
+
+    Args:
+        optimizer: The part that owns `variable`.
+        variable: The variable.
+        gradient: Of the variable's shape.
+        rate: Scalar float32, from `learning_rate`.
+        iteration: Scalar int64: updates before this one.
+    """
+    target, decay = variable.value, _decay(optimizer, variable)
+    with keras.StatelessScope([(optimizer.iterations, iteration)]):
+        if decay:
+            target.assign_sub(target * tf.cast(decay * rate, target.dtype))
+        fused = _FUSED.get(type(optimizer))
+        if fused is None or not fused(optimizer, variable, gradient, rate):
+            optimizer.update_step(gradient, variable, rate)
+    if optimizer.use_ema:
+        index = variable_index(optimizer, variable)
+        average = moving_averages(optimizer)[index].value
+        average.assign_sub(
+            (average - target) * _average_weight(optimizer, iteration)
         )
-    clipped = clip(optimizer, [g for g, _ in pairs])
-    learning_rate = tf.convert_to_tensor(optimizer.learning_rate)
-    for gradient, (_, variable) in zip(clipped, pairs, strict=True):
-        with tf.device(variable.value.device):
-            optimizer.update_step(gradient, variable, learning_rate)
-    optimizer.iterations.value.assign_add(1)
+    if variable.constraint is not None:
+        target.assign(variable.constraint(target))
 
 
-def _check(optimizer: keras.optimizers.Optimizer) -> None:
-    unsupported = {
-        "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-        "use_ema": optimizer.use_ema,
-        "weight_decay": optimizer.weight_decay,
-        "loss scaling": isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        ),
+def update_rows(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+) -> None:
+    """Applies a gradient to some rows, where the ops are placed.
+
+    The optimizer's own rule runs on these rows of the variable and of its
+    slots; others are not touched. That is Keras' result for every rule that
+    leaves rows with a zero gradient alone (SGD, Adagrad, Ftrl). A rule that
+    moves them all the same (the decaying moments of Adam and RMSprop, momentum,
+    weight decay, the moving average of weights) moves a row here only when it
+    is looked up, like the "lazy" optimizers of TF1's contrib; TF1's own Adam
+    decayed every row's moments, at a cost that grew with the table.
+
+    Args:
+        optimizer: The part that owns `variable`.
+        variable: The variable, one row per index of axis 0.
+        ids: int64 `(n,)`, unique.
+        gradient: `(n, ...)`.
+        rate: Scalar float32.
+        iteration: Scalar int64: updates before this one.
+
+    Raises:
+        ValueError: the optimizer keeps state of another shape than the
+            variable (Adafactor, Muon), so it has no rule for rows.
+    """
+    decay = _decay(optimizer, variable)
+    own = slots(optimizer, variable)
+    _check_rows(optimizer, variable, own)
+    fused = _FUSED_ROWS.get(type(optimizer))
+    if fused is not None and not decay and not optimizer.use_ema:
+        with keras.StatelessScope([(optimizer.iterations, iteration)]):
+            if fused(optimizer, variable, ids, gradient, rate):
+                return
+    row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
+    with (
+        keras.StatelessScope([(optimizer.iterations, iteration)]),
+        _swapped(optimizer, variable, row_slots),
+    ):
+        if decay:
+            row.assign_sub(row.rows * tf.cast(decay * rate, row.dtype))
+        optimizer.update_step(gradient, row, rate)
+    if optimizer.use_ema:
+        # The base class makes this slot before all others.
+        average = row_slots[0]
+        average.assign_sub(
+            (average.rows - row.rows) * _average_weight(optimizer, iteration)
+        )
+    for view in (row, *row_slots):
+        view.scatter()
+
+
+class RowView:
+    """Some rows of a variable, in the role of a variable.
+
+    An optimizer's `update_step` reads and assigns it as it would the whole
+    variable; `scatter` writes the rows back.
+    """
+
+    def __init__(self, variable: tf.Variable, ids: tf.Tensor) -> None:
+        self._variable = variable
+        self._ids = ids
+        self._changed = False
+        self.rows = tf.gather(variable, ids)
+        self.dtype = variable.dtype
+        self.name = variable.name
+        self._unique_id = unique_id(variable)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Shape of the rows."""
+        return self.rows.shape
+
+    def __tf_tensor__(
+        self, dtype: tf.DType | None = None, name: str | None = None
+    ) -> tf.Tensor:
+        """The rows."""
+        return tf.convert_to_tensor(self.rows, dtype, name=name)
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Replaces the rows."""
+        self.rows = tf.cast(value, self.dtype)
+        self._changed = True
+
+    def assign_add(self, value: tf.Tensor) -> None:
+        """Adds to the rows."""
+        self.assign(self.rows + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: tf.Tensor) -> None:
+        """Subtracts from the rows."""
+        self.assign(self.rows - tf.cast(value, self.dtype))
+
+    def scatter(self) -> None:
+        """Writes the rows into the variable, if they changed."""
+        if self._changed:
+            self._variable.scatter_update(
+                tf.IndexedSlices(self.rows, self._ids)
+            )
+
+
+def slots(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> list[keras.Variable]:
+    """The slots of `variable`, in the order in which they were made."""
+    index = variable_index(optimizer, variable)
+    own = [each[index] for each in slot_lists(optimizer)]
+    return [slot for slot in own if slot is not None]
+
+
+@contextlib.contextmanager
+def _swapped(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    views: Sequence[RowView],
+) -> Iterator[None]:
+    """Lets the optimizer find `views` where the slots of `variable` are."""
+    index = variable_index(optimizer, variable)
+    lists = [each for each in slot_lists(optimizer) if each[index] is not None]
+    originals = [each[index] for each in lists]
+    for each, view in zip(lists, views, strict=True):
+        list.__setitem__(each, index, view)
+    try:
+        yield
+    finally:
+        for each, original in zip(lists, originals, strict=True):
+            list.__setitem__(each, index, original)
+
+
+def _check_rows(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    own: Sequence[keras.Variable],
+) -> None:
+    others = [v.path for v in own if v.shape != variable.shape]
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps state of another shape than "
+            f"table {variable.path!r} ({', '.join(others)}), so it cannot "
+            "update single rows. Use MultiOptimizer to give tables another "
+            "optimizer, for example Adagrad."
+        )
+
+
+def _decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> float | None:
+    """The weight decay that applies to `variable`."""
+    if not optimizer.weight_decay:
+        return None
+    return (
+        optimizer.weight_decay
+        if uses_weight_decay(optimizer, variable)
+        else None
+    )
+
+
+def _average_weight(
+    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
+) -> tf.Tensor:
+    """How far the moving average goes: all the way at the first update."""
+    later = tf.cast(iteration > 0, tf.float32)
+    return 1.0 - later * optimizer.ema_momentum
+
+
+def _fused_sgd(
+    optimizer: keras.optimizers.SGD,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    if optimizer.momentum:
+        return False
+    tf.raw_ops.ResourceApplyGradientDescent(
+        var=variable.value.handle, alpha=rate, delta=gradient
+    )
+    return True
+
+
+def _fused_sgd_rows(
+    optimizer: keras.optimizers.SGD,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    if optimizer.momentum:
+        return False
+    variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
+    return True
+
+
+def _same_adagrad(optimizer: keras.optimizers.Adagrad) -> bool:
+    """Whether TensorFlow's kernel gives Keras' result.
+
+    Keras adds epsilon under the root, the kernel beside it: the same to float
+    precision unless an accumulator is near zero.
+    """
+    return optimizer.initial_accumulator_value >= 1e-2
+
+
+def _fused_adagrad(
+    optimizer: keras.optimizers.Adagrad,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    if not _same_adagrad(optimizer):
+        return False
+    (accumulator,) = slots(optimizer, variable)
+    tf.raw_ops.ResourceApplyAdagradV2(
+        var=variable.value.handle,
+        accum=accumulator.value.handle,
+        lr=rate,
+        epsilon=0.0,
+        grad=gradient,
+    )
+    return True
+
+
+def _fused_adagrad_rows(
+    optimizer: keras.optimizers.Adagrad,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    if not _same_adagrad(optimizer):
+        return False
+    (accumulator,) = slots(optimizer, variable)
+    tf.raw_ops.ResourceSparseApplyAdagradV2(
+        var=variable.value.handle,
+        accum=accumulator.value.handle,
+        lr=rate,
+        epsilon=0.0,
+        grad=gradient,
+        indices=ids,
+    )
+    return True
+
+
+def _fused_adam(
+    optimizer: keras.optimizers.Adam,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    if optimizer.amsgrad:
+        return False
+    steps = tf.cast(optimizer.iterations.value + 1, tf.float32)
+    momentum, velocity = slots(optimizer, variable)
+    tf.raw_ops.ResourceApplyAdam(
+        var=variable.value.handle,
+        m=momentum.value.handle,
+        v=velocity.value.handle,
+        beta1_power=tf.pow(optimizer.beta_1, steps),
+        beta2_power=tf.pow(optimizer.beta_2, steps),
+        lr=rate,
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        epsilon=optimizer.epsilon,
+        grad=gradient,
+    )
+    return True
+
+
+def _ftrl_arguments(
+    optimizer: keras.optimizers.Ftrl,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> dict[str, Any]:
+    accumulator, linear = slots(optimizer, variable)
+    return {
+        "var": variable.value.handle,
+        "accum": accumulator.value.handle,
+        "linear": linear.value.handle,
+        "grad": gradient,
+        "lr": rate,
+        "l1": optimizer.l1_regularization_strength,
+        "l2": optimizer.l2_regularization_strength
+        + optimizer.beta / (2.0 * rate),
+        "l2_shrinkage": optimizer.l2_shrinkage_regularization_strength,
+        "lr_power": optimizer.learning_rate_power,
     }
-    used = [name for name, value in unsupported.items() if value]
-    if used:
-        raise ValueError(
-            f"Optimizer {optimizer.name!r} uses {', '.join(used)}, which "
-            "updates on parameter servers do not support yet."
-        )
+
+
+def _fused_ftrl(
+    optimizer: keras.optimizers.Ftrl,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    tf.raw_ops.ResourceApplyFtrlV2(
+        **_ftrl_arguments(optimizer, variable, gradient, rate)
+    )
+    return True
+
+
+def _fused_ftrl_rows(
+    optimizer: keras.optimizers.Ftrl,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> bool:
+    tf.raw_ops.ResourceSparseApplyFtrlV2(
+        **_ftrl_arguments(optimizer, variable, gradient, rate), indices=ids
+    )
+    return True
+
+
+# Kernels of TensorFlow that mean the same as a Keras update step; each returns
+# whether it applied. Exact types only: a subclass may mean something else.
+_FUSED = {
+    keras.optimizers.SGD: _fused_sgd,
+    keras.optimizers.Adagrad: _fused_adagrad,
+    keras.optimizers.Adam: _fused_adam,
+    keras.optimizers.Ftrl: _fused_ftrl,
+}
+_FUSED_ROWS = {
+    keras.optimizers.SGD: _fused_sgd_rows,
+    keras.optimizers.Adagrad: _fused_adagrad_rows,
+    keras.optimizers.Ftrl: _fused_ftrl_rows,
+}
 
 
 def clip(
-    optimizer: keras.optimizers.Optimizer, gradients: list[Gradient]
-) -> list[Gradient]:
-    """Clips as the optimizer's `clipnorm`, `clipvalue`, `global_clipnorm` say.
+    optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Clips as `clipnorm`, `clipvalue`, `global_clipnorm` say.
 
-    Runs on the worker, which holds all gradients: only their clipped values
-    travel.
+    Runs on the worker, which holds all gradients: only clipped values travel.
+    The gradient of a table is that of its unique rows, whose norm is that of
+    the whole gradient.
+
+    Args:
+        optimizer: One of `parts`.
+        gradients: Of all variables of that part.
     """
+    if optimizer.loss_scale_factor is not None:
+        gradients = [g / optimizer.loss_scale_factor for g in gradients]
     if optimizer.clipnorm:
         return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
     if optimizer.global_clipnorm:
         return tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0]
     if optimizer.clipvalue:
         limit = optimizer.clipvalue
-        return [
-            _map(lambda v: tf.clip_by_value(v, -limit, limit), g)
-            for g in gradients
-        ]
+        return [tf.clip_by_value(g, -limit, limit) for g in gradients]
     return gradients
-
-
-def _map(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
-    """Applies `fn` to the values of a dense or sparse gradient."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            fn(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    return fn(gradient)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -159,7 +529,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         """Builds each part for the variables that belong to it."""
         super().build(variables)
         for i, part in enumerate(self.parts):
-            part.build([v for v in variables if self._owner(v) == i])
+            part.build([v for v in variables if self.owner(v) == i])
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -175,7 +545,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         """`(part, [(gradient, variable), ...])` for each part with any."""
         pairs = list(zip(gradients, variables, strict=True))
         split = [
-            (part, [p for p in pairs if self._owner(p[1]) == i])
+            (part, [p for p in pairs if self.owner(p[1]) == i])
             for i, part in enumerate(self.parts)
         ]
         return [(part, own) for part, own in split if own]
@@ -193,7 +563,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
             part.apply(*zip(*pairs, strict=True))
         self.iterations.assign_add(1)
 
-    def _owner(self, variable: keras.Variable) -> int:
+    def owner(self, variable: keras.Variable) -> int:
+        """Index of the part that updates `variable`."""
         for i, pattern in enumerate(self.patterns):
             if re.search(pattern, variable.path):
                 return i

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -36,6 +37,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROGRESS_SECS = 2.0  # Between the shown states of a progress bar.
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
+
+# What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL.
+_BANNER = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\)"
+    rb"|I0000 00:00:[0-9.]+ +[0-9]+ [a-z_]+\.cc:[0-9]+\] "
+)
 
 
 def enter_private_network() -> None:
@@ -220,9 +227,14 @@ class LineCutter:
 
     Of a line that was overwritten with carriage returns, the last state is
     kept; while such a line goes on, a state is shown every two seconds.
+
+    Attributes:
+        drop_banner: whether to leave out the information that TensorFlow
+            prints while it is loaded, deaf to TF_CPP_MIN_LOG_LEVEL.
     """
 
     def __init__(self) -> None:
+        self.drop_banner = False
         self._rest = b""
         self._shown_at = float("-inf")
 
@@ -230,6 +242,8 @@ class LineCutter:
         """Takes what was read at time `now`; returns the lines complete."""
         *complete, self._rest = (self._rest + data).split(b"\n")
         lines = [self._last_state(line) for line in complete]
+        if self.drop_banner:
+            lines = [line for line in lines if not _BANNER.match(line)]
         # The last byte may be half of "\r\n".
         overwritten = self._rest.rfind(b"\r", 0, -1)
         if overwritten >= 0:
@@ -285,11 +299,13 @@ class Task:
         """Starts the process, from the launcher's main thread."""
         environment = {
             "GRPC_FAIL_FAST": "use_caller",  # What TensorFlow recommends.
+            "TF_CPP_MIN_LOG_LEVEL": "2",  # Errors, but no news, of its C++.
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": self.tf_config,
         }
         environment.pop("CLUSTER_SPEC", None)
+        self._lines.drop_banner = environment["TF_CPP_MIN_LOG_LEVEL"] != "0"
         launcher = os.getpid()
         self._process = subprocess.Popen(
             self._command,

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _POLL_SECS = 0.2
-_GOODBYE_SECS = 10.0
+_GOODBYE_SECS = 60.0
 
 
 def inter_op_threads() -> int:

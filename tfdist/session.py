@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ import tensorflow as tf
 
 from tfdist.hooks import SessionRunHook
 from tfdist.loop import EndOfInput, Loop
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_SECS = 2.0
 
@@ -23,6 +26,10 @@ class TrainingSession:
         max_steps: Value of `global_step` at which training ends, None for no
             limit.
         restored: Whether the state comes from a checkpoint.
+
+    Attributes:
+        step: Steps applied in the job so far.
+        secs_in_steps: Seconds this session has spent in steps, without hooks.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class TrainingSession:
         self._hooks = list(hooks)
         self._stop = False
         self._steps_per_sec = 0.0
+        self.secs_in_steps = 0.0
 
     def request_stop(self) -> None:
         """Ends training after the hooks have seen the current steps."""
@@ -77,5 +85,8 @@ class TrainingSession:
             logs = end.logs
         self.step = int(self._global_step.numpy())
         secs = time.monotonic() - start
+        self.secs_in_steps += secs
+        if self._stop:
+            _log.info("The training input ended at step %d.", self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs

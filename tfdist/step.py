@@ -9,6 +9,7 @@ changes by operations that the variable's own device executes atomically.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizers
+from tfdist import lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
+from tfdist.exchange import Exchange
+
+# Above this size a stand-in for a variable is not worth making.
+_MAX_ZEROS = 1 << 24
 
 Batch = Any
 States = list[tf.Tensor]
@@ -35,6 +40,9 @@ class ModelStep:
             `compute_metrics` are used; its `train_step` is not.
         element_spec: `tf.TypeSpec` structure of one batch, as
             `dataset.element_spec` gives it; metrics are built from it.
+        global_step: Scalar int64 variable that counts applied steps; only
+            training needs it.
+        remote: Whether the variables live in other processes.
 
     Raises:
         TypeError: `model` is no Keras model.
@@ -42,16 +50,42 @@ class ModelStep:
             `train_step`.
     """
 
-    def __init__(self, model: keras.Model, element_spec: Any) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        element_spec: Any,
+        *,
+        global_step: tf.Variable | None = None,
+        remote: bool = False,
+    ) -> None:
         _check_model(model)
+        optimizers.check(model.optimizer)
         self.model = model
         _build_metrics(model, element_spec)
         self._metrics = list(model.metrics_variables)
         _check_metrics(model, self._metrics)
-        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
-        self._moving = [
-            v for v in model.non_trainable_variables if not _is_seed(v)
-        ]
+        self._global_step = global_step
+        if global_step is not None:
+            self._prepare_training(element_spec, remote)
+
+    def _prepare_training(self, element_spec: Any, remote: bool) -> None:
+        model = self.model
+        self._tables: list[Any] = []
+        self._collect = tf.function(self._ids, autograph=False)
+        self._compute = tf.function(self._gradients, autograph=False)
+        # Tracing once tells which tables the model looks up, in which order.
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+        self._collect.get_concrete_function(x)
+        self._parts = optimizers.parts(model.optimizer)
+        self._exchange = Exchange(
+            model, list(dict.fromkeys(self._tables)), packed=remote
+        )
+        held = {id(v) for v in self._exchange.shards}
+        fixed = [v for v in model.non_trainable_variables if id(v) not in held]
+        self._seeds = [v for v in fixed if _is_seed(v)]
+        self._moving = [v for v in fixed if not _is_seed(v)]
+        rates = [part.learning_rate for part in self._parts]
+        self._rates = [r for r in rates if isinstance(r, keras.Variable)]
 
     def zero_states(self) -> States:
         """States of metrics that have seen no example."""
@@ -61,39 +95,142 @@ class ModelStep:
         ]
 
     def train(self, batch: Batch, step: tf.Tensor, states: States) -> States:
-        """Reads the parameters, computes gradients, applies them.
+        """Reads the parameters, computes gradients, applies and counts them.
 
         Args:
             batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
-            step: Scalar int64: the number of this step in the job. Dropout
-                and other random layers draw from a seed of this step, so two
-                workers never share a mask.
+            step: Scalar int64: the number of this step in the job, from 0.
+                Dropout and other random layers draw from a seed of this step,
+                so two workers never share a mask; learning-rate schedules and
+                Adam's bias correction count by it.
             states: Metric states before the step.
 
         Returns:
             Metric states after the step.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model, optimizer = self.model, self.model.optimizer
-        trainable = [v.value for v in model.trainable_variables]
-        before = [(v, tf.identity(v.value)) for v in self._moving]
-        seeds = [(v, _fold_in(v, step)) for v in self._seeds]
-        scope = self._scope(states, before + seeds)
-        with scope:
-            with tf.GradientTape() as tape:
-                y_pred = model(x, training=True)
-                loss = model.compute_loss(
-                    x, y, y_pred, sample_weight, training=True
-                )
-                scaled_loss = optimizer.scale_loss(loss)
-            gradients = tape.gradient(scaled_loss, trainable)
-            model.compute_metrics(x, y, y_pred, sample_weight)
-        optimizers.apply_gradients(
-            optimizer, gradients, model.trainable_variables
+        exchange = self._exchange
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        ids = self._collect(x) if self._tables else []
+        pulled = exchange.pull(
+            [*exchange.dense, *self._moving, *self._rates],
+            list(zip(self._tables, ids, strict=True)),
         )
-        for variable, value in before:
-            _move(variable.value, value, scope.get_current_value(variable))
-        return self._states_after(scope, states, loss, x)
+        values = iter(pulled.values)
+        dense = list(itertools.islice(values, len(exchange.dense)))
+        moving = list(itertools.islice(values, len(self._moving)))
+        rates, iteration = self._learning_rates(step, list(values))
+        gradients, rows, deltas, states = self._compute(
+            batch,
+            step,
+            dense,
+            moving,
+            pulled.rows,
+            pulled.positions,
+            states,
+        )
+        exchange.push(
+            pulled,
+            gradients,
+            rows,
+            list(zip(self._moving, deltas, strict=True)),
+            rates,
+            iteration,
+        )
+        self._count()
+        return states
+
+    def _learning_rates(
+        self, step: tf.Tensor, values: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Learning rate of each part, and the optimizer's iteration."""
+        with tf.init_scope():
+            # Differs from 0 where a trained optimizer starts a new job.
+            ahead = self.model.optimizer.iterations.numpy()
+            ahead -= self._global_step.numpy()
+        iteration = step + ahead
+        known = list(zip(self._rates, values, strict=True))
+        rates = [
+            optimizers.learning_rate(part, iteration, known)
+            for part in self._parts
+        ]
+        return rates, iteration
+
+    def _count(self) -> None:
+        """Counts the step; atomic on the server that holds the counter."""
+        counters = {
+            id(o.iterations): o.iterations.value
+            for o in (self.model.optimizer, *self._parts)
+        }
+        for counter in (self._global_step, *counters.values()):
+            counter.assign_add(1)
+
+    def _ids(self, x: Any) -> list[tf.Tensor]:
+        """The ids of every table lookup, from a run on zeros."""
+        collector = lookups.Collector()
+        zeros = [
+            (v, tf.zeros(v.shape, v.dtype))
+            for v in (
+                *self.model.trainable_variables,
+                *self.model.non_trainable_variables,
+            )
+            if v.shape.num_elements() <= _MAX_ZEROS
+        ]
+        with keras.StatelessScope(zeros), lookups.at(collector):
+            self.model(x, training=True)
+        self._tables = [table for table, _ in collector.calls]
+        return [ids for _, ids in collector.calls]
+
+    def _gradients(
+        self,
+        batch: Batch,
+        step: tf.Tensor,
+        dense: list[tf.Tensor],
+        moving: list[tf.Tensor],
+        rows: list[tf.Tensor],
+        positions: list[tf.Tensor],
+        states: States,
+    ) -> tuple[
+        list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor], States
+    ]:
+        """The part of a step that touches no variable.
+
+        Returns:
+            Clipped gradients of `dense` (None where the loss does not depend
+            on one) and of `rows`, what to add to each of `moving`, and the
+            new metric states.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        model = self.model
+        scope = self._scope(
+            states,
+            [
+                *zip(self._exchange.dense, dense, strict=True),
+                *zip(self._moving, moving, strict=True),
+                *((v, _fold_in(v, step)) for v in self._seeds),
+            ],
+        )
+        answers = self._exchange.answers(rows, self._tables, positions)
+        with scope, tf.GradientTape() as tape, lookups.at(answers):
+            tape.watch([*dense, *rows])
+            y_pred = model(x, training=True)
+            loss = model.compute_loss(
+                x, y, y_pred, sample_weight, training=True
+            )
+            scaled_loss = model.optimizer.scale_loss(loss)
+            with tape.stop_recording():
+                model.compute_metrics(x, y, y_pred, sample_weight)
+        gradients = tape.gradient(scaled_loss, [*dense, *rows])
+        gradients = self._exchange.clipped(gradients)
+        deltas = [
+            scope.get_current_value(v) - before
+            for v, before in zip(self._moving, moving, strict=True)
+        ]
+        return (
+            gradients[: len(dense)],
+            gradients[len(dense) :],
+            deltas,
+            self._states_after(scope, states, loss, x),
+        )
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else."""
@@ -235,18 +372,6 @@ def _fold_in(seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
         start = seed_state.numpy()
     folded = tf.random.fold_in(tf.cast(start, tf.int64), step)
     return tf.cast(folded, seed_state.dtype)
-
-
-def _move(variable: tf.Variable, before: tf.Tensor, after: tf.Tensor) -> None:
-    """Moves a moving average by what this step adds to it.
-
-    As TF1's `assign_moving_average`: adding a difference is atomic on the
-    variable's device, so no worker undoes what another one has done.
-    """
-    if variable.dtype.is_floating:
-        variable.assign_add(after - before)
-    else:
-        variable.assign(after)
 
 
 def _flat_floats(

@@ -1,0 +1,7 @@
+"""An example of a user's package: the flags, the data, the model."""
+
+import os
+
+# Before TensorFlow is imported, the only time its C++ side looks: errors, but
+# no news. Whoever wants the news sets the variable.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

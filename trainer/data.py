@@ -8,7 +8,11 @@ source.eval_input_fn(...)   # once, in order
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -37,6 +41,8 @@ __all__ = [
     "tfds_source",
     "click_log_source",
 ]
+
+_log = logging.getLogger(__name__)
 
 # CsvSource tells its arguments.
 csv_source = CsvSource
@@ -284,8 +290,13 @@ def prepared(
     """
     builder = make_builder()
     if not builder.is_prepared():
+        _log.info("Preparing %s, once.", builder.data_dir)
+        # Of what is not downloaded, TFDS says that it is downloaded.
+        downloads = bool(builder.info.download_size)
+        stdout = sys.stdout if downloads else io.StringIO()
         try:
-            builder.download_and_prepare(file_format="tfrecord")
+            with contextlib.redirect_stdout(stdout):
+                builder.download_and_prepare(file_format="tfrecord")
         except Exception:
             # Its own copy is gone; is there another's?
             builder = make_builder()

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
 from trainer.source import CATEGORICAL, Column, Schema
 
 # Ids of every column: 0 is "missing", then what its kind says.
@@ -189,7 +190,7 @@ def embedding(
     num_rows: int, dim: int, name: str, initializer: str = "uniform"
 ) -> keras.layers.Layer:
     """Returns the layer that looks rows of a table up. Every table is one."""
-    return keras.layers.Embedding(
+    return tfdist.PartitionedEmbedding(
         num_rows, dim, embeddings_initializer=initializer, name=name
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -187,7 +188,8 @@ def report(
     secs: float,
 ) -> str:
     """The final table, and where everything was written."""
-    rows = [f"  {name:<12}{value:>10.4f}" for name, value in metrics.items()]
+    values = {k: v for k, v in metrics.items() if k != "global_step"}
+    rows = [f"  {name:<12}{value:>10.4f}" for name, value in values.items()]
     if examples.best_auc is not None:
         best = examples.best_auc
         share = metrics["auc"] / best
@@ -198,7 +200,7 @@ def report(
     return "\n".join(
         [
             f"Data: {examples.description}",
-            f"Evaluation after {metrics.pop('global_step', 0)} steps:",
+            f"Evaluation after {metrics['global_step']} steps:",
             *rows,
             f"Checkpoints and summaries: {model_dir()}",
             f"  look at them with: tensorboard --logdir={model_dir()}",
@@ -208,12 +210,25 @@ def report(
     )
 
 
+class _PlainFormatter(logging.Formatter):
+    """The message, after its level if that is a warning or an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        # In a terminal the line may hold the progress of the training.
+        return f"\x1b[K{text}" if sys.stderr.isatty() else text
+
+
 def _quiet_all_but_tfdist() -> None:
     """TensorFlow tells of every file it writes; shown with --verbosity."""
     if not FLAGS["verbosity"].present:
-        absl_logging.set_verbosity(absl_logging.WARNING)
+        absl_logging.set_verbosity(absl_logging.ERROR)
+        absl_logging.get_absl_handler().setFormatter(_PlainFormatter())
         tf.get_logger().setLevel(logging.ERROR)
-    logging.getLogger("tfdist").setLevel(logging.INFO)
+    for package in ("tfdist", "trainer"):
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -236,7 +251,10 @@ def main(argv: Sequence[str]) -> None:
     except (ValueError, OSError) as error:
         logging.debug("Traceback of the error below:", exc_info=True)
         sys.exit(f"error: {error}\n(--verbosity=1 shows the traceback.)")
-    if metrics and config.cluster.role in ("local", "chief"):
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command continues where it has saved.")
+        sys.exit(128 + signal.SIGINT)
+    if config.cluster.role in ("local", "chief") and metrics:
         print(report(examples, metrics, exports, time.monotonic() - start))
 
 
