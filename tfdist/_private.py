@@ -10,6 +10,13 @@ import keras
 import tensorflow as tf
 from keras.src.utils import naming
 
+# What a checkpoint saves as slices of one tensor and restores in any number of
+# pieces; public TensorFlow makes one only through a `variable_partitioner`,
+# which Keras 3 cannot use.
+from tensorflow.python.distribute.sharded_variable import (
+    ShardedVariable as ShardedVariable,
+)
+
 SEED_STATE_NAME = "seed_generator_state"
 """Name of the variable in which a `keras.random.SeedGenerator` counts.
 
@@ -30,22 +37,22 @@ def reset_object_names() -> None:
     naming.reset_uids()
 
 
-def slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list]:
-    """The optimizer's lists with one slot per trainable variable.
+def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
+    """The optimizer's lists with one slot per trainable variable, by name.
 
     Keras keeps its slots in attributes of any name (`_momentums`,
     `_accumulators`, ...); what they share is the index of the variable.
     """
     own = {id(variable) for variable in optimizer.variables}
-    return [
-        value
-        for value in vars(optimizer).values()
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
         if isinstance(value, list)
         and len(value) == len(optimizer._trainable_variables)
         and value is not optimizer._trainable_variables
         and value is not optimizer._variables
         and any(id(item) in own for item in value)
-    ]
+    }
 
 
 def variable_index(
@@ -70,3 +77,8 @@ def uses_weight_decay(
 def unique_id(variable: tf.Variable) -> str:
     """The key under which a TensorFlow optimizer of Keras knows a variable."""
     return variable._unique_id
+
+
+def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
+    """The product of Nadam's momentum schedule so far."""
+    return optimizer._u_product

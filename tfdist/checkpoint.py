@@ -8,10 +8,15 @@ cluster of any shape and into a plain model in one process.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
+
+from tfdist import optimizers
+from tfdist._private import ShardedVariable
+from tfdist.embedding import copy_shard, logical_path, shard_of
 
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -19,38 +24,70 @@ GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
 
 
+Saveable = tf.Variable | ShardedVariable
+
+
 def named_variables(
     model: keras.Model,
     global_step: tf.Variable | None = None,
     optimizer: bool = True,
-) -> dict[str, tf.Variable]:
+) -> dict[str, Saveable]:
     """What a checkpoint of `model` holds, by name.
+
+    A variable is called by its path, the shards of a table together by the
+    path that the table would have in one piece, and a slot
+    `<variable>/<optimizer>/<slot>`, as in TF1.
 
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included, as
-            `optimizer/<path>`.
+        optimizer: Whether the optimizer's variables are included.
 
     Raises:
-        ValueError: two variables have one path.
+        ValueError: two variables have one name.
     """
-    metrics = {id(v) for v in model.metrics_variables}
-    named: dict[str, tf.Variable] = {}
-    pairs = [(v.path, v) for v in model.variables if id(v) not in metrics]
-    if optimizer:
-        pairs += [(f"optimizer/{v.path}", v) for v in model.optimizer.variables]
-    for name, variable in pairs:
-        if name in named:
+    named: dict[str, Saveable] = {}
+    for name, variables in _grouped(model, optimizer).items():
+        if len(variables) == 1:
+            named[name] = variables[0].value
+        elif all(shard_of(v) is not None for v in variables):
+            named[name] = ShardedVariable([v.value for v in variables])
+        else:
             raise ValueError(
                 f"Two variables of model {model.name!r} are both called "
                 f"{name!r}; a checkpoint could not tell them apart. Give "
                 "their layers different names."
             )
-        named[name] = variable.value
     if global_step is not None:
         named[GLOBAL_STEP] = global_step
     return named
+
+
+def _grouped(
+    model: keras.Model, optimizer: bool
+) -> dict[str, list[keras.Variable]]:
+    """Variables by name; the shards of a table under one, in order."""
+    metrics = {id(v) for v in model.metrics_variables}
+    grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
+    for variable in model.variables:
+        if id(variable) not in metrics:
+            grouped[logical_path(variable)].append(variable)
+    if not optimizer:
+        return grouped
+    slots = set()
+    parts = optimizers.parts(model.optimizer)
+    for variable in model.trainable_variables:
+        part = parts[optimizers.owner(model.optimizer, variable)]
+        prefix = f"{logical_path(variable)}/{part.name}/"
+        for slot in optimizers.slots(part, variable):
+            kind = slot.name.removeprefix(variable.path.replace("/", "_") + "_")
+            copy_shard(variable, slot)
+            grouped[prefix + kind].append(slot)
+            slots.add(id(slot))
+    for variable in model.optimizer.variables:
+        if id(variable) not in slots:
+            grouped[variable.path].append(variable)
+    return grouped
 
 
 class Checkpoints:
@@ -70,7 +107,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: str,
-        variables: Mapping[str, tf.Variable],
+        variables: Mapping[str, Saveable],
         max_to_keep: int | None = 5,
         keep_every_n_hours: float | None = None,
     ) -> None:
@@ -99,7 +136,7 @@ class Checkpoints:
         return self.latest
 
 
-def restore(path: str, variables: Mapping[str, tf.Variable]) -> None:
+def restore(path: str, variables: Mapping[str, Saveable]) -> None:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
     The checkpoint may hold more than `variables`.

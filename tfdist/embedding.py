@@ -15,6 +15,8 @@ import tensorflow as tf
 from tfdist import lookups
 from tfdist.partition import apply_partitioner, row_slices
 
+# Attribute that a shard carries: a checkpoint saves shards as one variable.
+_SHARD_OF = "_tfdist_shard_of"
 _COMBINERS = ("sum", "mean", "sqrtn")
 
 
@@ -114,13 +116,14 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Creates the shards."""
         for i, (_, num_rows) in enumerate(self.slices):
             part = f"_part_{i}" if self.num_shards > 1 else ""
-            self.shards.append(
-                self.add_weight(
-                    shape=(num_rows, self.output_dim),
-                    initializer=_of_shard(self.embeddings_initializer, i),
-                    name=f"embeddings{part}",
-                )
+            shard = self.add_weight(
+                shape=(num_rows, self.output_dim),
+                initializer=_of_shard(self.embeddings_initializer, i),
+                name=f"embeddings{part}",
             )
+            if part:
+                setattr(shard, _SHARD_OF, shard.path.removesuffix(part))
+            self.shards.append(shard)
 
     def call(self, ids: Any, weights: Any = None) -> Any:
         """Looks up `ids`; see the class."""
@@ -233,6 +236,21 @@ class PartitionedEmbedding(keras.layers.Layer):
                 self.embeddings_initializer
             ),
         }
+
+
+def shard_of(variable: keras.Variable) -> str | None:
+    """Path of the whole of which `variable` is a shard; None if it is none."""
+    return getattr(variable, _SHARD_OF, None)
+
+
+def logical_path(variable: keras.Variable) -> str:
+    """Path of `variable`, or of the whole of which it is a shard."""
+    return shard_of(variable) or variable.path
+
+
+def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
+    """Marks a slot of a shard as a shard."""
+    setattr(slot, _SHARD_OF, shard_of(variable))
 
 
 def _of_shard(

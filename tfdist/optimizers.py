@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist._private import (
     moving_averages,
+    nadam_product,
     slot_lists,
     unique_id,
     uses_weight_decay,
@@ -25,6 +26,9 @@ from tfdist._private import (
 )
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
+
+# Their steps depend on norms or products over all rows.
+_WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
 def build(
@@ -160,8 +164,8 @@ def update_rows(
         iteration: Scalar int64: updates before this one.
 
     Raises:
-        ValueError: the optimizer keeps state of another shape than the
-            variable (Adafactor, Muon), so it has no rule for rows.
+        ValueError: the rule is about the variable as a whole (Adafactor,
+            Lamb, Muon).
     """
     decay = _decay(optimizer, variable)
     own = slots(optimizer, variable)
@@ -189,6 +193,21 @@ def update_rows(
         view.scatter()
 
 
+def _with_operators(view: type) -> type:
+    """Gives a class the arithmetic of its `rows`."""
+    for name in ("add", "sub", "mul", "truediv", "pow"):
+        for method in (f"__{name}__", f"__r{name}__"):
+            setattr(
+                view,
+                method,
+                lambda self, other, method=method: getattr(self.rows, method)(
+                    tf.convert_to_tensor(other, self.dtype)
+                ),
+            )
+    return view
+
+
+@_with_operators
 class RowView:
     """Some rows of a variable, in the role of a variable.
 
@@ -209,6 +228,11 @@ class RowView:
     def shape(self) -> tf.TensorShape:
         """Shape of the rows."""
         return self.rows.shape
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The rows."""
+        return self.rows
 
     def __tf_tensor__(
         self, dtype: tf.DType | None = None, name: str | None = None
@@ -237,12 +261,27 @@ class RowView:
             )
 
 
+def begin_step(
+    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
+) -> None:
+    """Updates what an optimizer keeps for all its variables together.
+
+    Only Nadam does: the running product of its momentum schedule. Unlike the
+    counters it is read, multiplied and written, so several workers may lose a
+    factor between them.
+    """
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        product = nadam_product(optimizer).value
+        power = tf.pow(0.96, tf.cast(iteration + 1, product.dtype))
+        product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
+
+
 def slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
     """The slots of `variable`, in the order in which they were made."""
     index = variable_index(optimizer, variable)
-    own = [each[index] for each in slot_lists(optimizer)]
+    own = [each[index] for each in slot_lists(optimizer).values()]
     return [slot for slot in own if slot is not None]
 
 
@@ -254,15 +293,19 @@ def _swapped(
 ) -> Iterator[None]:
     """Lets the optimizer find `views` where the slots of `variable` are."""
     index = variable_index(optimizer, variable)
-    lists = [each for each in slot_lists(optimizer) if each[index] is not None]
-    originals = [each[index] for each in lists]
-    for each, view in zip(lists, views, strict=True):
-        list.__setitem__(each, index, view)
+    originals = slot_lists(optimizer)
+    remaining = iter(views)
+    swapped = {}
+    for name, slots_of in originals.items():
+        swapped[name] = list(slots_of)
+        if swapped[name][index] is not None:
+            swapped[name][index] = next(remaining)
+    # Not by setattr, which would have Keras and TensorFlow track the views.
+    vars(optimizer).update(swapped)
     try:
         yield
     finally:
-        for each, original in zip(lists, originals, strict=True):
-            list.__setitem__(each, index, original)
+        vars(optimizer).update(originals)
 
 
 def _check_rows(
@@ -271,12 +314,12 @@ def _check_rows(
     own: Sequence[keras.Variable],
 ) -> None:
     others = [v.path for v in own if v.shape != variable.shape]
-    if others:
+    if others or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
-            f"{type(optimizer).__name__} keeps state of another shape than "
-            f"table {variable.path!r} ({', '.join(others)}), so it cannot "
-            "update single rows. Use MultiOptimizer to give tables another "
-            "optimizer, for example Adagrad."
+            f"The rule of {type(optimizer).__name__} is about a variable as a "
+            f"whole, so it cannot update some rows of {variable.path!r}. Use "
+            "tfdist.MultiOptimizer to give tables another optimizer, for "
+            "example Adagrad."
         )
 
 

@@ -38,10 +38,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROGRESS_SECS = 2.0  # Between the shown states of a progress bar.
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
 
-# What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL.
+# What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL, and
+# the "error" (303) that this machine has no GPU driver.
 _BANNER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\)"
     rb"|I0000 00:00:[0-9.]+ +[0-9]+ [a-z_]+\.cc:[0-9]+\] "
+    rb"|E0000 .*Failed call to cuInit: UNKNOWN ERROR \(303\)"
 )
 
 

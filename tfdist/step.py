@@ -128,6 +128,8 @@ class ModelStep:
             pulled.positions,
             states,
         )
+        for part in self._parts:
+            optimizers.begin_step(part, iteration)
         exchange.push(
             pulled,
             gradients,

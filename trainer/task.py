@@ -183,6 +183,7 @@ def model_dir() -> str:
 
 def report(
     examples: Source,
+    config: tfdist.RunConfig,
     metrics: dict[str, float],
     exports: Sequence[str | None],
     secs: float,
@@ -202,8 +203,8 @@ def report(
             f"Data: {examples.description}",
             f"Evaluation after {metrics['global_step']} steps:",
             *rows,
-            f"Checkpoints and summaries: {model_dir()}",
-            f"  look at them with: tensorboard --logdir={model_dir()}",
+            f"Checkpoints and summaries: {config.model_dir}",
+            f"  look at them with: tensorboard --logdir={config.model_dir}",
             *(f"Exported model: {path}" for path in exports if path),
             f"Time: {secs:.0f} s",
         ]
@@ -255,7 +256,8 @@ def main(argv: Sequence[str]) -> None:
         print("\nInterrupted. The same command continues where it has saved.")
         sys.exit(128 + signal.SIGINT)
     if config.cluster.role in ("local", "chief") and metrics:
-        print(report(examples, metrics, exports, time.monotonic() - start))
+        secs = time.monotonic() - start
+        print(report(examples, config, metrics, exports, secs))
 
 
 if __name__ == "__main__":

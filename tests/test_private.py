@@ -1,0 +1,93 @@
+"""Canaries: what tfdist takes from Keras behind its public API still works."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist import _private
+
+
+def small_model(optimizer="adam"):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile(optimizer=optimizer, loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_seed_state_name():
+    generator = keras.random.SeedGenerator(7)
+    assert generator.state.path.endswith(_private.SEED_STATE_NAME)
+
+
+def test_dropout_holds_a_seed_state():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.5)])
+    (state,) = model.non_trainable_variables
+    assert state.path.endswith(_private.SEED_STATE_NAME)
+
+
+def test_reset_object_names_repeats_paths():
+    def paths():
+        _private.reset_object_names()
+        model = small_model()
+        return [v.path for v in [*model.variables, *model.optimizer.variables]]
+
+    assert paths() == paths()
+
+
+def test_reset_object_names_keeps_the_dtype_policy():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        _private.reset_object_names()
+        assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_slots"),
+    [
+        (keras.optimizers.SGD(), 0),
+        (keras.optimizers.SGD(momentum=0.9), 1),
+        (keras.optimizers.Adagrad(), 1),
+        (keras.optimizers.Adam(), 2),
+        (keras.optimizers.Adam(amsgrad=True), 3),
+        (keras.optimizers.Ftrl(), 2),
+        (keras.optimizers.RMSprop(momentum=0.9, centered=True), 3),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_slot_lists(optimizer, num_slots):
+    model = small_model(optimizer)
+    lists = _private.slot_lists(optimizer)
+    assert len(lists) == num_slots
+    for i, variable in enumerate(model.trainable_variables):
+        assert _private.variable_index(optimizer, variable) == i
+        for slots in lists.values():
+            assert slots[i].shape == variable.shape
+
+
+def test_moving_averages():
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    model = small_model(optimizer)
+    averages = _private.moving_averages(optimizer)
+    shapes = [v.shape for v in model.trainable_variables]
+    assert [v.shape for v in averages] == shapes
+
+
+def test_uses_weight_decay():
+    optimizer = keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    kernel, bias = small_model(optimizer).trainable_variables
+    assert _private.uses_weight_decay(optimizer, kernel)
+    assert not _private.uses_weight_decay(optimizer, bias)
+
+
+def test_unique_id_tells_variables_apart():
+    one, two = tf.Variable(1.0), tf.Variable(1.0)
+    assert _private.unique_id(one) != _private.unique_id(two)
+
+
+def test_nadam_product():
+    optimizer = keras.optimizers.Nadam()
+    small_model(optimizer)
+    assert float(_private.nadam_product(optimizer).value) == 1.0

@@ -1,0 +1,138 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PATHS = sorted((ROOT / "tfdist").glob("*.py"))
+MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
+
+# design.md, section 3; every new module needs a floor.
+FLOORS = {
+    0: "cluster processes placement partition inputs variables lookups "
+    "packing branch_and_bound splitting plans planner device_setter _private",
+    1: "servers strategy embedding exchange optimizers model_parallel",
+    2: "step loop hooks checkpoint",
+    3: "session evaluation exporters specs",
+    4: "estimator canned launch vertex testing __init__",
+}
+FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
+
+# Where the environment may be touched, and for what.
+ENVIRONMENT = {
+    "tfdist/cluster.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
+    "tfdist/launch.py",  # NO_COLOR and TERM of the user's terminal.
+    "tfdist/processes.py",  # Builds the environment of a child.
+    "tfdist/strategy.py",  # Sets GRPC_FAIL_FAST, which TensorFlow reads.
+    "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
+    "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.
+}
+# Private names of TensorFlow and Keras outside tfdist/_private.py.
+PRIVATE = {
+    ("tfdist/variables.py", "tensorflow.python.ops.resource_variable_ops"),
+}
+
+SOURCES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    for package in ("tfdist", "trainer")
+    for path in sorted((ROOT / package).glob("*.py"))
+}
+
+
+def imports(tree):
+    """Full names of all modules and members that a file imports at runtime."""
+    for node in runtime_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def runtime_nodes(tree):
+    """All nodes but those under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(
+            node.test
+        )
+        if not typing_only:
+            yield node
+            yield from runtime_nodes(node)
+
+
+def tfdist_imports(name):
+    names = {
+        full.split(".")[1]
+        for full in imports(MODULES[name])
+        if full.startswith("tfdist.")
+    }
+    return names & set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    assert name in FLOOR, "give the new module a floor in FLOORS"
+    for other in tfdist_imports(name):
+        assert FLOOR[other] <= FLOOR[name], f"{name} imports {other}"
+
+
+def test_imports_have_no_cycle():
+    remaining = {name: tfdist_imports(name) for name in MODULES}
+    while remaining:
+        free = [
+            n for n, needs in remaining.items() if not needs & set(remaining)
+        ]
+        assert free, f"a cycle among {sorted(remaining)}"
+        for name in free:
+            del remaining[name]
+
+
+def test_tfdist_knows_no_trainer():
+    for name, tree in MODULES.items():
+        assert not any(full.startswith("trainer") for full in imports(tree)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_environment_is_touched_in_few_places(path):
+    touched = any(
+        isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        for node in ast.walk(SOURCES[path])
+    )
+    assert not touched or path in ENVIRONMENT
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_private_imports_are_in_one_file(path):
+    if path == "tfdist/_private.py":
+        return
+    private = {
+        full
+        for full in imports(SOURCES[path])
+        if full.startswith(("tensorflow.python", "tensorflow.core"))
+        or full.startswith("keras.src")
+    }
+    allowed = {full for file, full in PRIVATE if file == path}
+    assert (
+        {f for f in private if not f.startswith(tuple(allowed))} == set()
+        if allowed
+        else not private
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_flags_are_defined_in_the_programs_alone(path):
+    programs = {"trainer/task.py", "tfdist/launch.py"}
+    parsers = {"absl.flags", "argparse"}
+    assert not parsers & set(imports(SOURCES[path])) or path in programs
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nothing_happens_at_import(path):
+    """A module holds definitions; `trainer/__init__` sets one default."""
+    for node in SOURCES[path].body:
+        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if call and path != "trainer/__init__.py":
+            assert ast.unparse(node).startswith("flags.DEFINE_"), path
