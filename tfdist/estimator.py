@@ -8,6 +8,7 @@ are the layers below, each usable alone.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 import random
@@ -314,14 +315,18 @@ def _log_start(restored: str | None, step: int, max_steps: int | None) -> None:
         )
 
 
-def describe_placement(variables: Mapping[str, tf.Variable]) -> str:
+def describe_placement(variables: Mapping[str, checkpoint.Saveable]) -> str:
     """One line about which task holds how many variables and bytes.
+
+    The shards of a table count one by one.
 
     >>> describe_placement({"a": tf.Variable([1.0]), "b": tf.Variable([2.0])})
     'This process holds 2 variables, 8 bytes.'
     """
     held: dict[str, list[int]] = defaultdict(list)
-    for variable in variables.values():
+    for variable in itertools.chain.from_iterable(
+        getattr(v, "variables", [v]) for v in variables.values()
+    ):
         device = tf.DeviceSpec.from_string(variable.device)
         remote = device.job not in (None, "localhost")
         task = f"{device.job}:{device.task}" if remote else "This process"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,72 +27,103 @@ import tensorflow as tf
 from tfdist import lookups, optimizers
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """One stored piece of a table: rows `start` on, counted over a group."""
-
-    variable: keras.Variable
-    start: int
-
-
 class _Group:
     """Tables of one width and optimizer, whose rows are numbered through.
 
-    Treating them as one makes routing independent of their number.
+    Treating them as one makes routing independent of their number. Shards are
+    ranked by the server that holds them, so that the rows of one server are
+    neighbours in every tensor.
     """
 
     def __init__(self, tables: Sequence[Any], part: int) -> None:
         self.tables = list(tables)
         self.part = part
-        self.offsets: dict[int, int] = {}
-        self.shards: list[_Shard] = []
+        self.dim = tables[0].output_dim
+        self._offsets: dict[int, int] = {}
+        shards: list[tuple[keras.Variable, int]] = []
         start = 0
         for table in tables:
-            self.offsets[id(table)] = start
-            for variable, (offset, _) in zip(
+            self._offsets[id(table)] = start
+            for shard, (offset, _) in zip(
                 table.shards, table.slices, strict=True
             ):
-                self.shards.append(_Shard(variable, start + offset))
+                shards.append((shard, start + offset))
             start += table.input_dim
+        self._starts = np.array([start for _, start in shards], np.int64)
+        devices = [shard.value.device for shard, _ in shards]
+        ranked = sorted(range(len(shards)), key=lambda i: (devices[i], i))
+        self._rank = np.argsort(ranked).astype(np.int32)
+        self.shards = [shards[i][0] for i in ranked]
+        self.at = collections.Counter(sorted(devices))
+
+    def holds(self, table: Any) -> bool:
+        """Whether `table` is one of the group's."""
+        return id(table) in self._offsets
 
     def route(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> _Route:
         """Finds each unique row once, and the shard that holds it."""
-        numbered = tf.concat(
+        unique, inverse = tf.unique(self._numbered(calls))
+        shard = tf.searchsorted(self._starts, unique, side="right") - 1
+        rank = tf.gather(self._rank, shard)
+        parts = tf.dynamic_partition(
+            tf.range(tf.size(unique)), rank, len(self.shards)
+        )
+        order = tf.concat(parts, axis=0)
+        local = tf.gather(unique - tf.gather(self._starts, shard), order)
+        counts = tf.stack([tf.size(part) for part in parts])
+        by_device = tf.split(counts, list(self.at.values()))
+        sizes = tf.stack([tf.reduce_sum(each) for each in by_device])
+        ids = tf.split(local, sizes, num=len(self.at))
+        positions = tf.gather(tf.math.invert_permutation(order), inverse)
+        lengths = [_length(each) for _, each in calls]
+        return _Route(
+            dict(zip(self.at, ids, strict=True)),
+            dict(zip(self.at, by_device, strict=True)),
+            sizes,
+            tf.split(positions, _stacked(lengths), num=len(calls)),
+        )
+
+    def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
+        """All ids, numbered through the group, each in its own table."""
+        lengths = [_length(ids) for _, ids in calls]
+        ids = tf.concat([ids for _, ids in calls], axis=0)
+        offsets = [self._offsets[id(table)] for table, _ in calls]
+        limits = [table.input_dim for table, _ in calls]
+        names = [table.path for table, _ in calls]
+        limit = _repeated(np.array(limits, np.int64), lengths)
+        inside = (ids >= 0) & (ids < limit)
+        # An id out of range is a row of the next table, so it must never pass.
+        bad = tf.argmin(tf.cast(inside, tf.int32))
+        which = _repeated(np.arange(len(calls), dtype=np.int64), lengths)
+        check = tf.debugging.Assert(
+            tf.reduce_all(inside),
             [
-                table.checked(ids) + self.offsets[id(table)]
-                for table, ids in calls
+                "Ids of table",
+                tf.gather(names, tf.gather(which, [bad])),
+                "must be at least 0 and below",
+                tf.gather(limit, [bad]),
+                "Received:",
+                tf.gather(ids, [bad]),
             ],
-            axis=0,
         )
-        unique, inverse = tf.unique(numbered)
-        starts = [shard.start for shard in self.shards]
-        shard = tf.searchsorted(tf.constant(starts, tf.int64), unique, "right")
-        order = tf.dynamic_partition(
-            tf.range(tf.size(unique)), shard - 1, len(starts)
-        )
-        ids = [
-            tf.gather(unique, where) - start
-            for where, start in zip(order, starts, strict=True)
-        ]
-        position = tf.math.invert_permutation(tf.concat(order, axis=0))
-        sizes = tf.stack([tf.size(ids) for _, ids in calls])
-        positions = tf.split(
-            tf.gather(position, inverse), sizes, num=len(calls)
-        )
-        return _Route(ids, positions)
+        with tf.control_dependencies([check]):
+            return ids + _repeated(np.array(offsets, np.int64), lengths)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """Where the rows of a step are.
+    """Where the rows that a step needs of a group are.
 
     Attributes:
-        ids: For each shard of the group, the int64 rows of it that are needed.
-        positions: For each lookup, where its rows are in the concatenation of
-            the shards' rows.
+        ids: For each server, int64: the rows of its shards, shard by shard.
+        counts: For each server, int32: how many of each shard.
+        sizes: How many of each server.
+        positions: For each lookup, where its rows are in all servers' rows.
     """
 
-    ids: list[tf.Tensor]
+    ids: dict[str, tf.Tensor]
+    counts: dict[str, tf.Tensor]
+    sizes: tf.Tensor
     positions: list[tf.Tensor]
 
 
@@ -100,16 +132,17 @@ class Pulled:
     """What a step has read.
 
     Attributes:
-        values: One tensor for each of `Exchange.reads`.
-        rows: For each group, the unique rows `(n, dim)`.
+        values: One tensor for each variable that was asked for.
+        rows: For each group of tables, the unique rows `(n, dim)`.
         positions: For each lookup, where its rows are in those of its group.
-        ids: For each server, the ids of its shards' rows, where they are used.
     """
 
     values: list[tf.Tensor]
     rows: list[tf.Tensor]
     positions: list[tf.Tensor]
-    ids: dict[str, list[tf.Tensor]]
+    routes: list[_Route]
+    ids: dict[str, list[list[tf.Tensor]]]
+    """For each server and group: on the server, the ids of each shard."""
 
 
 class Exchange:
@@ -141,7 +174,7 @@ class Exchange:
         self._groups = [
             _Group(tables, part) for (_, _, part, _), tables in by_width.items()
         ]
-        self.shards = [s.variable for g in self._groups for s in g.shards]
+        self.shards = [s for g in self._groups for s in g.shards]
         held = {id(v) for v in self.shards}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
         self._trained = {id(v) for v in model.trainable_variables}
@@ -210,48 +243,50 @@ class Exchange:
             Tensors on the worker.
         """
         routes, positions = self._route(calls)
-        needed = [ids for route in routes for ids in route.ids]
         values: dict[int, tf.Tensor] = {}
-        rows: dict[int, tf.Tensor] = {}
-        ids_at: dict[str, list[tf.Tensor]] = {}
-        for device in self._devices([*reads, *self.shards]):
+        rows: list[list[tf.Tensor]] = [[] for _ in self._groups]
+        ids_at: dict[str, list[list[tf.Tensor]]] = {}
+        for device in self._devices(reads):
             whole = _at(device, reads)
-            parts = _at(device, self.shards)
-            ids = [needed[i] for i in parts]
-            counts = [tf.size(each) for each in ids]
-            there = ids
-            if self._packed and ids:
-                there = _send_ids(ids, counts, device)
+            groups = self._groups_at(device)
+            ids_at[device] = ids = self._ids_on(device, routes)
             with tf.device(device):
                 read = [tf.convert_to_tensor(reads[i].value) for i in whole]
                 read += [
-                    tf.gather(self.shards[i].value, each)
-                    for i, each in zip(parts, there, strict=True)
+                    tf.concat(
+                        [
+                            tf.gather(shard.value, each)
+                            for shard, each in zip(
+                                self._shards_at(device, g), ids[g], strict=True
+                            )
+                        ],
+                        axis=0,
+                    )
+                    for g in groups
                 ]
             shapes = [list(reads[i].shape) for i in whole]
             shapes += [
-                [count, self.shards[i].shape[1]]
-                for i, count in zip(parts, counts, strict=True)
+                [_at_device(routes[g], device), self._groups[g].dim]
+                for g in groups
             ]
             if self._packed:
                 read = _send(read, shapes, device, None)
             values.update(zip(whole, read[: len(whole)], strict=True))
-            rows.update(zip(parts, read[len(whole) :], strict=True))
-            ids_at[device] = there
-        grouped, start = [], 0
-        for group in self._groups:
-            end = start + len(group.shards)
-            grouped.append(tf.concat([rows[i] for i in range(start, end)], 0))
-            start = end
+            for g, block in zip(groups, read[len(whole) :], strict=True):
+                rows[g].append(block)
         return Pulled(
-            [values[i] for i in range(len(reads))], grouped, positions, ids_at
+            [values[i] for i in range(len(reads))],
+            [tf.concat(blocks, axis=0) for blocks in rows],
+            positions,
+            routes,
+            ids_at,
         )
 
     def push(
         self,
         pulled: Pulled,
-        dense: Sequence[tf.Tensor],
-        rows: Sequence[tf.Tensor],
+        dense: Sequence[tf.Tensor | None],
+        rows: Sequence[tf.Tensor | None],
         moves: Sequence[tuple[keras.Variable, tf.Tensor]],
         rates: Sequence[tf.Tensor],
         iteration: tf.Tensor,
@@ -260,85 +295,87 @@ class Exchange:
 
         Args:
             pulled: What `pull` returned.
-            dense: Clipped gradients of `self.dense`.
+            dense: Clipped gradients of `self.dense`, None for no update.
             rows: For each group, the clipped gradients of `pulled.rows`.
             moves: Variables to add a tensor to (moving averages).
             rates: Learning rate of each part of the optimizer.
             iteration: Scalar int64.
         """
-        rows = [
-            tf.zeros_like(values) if gradient is None else gradient
-            for gradient, values in zip(rows, pulled.rows, strict=True)
-        ]
-        row_gradients = self._split_rows(pulled, rows)
+        blocks = self._blocks(pulled, rows)
         moving = [v for v, _ in moves]
-        deltas = [delta for _, delta in moves]
         scalars = [*rates, tf.cast(iteration, tf.float32)]
-        for device in self._devices([*self.dense, *self.shards, *moving]):
+        for device in self._devices([*self.dense, *moving]):
             whole = [i for i in _at(device, self.dense) if dense[i] is not None]
-            parts, moved = _at(device, self.shards), _at(device, moving)
+            moved, groups = _at(device, moving), self._groups_at(device)
             sent = [
                 *scalars,
                 *(dense[i] for i in whole),
-                *(deltas[i] for i in moved),
-                *(row_gradients[i] for i in parts),
+                *(moves[i][1] for i in moved),
+                *(blocks[g][device] for g in groups),
             ]
             if self._packed:
                 with tf.device(device):
-                    counts = [tf.size(each) for each in pulled.ids[device]]
+                    ids = pulled.ids[device]
+                    counts = [
+                        tf.add_n([tf.size(each) for each in ids[g]])
+                        for g in groups
+                    ]
                 shapes = [[] for _ in scalars]
                 shapes += [list(self.dense[i].shape) for i in whole]
                 shapes += [list(moving[i].shape) for i in moved]
                 shapes += [
-                    [count, self.shards[i].shape[1]]
-                    for i, count in zip(parts, counts, strict=True)
+                    [count, self._groups[g].dim]
+                    for g, count in zip(groups, counts, strict=True)
                 ]
                 sent = _send(sent, shapes, None, device)
             with tf.device(device):
                 self._apply(
                     collections.deque(sent),
-                    whole,
+                    [self.dense[i] for i in whole],
                     [moving[i] for i in moved],
-                    parts,
-                    pulled.ids[device] if parts else [],
+                    {g: self._shards_at(device, g) for g in groups},
+                    pulled.ids[device],
                 )
 
     def _apply(
         self,
         sent: collections.deque[tf.Tensor],
-        whole: list[int],
-        moving: list[keras.Variable],
-        parts: list[int],
-        ids: list[tf.Tensor],
+        dense: Sequence[keras.Variable],
+        moving: Sequence[keras.Variable],
+        shards: dict[int, list[keras.Variable]],
+        ids: Sequence[list[tf.Tensor]],
     ) -> None:
-        """The server's part of `push`, in the order in which it was sent."""
-        rates = [sent.popleft() for _ in optimizers.parts(self._optimizer)]
+        """A server's part of `push`, in the order in which it was sent."""
+        parts = optimizers.parts(self._optimizer)
+        rates = [sent.popleft() for _ in parts]
         iteration = tf.cast(sent.popleft(), tf.int64)
-        for i in whole:
-            variable = self.dense[i]
-            part = optimizers.owner(self._optimizer, variable)
+        for variable in dense:
+            owner = optimizers.owner(self._optimizer, variable)
             optimizers.update(
-                optimizers.parts(self._optimizer)[part],
+                parts[owner],
                 variable,
                 sent.popleft(),
-                rates[part],
+                rates[owner],
                 iteration,
             )
         for variable in moving:
             variable.value.assign_add(sent.popleft())
-        for i, rows in zip(parts, ids, strict=True):
-            gradient, variable = sent.popleft(), self.shards[i]
-            if id(variable) not in self._trained:
-                continue
-            part = optimizers.owner(self._optimizer, variable)
-            optimizers.update_rows(
-                optimizers.parts(self._optimizer)[part],
-                variable,
-                rows,
-                gradient,
-                rates[part],
-                iteration,
-            )
+        for g, own in shards.items():
+            owner, block = self._groups[g].part, sent.popleft()
+            counts = tf.stack([tf.size(each) for each in ids[g]])
+            gradients = tf.split(block, counts, num=len(own))
+            for shard, each, gradient in zip(
+                own, ids[g], gradients, strict=True
+            ):
+                if id(shard) in self._trained:
+                    optimizers.update_rows(
+                        parts[owner],
+                        shard,
+                        each,
+                        gradient,
+                        rates[owner],
+                        iteration,
+                    )
 
     def _route(
         self, calls: Sequence[tuple[Any, tf.Tensor]]
@@ -348,37 +385,91 @@ class Exchange:
         positions: dict[int, tf.Tensor] = {}
         for group in self._groups:
             own = [
-                i
-                for i, (table, _) in enumerate(calls)
-                if id(table) in group.offsets
+                i for i, (table, _) in enumerate(calls) if group.holds(table)
             ]
             route = group.route([calls[i] for i in own])
             routes.append(route)
             positions.update(zip(own, route.positions, strict=True))
         return routes, [positions[i] for i in range(len(calls))]
 
-    def _split_rows(
-        self, pulled: Pulled, rows: Sequence[tf.Tensor]
-    ) -> dict[int, tf.Tensor]:
-        """The gradient of each shard's rows, by index in `self.shards`."""
-        counts = {}
-        for device, ids in pulled.ids.items():
-            counts.update(
-                zip(_at(device, self.shards), map(tf.size, ids), strict=True)
-            )
-        split, start = {}, 0
-        for group, gradient in zip(self._groups, rows, strict=True):
-            own = range(start, start + len(group.shards))
-            pieces = tf.split(
-                gradient, tf.stack([counts[i] for i in own]), num=len(own)
-            )
-            split.update(zip(own, pieces, strict=True))
-            start = own.stop
-        return split
+    def _ids_on(
+        self, device: str, routes: Sequence[_Route]
+    ) -> list[list[tf.Tensor]]:
+        """Sends a server its ids; for each group, the ids of each shard."""
+        groups = self._groups_at(device)
+        on: list[list[tf.Tensor]] = [[] for _ in self._groups]
+        if not groups:
+            return on
+        shards = [self._groups[g].at[device] for g in groups]
+        counts = [routes[g].counts[device] for g in groups]
+        ids = [routes[g].ids[device] for g in groups]
+        if not self._packed:
+            for g, each, count, num in zip(
+                groups, ids, counts, shards, strict=True
+            ):
+                on[g] = tf.split(each, count, num=num)
+            return on
+        message = tf.concat(
+            [tf.cast(count, tf.int64) for count in counts] + ids, axis=0
+        )
+        with tf.device(device):
+            total = sum(shards)
+            split = iter(tf.split(message[total:], message[:total], num=total))
+            for g, num in zip(groups, shards, strict=True):
+                on[g] = list(itertools.islice(split, num))
+        return on
 
-    @staticmethod
-    def _devices(variables: Sequence[keras.Variable]) -> list[str]:
-        return sorted({v.value.device for v in variables})
+    def _blocks(
+        self, pulled: Pulled, rows: Sequence[tf.Tensor | None]
+    ) -> list[dict[str, tf.Tensor]]:
+        """For each group, the gradients of the rows of each server."""
+        blocks = []
+        for group, route, gradient, values in zip(
+            self._groups, pulled.routes, rows, pulled.rows, strict=True
+        ):
+            if gradient is None:
+                gradient = tf.zeros_like(values)
+            split = tf.split(gradient, route.sizes, num=len(group.at))
+            blocks.append(dict(zip(group.at, split, strict=True)))
+        return blocks
+
+    def _devices(self, variables: Sequence[keras.Variable]) -> list[str]:
+        """Servers that hold one of `variables` or a shard."""
+        return sorted({v.value.device for v in [*variables, *self.shards]})
+
+    def _groups_at(self, device: str) -> list[int]:
+        """Groups that have a shard on a server."""
+        return [g for g, group in enumerate(self._groups) if device in group.at]
+
+    def _shards_at(self, device: str, group: int) -> list[keras.Variable]:
+        """A group's shards on a server, by rank."""
+        shards = self._groups[group].shards
+        return [shards[i] for i in _at(device, shards)]
+
+
+def _at_device(route: _Route, device: str) -> tf.Tensor:
+    """How many rows of a route are on a server."""
+    return route.sizes[list(route.ids).index(device)]
+
+
+def _length(ids: tf.Tensor) -> Any:
+    """Number of ids: an int where it is static, else a tensor."""
+    static = ids.shape.num_elements()
+    return tf.size(ids) if static is None else static
+
+
+def _stacked(lengths: Sequence[Any]) -> Any:
+    """A list of ints as it is, else one tensor."""
+    static = all(isinstance(length, int) for length in lengths)
+    return list(lengths) if static else tf.stack(lengths)
+
+
+def _repeated(values: np.ndarray, lengths: Sequence[Any]) -> tf.Tensor:
+    """Each value as often as its length says; a constant where possible."""
+    stacked = _stacked(lengths)
+    if isinstance(stacked, list):
+        return tf.constant(np.repeat(values, stacked))
+    return tf.repeat(values, stacked)
 
 
 def _at(device: str, variables: Sequence[keras.Variable]) -> list[int]:
@@ -412,13 +503,11 @@ def _send(
                 [tf.reshape(tensors[i], [-1]) for i in own], axis=0
             )
         with tf.device(target):
-            sizes = [_size(shapes[i]) for i in own]
-            if all(isinstance(size, int) for size in sizes):
-                pieces = tf.split(message, sizes)
-            else:
-                pieces = tf.split(message, tf.stack(sizes), num=len(own))
+            sizes = _stacked([_size(shapes[i]) for i in own])
+            pieces = tf.split(message, sizes, num=len(own))
             for i, piece in zip(own, pieces, strict=True):
-                received[i] = tf.reshape(piece, shapes[i])
+                static = [d if isinstance(d, int) else -1 for d in shapes[i]]
+                received[i] = tf.reshape(piece, static)
     return received
 
 
@@ -427,14 +516,3 @@ def _size(shape: list[Any]) -> Any:
     dynamic = [d for d in shape if not isinstance(d, int)]
     static = int(np.prod([d for d in shape if isinstance(d, int)], dtype=int))
     return static * dynamic[0] if dynamic else static
-
-
-def _send_ids(
-    ids: Sequence[tf.Tensor], counts: Sequence[tf.Tensor], device: str
-) -> list[tf.Tensor]:
-    """Sends lists of ids to a server, their lengths in front."""
-    with tf.device(None):
-        message = tf.concat([tf.cast(tf.stack(counts), tf.int64), *ids], axis=0)
-    with tf.device(device):
-        lengths = message[: len(ids)]
-        return tf.split(message[len(ids) :], lengths, num=len(ids))

@@ -38,9 +38,20 @@ def build(
 
     Must run inside the strategy's scope; else Keras would create the slots at
     the first step, on the chief.
+
+    The moving averages of `use_ema=True` start at the values of their
+    variables. Keras starts them at zero and lets the first step set them all,
+    which a step that touches some rows of a table cannot.
     """
-    if not optimizer.built:
-        optimizer.build(list(variables))
+    if optimizer.built:
+        return
+    optimizer.build(list(variables))
+    for variable in variables:
+        part = parts(optimizer)[owner(optimizer, variable)]
+        if part.use_ema:
+            average = moving_averages(part)[variable_index(part, variable)]
+            with tf.device(variable.value.device):
+                average.value.assign(variable.value)
 
 
 def parts(
@@ -64,6 +75,10 @@ def owner(
 def check(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses what has no meaning when several workers share the slots.
 
+    Also refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
+    its rule. `fit` starts its slots at zero instead of at the variables, and
+    `update_step` reads a slot after it has changed it.
+
     Raises:
         ValueError: naming each option.
     """
@@ -74,6 +89,9 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             and part.ema_overwrite_frequency,
             "LossScaleOptimizer": isinstance(
                 part, keras.optimizers.LossScaleOptimizer
+            ),
+            "ScheduleFreeAdamW": isinstance(
+                part, keras.optimizers.ScheduleFreeAdamW
             ),
         }
         used = [name for name, value in unsupported.items() if value]
@@ -327,13 +345,15 @@ def _decay(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> float | None:
     """The weight decay that applies to `variable`."""
-    if not optimizer.weight_decay:
-        return None
-    return (
-        optimizer.weight_decay
-        if uses_weight_decay(optimizer, variable)
-        else None
-    )
+    decay = optimizer.weight_decay
+    if isinstance(optimizer, keras.optimizers.Muon):
+        # It trains some variables by AdamW, and these alone have a velocity.
+        index = variable_index(optimizer, variable)
+        if optimizer.adam_velocities[index] is not None:
+            decay = optimizer.adam_weight_decay
+    if decay and uses_weight_decay(optimizer, variable):
+        return decay
+    return None
 
 
 def _average_weight(

@@ -138,7 +138,9 @@ class ModelStep:
             rates,
             iteration,
         )
-        self._count()
+        # No data flows from a batch to the count, but no batch, no count.
+        with tf.control_dependencies(tf.nest.flatten(batch)):
+            self._count()
         return states
 
     def _learning_rates(
@@ -383,6 +385,9 @@ def _flat_floats(
     for name, value in results.items():
         if isinstance(value, Mapping):
             flat |= _flat_floats(value, f"{prefix}{name}/")
+        elif np.ndim(value):
+            parts = {str(i): part for i, part in enumerate(value)}
+            flat |= _flat_floats(parts, f"{prefix}{name}/")
         else:
             flat[prefix + name] = float(value)
     return flat

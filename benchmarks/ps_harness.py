@@ -1,0 +1,39 @@
+"""Starts the clusters of the benchmarks on parameter servers."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+# Examples in a step, ids in an example, length of a table's row.
+BATCH, IDS, DIM = 256, 8, 16
+
+
+def run_cluster(case: dict[str, Any]) -> dict[str, Any]:
+    """Runs `case` on 2 ps and 2 workers; returns what the chief measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = pathlib.Path(directory) / "result.json"
+        command = [
+            *(sys.executable, "-m", "tfdist.launch", "--ps=2", "--workers=2"),
+            *("-m", "benchmarks.ps_task"),
+            json.dumps({**case, "output": str(output)}),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=900, check=False
+        )
+        if done.returncode:
+            sys.exit(f"{case} failed:\n{done.stdout[-5000:]}")
+        return json.loads(output.read_text())
+
+
+def median_and_range(values: list[float]) -> str:
+    """`median (least-most)` of some runs."""
+    return (
+        f"{statistics.median(values):7.1f} "
+        f"({min(values):.0f}-{max(values):.0f})"
+    )

@@ -1,0 +1,239 @@
+"""One task of a benchmark on parameter servers.
+
+    python -m benchmarks.ps_task JSON
+
+Who measures is the JSON's `who`: "tfdist"; "one_by_one", a plain
+`ClusterCoordinator` loop in which every table is looked up and every variable
+updated by itself, with the same kernels where the variable lives; or "stock",
+that loop with Keras' own layers and optimizer. All unroll ten steps in a
+dispatch.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from benchmarks.ps_harness import BATCH, DIM, IDS
+from tfdist import optimizers, servers
+from tfdist.cluster import Cluster
+from tfdist.embedding import PartitionedEmbedding
+from tfdist.loop import CoordinatedLoop
+from tfdist.step import ModelStep
+from tfdist.strategy import parameter_server_strategy, placed_scope
+
+_OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "adam": lambda: keras.optimizers.Adam(0.001),
+}
+
+
+def model_fn(case: dict[str, Any]) -> keras.Model:
+    """The model that `case` names, compiled."""
+    ids = keras.Input([IDS], dtype="int32")
+    model = keras.Model(ids, _MODELS[case["model"]](case, ids))
+    model.compile(_OPTIMIZERS[case["optimizer"]](), "binary_crossentropy")
+    return model
+
+
+def _table(case: dict[str, Any], shards: int = 2) -> keras.layers.Layer:
+    if case["who"] == "stock":
+        return keras.layers.Embedding(case["rows"], DIM)
+    return PartitionedEmbedding(case["rows"], DIM, num_shards=shards)
+
+
+def _one_table(case: dict[str, Any], ids: Any) -> Any:
+    """A table in two pieces, a hidden layer."""
+    hidden = keras.layers.Flatten()(_table(case)(ids))
+    hidden = keras.layers.Dense(64, "relu")(hidden)
+    return keras.layers.Dense(1, "sigmoid")(hidden)
+
+
+def _many_tables(case: dict[str, Any], ids: Any) -> Any:
+    """Twenty tables, each in two pieces, one id of each per example."""
+    rows = [_table(case)(ids[:, i % IDS]) for i in range(20)]
+    return keras.layers.Dense(1, "sigmoid")(keras.ops.concatenate(rows, -1))
+
+
+def _many_variables(case: dict[str, Any], ids: Any) -> Any:
+    """A hundred small dense variables."""
+    hidden = keras.ops.cast(ids, "float32") / case["rows"]
+    for _ in range(49):
+        hidden = keras.layers.Dense(16, "tanh")(hidden)
+    return keras.layers.Dense(1, "sigmoid")(hidden)
+
+
+_MODELS = {
+    "table": _one_table,
+    "tables": _many_tables,
+    "variables": _many_variables,
+}
+
+
+def input_fn(
+    rows: int,
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """Uniform ids: the worst case, hardly one is needed twice."""
+
+    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        pipeline = tf.cast(context.input_pipeline_id, tf.int64)
+
+        def batch(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            seed = tf.stack([pipeline, i])
+            shape = [BATCH, IDS]
+            ids = tf.random.stateless_uniform(shape, seed, 0, rows, tf.int32)
+            return ids, tf.cast(ids[:, :1] % 2, tf.float32)
+
+        return tf.data.Dataset.counter().map(batch).prefetch(20)
+
+    return dataset
+
+
+def least_bytes(rows: int, dense: int) -> float:
+    """Bytes that must travel per step: unique rows and dense, down and up.
+
+    For the model of one table; ids are not counted.
+    """
+    lookups = BATCH * IDS
+    unique = rows * (1.0 - (1.0 - 1.0 / rows) ** lookups)
+    return 2 * 4 * (unique * DIM + dense)
+
+
+def runner(
+    case: dict[str, Any], strategy: tf.distribute.Strategy, cluster: Cluster
+) -> tuple[Callable[[int], Any], keras.Model]:
+    """What runs a number of steps, and the model."""
+    with placed_scope(strategy, num_ps=cluster.num_ps):
+        global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+        model = model_fn(case)
+        optimizers.build(model.optimizer, model.trainable_variables)
+    examples = input_fn(case["rows"])
+    if case["who"] == "tfdist":
+        spec = examples(tf.distribute.InputContext()).element_spec
+        step = ModelStep(model, spec, global_step=global_step, remote=True)
+        loop = CoordinatedLoop(
+            step,
+            global_step,
+            examples,
+            strategy=strategy,
+            num_workers=cluster.num_workers,
+            steps_per_dispatch=10,
+        )
+        return loop.run, model
+    update = _one_by_one if case["who"] == "one_by_one" else _keras_update
+    return plain_loop(model, examples, strategy, update), model
+
+
+def _keras_update(
+    model: keras.Model, gradients: list[Any], variables: list[keras.Variable]
+) -> None:
+    model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+def _one_by_one(
+    model: keras.Model, gradients: list[Any], variables: list[keras.Variable]
+) -> None:
+    """TF1's way: each update where its variable lives."""
+    rate = tf.convert_to_tensor(model.optimizer.learning_rate)
+    iteration = tf.constant(0, tf.int64)
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if not isinstance(gradient, tf.IndexedSlices):
+            with tf.device(variable.value.device):
+                optimizers.update(
+                    model.optimizer, variable, gradient, rate, iteration
+                )
+            continue
+        ids, segments = tf.unique(gradient.indices)
+        rows = tf.math.unsorted_segment_sum(
+            gradient.values, segments, tf.size(ids)
+        )
+        with tf.device(variable.value.device):
+            optimizers.update_rows(
+                model.optimizer, variable, ids, rows, rate, iteration
+            )
+    model.optimizer.iterations.value.assign_add(1)
+
+
+def plain_loop(
+    model: keras.Model,
+    examples: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+    strategy: tf.distribute.Strategy,
+    update: Callable[..., None],
+) -> Callable[[int], None]:
+    """A hand-written coordinator loop, as TensorFlow's guide has it."""
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    context = tf.distribute.InputContext()
+    iterator = iter(
+        coordinator.create_per_worker_dataset(lambda: examples(context))
+    )
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        variables = model.trainable_variables
+        read = [v.value for v in variables]
+        update(model, tape.gradient(loss, read), variables)
+
+    @tf.function
+    def dispatch(batches: Iterator) -> None:
+        for _ in range(10):
+            strategy.run(step, args=next(batches))
+
+    def run(steps: int) -> None:
+        for _ in range(steps // 10):
+            coordinator.schedule(dispatch, args=(iterator,))
+        coordinator.join()
+
+    return run
+
+
+def sent_bytes() -> int:
+    """Bytes through the loopback interface of this network so far."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise RuntimeError("There is no loopback interface.")
+
+
+def main() -> None:
+    """Serves, or measures as the chief."""
+    case = json.loads(sys.argv[1])
+    cluster = Cluster.from_env()
+    if cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    strategy = parameter_server_strategy(cluster)
+    run, model = runner(case, strategy, cluster)
+    run(case["steps"] // 2 // 10 * 10)
+    speeds = []
+    bytes_before, steps = sent_bytes(), case["steps"] // 10 * 10
+    for _ in range(case["repeats"]):
+        start = time.monotonic()
+        run(steps)
+        speeds.append(steps / (time.monotonic() - start))
+    sent = sent_bytes() - bytes_before
+    dense = sum(
+        v.shape.num_elements()
+        for v in model.trainable_variables
+        if "embeddings" not in v.path
+    )
+    result = {
+        "steps_per_sec": speeds,
+        "bytes_per_step": sent / (steps * case["repeats"]),
+        "least_bytes": least_bytes(case["rows"], dense),
+    }
+    pathlib.Path(case["output"]).write_text(json.dumps(result))
+    servers.release(servers.server_tasks(cluster))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from small_models import batches, local_loop, logistic
+
+from tfdist import checkpoint, optimizers
+from tfdist.checkpoint import Checkpoints, named_variables, restore
+
+
+def model(optimizer="adagrad", units=3, dropout=True):
+    layers = [keras.layers.Dense(units, name="hidden")]
+    if dropout:
+        layers.append(keras.layers.Dropout(0.5))
+    made = logistic(optimizer, metrics=["auc"], hidden=layers)
+    optimizers.build(made.optimizer, made.trainable_variables)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model trained for three steps, its names and its checkpoint."""
+    made = model()
+    loop, global_step = local_loop(made, batches())
+    loop.run(3)
+    variables = named_variables(made, global_step)
+    directory = str(tmp_path_factory.mktemp("model"))
+    path = Checkpoints(directory, variables).save(3)
+    return made, variables, path
+
+
+def test_names(trained):
+    made, variables, path = trained
+    weights = ["hidden/kernel", "hidden/bias", "dense/kernel", "dense/bias"]
+    name = made.name
+    assert set(variables) >= {
+        *(v.path for v in made.trainable_variables),
+        *(f"{v.path}/adagrad/accumulator" for v in made.trainable_variables),
+        "adagrad/iteration",
+        "global_step",
+    }
+    assert all(f"{name}/{weight}" in variables for weight in weights)
+    assert not any("auc" in variable for variable in variables)
+    saved = checkpoint.saved_shapes(path)
+    assert {n: list(v.shape) for n, v in variables.items()} == saved
+
+
+def test_basename_and_step(trained):
+    assert trained[2].endswith("/model.ckpt-3")
+    assert checkpoint.step_of(trained[2]) == 3
+
+
+def test_restores_into_another_instance(trained):
+    _, variables, path = trained
+    other = model()
+    step = tf.Variable(0, dtype=tf.int64)
+    restored = named_variables(other, step)
+    restore(path, restored)
+    assert int(step.numpy()) == 3
+    assert list(restored) == list(variables)
+    for name, variable in variables.items():
+        np.testing.assert_array_equal(variable, restored[name])
+
+
+def test_restores_the_model_without_its_optimizer(trained):
+    made, _, path = trained
+    other = model(optimizer="adam")
+    restore(path, named_variables(other, optimizer=False))
+    for mine, theirs in zip(other.weights, made.weights, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_all_mismatches_are_listed(trained):
+    other = model(optimizer="adam", units=5)
+    with pytest.raises(ValueError, match="does not fit the model") as raised:
+        restore(trained[2], named_variables(other))
+    message = str(raised.value)
+    assert "hidden/kernel: shape (4, 5) in the model, (4, 3)" in message
+    assert "missing in the checkpoint" in message
+    assert "another model_dir" in message
+
+
+def test_nothing_is_assigned_when_something_is_wrong(trained):
+    other = model(units=5)
+    before = [v.numpy() for v in other.weights]
+    with pytest.raises(ValueError, match="does not fit"):
+        restore(trained[2], named_variables(other))
+    for old, variable in zip(before, other.weights, strict=True):
+        np.testing.assert_array_equal(old, variable.numpy())
+
+
+class Twice(keras.layers.Layer):
+    """Keras lets a layer have two variables of one name."""
+
+    def build(self, shape):
+        self.one = self.add_weight(shape=[], name="w")
+        self.two = self.add_weight(shape=[], name="w")
+
+    def call(self, x):
+        return x * self.one + self.two
+
+
+def test_two_variables_of_one_name():
+    made = keras.Sequential([keras.Input([2]), Twice(name="twice")])
+    made.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="are both called '.*twice/w'"):
+        named_variables(made)
+
+
+def test_keeps_the_newest(tmp_path):
+    variable = {"v": tf.Variable(1.0)}
+    checkpoints = Checkpoints(str(tmp_path), variable, max_to_keep=2)
+    assert checkpoints.latest is None
+    assert checkpoints.restore() is None
+    for step in (1, 2, 3):
+        variable["v"].assign(float(step))
+        assert checkpoints.save(step) == checkpoints.latest
+    kept = sorted(path.stem for path in tmp_path.glob("*.index"))
+    assert kept == ["model.ckpt-2", "model.ckpt-3"]
+    variable["v"].assign(0.0)
+    assert checkpoints.restore() == str(tmp_path / "model.ckpt-3")
+    assert float(variable["v"]) == 3.0
+
+
+@pytest.mark.parametrize("max_to_keep", [None, 0])
+def test_keeps_all(tmp_path, max_to_keep):
+    variable = {"v": tf.Variable(1.0)}
+    checkpoints = Checkpoints(str(tmp_path), variable, max_to_keep)
+    for step in range(7):
+        checkpoints.save(step)
+    assert len(list(tmp_path.glob("*.index"))) == 7
+
+
+def test_a_new_process_still_deletes_what_an_old_one_wrote(tmp_path):
+    for step in range(4):
+        variable = {"v": tf.Variable(1.0)}
+        Checkpoints(str(tmp_path), variable, max_to_keep=2).save(step)
+    assert len(list(tmp_path.glob("*.index"))) == 2
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b", "a.b/c.d", "a_b"])
+def test_any_name_survives(tmp_path, name):
+    checkpoints = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)})
+    path = checkpoints.save(0)
+    assert checkpoint.saved_shapes(path) == {name: []}
+    other = {name: tf.Variable(0.0)}
+    restore(path, other)
+    assert float(other[name]) == 2.0

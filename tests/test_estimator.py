@@ -1,0 +1,255 @@
+import logging
+
+import keras
+import pytest
+import tensorflow as tf
+from small_models import batches, logistic
+from test_hooks import scalars
+
+import tfdist
+from tfdist import checkpoint, estimator
+from tfdist.cluster import Cluster
+
+
+def model_fn():
+    return logistic(metrics=[keras.metrics.AUC(name="auc")])
+
+
+def endless():
+    return batches().repeat()
+
+
+class Recorder(tfdist.Exporter):
+    """Writes down what it is called with."""
+
+    def __init__(self, name="recorder"):
+        super().__init__(name)
+        self.calls = []
+
+    def export(self, model, export_path, eval_result, is_the_final_export):
+        self.calls.append((eval_result["global_step"], is_the_final_export))
+        return f"{export_path}/{len(self.calls)}"
+
+
+def job(tmp_path, max_steps, input_fn=endless, throttle_secs=0, **config):
+    """Runs a whole local job; returns its result and the exporter's calls."""
+    recorder = Recorder()
+    run_config = tfdist.RunConfig(
+        tmp_path,
+        **{"save_checkpoints_steps": 10, "cluster": Cluster(), **config},
+    )
+    result = tfdist.train_and_evaluate(
+        tfdist.Estimator(model_fn, run_config),
+        tfdist.TrainSpec(input_fn, max_steps=max_steps),
+        tfdist.EvalSpec(
+            batches, throttle_secs=throttle_secs, exporters=recorder
+        ),
+    )
+    return result, recorder.calls
+
+
+# --- The order of things, as TF 2.15 had it (contract/tf1.md, 4.3) -----------
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "throttle_secs", "expected"),
+    [
+        (22, 0, [(10, False), (20, False), (22, True)]),
+        (22, 600, [(10, False), (22, True)]),
+        (20, 0, [(10, False), (20, True)]),
+        (3, 0, [(3, True)]),
+    ],
+)
+def test_order(tmp_path, max_steps, throttle_secs, expected):
+    (metrics, exports), calls = job(
+        tmp_path, max_steps, throttle_secs=throttle_secs
+    )
+    assert calls == expected
+    assert metrics["global_step"] == max_steps
+    assert exports == [f"{tmp_path}/export/recorder/{len(calls)}"]
+
+
+def test_checkpoints(tmp_path):
+    job(tmp_path, 22, keep_checkpoint_max=0)
+    steps = {p.stem for p in tmp_path.glob("model.ckpt-*.index")}
+    assert steps == {f"model.ckpt-{step}" for step in (0, 10, 20, 22)}
+
+
+def test_resumes(tmp_path):
+    job(tmp_path, 10)
+    (metrics, _), calls = job(tmp_path, 22)
+    assert calls == [(20, False), (22, True)]
+    assert metrics["global_step"] == 22
+    path = tf.train.latest_checkpoint(tmp_path)
+    assert checkpoint.step_of(path) == 22
+    saved = tf.train.load_checkpoint(path)
+    key = next(k for k in saved.get_variable_to_shape_map() if "iterat" in k)
+    assert saved.get_tensor(key) == 22
+
+
+def test_resuming_changes_nothing(tmp_path):
+    """Two jobs of 10 and 20 steps make the model that one of 20 makes."""
+    for directory, stops in (("once", [20]), ("twice", [10, 20])):
+        for stop in stops:
+            # The second run starts at batch 10 modulo the eight of a pass.
+            start = {"once": 0, "twice": 10}[directory] if stop == 20 else 0
+            job(
+                tmp_path / directory,
+                stop,
+                input_fn=lambda start=start: endless().skip(start),
+            )
+    once, twice = (
+        tf.train.load_checkpoint(str(tmp_path / d / "model.ckpt-20"))
+        for d in ("once", "twice")
+    )
+    for key in once.get_variable_to_shape_map():
+        if key.startswith("variables/"):
+            assert once.get_tensor(key) == pytest.approx(
+                twice.get_tensor(key), rel=1e-6
+            )
+
+
+def test_already_finished(tmp_path, caplog):
+    (first, _), _ = job(tmp_path, 10)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        (second, _), calls = job(tmp_path, 10)
+    assert "This job is finished already" in caplog.text
+    assert "max_steps is 10" in caplog.text
+    assert second == pytest.approx(first)
+    assert calls == [(10, True)]
+
+
+def test_end_of_input(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "tfdist"):
+        (metrics, _), calls = job(
+            tmp_path, None, input_fn=lambda: batches(15 * 8, 8)
+        )
+    assert calls == [(10, False), (15, True)]
+    assert metrics["global_step"] == 15
+    assert "The training input ended at step 15" in caplog.text
+
+
+def test_checkpoints_by_time(tmp_path):
+    job(tmp_path, 5, save_checkpoints_steps=None, save_checkpoints_secs=1e6)
+    steps = sorted(p.stem for p in tmp_path.glob("model.ckpt-*.index"))
+    assert steps == ["model.ckpt-0", "model.ckpt-5"]
+
+
+def test_train_summaries(tmp_path):
+    job(tmp_path, 25, save_summary_steps=10)
+    tags = scalars(tmp_path)
+    assert set(tags) == {"loss", "auc", "global_step/sec"}
+    assert all(set(tag) == {10, 20, 25} for tag in tags.values())
+    assert all(rate > 0 for rate in tags["global_step/sec"].values())
+    assert set(scalars(tmp_path / "eval")) == {"loss", "auc"}
+
+
+def test_hooks_and_listeners(tmp_path):
+    class Stop(tfdist.SessionRunHook):
+        def steps_until_next(self, step):
+            return 1
+
+        def after_run(self, session, logs):
+            if session.step == 4:
+                session.request_stop()
+
+    class Listener(tfdist.CheckpointSaverListener):
+        paths = ()
+
+        def after_save(self, session, path):
+            self.paths += (path,)
+
+    listener = Listener()
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    last = tfdist.Estimator(model_fn, config).train(
+        endless, hooks=[Stop()], saving_listeners=[listener]
+    )
+    assert last == 4
+    assert listener.paths == (f"{tmp_path}/model.ckpt-4",)
+
+
+def test_input_fn_may_take_a_context(tmp_path):
+    seen = []
+
+    def input_fn(context):
+        seen.append((context.num_input_pipelines, context.input_pipeline_id))
+        return endless()
+
+    job(tmp_path, 2, input_fn=input_fn)
+    assert seen == [(1, 0)]
+
+
+def test_seed_makes_the_weights(tmp_path):
+    def unseeded():
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    weights = []
+    for run in ("a", "b"):
+        config = tfdist.RunConfig(
+            tmp_path / run, cluster=Cluster(), tf_random_seed=3
+        )
+        tfdist.Estimator(unseeded, config).train(endless, max_steps=1)
+        saved = tf.train.load_checkpoint(str(tmp_path / run / "model.ckpt-1"))
+        weights.append(
+            saved.get_tensor(
+                "variables/sequential.Sdense.Skernel/.ATTRIBUTES/VARIABLE_VALUE"
+            )
+        )
+    assert weights[0] == pytest.approx(weights[1])
+
+
+# --- What is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_wrong_types(tmp_path, position):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    args = [
+        tfdist.Estimator(model_fn, config),
+        tfdist.TrainSpec(endless, max_steps=1),
+        tfdist.EvalSpec(batches),
+    ]
+    args[position] = "wrong"
+    name = ("estimator", "train_spec", "eval_spec")[position]
+    with pytest.raises(TypeError, match=f"`{name}` must be a tfdist"):
+        tfdist.train_and_evaluate(*args)
+
+
+def test_model_fn_must_be_callable(tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    with pytest.raises(TypeError, match="`model_fn` must be callable"):
+        tfdist.Estimator(model_fn(), config)
+    with pytest.raises(TypeError, match="`config` must be a"):
+        tfdist.Estimator(model_fn, {"model_dir": "x"})
+
+
+def test_unwritable_model_dir(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/dir' cannot be written"):
+        job(tmp_path / "file" / "dir", 2)
+
+
+def test_another_model_in_the_same_dir(tmp_path):
+    job(tmp_path, 2)
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    wider = tfdist.Estimator(
+        lambda: logistic(hidden=[keras.layers.Dense(7)]), config
+    )
+    with pytest.raises(ValueError, match="does not fit the model"):
+        wider.train(endless, max_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (7, "7 bytes"),
+        (12_345, "12.3 kB"),
+        (2e6, "2 MB"),
+        (3e9, "3 GB"),
+        (5e12, "5e+03 GB"),
+    ],
+)
+def test_bytes(number, text):
+    assert estimator._bytes(number) == text

@@ -1,0 +1,116 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from small_models import batches, local_loop, logistic
+
+from tfdist.loop import EndOfInput, automatic_steps_per_dispatch
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7])
+def test_number_of_steps_is_exact(steps_per_dispatch):
+    model = logistic()
+    loop, global_step = local_loop(
+        model, batches().repeat(), steps_per_dispatch
+    )
+    total = 0
+    for num_steps in (1, 2, 6, 7, 8, 14, 15):
+        loop.run(num_steps)
+        total += num_steps
+        assert int(global_step.numpy()) == total
+        assert int(model.optimizer.iterations.numpy()) == total
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [0, -1])
+def test_bad_steps_per_dispatch(steps_per_dispatch):
+    with pytest.raises(ValueError, match="`steps_per_dispatch` must be pos"):
+        local_loop(logistic(), batches().repeat(), steps_per_dispatch)
+
+
+@pytest.mark.parametrize("num_variables", [0, 1, 50, 51, 500, 10_000])
+def test_automatic_steps_per_dispatch(num_variables):
+    steps = automatic_steps_per_dispatch(num_variables)
+    assert 1 <= steps <= 10
+    assert steps == 1 or steps * num_variables <= 500
+
+
+@pytest.mark.parametrize(
+    "unknown_length", [False, True], ids=["finite", "unknown"]
+)
+def test_end_of_input_is_exact(unknown_length):
+    dataset = batches(40, 8)
+    if unknown_length:
+        dataset = dataset.filter(lambda x, y: True)
+    loop, global_step = local_loop(logistic(), dataset, steps_per_dispatch=3)
+    first = loop.run(3)
+    with pytest.raises(EndOfInput) as raised:
+        loop.run(10)
+    assert int(global_step.numpy()) == 5
+    assert set(raised.value.logs) == set(first) == {"loss"}
+    with pytest.raises(EndOfInput) as raised:
+        loop.run(1)
+    assert raised.value.logs == {}
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adam_clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.7)
+    ),
+}
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trains_as_fit_does(name, steps_per_dispatch):
+    def make():
+        return logistic(
+            OPTIMIZERS[name](),
+            metrics=["accuracy"],
+            hidden=[keras.layers.Dense(5, "tanh")],
+        )
+
+    dataset = batches(80, 8)
+    theirs = make()
+    history = theirs.fit(dataset, verbose=0, shuffle=False).history
+    ours = make()
+    loop, _ = local_loop(ours, dataset.repeat(), steps_per_dispatch)
+    logs = loop.run(10)
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
+    expected = {metric: values[0] for metric, values in history.items()}
+    assert logs == pytest.approx(expected, rel=1e-4)
+
+
+def test_logs_are_those_of_the_steps_just_run():
+    dataset = batches(32, 8).repeat()
+    loop, _ = local_loop(logistic(keras.optimizers.SGD(0.0)), dataset, 2)
+    one_pass = loop.run(4)
+    assert loop.run(4) == pytest.approx(one_pass, rel=1e-6)
+    assert loop.run(0) == {}
+
+
+def test_reads_every_batch_once_in_order():
+    seen = []
+
+    def remember(x):
+        seen.append(int(x))
+        return np.float32(x)
+
+    dataset = tf.data.Dataset.range(20).map(
+        lambda i: (
+            tf.ensure_shape(
+                tf.ones([2, 4]) * tf.numpy_function(remember, [i], tf.float32),
+                [2, 4],
+            ),
+            tf.ones([2, 1]),
+        )
+    )
+    loop, _ = local_loop(logistic(), dataset)
+    loop.run(20)
+    assert seen == list(range(20))

@@ -1,0 +1,160 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorflow as tf
+
+from tfdist import processes, servers
+from tfdist.cluster import Cluster
+from tfdist.servers import TaskState, probe
+
+DEADLINE = 60.0
+SERVE = (
+    "from tfdist import servers; from tfdist.cluster import Cluster; "
+    "servers.serve(Cluster.from_env())"
+)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def free_addresses(count):
+    holders = processes.reserve_ports(count)
+    addresses = [f"127.0.0.1:{h.getsockname()[1]}" for h in holders]
+    for holder in holders:
+        holder.close()
+    return addresses
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    chief, worker, ps = free_addresses(3)
+    return {"chief": [chief], "worker": [worker], "ps": [ps]}
+
+
+@pytest.fixture(scope="module")
+def server(jobs):
+    """The process of ps:0; worker:0 is never started."""
+    process = start_ps(jobs)
+    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_ps(jobs, **popen):
+    task = {"cluster": jobs, "task": {"type": "ps", "index": 0}}
+    environment = {**os.environ, "TF_CONFIG": json.dumps(task)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        **popen,
+    )
+
+
+@contextlib.contextmanager
+def frozen(process):
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_probe_of_a_live_server(server, jobs):
+    assert probe(jobs["ps"][0]) is TaskState.LIVE
+
+
+def test_probe_of_nobody(jobs):
+    start = time.monotonic()
+    assert probe(jobs["worker"][0]) is TaskState.DEAD
+    assert time.monotonic() - start < 2
+
+
+def test_probe_of_a_frozen_server(server, jobs):
+    address = jobs["ps"][0]
+    with frozen(server):
+        assert probe(address, timeout_secs=0.5) is TaskState.FROZEN
+    wait_for(lambda: probe(address) is TaskState.LIVE)
+
+
+def test_missing_tasks_are_named(server, jobs, caplog):
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    with pytest.raises(TimeoutError) as raised:
+        servers.wait_until_up(cluster, timeout_secs=0.3)
+    message = str(raised.value)
+    assert f"worker:0 at {jobs['worker'][0]} (not up)" in message
+    assert "ps:0" not in message
+    assert "start_timeout_secs" in message
+
+
+def test_frozen_tasks_are_named(server, jobs, monkeypatch):
+    monkeypatch.setattr(
+        servers, "probe", lambda address: probe(address, timeout_secs=0.5)
+    )
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    with frozen(server), pytest.raises(TimeoutError, match="does not answer"):
+        servers.wait_until_up(cluster, timeout_secs=0.3)
+    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+
+
+def test_waiting_is_visible(server, jobs, caplog, monkeypatch):
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(servers.time, "monotonic", lambda: next(clock))
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    with caplog.at_level("INFO", "tfdist"), pytest.raises(TimeoutError):
+        servers.wait_until_up(cluster, timeout_secs=20)
+    assert "Waiting for worker:0" in caplog.text
+
+
+def test_port_in_use(server, jobs):
+    second = start_ps(jobs, stderr=subprocess.PIPE, text=True)
+    _, errors = second.communicate(timeout=DEADLINE)
+    assert second.returncode == 1
+    assert "The server of task ps:0 could not start" in errors
+    assert jobs["ps"][0] in errors
+
+
+def test_dead_server(jobs):
+    (address,) = free_addresses(1)
+    process = start_ps({**jobs, "ps": [address]})
+    wait_for(lambda: probe(address) is TaskState.LIVE)
+    process.kill()
+    process.wait()
+    assert probe(address) is TaskState.DEAD
+
+
+def test_server_tasks():
+    cluster = Cluster.from_jobs(
+        {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}, "chief", 0
+    )
+    assert servers.server_tasks(cluster) == [
+        ("ps", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    assert servers.server_tasks(Cluster()) == []
+
+
+def test_thread_pool_has_four_threads_at_least(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert servers.inter_op_threads() == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    assert servers.inter_op_threads() == 9
+
+
+def test_release_skips_a_server_that_is_gone(caplog):
+    # Not connected to any cluster: there is no such device.
+    servers.release([("ps", 0)])
+    assert "ps:0 could not be told" in caplog.text
+    assert tf.config.list_logical_devices("CPU")

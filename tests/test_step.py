@@ -1,0 +1,259 @@
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from small_models import batches, examples, local_loop, logistic
+
+from tfdist import optimizers
+from tfdist.step import ModelStep
+
+METRICS = {
+    "auc": lambda: keras.metrics.AUC(),
+    "auc_pr": lambda: keras.metrics.AUC(curve="PR", num_thresholds=50),
+    "accuracy": lambda: "accuracy",
+    "precision": lambda: keras.metrics.Precision(),
+    "recall": lambda: keras.metrics.Recall(thresholds=[0.3, 0.6]),
+    "mse": lambda: keras.metrics.MeanSquaredError(),
+    "rmse": lambda: keras.metrics.RootMeanSquaredError(),
+    "crossentropy": lambda: keras.metrics.BinaryCrossentropy(),
+    "r2": lambda: keras.metrics.R2Score(),
+}
+
+
+def evaluated(step, dataset):
+    states = step.zero_states()
+    for batch in dataset:
+        states = step.evaluate(batch, states)
+    return step.pack(states).numpy()
+
+
+@pytest.fixture(scope="module")
+def with_metrics():
+    return logistic(metrics=[make() for make in METRICS.values()])
+
+
+# --- Metrics -----------------------------------------------------------------
+
+
+def test_metrics_equal_those_of_keras(with_metrics):
+    dataset = batches(100, 16)  # The last batch has four examples.
+    expected = with_metrics.evaluate(dataset, verbose=0, return_dict=True)
+    step = ModelStep(with_metrics, dataset.element_spec)
+    got = step.result(evaluated(step, dataset))
+    flat = {name: np.asarray(value) for name, value in expected.items()}
+    assert len(flat) == len(METRICS) + 1
+    for name, value in flat.items():
+        # A metric of several values gets a number behind its name.
+        names = [f"{name}/{i}" for i in range(value.size)]
+        for part, number in zip(
+            names if value.ndim else [name], value.ravel(), strict=True
+        ):
+            assert got[part] == pytest.approx(number, rel=1e-5), part
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 4], [1, 2, 3, 4, 5, 6]])
+def test_states_of_parts_add_up(with_metrics, cuts):
+    dataset = batches(112, 16)
+    step = ModelStep(with_metrics, dataset.element_spec)
+    edges = [0, *cuts, 7]
+    parts = [
+        evaluated(step, dataset.skip(a).take(b - a))
+        for a, b in itertools.pairwise(edges)
+    ]
+    whole = step.result(evaluated(step, dataset))
+    assert step.result(sum(parts)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_no_example_gives_no_result(with_metrics):
+    step = ModelStep(with_metrics, batches().element_spec)
+    assert step.result(step.pack(step.zero_states()).numpy()) == {}
+
+
+def test_evaluation_changes_nothing():
+    model = logistic(hidden=[keras.layers.BatchNormalization()])
+    before = [v.numpy() for v in model.weights]
+    dataset = batches()
+    evaluated(ModelStep(model, dataset.element_spec), dataset)
+    for old, variable in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(old, variable.numpy())
+
+
+# --- Random layers -----------------------------------------------------------
+
+
+def test_each_step_has_its_own_dropout_mask():
+    model = logistic(
+        optimizer=keras.optimizers.SGD(0.0),
+        hidden=[keras.layers.Dropout(0.5, seed=3)],
+    )
+    dataset = batches(8, 8)
+    loop, _ = local_loop(model, dataset)
+    (batch,) = dataset
+    train = tf.function(loop._step.train, autograph=False)
+
+    def loss(number):
+        states = loop._step.zero_states()
+        number = tf.constant(number, tf.int64)
+        return float(train(batch, number, states)[0])
+
+    losses = [loss(number) for number in range(6)]
+    assert losses == [loss(number) for number in range(6)]
+    assert len(set(losses)) == 6
+
+
+def test_dropout_is_off_in_evaluation():
+    model = logistic(hidden=[keras.layers.Dropout(0.5)])
+    dataset = batches()
+    step = ModelStep(model, dataset.element_spec)
+    first, second = evaluated(step, dataset), evaluated(step, dataset)
+    np.testing.assert_array_equal(first, second)
+
+
+# --- One training step against Keras -----------------------------------------
+
+
+def after_keras(make_model, dataset):
+    model = make_model()
+    logs = [model.train_on_batch(*b, return_dict=True) for b in dataset]
+    return model, logs
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.BatchNormalization(momentum=0.8),
+        lambda: keras.layers.Dense(3, "relu", kernel_regularizer="l2"),
+        lambda: keras.layers.Dense(3, activity_regularizer="l1"),
+        lambda: keras.layers.LayerNormalization(),
+    ],
+    ids=["batch_norm", "regularizer", "activity_regularizer", "layer_norm"],
+)
+def test_weights_and_moving_averages_equal_those_of_keras(layer):
+    dataset = batches(80, 8)
+    theirs, _ = after_keras(lambda: logistic(hidden=[layer()]), dataset)
+    ours = logistic(hidden=[layer()])
+    loop, _ = local_loop(ours, dataset)
+    loop.run(10)
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_loss_holds_the_regularization():
+    dataset = batches(8, 8)
+    layer = {"kernel_regularizer": keras.regularizers.L2(10.0)}
+
+    def make():
+        return logistic(hidden=[keras.layers.Dense(3, **layer)])
+
+    _, logs = after_keras(make, dataset)
+    loop, _ = local_loop(make(), dataset)
+    assert loop.run(1)["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
+
+
+def test_sample_weights():
+    x, y = examples(32)
+    weight = np.linspace(0, 3, 32).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(8)
+
+    def make():
+        model = logistic()
+        model.compile(
+            "sgd",
+            "binary_crossentropy",
+            metrics=["mse"],
+            weighted_metrics=[keras.metrics.AUC(name="auc")],
+        )
+        return model
+
+    theirs, _ = after_keras(make, dataset)
+    ours = make()
+    expected = ours.evaluate(dataset, verbose=0, return_dict=True)
+    step = ModelStep(ours, dataset.element_spec)
+    got = step.result(evaluated(step, dataset))
+    assert got == pytest.approx(expected, rel=1e-5)
+    loop, _ = local_loop(ours, dataset)
+    loop.run(4)
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# --- What is refused ---------------------------------------------------------
+
+
+class OwnTrainStep(keras.Model):
+    def train_step(self, data):
+        return {}
+
+
+class RunningMaximum(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="maximum")
+        self.maximum = self.add_variable((), "zeros", name="max")
+        self.maximum._aggregation = "mean"
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.maximum.assign(keras.ops.max(y_pred))
+
+    def result(self):
+        return self.maximum
+
+
+def uncompiled():
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+
+def unbuilt():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def own_train_step():
+    inputs = keras.Input([4])
+    model = OwnTrainStep(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: 5, TypeError, "must return a `keras.Model`. Received: 5"),
+        (uncompiled, ValueError, "must be compiled"),
+        (unbuilt, ValueError, "has no variables yet"),
+        (own_train_step, ValueError, "overrides `train_step`"),
+        (
+            lambda: logistic(metrics=[RunningMaximum()]),
+            ValueError,
+            "maximum.*aggregation='mean'",
+        ),
+        (
+            lambda: logistic(
+                keras.optimizers.SGD(gradient_accumulation_steps=4)
+            ),
+            ValueError,
+            "gradient_accumulation_steps",
+        ),
+        (
+            lambda: logistic(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+            ),
+            ValueError,
+            "LossScaleOptimizer",
+        ),
+    ],
+)
+def test_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        ModelStep(make(), batches().element_spec)
+
+
+def test_loss_that_depends_on_no_variable():
+    model = logistic()
+    model.compile("sgd", loss=lambda y, p: keras.ops.mean(y))
+    optimizers.build(model.optimizer, model.trainable_variables)
+    loop, _ = local_loop(model, batches())
+    with pytest.raises(ValueError, match="depends on no trainable variable"):
+        loop.run(1)
