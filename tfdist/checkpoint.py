@@ -74,19 +74,24 @@ def _grouped(
             grouped[logical_path(variable)].append(variable)
     if not optimizer:
         return grouped
-    slots = set()
     parts = optimizers.parts(model.optimizer)
+    names = optimizers.part_names(model.optimizer)
+    seen = set()
     for variable in model.trainable_variables:
-        part = parts[optimizers.owner(model.optimizer, variable)]
-        prefix = f"{logical_path(variable)}/{part.name}/"
-        for slot in optimizers.slots(part, variable):
-            kind = slot.name.removeprefix(variable.path.replace("/", "_") + "_")
+        i = optimizers.owner(model.optimizer, variable)
+        prefix = f"{logical_path(variable)}/{names[i]}/"
+        for kind, slot in optimizers.named_slots(parts[i], variable).items():
             copy_shard(variable, slot)
             grouped[prefix + kind].append(slot)
-            slots.add(id(slot))
-    for variable in model.optimizer.variables:
-        if id(variable) not in slots:
-            grouped[variable.path].append(variable)
+            seen.add(id(slot))
+    for part, name in zip(
+        [*parts, model.optimizer], [*names, model.optimizer.name], strict=True
+    ):
+        for variable in part.variables:
+            if id(variable) not in seen:
+                kind = optimizers.shared_name(part, variable)
+                grouped[f"{name}/{kind}"].append(variable)
+                seen.add(id(variable))
     return grouped
 
 

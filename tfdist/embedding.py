@@ -143,10 +143,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         ids = tf.convert_to_tensor(ids)
         if self.combiner is None and weights is not None:
             raise ValueError("Argument `weights` needs a `combiner`.")
-        rows = self._rows(tf.reshape(ids, [-1]))
-        shape = tf.concat([tf.shape(ids), [self.output_dim]], axis=0)
-        rows = tf.reshape(rows, shape)
-        rows.set_shape([*ids.shape, self.output_dim])
+        flat = ids if ids.shape.rank == 1 else tf.reshape(ids, [-1])
+        rows = self._rows(flat)
+        rows = _reshaped(rows, ids, self.output_dim)
         if self.combiner is None:
             return rows
         if weights is None:
@@ -275,6 +274,17 @@ def _of_shard(
         return tf.function(lambda: initializer(shape, dtype=dtype))()
 
     return initial_value
+
+
+def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
+    """Rows in the shape of `ids`; at run time only what is not static."""
+    if ids.shape.rank == 1:
+        return rows
+    if (ids.shape.rank or 0) >= 2 and None not in ids.shape[1:]:
+        return tf.reshape(rows, [-1, *ids.shape[1:], dim])
+    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
+    rows.set_shape([*ids.shape, dim])
+    return rows
 
 
 def _normalized(

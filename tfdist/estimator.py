@@ -61,6 +61,12 @@ class Estimator:
 
     def __init__(self, model_fn: ModelFn, config: RunConfig) -> None:
         check_callable("model_fn", model_fn)
+        if isinstance(model_fn, keras.Model):
+            raise TypeError(
+                "Argument `model_fn` must be a function that returns a "
+                "compiled model, since each task builds its own. Received: "
+                f"the model {model_fn.name!r}."
+            )
         check_type("config", config, RunConfig)
         self.model_fn = model_fn
         self.config = config
@@ -353,7 +359,8 @@ def _with_context(
     input_fn: InputFn,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
     """The user's input function, made to take an `InputContext`."""
-    if inspect.signature(input_fn).parameters:
+    parameters = inspect.signature(input_fn).parameters.values()
+    if any(p.default is p.empty for p in parameters):
         return input_fn
     return lambda context: input_fn()
 

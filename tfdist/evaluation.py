@@ -139,8 +139,8 @@ class Evaluator:
             if not (final or at_once):
                 return False
             self.evaluate(path)
-        except tf.errors.NotFoundError:
-            if tf.train.latest_checkpoint(self._model_dir) == path:
+        except tf.errors.OpError:
+            if tf.io.gfile.exists(f"{path}.index"):
                 raise
             _log.warning(
                 "%s was deleted before it was evaluated. "
@@ -222,6 +222,7 @@ def wait_for_result(
     while (waited := time.monotonic() - start) < timeout_secs:
         result = _read_json(path)
         if result and result["metrics"]["global_step"] >= step:
+            announce_end(model_dir, step)
             return result
         if waited >= (reminders + 1) * _REMIND_SECS:
             announce_end(model_dir, step)

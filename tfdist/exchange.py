@@ -65,27 +65,27 @@ class _Group:
         unique, inverse = tf.unique(self._numbered(calls))
         shard = tf.searchsorted(self._starts, unique, side="right") - 1
         rank = tf.gather(self._rank, shard)
-        parts = tf.dynamic_partition(
-            tf.range(tf.size(unique)), rank, len(self.shards)
+        num = len(self.shards)
+        order = tf.concat(
+            tf.dynamic_partition(tf.range(tf.size(unique)), rank, num), axis=0
         )
-        order = tf.concat(parts, axis=0)
         local = tf.gather(unique - tf.gather(self._starts, shard), order)
-        counts = tf.stack([tf.size(part) for part in parts])
+        counts = tf.raw_ops.Bincount(
+            arr=rank, size=num, weights=tf.zeros([0], tf.int32)
+        )
         by_device = tf.split(counts, list(self.at.values()))
         sizes = tf.stack([tf.reduce_sum(each) for each in by_device])
         ids = tf.split(local, sizes, num=len(self.at))
-        positions = tf.gather(tf.math.invert_permutation(order), inverse)
-        lengths = [_length(each) for _, each in calls]
         return _Route(
             dict(zip(self.at, ids, strict=True)),
             dict(zip(self.at, by_device, strict=True)),
             sizes,
-            tf.split(positions, _stacked(lengths), num=len(calls)),
+            tf.gather(tf.math.invert_permutation(order), inverse),
         )
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
         """All ids, numbered through the group, each in its own table."""
-        lengths = [_length(ids) for _, ids in calls]
+        lengths = [lookups.length(ids) for _, ids in calls]
         ids = tf.concat([ids for _, ids in calls], axis=0)
         offsets = [self._offsets[id(table)] for table, _ in calls]
         limits = [table.input_dim for table, _ in calls]
@@ -118,13 +118,14 @@ class _Route:
         ids: For each server, int64: the rows of its shards, shard by shard.
         counts: For each server, int32: how many of each shard.
         sizes: How many of each server.
-        positions: For each lookup, where its rows are in all servers' rows.
+        positions: For each id of the group's lookups, one after the other,
+            where its row is in all servers' rows.
     """
 
     ids: dict[str, tf.Tensor]
     counts: dict[str, tf.Tensor]
     sizes: tf.Tensor
-    positions: list[tf.Tensor]
+    positions: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,15 +135,29 @@ class Pulled:
     Attributes:
         values: One tensor for each variable that was asked for.
         rows: For each group of tables, the unique rows `(n, dim)`.
-        positions: For each lookup, where its rows are in those of its group.
+        positions: For each group, where the row of each id is in `rows`.
+        routes: For each group.
+        there: For each server, what it knows of the rows it was asked for.
     """
 
     values: list[tf.Tensor]
     rows: list[tf.Tensor]
     positions: list[tf.Tensor]
     routes: list[_Route]
-    ids: dict[str, list[list[tf.Tensor]]]
-    """For each server and group: on the server, the ids of each shard."""
+    there: dict[str, dict[int, _Asked]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a server knows of the rows it was asked for, in one group.
+
+    Attributes:
+        ids: For each of its shards, on the server.
+        counts: int32, how many of each.
+    """
+
+    ids: list[tf.Tensor]
+    counts: tf.Tensor
 
 
 class Exchange:
@@ -182,18 +197,27 @@ class Exchange:
     def answers(
         self,
         rows: Sequence[tf.Tensor],
-        tables: Sequence[Any],
         positions: Sequence[tf.Tensor],
+        calls: Sequence[tuple[Any, Any]],
     ) -> lookups.Answers:
-        """Answers for the lookups in `tables` from `Pulled`'s rows."""
-        group_of = {
-            id(table): group
-            for group, each in enumerate(self._groups)
-            for table in each.tables
-        }
-        return lookups.Answers(
-            [rows[group_of[id(table)]] for table in tables], positions
-        )
+        """Answers for lookups, from what was pulled.
+
+        Args:
+            rows: `Pulled.rows`.
+            positions: `Pulled.positions`.
+            calls: `(table, number of ids)` of each lookup, in order.
+        """
+        answers: list[Any] = [None] * len(calls)
+        for group, own_rows, own in zip(
+            self._groups, rows, positions, strict=True
+        ):
+            which = [i for i, (t, _) in enumerate(calls) if group.holds(t)]
+            lengths = _stacked([calls[i][1] for i in which])
+            # One gather for all, whose gradient is one sum over duplicates.
+            pieces = tf.split(tf.gather(own_rows, own), lengths, num=len(which))
+            for i, piece in zip(which, pieces, strict=True):
+                answers[i] = piece
+        return lookups.Answers(answers)
 
     def clipped(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
         """Clips the gradients of each part of the optimizer together.
@@ -242,14 +266,17 @@ class Exchange:
         Returns:
             Tensors on the worker.
         """
-        routes, positions = self._route(calls)
+        routes = [
+            group.route([call for call in calls if group.holds(call[0])])
+            for group in self._groups
+        ]
         values: dict[int, tf.Tensor] = {}
         rows: list[list[tf.Tensor]] = [[] for _ in self._groups]
-        ids_at: dict[str, list[list[tf.Tensor]]] = {}
+        there: dict[str, dict[int, _Asked]] = {}
         for device in self._devices(reads):
             whole = _at(device, reads)
             groups = self._groups_at(device)
-            ids_at[device] = ids = self._ids_on(device, routes)
+            there[device] = asked = self._ask(device, routes)
             with tf.device(device):
                 read = [tf.convert_to_tensor(reads[i].value) for i in whole]
                 read += [
@@ -257,7 +284,9 @@ class Exchange:
                         [
                             tf.gather(shard.value, each)
                             for shard, each in zip(
-                                self._shards_at(device, g), ids[g], strict=True
+                                self._shards_at(device, g),
+                                asked[g].ids,
+                                strict=True,
                             )
                         ],
                         axis=0,
@@ -277,9 +306,9 @@ class Exchange:
         return Pulled(
             [values[i] for i in range(len(reads))],
             [tf.concat(blocks, axis=0) for blocks in rows],
-            positions,
+            [route.positions for route in routes],
             routes,
-            ids_at,
+            there,
         )
 
     def push(
@@ -307,6 +336,7 @@ class Exchange:
         for device in self._devices([*self.dense, *moving]):
             whole = [i for i in _at(device, self.dense) if dense[i] is not None]
             moved, groups = _at(device, moving), self._groups_at(device)
+            asked = pulled.there[device]
             sent = [
                 *scalars,
                 *(dense[i] for i in whole),
@@ -315,11 +345,7 @@ class Exchange:
             ]
             if self._packed:
                 with tf.device(device):
-                    ids = pulled.ids[device]
-                    counts = [
-                        tf.add_n([tf.size(each) for each in ids[g]])
-                        for g in groups
-                    ]
+                    counts = [tf.reduce_sum(asked[g].counts) for g in groups]
                 shapes = [[] for _ in scalars]
                 shapes += [list(self.dense[i].shape) for i in whole]
                 shapes += [list(moving[i].shape) for i in moved]
@@ -334,7 +360,7 @@ class Exchange:
                     [self.dense[i] for i in whole],
                     [moving[i] for i in moved],
                     {g: self._shards_at(device, g) for g in groups},
-                    pulled.ids[device],
+                    asked,
                 )
 
     def _apply(
@@ -343,7 +369,7 @@ class Exchange:
         dense: Sequence[keras.Variable],
         moving: Sequence[keras.Variable],
         shards: dict[int, list[keras.Variable]],
-        ids: Sequence[list[tf.Tensor]],
+        asked: dict[int, _Asked],
     ) -> None:
         """A server's part of `push`, in the order in which it was sent."""
         parts = optimizers.parts(self._optimizer)
@@ -362,10 +388,9 @@ class Exchange:
             variable.value.assign_add(sent.popleft())
         for g, own in shards.items():
             owner, block = self._groups[g].part, sent.popleft()
-            counts = tf.stack([tf.size(each) for each in ids[g]])
-            gradients = tf.split(block, counts, num=len(own))
+            gradients = tf.split(block, asked[g].counts, num=len(own))
             for shard, each, gradient in zip(
-                own, ids[g], gradients, strict=True
+                own, asked[g].ids, gradients, strict=True
             ):
                 if id(shard) in self._trained:
                     optimizers.update_rows(
@@ -377,47 +402,34 @@ class Exchange:
                         iteration,
                     )
 
-    def _route(
-        self, calls: Sequence[tuple[Any, tf.Tensor]]
-    ) -> tuple[list[_Route], list[tf.Tensor]]:
-        """The route of each group, and the positions of each call."""
-        routes: list[_Route] = []
-        positions: dict[int, tf.Tensor] = {}
-        for group in self._groups:
-            own = [
-                i for i, (table, _) in enumerate(calls) if group.holds(table)
-            ]
-            route = group.route([calls[i] for i in own])
-            routes.append(route)
-            positions.update(zip(own, route.positions, strict=True))
-        return routes, [positions[i] for i in range(len(calls))]
-
-    def _ids_on(
-        self, device: str, routes: Sequence[_Route]
-    ) -> list[list[tf.Tensor]]:
-        """Sends a server its ids; for each group, the ids of each shard."""
+    def _ask(self, device: str, routes: Sequence[_Route]) -> dict[int, _Asked]:
+        """Sends a server the ids of the rows that it shall read."""
         groups = self._groups_at(device)
-        on: list[list[tf.Tensor]] = [[] for _ in self._groups]
-        if not groups:
-            return on
-        shards = [self._groups[g].at[device] for g in groups]
+        nums = [self._groups[g].at[device] for g in groups]
         counts = [routes[g].counts[device] for g in groups]
         ids = [routes[g].ids[device] for g in groups]
-        if not self._packed:
-            for g, each, count, num in zip(
-                groups, ids, counts, shards, strict=True
-            ):
-                on[g] = tf.split(each, count, num=num)
-            return on
-        message = tf.concat(
-            [tf.cast(count, tf.int64) for count in counts] + ids, axis=0
-        )
-        with tf.device(device):
-            total = sum(shards)
-            split = iter(tf.split(message[total:], message[:total], num=total))
-            for g, num in zip(groups, shards, strict=True):
-                on[g] = list(itertools.islice(split, num))
-        return on
+        if not groups:
+            return {}
+        if self._packed:
+            message = tf.concat(
+                [tf.cast(count, tf.int64) for count in counts] + ids, axis=0
+            )
+            with tf.device(device):
+                total = sum(nums)
+                count = tf.cast(message[:total], tf.int32)
+                each = tf.split(message[total:], count, num=total)
+                counts = tf.split(count, nums)
+        else:
+            each = [
+                piece
+                for i, count, num in zip(ids, counts, nums, strict=True)
+                for piece in tf.split(i, count, num=num)
+            ]
+        pieces = iter(each)
+        return {
+            g: _Asked(list(itertools.islice(pieces, num)), count)
+            for g, num, count in zip(groups, nums, counts, strict=True)
+        }
 
     def _blocks(
         self, pulled: Pulled, rows: Sequence[tf.Tensor | None]
@@ -450,12 +462,6 @@ class Exchange:
 def _at_device(route: _Route, device: str) -> tf.Tensor:
     """How many rows of a route are on a server."""
     return route.sizes[list(route.ids).index(device)]
-
-
-def _length(ids: tf.Tensor) -> Any:
-    """Number of ids: an int where it is static, else a tensor."""
-    static = ids.shape.num_elements()
-    return tf.size(ids) if static is None else static
 
 
 def _stacked(lengths: Sequence[Any]) -> Any:

@@ -152,8 +152,11 @@ def list_exports(export_path: str) -> list[str]:
 
 
 def _unused_timestamp(export_path: str) -> str:
-    """Seconds since the epoch, as TensorFlow Serving wants its versions."""
+    """Seconds since the epoch, as TensorFlow Serving wants its versions.
+
+    Always later than any other, for the latest is the one that is served.
+    """
     timestamp = int(time.time())
-    while tf.io.gfile.exists(os.path.join(export_path, f"{timestamp:010d}")):
-        timestamp += 1
+    for latest in list_exports(export_path)[-1:]:
+        timestamp = max(timestamp, int(os.path.basename(latest)) + 1)
     return os.path.join(export_path, f"{timestamp:010d}")

@@ -83,17 +83,19 @@ class Answers:
     """Answers each lookup, in the order in which they were collected.
 
     Args:
-        rows: One tensor of unique rows per lookup; lookups may share one.
-        positions: int64 `(n,)` per lookup: where the row of each id is.
+        answers: Rows `(n, dim)` for each lookup.
     """
 
-    def __init__(
-        self, rows: Sequence[tf.Tensor], positions: Sequence[tf.Tensor]
-    ) -> None:
-        self._answers = iter(zip(rows, positions, strict=True))
+    def __init__(self, answers: Sequence[tf.Tensor]) -> None:
+        self._answers = iter(answers)
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """See `Desk`."""
         del ids
-        rows, positions = next(self._answers)
-        return tf.gather(tf.cast(rows, table.compute_dtype), positions)
+        return tf.cast(next(self._answers), table.compute_dtype)
+
+
+def length(ids: tf.Tensor) -> Any:
+    """Number of ids: an int where it is static, else a tensor."""
+    static = ids.shape.num_elements()
+    return tf.size(ids) if static is None else static

@@ -72,6 +72,15 @@ def owner(
     return 0
 
 
+def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """A name for each of `parts`; the second of two Adagrads is `adagrad_1`."""
+    names = [part.name for part in parts(optimizer)]
+    return [
+        f"{name}_{names[:i].count(name)}" if name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
+
+
 def check(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses what has no meaning when several workers share the slots.
 
@@ -139,18 +148,18 @@ def update(
         iteration: Scalar int64: updates before this one.
     """
     target, decay = variable.value, _decay(optimizer, variable)
+    rate = tf.cast(rate, target.dtype)
     with keras.StatelessScope([(optimizer.iterations, iteration)]):
         if decay:
-            target.assign_sub(target * tf.cast(decay * rate, target.dtype))
+            target.assign_sub(target * (decay * rate))
         fused = _FUSED.get(type(optimizer))
         if fused is None or not fused(optimizer, variable, gradient, rate):
             optimizer.update_step(gradient, variable, rate)
     if optimizer.use_ema:
         index = variable_index(optimizer, variable)
         average = moving_averages(optimizer)[index].value
-        average.assign_sub(
-            (average - target) * _average_weight(optimizer, iteration)
-        )
+        weight = _average_weight(optimizer, iteration)
+        average.assign_sub((average - target) * tf.cast(weight, target.dtype))
     if variable.constraint is not None:
         target.assign(variable.constraint(target))
 
@@ -167,11 +176,14 @@ def update_rows(
 
     The optimizer's own rule runs on these rows of the variable and of its
     slots; others are not touched. That is Keras' result for every rule that
-    leaves rows with a zero gradient alone (SGD, Adagrad, Ftrl). A rule that
-    moves them all the same (the decaying moments of Adam and RMSprop, momentum,
-    weight decay, the moving average of weights) moves a row here only when it
-    is looked up, like the "lazy" optimizers of TF1's contrib; TF1's own Adam
-    decayed every row's moments, at a cost that grew with the table.
+    leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a table
+    that starts at zeros, with a constant learning rate and no
+    `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that no
+    gradient ever reached to zero). A rule that moves them all the same (the
+    decaying moments of Adam and RMSprop, momentum, weight decay, the moving
+    average of weights) moves a row here only when it is looked up, like the
+    "lazy" optimizers of TF1's contrib; TF1's own Adam decayed every row's
+    moments, at a cost that grew with the table.
 
     Args:
         optimizer: The part that owns `variable`.
@@ -186,6 +198,7 @@ def update_rows(
             Lamb, Muon).
     """
     decay = _decay(optimizer, variable)
+    rate = tf.cast(rate, variable.dtype)
     own = slots(optimizer, variable)
     _check_rows(optimizer, variable, own)
     fused = _FUSED_ROWS.get(type(optimizer))
@@ -199,13 +212,14 @@ def update_rows(
         _swapped(optimizer, variable, row_slots),
     ):
         if decay:
-            row.assign_sub(row.rows * tf.cast(decay * rate, row.dtype))
+            row.assign_sub(row.rows * (decay * rate))
         optimizer.update_step(gradient, row, rate)
     if optimizer.use_ema:
         # The base class makes this slot before all others.
         average = row_slots[0]
+        weight = _average_weight(optimizer, iteration)
         average.assign_sub(
-            (average.rows - row.rows) * _average_weight(optimizer, iteration)
+            (average.rows - row.rows) * tf.cast(weight, row.dtype)
         )
     for view in (row, *row_slots):
         view.scatter()
@@ -294,6 +308,17 @@ def begin_step(
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
 
 
+def shared_name(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> str:
+    """Name of one that an optimizer keeps for all its variables together."""
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        # Keras gives it no name of its own.
+        if variable is nadam_product(optimizer):
+            return "momentum_product"
+    return variable.name
+
+
 def slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
@@ -301,6 +326,40 @@ def slots(
     index = variable_index(optimizer, variable)
     own = [each[index] for each in slot_lists(optimizer).values()]
     return [slot for slot in own if slot is not None]
+
+
+def _rule_slots(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> list[keras.Variable]:
+    """The slots of `variable` that the optimizer's own rule uses.
+
+    The moving average of `use_ema` is the base class's, made before them.
+    """
+    return slots(optimizer, variable)[int(optimizer.use_ema) :]
+
+
+def named_slots(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> dict[str, keras.Variable]:
+    """The slots of `variable` by kind, such as `momentum`.
+
+    The kind is what Keras puts behind the variable's name in the slot's; where
+    it gives slots no such name (Adafactor's factors), that of the attribute
+    that lists them.
+    """
+    index = variable_index(optimizer, variable)
+    prefix = variable.path.replace("/", "_") + "_"
+    own = {id(v) for v in optimizer.variables}
+    named = {}
+    for attribute, each in slot_lists(optimizer).items():
+        slot = each[index]
+        if id(slot) not in own:  # None, or the dummy of a variable without.
+            continue
+        if slot.name.startswith(prefix):
+            named[slot.name.removeprefix(prefix)] = slot
+        else:
+            named[attribute.strip("_")] = slot
+    return named
 
 
 @contextlib.contextmanager
@@ -408,7 +467,7 @@ def _fused_adagrad(
 ) -> bool:
     if not _same_adagrad(optimizer):
         return False
-    (accumulator,) = slots(optimizer, variable)
+    (accumulator,) = _rule_slots(optimizer, variable)
     tf.raw_ops.ResourceApplyAdagradV2(
         var=variable.value.handle,
         accum=accumulator.value.handle,
@@ -428,7 +487,7 @@ def _fused_adagrad_rows(
 ) -> bool:
     if not _same_adagrad(optimizer):
         return False
-    (accumulator,) = slots(optimizer, variable)
+    (accumulator,) = _rule_slots(optimizer, variable)
     tf.raw_ops.ResourceSparseApplyAdagradV2(
         var=variable.value.handle,
         accum=accumulator.value.handle,
@@ -448,8 +507,8 @@ def _fused_adam(
 ) -> bool:
     if optimizer.amsgrad:
         return False
-    steps = tf.cast(optimizer.iterations.value + 1, tf.float32)
-    momentum, velocity = slots(optimizer, variable)
+    steps = tf.cast(optimizer.iterations.value + 1, rate.dtype)
+    momentum, velocity = _rule_slots(optimizer, variable)
     tf.raw_ops.ResourceApplyAdam(
         var=variable.value.handle,
         m=momentum.value.handle,
@@ -471,7 +530,7 @@ def _ftrl_arguments(
     gradient: tf.Tensor,
     rate: tf.Tensor,
 ) -> dict[str, Any]:
-    accumulator, linear = slots(optimizer, variable)
+    accumulator, linear = _rule_slots(optimizer, variable)
     return {
         "var": variable.value.handle,
         "accum": accumulator.value.handle,

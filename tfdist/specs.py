@@ -101,7 +101,8 @@ class TrainSpec:
     """What to train on, as `tf.estimator.TrainSpec`.
 
     Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches; may take a
+        input_fn: Returns a `tf.data.Dataset` of batches; may have one
+            argument without a default, which then gets the
             `tf.distribute.InputContext` that says which part of the data the
             calling worker shall read.
         max_steps: Step at which training ends; None: when the data ends.

@@ -126,6 +126,7 @@ class ModelStep:
             moving,
             pulled.rows,
             pulled.positions,
+            [lookups.length(each) for each in ids],
             states,
         )
         for part in self._parts:
@@ -192,6 +193,7 @@ class ModelStep:
         moving: list[tf.Tensor],
         rows: list[tf.Tensor],
         positions: list[tf.Tensor],
+        lengths: list[Any],
         states: States,
     ) -> tuple[
         list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor], States
@@ -213,10 +215,12 @@ class ModelStep:
                 *((v, _fold_in(v, step)) for v in self._seeds),
             ],
         )
-        answers = self._exchange.answers(rows, self._tables, positions)
-        with scope, tf.GradientTape() as tape, lookups.at(answers):
+        calls = list(zip(self._tables, lengths, strict=True))
+        with scope, tf.GradientTape() as tape:
             tape.watch([*dense, *rows])
-            y_pred = model(x, training=True)
+            answers = self._exchange.answers(rows, positions, calls)
+            with lookups.at(answers):
+                y_pred = model(x, training=True)
             loss = model.compute_loss(
                 x, y, y_pred, sample_weight, training=True
             )
