@@ -103,7 +103,8 @@ class Twice(keras.layers.Layer):
 def test_two_variables_of_one_name():
     made = keras.Sequential([keras.Input([2]), Twice(name="twice")])
     made.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="are both called '.*twice/w'"):
+    optimizers.build(made.optimizer, made.trainable_variables)
+    with pytest.raises(ValueError, match=r"are both called '.*twice/w"):
         named_variables(made)
 
 

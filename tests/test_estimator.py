@@ -219,8 +219,9 @@ def test_wrong_types(tmp_path, position):
 
 def test_model_fn_must_be_callable(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
-    with pytest.raises(TypeError, match="`model_fn` must be callable"):
-        tfdist.Estimator(model_fn(), config)
+    for wrong in ("model", model_fn()):
+        with pytest.raises(TypeError, match="`model_fn` must be"):
+            tfdist.Estimator(wrong, config)
     with pytest.raises(TypeError, match="`config` must be a"):
         tfdist.Estimator(model_fn, {"model_dir": "x"})
 
@@ -235,7 +236,7 @@ def test_another_model_in_the_same_dir(tmp_path):
     job(tmp_path, 2)
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     wider = tfdist.Estimator(
-        lambda: logistic(hidden=[keras.layers.Dense(7)]), config
+        lambda: logistic(hidden=[keras.layers.Dense(7, name="more")]), config
     )
     with pytest.raises(ValueError, match="does not fit the model"):
         wider.train(endless, max_steps=4)

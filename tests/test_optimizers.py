@@ -11,6 +11,8 @@ from tfdist.checkpoint import named_variables
 from tfdist.loop import LocalLoop
 from tfdist.step import ModelStep
 
+pytestmark = pytest.mark.filterwarnings("ignore:When providing `inputs`")
+
 K = keras.optimizers
 
 # Over 50 steps of float32 rounding, on values of size about one.
@@ -37,45 +39,48 @@ def wide_and_deep(optimizer=None):
     )
 
 
-# Their rule leaves a row without a gradient alone, as Keras' dense one does.
+# Their rule leaves a row without a gradient alone, as Keras' dense one does
+# (Ftrl's if the table starts at zeros).
 STILL = {
-    "sgd": lambda: K.SGD(0.1),
     "sgd schedule": lambda: K.SGD(schedule(0.1)),
     "adagrad": lambda: K.Adagrad(0.1),
+    "ftrl": lambda: K.Ftrl(
+        0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01
+    ),
+    "clipnorm": lambda: K.SGD(0.1, clipnorm=0.05),
+    "multi global_clipnorm": lambda: wide_and_deep(
+        K.SGD(0.1, global_clipnorm=0.05)
+    ),
+}
+STILL_SLOW = {
+    "sgd": lambda: K.SGD(0.1),
     "adagrad from zero": lambda: K.Adagrad(0.1, initial_accumulator_value=0.0),
     "adagrad schedule": lambda: K.Adagrad(schedule(0.1)),
-    "ftrl": lambda: K.Ftrl(
-        0.1,
-        l1_regularization_strength=0.001,
-        l2_regularization_strength=0.01,
-        l2_shrinkage_regularization_strength=0.001,
-        beta=0.1,
-    ),
+    "ftrl beta": lambda: K.Ftrl(0.1, beta=0.1),
     "ftrl power": lambda: K.Ftrl(0.05, learning_rate_power=-0.3),
-    "clipnorm": lambda: K.SGD(0.1, clipnorm=0.05),
     "global_clipnorm": lambda: K.Adagrad(0.1, global_clipnorm=0.05),
     "clipvalue": lambda: K.SGD(0.1, clipvalue=0.001),
     "loss_scale_factor": lambda: K.Adagrad(0.1, loss_scale_factor=8.0),
     "scaled clipnorm": lambda: K.SGD(0.1, loss_scale_factor=8.0, clipnorm=0.05),
     "multi": wide_and_deep,
-    "multi global_clipnorm": lambda: wide_and_deep(
-        K.SGD(0.1, global_clipnorm=0.05)
-    ),
 }
 # Their rule moves every row in every step.
 MOVING = {
+    "adam": lambda: K.Adam(0.01),
+    "adam ema": lambda: K.Adam(0.01, use_ema=True, ema_momentum=0.9),
+    "adamw": lambda: K.AdamW(0.01, weight_decay=0.1),
+    "nadam": lambda: K.Nadam(0.01),
+}
+MOVING_SLOW = {
     "momentum": lambda: K.SGD(0.05, momentum=0.9),
     "nesterov": lambda: K.SGD(0.05, momentum=0.9, nesterov=True),
-    "adam": lambda: K.Adam(0.01),
     "adam schedule": lambda: K.Adam(schedule(0.01)),
     "adam clipnorm": lambda: K.Adam(0.01, clipnorm=0.05),
     "amsgrad": lambda: K.Adam(0.01, amsgrad=True),
-    "adamw": lambda: K.AdamW(0.01, weight_decay=0.1),
     "rmsprop": lambda: K.RMSprop(0.01, momentum=0.5),
     "centered": lambda: K.RMSprop(0.01, centered=True),
     "adadelta": lambda: K.Adadelta(0.5),
     "adamax": lambda: K.Adamax(0.01),
-    "nadam": lambda: K.Nadam(0.01),
     "lion": lambda: K.Lion(0.001),
     "weight_decay": lambda: K.SGD(schedule(0.1), weight_decay=0.1),
     "spared": lambda: sparing(K.Adagrad(0.1, weight_decay=0.1), ["bias"]),
@@ -83,8 +88,16 @@ MOVING = {
         K.Adagrad(0.1, weight_decay=0.1), ["embeddings"]
     ),
     "ema": lambda: K.SGD(0.1, use_ema=True, ema_momentum=0.9),
-    "adam ema": lambda: K.Adam(0.01, use_ema=True, ema_momentum=0.9),
+    "adagrad ema": lambda: K.Adagrad(0.1, use_ema=True),
+    "ftrl ema": lambda: K.Ftrl(0.1, use_ema=True),
+    "ftrl shrinkage": lambda: K.Ftrl(
+        0.1, l2_shrinkage_regularization_strength=0.01
+    ),
+    "ftrl schedule": lambda: K.Ftrl(schedule(0.1)),
     "multi adam": lambda: wide_and_deep(K.Adam(0.01)),
+    "same name": lambda: MultiOptimizer(
+        [("wide", K.Adam(0.01, name="a")), ("", K.Adam(0.001, name="a"))]
+    ),
 }
 # Not for tables.
 WHOLE = {
@@ -125,10 +138,10 @@ def table_model(optimizer, ours):
     else:
         deep = DenseEmbedding(20, 4, name="deep")
         wide = DenseEmbedding(8, 4, name="wide")
-    inputs = {
-        "deep": keras.Input([5], dtype="int32", name="deep"),
-        "wide": keras.Input([2], dtype="int32", name="wide"),
-        "dense": keras.Input([3], name="dense"),
+    inputs = {  # The keys are those of the data.
+        "deep": keras.Input([5], dtype="int32"),
+        "wide": keras.Input([2], dtype="int32"),
+        "dense": keras.Input([3]),
     }
     hidden = [
         keras.layers.Flatten()(deep(inputs["deep"])),
@@ -215,9 +228,9 @@ def assign(model, start):
             first += part.shape[0]
 
 
-def assert_trains_as_keras(make, model_fn, dataset):
+def assert_trains_as_keras(make, model_fn, dataset, zeros=()):
     theirs = model_fn(make(), ours=False)
-    start = values_without_slots(theirs)
+    start = random_weights(theirs, zeros)
     expected = trained_by_keras(theirs, dataset, start)
     got = trained_by_us(model_fn(make(), ours=True), dataset, start)
     assert got.keys() == expected.keys()
@@ -227,10 +240,10 @@ def assert_trains_as_keras(make, model_fn, dataset):
         )
 
 
-def values_without_slots(model):
+def random_weights(model, zeros):
     rng = np.random.default_rng(5)
     return {
-        name: np.abs(rng.normal(size=v.shape)) * 0.5
+        name: np.abs(rng.normal(size=v.shape)) * 0.5 * (name not in zeros)
         for name, v in named_variables(model, optimizer=False).items()
     }
 
@@ -238,18 +251,299 @@ def values_without_slots(model):
 # --- Equality with Keras -----------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*STILL, *MOVING])
+def cases(fast, slow):
+    return [*fast, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)]
+
+
+@pytest.mark.parametrize(
+    "name", cases(STILL | MOVING, STILL_SLOW | MOVING_SLOW)
+)
 def test_every_row_touched(name):
-    make = (STILL | MOVING)[name]
+    make = (STILL | STILL_SLOW | MOVING | MOVING_SLOW)[name]
     assert_trains_as_keras(make, table_model, examples(every=True))
 
 
-@pytest.mark.parametrize("name", STILL)
+@pytest.mark.parametrize("name", cases(STILL, STILL_SLOW))
 def test_untouched_rows_stay(name):
-    assert_trains_as_keras(STILL[name], table_model, examples(every=False))
+    zeros = {"ftrl": ["deep", "wide"], "multi": ["wide"]}
+    assert_trains_as_keras(
+        (STILL | STILL_SLOW)[name],
+        table_model,
+        examples(every=False),
+        [f"{t}/embeddings" for t in zeros.get(name.split()[0], [])],
+    )
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_dense_variables_alone(name):
     dataset = examples(every=True).map(lambda x, y: (x["dense"], y))
     assert_trains_as_keras(WHOLE[name], dense_model, dataset)
+
+
+# --- Rows --------------------------------------------------------------------
+
+EVERY_RULE = STILL | STILL_SLOW | MOVING | MOVING_SLOW
+ROWS, DIM = 6, 3
+
+
+def row_updates(steps, seed=0):
+    """`(ids, gradient)` of each step; some rows are never touched."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        ids = rng.choice(ROWS - 1, rng.integers(1, ROWS - 1), replace=False)
+        yield ids, rng.normal(size=(len(ids), DIM)).astype("float32")
+
+
+def updated_by_rows(optimizer, start, updates, dtype="float32"):
+    """Ours: `update_rows` on one variable; returns it and its slots."""
+    variable = keras.Variable(start, dtype=dtype, name="embeddings")
+    optimizers.build(optimizer, [variable])
+
+    @tf.function(reduce_retracing=True)
+    def update(ids, gradient, iteration):
+        rate = optimizers.learning_rate(optimizer, iteration, [])
+        optimizers.begin_step(optimizer, iteration)
+        optimizers.update_rows(
+            optimizer, variable, ids, gradient, rate, iteration
+        )
+
+    for step, (ids, gradient) in enumerate(updates):
+        update(
+            tf.constant(ids, tf.int64),
+            tf.constant(gradient, variable.dtype),
+            tf.constant(step, tf.int64),
+        )
+    slots = optimizers.named_slots(optimizer, variable)
+    return [v.numpy() for v in (variable, *slots.values())]
+
+
+def updated_one_by_one(make, start, updates, dtype="float32"):
+    """Keras' own `apply` on each row as a variable, when it is touched."""
+    rows = []
+    for row in start:
+        variable = keras.Variable(row[None], dtype=dtype, name="embeddings")
+        optimizer = make()
+        optimizers.build(optimizer, [variable])
+        rows.append((variable, optimizer))
+    product = 1.0
+    for step, (ids, gradient) in enumerate(updates):
+        before = product
+        product *= 0.9 * (1.0 - 0.5 * 0.96 ** (step + 1))
+        for i, each in zip(ids, gradient, strict=True):
+            variable, optimizer = rows[i]
+            optimizer.iterations.assign(step)
+            if isinstance(optimizer, K.Nadam):
+                nadam_product(optimizer).assign(before)
+            optimizer.apply([tf.constant(each[None], dtype)], [variable])
+    columns = [
+        [v.numpy() for v in (variable, *slots.values())]
+        for variable, optimizer in rows
+        for slots in [optimizers.named_slots(optimizer, variable)]
+    ]
+    return [np.concatenate(column) for column in zip(*columns, strict=True)]
+
+
+def single(name):
+    return "multi" not in name and "clip" not in name and name != "same name"
+
+
+@pytest.mark.parametrize("name", filter(single, EVERY_RULE))
+def test_rule_runs_on_touched_rows_only(name):
+    make = EVERY_RULE[name]
+    start = np.random.default_rng(1).normal(size=(ROWS, DIM)) + 1.0
+    # The scale is undone before, by `clip`.
+    scale = make().loss_scale_factor or 1.0
+    expected = updated_one_by_one(
+        make, start, [(ids, scale * g) for ids, g in row_updates(8)]
+    )
+    got = updated_by_rows(make(), start, row_updates(8))
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[0][-1], start[-1].astype("float32"))
+
+
+def test_adam_of_touched_rows_by_hand():
+    start = np.random.default_rng(1).normal(size=(ROWS, DIM))
+    w, m, v = start.copy(), np.zeros_like(start), np.zeros_like(start)
+    updates = list(row_updates(20))
+    for step, (rows, gradient) in enumerate(updates, start=1):
+        m[rows] = 0.8 * m[rows] + 0.2 * gradient
+        v[rows] = 0.95 * v[rows] + 0.05 * gradient**2
+        rate = 0.01 * np.sqrt(1 - 0.95**step) / (1 - 0.8**step)
+        w[rows] -= rate * m[rows] / (np.sqrt(v[rows]) + 1e-7)
+    optimizer = K.Adam(0.01, beta_1=0.8, beta_2=0.95)
+    got = updated_by_rows(optimizer, start, updates)
+    for mine, expected in zip(got, (w, m, v), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+DTYPES = {
+    "sgd": lambda: K.SGD(0.1),
+    "adagrad": lambda: K.Adagrad(0.1),
+    "adam": lambda: K.Adam(0.01),
+    "ftrl": lambda: K.Ftrl(0.1),
+    "decay": lambda: K.RMSprop(0.01, weight_decay=0.1, use_ema=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_other_dtypes(name, dtype):
+    make = DTYPES[name]
+    start = np.random.default_rng(1).normal(size=(ROWS, DIM)) + 1.0
+    tolerance = {"float16": 5e-3, "float64": 1e-7}[dtype]
+    expected = updated_one_by_one(make, start, row_updates(3), dtype)
+    got = updated_by_rows(make(), start, row_updates(3), dtype)
+    every = [(np.arange(ROWS), np.ones([ROWS, DIM]))]
+    variable = keras.Variable(start, dtype=dtype, name="embeddings")
+    optimizer = make()
+    optimizers.build(optimizer, [variable])
+    optimizers.update(
+        optimizer,
+        variable,
+        tf.ones([ROWS, DIM], dtype),
+        tf.constant(optimizer.learning_rate.numpy()),
+        tf.constant(0, tf.int64),
+    )
+    slots = optimizers.named_slots(optimizer, variable).values()
+    got += [v.numpy() for v in (variable, *slots)]
+    expected += updated_one_by_one(make, start, every, dtype)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_averages_start_at_the_variables():
+    start = np.full([ROWS, DIM], 2.0)
+    optimizer = K.SGD(0.0, use_ema=True, ema_momentum=0.9)
+    _, average = updated_by_rows(optimizer, start, row_updates(3))
+    np.testing.assert_allclose(average, start)
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_rules_about_whole_variables_are_refused_for_tables(make):
+    with pytest.raises(ValueError, match=r"cannot update some rows of 'e.*Mul"):
+        updated_by_rows(make(), np.ones([ROWS, DIM]), row_updates(1))
+
+
+# --- What is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: K.SGD(gradient_accumulation_steps=2),
+            "'sgd' uses gradient_accumulation_steps",
+        ),
+        (
+            lambda: K.Adam(use_ema=True, ema_overwrite_frequency=2),
+            "'adam' uses ema_overwrite_frequency",
+        ),
+        (lambda: K.LossScaleOptimizer(K.SGD()), "LossScaleO.*loss_scale_factor"),
+        (lambda: K.ScheduleFreeAdamW(), "uses ScheduleFreeAdamW"),
+        (
+            lambda: wide_and_deep(K.SGD(gradient_accumulation_steps=2)),
+            "'sgd' uses gradient_accumulation_steps",
+        ),
+    ],
+)
+def test_check(make, match):
+    reset_object_names()
+    with pytest.raises(ValueError, match=match):
+        optimizers.check(make())
+
+
+@pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_check_accepts(make):
+    optimizers.check(make())
+
+
+# --- MultiOptimizer ----------------------------------------------------------
+
+
+def variables(*names):
+    """Variables with these paths, with different values."""
+    made = []
+    for i, name in enumerate(names):
+        *scopes, name = name.split("/")
+        with keras.name_scope("/".join(scopes)):
+            made.append(keras.Variable(np.ones(2) * (i + 1), name=name))
+    return made
+
+
+def test_first_pattern_found_owns_a_variable():
+    optimizer = MultiOptimizer(
+        [("wide", K.Ftrl()), ("kernel$", K.Adam()), ("", K.SGD())]
+    )
+    paths = ["wide/kernel", "deep/kernel", "deep/bias", "deep/kernel_2"]
+    made = variables(*paths)
+    assert [v.path for v in made] == paths
+    assert [optimizer.owner(v) for v in made] == [0, 1, 2, 2]
+    assert [optimizers.owner(optimizer, v) for v in made] == [0, 1, 2, 2]
+    assert optimizers.owner(K.SGD(), made[0]) == 0
+
+
+def test_a_variable_that_no_pattern_matches():
+    optimizer = MultiOptimizer([("wide", K.Ftrl())])
+    with pytest.raises(ValueError, match=r"matches variable 'deep/bias'.*empty"):
+        optimizer.build(variables("wide/kernel", "deep/bias"))
+
+
+def test_no_pairs():
+    with pytest.raises(ValueError, match=r"at least one.*Received: \[\]"):
+        MultiOptimizer([])
+
+
+def test_serialization():
+    optimizer = MultiOptimizer(
+        [("wide", K.Ftrl(schedule(0.2))), ("", K.Adam(0.01, amsgrad=True))],
+        name="both",
+    )
+    config = keras.optimizers.serialize(optimizer)
+    copy = keras.optimizers.deserialize(config)
+    assert copy.get_config() == optimizer.get_config()
+    assert copy.name == "both"
+    assert [type(part) for part in copy.parts] == [K.Ftrl, K.Adam]
+    assert copy.parts[1].amsgrad
+
+
+def test_outside_tfdist_it_applies_each_part(tmp_path):
+    def model_of(optimizer):
+        reset_object_names()
+        keras.utils.set_random_seed(1)
+        wide = keras.layers.Dense(1, name="wide")
+        inputs = keras.Input([3])
+        deep = keras.layers.Dense(1, name="deep")(inputs)
+        model = keras.Model(inputs, wide(inputs) + deep)
+        model.compile(optimizer, "mse")
+        return model
+
+    x, y = np.ones([8, 3], "float32"), np.ones([8, 1], "float32")
+    model = model_of(MultiOptimizer([("wide", K.SGD(0.1)), ("", K.Adam())]))
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2
+    expected = model_of("sgd")
+    wide, deep = K.SGD(0.1), K.Adam()
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((expected(x[:4]) - y[:4]) ** 2)
+        of = expected.trainable_variables
+        pairs = list(zip(tape.gradient(loss, of), of, strict=True))
+        wide.apply_gradients([p for p in pairs if "wide" in p[1].path])
+        deep.apply_gradients([p for p in pairs if "deep" in p[1].path])
+    for mine, theirs in zip(model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert isinstance(loaded.optimizer, MultiOptimizer)
+    for mine, theirs in zip(
+        loaded.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_two_parts_of_one_kind_have_different_names():
+    pairs = [("a", K.Adam(name="adam")), ("b", K.SGD(name="sgd"))]
+    optimizer = MultiOptimizer([*pairs, ("", K.Adam(name="adam"))])
+    assert optimizers.part_names(optimizer) == ["adam", "sgd", "adam_1"]

@@ -17,6 +17,12 @@ from tensorflow.python.distribute.sharded_variable import (
     ShardedVariable as ShardedVariable,
 )
 
+# The handle of a variable without memory, with which a model is described
+# before anything is allocated; `tf.saved_model.load` uses it as well.
+from tensorflow.python.ops.resource_variable_ops import (
+    UninitializedVariable as UninitializedVariable,
+)
+
 SEED_STATE_NAME = "seed_generator_state"
 """Name of the variable in which a `keras.random.SeedGenerator` counts.
 

@@ -15,12 +15,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, evaluation, servers
+from tfdist import checkpoint, evaluation, planner, servers
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.checkpoint import Checkpoints
@@ -33,6 +34,7 @@ from tfdist.hooks import (
     SummarySaverHook,
 )
 from tfdist.loop import CoordinatedLoop, LocalLoop, Loop
+from tfdist.plans import Plan
 from tfdist.session import TrainingSession
 from tfdist.specs import (
     EvalSpec,
@@ -43,7 +45,12 @@ from tfdist.specs import (
     check_type,
 )
 from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.strategy import (
+    parameter_server_strategy,
+    placed_scope,
+    placement_by_name,
+)
+from tfdist.variables import describe
 
 _log = logging.getLogger(__name__)
 
@@ -104,17 +111,7 @@ class Estimator:
             )
         else:
             strategy = tf.distribute.get_strategy()
-        reset_object_names()
-        with placed_scope(strategy, num_ps=cluster.num_ps):
-            global_step = tf.Variable(
-                0,
-                dtype=tf.int64,
-                trainable=False,
-                name="global_step",
-                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            )
-            model = self.model_fn()
-            optimizers_lib.build(model.optimizer, model.trainable_variables)
+        global_step, model = self._create_variables(strategy)
         variables = checkpoint.named_variables(model, global_step)
         _log.info("%s", describe_placement(variables))
         checkpoints = Checkpoints(
@@ -134,6 +131,43 @@ class Estimator:
         )
         session.train()
         return session.step
+
+    def plan(self, num_ps: int, **kwargs: Any) -> Plan:
+        """Where a planned placement would put the model's variables.
+
+        Nothing is allocated and no cluster is needed.
+
+        Args:
+            num_ps: Number of parameter servers.
+            **kwargs: As for `tfdist.planner.plan`.
+        """
+        return planner.plan(describe(self.model_fn), num_ps, **kwargs)
+
+    def _create_variables(
+        self, strategy: tf.distribute.Strategy
+    ) -> tuple[tf.Variable, keras.Model]:
+        """The step counter, on the first server as in TF1, and the model."""
+        num_ps = self.config.cluster.num_ps
+        placement, specs = self.config.placement, ()
+        if num_ps and placement != "round_robin":
+            specs = describe(self.model_fn)
+        if isinstance(placement, str):
+            placement = placement_by_name(placement, specs, num_ps or 1)
+        with placed_scope(strategy, num_ps=num_ps):
+            global_step = tf.Variable(
+                0,
+                dtype=tf.int64,
+                trainable=False,
+                name="global_step",
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+        reset_object_names()
+        with placed_scope(
+            strategy, num_ps=num_ps, placement=placement, specs=specs
+        ):
+            model = self.model_fn()
+            optimizers_lib.build(model.optimizer, model.trainable_variables)
+        return global_step, model
 
     def _loop(
         self,

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
 from tfdist.hooks import SecondOrStepTimer, SessionRunHook
+from tfdist.variables import VariableSpec
 
 InputFn = Callable[..., tf.data.Dataset]
 
@@ -41,6 +42,9 @@ class RunConfig:
         log_step_count_steps: Steps between progress lines.
         steps_per_dispatch: Steps a worker runs per request (decision D4).
             Default: up to ten, fewer for models of many variables.
+        placement: Which parameter server holds a variable: "round_robin",
+            "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
+            a callable from a `VariableSpec` to the index of a server.
         start_timeout_secs: Seconds the chief waits for workers and ps.
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
@@ -60,6 +64,7 @@ class RunConfig:
     keep_checkpoint_every_n_hours: float | None = None
     log_step_count_steps: int = 100
     steps_per_dispatch: int | None = None
+    placement: str | Callable[[VariableSpec], int] = "round_robin"
     start_timeout_secs: float = 300.0
     evaluator_timeout_secs: float = 600.0
     cluster: Cluster = dataclasses.field(default_factory=Cluster.from_env)

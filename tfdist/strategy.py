@@ -7,16 +7,23 @@ of the server that holds each variable, and slots beside their variable.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import servers
 from tfdist.cluster import Cluster
-from tfdist.placement import RoundRobinStrategy, check_task
+from tfdist.placement import (
+    GreedyLoadBalancingStrategy,
+    RoundRobinStrategy,
+    byte_size_load_fn,
+    check_task,
+)
+from tfdist.planner import plan
 from tfdist.variables import VariableSpec, creation_spec
 
 Placement = Callable[[VariableSpec], int]
@@ -108,22 +115,22 @@ def placed_scope(
             server that shall hold it. Default: round robin.
         specs: What `describe` says of the model's variables, in order of
             creation, so that `placement` knows their full names and slots.
-            Variables created after the last one (counters) are described by
-            what the creator is told. Default: none.
+            Others (counters) are described by what the creator is told.
+            Default: none.
 
     Yields:
         Nothing.
 
     Raises:
         ValueError: inside the scope, when `placement` returns a task that does
-            not exist, or when a variable is not the one that `specs` expects.
+            not exist; at its end, when not every one of `specs` was created.
     """
     if not num_ps:
         with strategy.scope():
             yield
         return
     placement = placement or RoundRobinStrategy(num_ps)
-    expected = iter(specs or ())
+    expected = collections.deque(specs or ())
 
     def place(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is not None:
@@ -131,27 +138,55 @@ def placed_scope(
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             with tf.device(_CHIEF):
                 return next_creator(**kwargs)
-        spec = _agreed(next(expected, None), creation_spec(**kwargs))
+        spec = creation_spec(**kwargs)
+        if expected and _is_same(expected[0], spec):
+            spec = expected.popleft()
         task = check_task(placement(spec), num_ps, spec, placement)
         with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
             return next_creator(**kwargs)
 
     with tf.variable_creator_scope(place), strategy.scope():
         yield
-
-
-def _agreed(
-    expected: VariableSpec | None, created: VariableSpec
-) -> VariableSpec:
-    """The fuller description, once it is sure that it means `created`."""
-    if expected is None:
-        return created
-    if (expected.shape, expected.dtype) != (created.shape, created.dtype):
+    if expected:
         raise ValueError(
-            "Argument `model_fn` must make the same variables each time it is "
-            f"called. The plan has {expected.name!r} of shape "
-            f"{expected.shape} and {expected.dtype} next, but "
-            f"{created.name!r} of shape {created.shape} and {created.dtype} "
-            "was created."
+            "The model function must make the same variables each time it is "
+            f"called. The placement was made for {expected[0].name!r} of shape "
+            f"{expected[0].shape}, which was not created in its turn."
         )
-    return expected
+
+
+def _is_same(expected: VariableSpec, created: VariableSpec) -> bool:
+    """Whether a creator, told the last part of a name, makes `expected`."""
+    name = expected.name.rsplit("/", 1)[-1]
+    return (name, expected.shape, expected.dtype) == (
+        created.name,
+        created.shape,
+        created.dtype,
+    )
+
+
+def placement_by_name(
+    name: str, specs: Sequence[VariableSpec], num_ps: int
+) -> Placement:
+    """The placement strategy that `RunConfig(placement=...)` names.
+
+    Args:
+        name: "round_robin", TF1's default; "greedy", its
+            `GreedyLoadBalancingStrategy` by bytes, slots included; "planned",
+            `tfdist.planner.plan`, which sees all variables at once.
+        specs: The variables to place.
+        num_ps: Number of parameter servers.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "round_robin":
+        return RoundRobinStrategy(num_ps)
+    if name == "greedy":
+        return GreedyLoadBalancingStrategy(num_ps, byte_size_load_fn)
+    if name == "planned":
+        return plan(specs, num_ps).as_strategy()
+    raise ValueError(
+        "Argument `placement` must be a callable, 'round_robin', 'greedy' or "
+        f"'planned'. Received: placement={name!r}."
+    )

@@ -17,8 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# The handle of a variable without memory; `saved_model.load` uses it as well.
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+from tfdist._private import UninitializedVariable
 
 # Keras reads some variables while it builds (seed states, learning rates). They
 # are tiny, so these, and only these, get memory while a model is described.

@@ -64,6 +64,19 @@ flags.DEFINE_integer(
     "Steps a worker runs per request. Default: automatic.",
     lower_bound=1,
 )
+flags.DEFINE_enum(
+    "placement",
+    "round_robin",
+    ["round_robin", "greedy", "planned"],
+    "Which parameter server holds a variable.",
+)
+flags.DEFINE_integer(
+    "plan_ps",
+    None,
+    "Prints where a planned placement would put the variables on so many "
+    "parameter servers, and ends.",
+    lower_bound=1,
+)
 flags.DEFINE_float(
     "start_timeout_secs",
     300.0,
@@ -117,7 +130,7 @@ def optimizer() -> keras.optimizers.Optimizer:
     if FLAGS.wide_learning_rate is None:
         return deep
     wide = keras.optimizers.Ftrl(FLAGS.wide_learning_rate)
-    return tfdist.MultiOptimizer([("wide", wide), ("", deep)])
+    return tfdist.MultiOptimizer([("^wide", wide), ("", deep)])
 
 
 def train_and_evaluate(
@@ -149,8 +162,12 @@ def train_and_evaluate(
     def eval_input_fn() -> tf.data.Dataset:
         return examples.eval_input_fn(transform=preprocessor())
 
+    estimator = tfdist.Estimator(model_fn, config)
+    if FLAGS.plan_ps:
+        print(estimator.plan(FLAGS.plan_ps).table())
+        return None, []
     return tfdist.train_and_evaluate(
-        tfdist.Estimator(model_fn, config),
+        estimator,
         tfdist.TrainSpec(train_input_fn, max_steps=FLAGS.max_steps),
         tfdist.EvalSpec(
             eval_input_fn,
@@ -246,6 +263,7 @@ def main(argv: Sequence[str]) -> None:
             save_checkpoints_steps=FLAGS.save_checkpoints_steps,
             log_step_count_steps=FLAGS.log_steps,
             steps_per_dispatch=FLAGS.steps_per_dispatch,
+            placement=FLAGS.placement,
             start_timeout_secs=FLAGS.start_timeout_secs,
         )
         metrics, exports = train_and_evaluate(examples, config)

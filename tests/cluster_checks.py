@@ -1,0 +1,127 @@
+"""What test_strategy.py runs as every task of a cluster; the chief reports."""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from small_models import examples, logistic
+
+from tfdist import checkpoint, optimizers, servers
+from tfdist.cluster import Cluster
+from tfdist.loop import CoordinatedLoop, EndOfInput
+from tfdist.step import ModelStep
+from tfdist.strategy import parameter_server_strategy, placed_scope
+
+
+def model_fn(rate=0.1):
+    return logistic(
+        keras.optimizers.Adam(rate),
+        metrics=["accuracy", keras.metrics.AUC(name="auc")],
+        hidden=[keras.layers.Dense(3, name="hidden")],
+    )
+
+
+class Job:
+    """A model and its loop on the cluster."""
+
+    def __init__(self, strategy, input_fn, rate=0.1, placement=None):
+        with placed_scope(strategy, num_ps=2, placement=placement):
+            self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.model = model_fn(rate)
+            optimizers.build(
+                self.model.optimizer, self.model.trainable_variables
+            )
+        dataset = input_fn(tf.distribute.InputContext())
+        step = ModelStep(
+            self.model,
+            dataset.element_spec,
+            global_step=self.global_step,
+            remote=True,
+        )
+        self.loop = CoordinatedLoop(
+            step,
+            self.global_step,
+            input_fn,
+            strategy=strategy,
+            num_workers=2,
+            steps_per_dispatch=4,
+        )
+
+    def counters(self):
+        return [
+            int(self.global_step.numpy()),
+            int(self.model.optimizer.iterations.numpy()),
+        ]
+
+    def devices(self):
+        named = checkpoint.named_variables(self.model, self.global_step)
+        return {name: variable.device for name, variable in named.items()}
+
+
+def one_batch(context=None):
+    return tf.data.Dataset.from_tensors(examples(16)).repeat()
+
+
+def own_label(context):
+    """Every label is the index of the worker that reads it."""
+    label = tf.cast(context.input_pipeline_id, tf.float32)
+    batch = (tf.zeros([8, 4]), tf.fill([8, 1], label))
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+def check(strategy):
+    job = Job(strategy, one_batch)
+    report = {
+        "devices": job.devices(),
+        "metric_devices": [v.value.device for v in job.model.metrics_variables],
+        "order": [v.path for v in job.model.trainable_variables],
+        "counters": [],
+    }
+    for steps in (37, 1, 100):
+        job.loop.run(steps)
+        report["counters"].append(job.counters())
+
+    still = Job(strategy, one_batch, rate=0.0)
+    report["logs"] = still.loop.run(30)
+    with tf.device("/job:chief/task:0"):
+        local = model_fn()
+        x, y = examples(16)
+        report["expected_logs"] = local.evaluate(
+            x, y, verbose=0, return_dict=True
+        )
+
+    shares = Job(strategy, own_label, rate=0.0)
+    predicted = float(np.ravel(shares.model(tf.zeros([1, 4])))[0])
+    report["share_of_worker_1"] = (
+        1 - shares.loop.run(200)["accuracy"]
+        if predicted <= 0.5
+        else shares.loop.run(200)["accuracy"]
+    )
+
+    finite = Job(strategy, lambda context: one_batch().take(5))
+    try:
+        finite.loop.run(1000)
+    except EndOfInput:
+        report["steps_of_finite_input"] = finite.counters()
+
+    placed = Job(strategy, one_batch, placement=lambda spec: 1)
+    report["all_on_one"] = sorted(set(placed.devices().values()))
+    return report
+
+
+def main():
+    cluster = Cluster.from_env()
+    if cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    strategy = parameter_server_strategy(cluster, start_timeout_secs=60)
+    report = check(strategy)
+    servers.release(servers.server_tasks(cluster))
+    with open(sys.argv[1], "w") as file:
+        json.dump(report, file)
+
+
+if __name__ == "__main__":
+    main()
