@@ -26,7 +26,13 @@ setup(
         "tensorflow-datasets>=4.9.9",
     ],
     extras_require={
-        "test": ["hypothesis>=6.100", "psutil>=5.9", "pytest>=8", "ruff>=0.9"],
+        "test": [
+            "hypothesis>=6.100",
+            "matplotlib>=3.8",
+            "psutil>=5.9",
+            "pytest>=8",
+            "ruff>=0.9",
+        ],
         "notebooks": ["matplotlib>=3.8", "nbclient>=0.10", "ipykernel>=6.29"],
     },
 )

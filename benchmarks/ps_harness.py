@@ -28,7 +28,12 @@ def run_cluster(case: dict[str, Any]) -> dict[str, Any]:
         )
         if done.returncode:
             sys.exit(f"{case} failed:\n{done.stdout[-5000:]}")
-        return json.loads(output.read_text())
+        result = json.loads(output.read_text())
+        result["peak_bytes"] |= {
+            path.stem: int(path.read_text())
+            for path in pathlib.Path(directory).glob("*.peak")
+        }
+        return result
 
 
 def median_and_range(values: list[float]) -> str:

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from benchmarks.ps_harness import BATCH, DIM, IDS
-from tfdist import optimizers, servers
+from tfdist import checkpoint, optimizers, servers
 from tfdist.cluster import Cluster
 from tfdist.embedding import PartitionedEmbedding
 from tfdist.loop import CoordinatedLoop
@@ -204,12 +204,24 @@ def sent_bytes() -> int:
     raise RuntimeError("There is no loopback interface.")
 
 
+def peak_bytes() -> int:
+    """The most memory this process has had."""
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("The kernel tells no peak memory.")
+
+
 def main() -> None:
     """Serves, or measures as the chief."""
     case = json.loads(sys.argv[1])
     cluster = Cluster.from_env()
     if cluster.role != "chief":
         servers.serve(cluster)
+        name = f"{cluster.task_type}{cluster.task_index}.peak"
+        output = pathlib.Path(case["output"])
+        output.with_name(name).write_text(str(peak_bytes()))
         return
     strategy = parameter_server_strategy(cluster)
     run, model = runner(case, strategy, cluster)
@@ -226,10 +238,16 @@ def main() -> None:
         for v in model.trainable_variables
         if "embeddings" not in v.path
     )
+    if case.get("save"):
+        checkpoint.Checkpoints(
+            str(pathlib.Path(case["output"]).with_name("checkpoints")),
+            checkpoint.named_variables(model),
+        ).save(steps)
     result = {
         "steps_per_sec": speeds,
         "bytes_per_step": sent / (steps * case["repeats"]),
         "least_bytes": least_bytes(case["rows"], dense),
+        "peak_bytes": {"chief0": peak_bytes()},
     }
     pathlib.Path(case["output"]).write_text(json.dumps(result))
     servers.release(servers.server_tasks(cluster))

@@ -91,6 +91,24 @@ def test_line_cutter_shows_progress_now_and_then():
     assert shown == [[], [b"step 0"], [], [b"step 2"], [], [b"step 4"], []]
 
 
+@pytest.mark.parametrize("drop", [True, False])
+def test_line_cutter_drops_the_banner_of_tensorflow(drop):
+    banner = [
+        b"WARNING: All log messages before absl::InitializeLog() is called ...",
+        b"I0000 00:00:1795177989.2   28051 port.cc:153] oneDNN custom ...",
+        b"E0000 00:00:1795177998.1   28049 cuda_platform.cc:52] failed call to "
+        b"cuInit: ... Failed call to cuInit: UNKNOWN ERROR (303)",
+    ]
+    rest = [
+        b"E0000 00:00:1795177998.1   28049 context.cc:911] Failed to ...",
+        b"step 100 of 200",
+    ]
+    cutter = LineCutter()
+    cutter.drop_banner = drop
+    got = cutter.feed(b"\n".join([*banner, *rest, b""]), now=0.0)
+    assert got == (rest if drop else banner + rest)
+
+
 def test_line_cutter_needs_no_endless_memory():
     cutter = LineCutter()
     got = [cutter.feed(b"x" * 10_000, now=0.0) for _ in range(8)]

@@ -439,7 +439,10 @@ def test_rules_about_whole_variables_are_refused_for_tables(make):
             lambda: K.Adam(use_ema=True, ema_overwrite_frequency=2),
             "'adam' uses ema_overwrite_frequency",
         ),
-        (lambda: K.LossScaleOptimizer(K.SGD()), "LossScaleO.*loss_scale_factor"),
+        (
+            lambda: K.LossScaleOptimizer(K.SGD()),
+            "LossScaleO.*loss_scale_factor",
+        ),
         (lambda: K.ScheduleFreeAdamW(), "uses ScheduleFreeAdamW"),
         (
             lambda: wide_and_deep(K.SGD(gradient_accumulation_steps=2)),
@@ -485,7 +488,9 @@ def test_first_pattern_found_owns_a_variable():
 
 def test_a_variable_that_no_pattern_matches():
     optimizer = MultiOptimizer([("wide", K.Ftrl())])
-    with pytest.raises(ValueError, match=r"matches variable 'deep/bias'.*empty"):
+    with pytest.raises(
+        ValueError, match=r"matches variable 'deep/bias'.*empty"
+    ):
         optimizer.build(variables("wide/kernel", "deep/bias"))
 
 

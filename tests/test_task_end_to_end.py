@@ -4,6 +4,7 @@ import concurrent.futures
 import csv
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,42 @@ def test_summaries(cluster_job):
     evaluation = scalars(cluster_job[2] / "eval")
     assert {"loss", "auc", "accuracy"} == set(evaluation)
     assert MAX_STEPS in evaluation["auc"]
+
+
+# --- One process -------------------------------------------------------------
+
+
+def test_ctrl_c(directory):
+    """Ends at once, says how to go on, and the job does go on."""
+    flags = [*data_flags(directory), "--model_dir=interrupted"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.task", *flags, "--max_steps=1000000"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell has its background jobs ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
+        for line in process.stdout:
+            if line.startswith("Saved ") and "ckpt-0" not in line:
+                process.send_signal(signal.SIGINT)
+                break
+        output = process.stdout.read()
+    assert process.returncode == 130
+    assert "Interrupted. The same command continues" in output
+    assert "Traceback" not in output
+    path = tf.train.latest_checkpoint(directory / "interrupted")
+    step = checkpoint.step_of(path)
+    code, output = run(
+        *["trainer.task", *flags, f"--max_steps={step + 5}"],
+        directory=directory,
+    )
+    assert code == 0, output
+    assert f"Training continues at step {step} from " in output
 
 
 # --- Bad input ---------------------------------------------------------------

@@ -127,6 +127,8 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def call(self, ids: Any, weights: Any = None) -> Any:
         """Looks up `ids`; see the class."""
+        if self.combiner is None and weights is not None:
+            raise ValueError("Argument `weights` needs a `combiner`.")
         if isinstance(ids, tf.SparseTensor):
             if self.combiner is None:
                 raise ValueError("Sparse ids need a `combiner`.")
@@ -141,8 +143,6 @@ class PartitionedEmbedding(keras.layers.Layer):
                 ids.flat_values, values, ids.value_rowids(), ids.nrows()
             )
         ids = tf.convert_to_tensor(ids)
-        if self.combiner is None and weights is not None:
-            raise ValueError("Argument `weights` needs a `combiner`.")
         flat = ids if ids.shape.rank == 1 else tf.reshape(ids, [-1])
         rows = self._rows(flat)
         rows = _reshaped(rows, ids, self.output_dim)
@@ -162,6 +162,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         self, ids: Any, weights: Any = None
     ) -> keras.KerasTensor:
         """Shape and dtype of the result for a symbolic input."""
+        self._check_dtype(ids.dtype)
         shape = tuple(ids.shape)
         if self.combiner is not None:
             shape = shape[:-1]
@@ -191,11 +192,7 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def _rows(self, flat: tf.Tensor) -> tf.Tensor:
         """Rows `(n, output_dim)` of ids `(n,)`."""
-        if flat.dtype not in (tf.int32, tf.int64):
-            raise TypeError(
-                f"Ids of table {self.path!r} must be int32 or int64. "
-                f"Received: {flat.dtype.name}."
-            )
+        self._check_dtype(flat.dtype.name)
         flat = tf.cast(flat, tf.int64)
         desk = lookups.current()
         if desk is not None:
@@ -207,13 +204,21 @@ class PartitionedEmbedding(keras.layers.Layer):
         )
         return tf.cast(rows, self.compute_dtype)
 
+    def _check_dtype(self, dtype: str) -> None:
+        if dtype not in ("int32", "int64"):
+            raise TypeError(
+                f"Ids of table {self.path!r} must be int32 or int64. "
+                f"Received: {dtype}."
+            )
+
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
         """`flat`, once it is sure that every id is in the table."""
         inside = (flat >= 0) & (flat < self.input_dim)
         check = tf.debugging.Assert(
             tf.reduce_all(inside),
             [
-                f"Ids of table {self.path!r} must be in "
+                # No quotes: TensorFlow would escape them.
+                f"Ids of table {self.path} must be in "
                 f"[0, {self.input_dim}). Received:",
                 tf.boolean_mask(flat, ~inside),
             ],
@@ -255,32 +260,20 @@ def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
 def _of_shard(
     initializer: keras.initializers.Initializer, shard: int
 ) -> Callable[..., tf.Tensor]:
-    """The initializer of one shard; TF1 gave every shard the same values.
-
-    Runs as one function on the server, so it needs no second copy of the
-    shard.
-    """
-    config = initializer.get_config()
-    if isinstance(config.get("seed"), int):
-        config["seed"] += shard
-        initializer = type(initializer).from_config(config)
-    elif hasattr(initializer, "seed"):
-        # Keras draws a seed when an initializer is made; each shard needs its
-        # own.
-        config["seed"] = initializer.seed + shard
-        initializer = type(initializer).from_config(config)
-
-    def initial_value(shape: Any, dtype: Any = None) -> tf.Tensor:
-        return tf.function(lambda: initializer(shape, dtype=dtype))()
-
-    return initial_value
+    """The initializer of one shard; TF1 gave every shard the same values."""
+    # Keras draws a seed when an initializer is made; each shard needs its own.
+    seed = getattr(initializer, "seed", None)
+    if isinstance(seed, int):
+        config = initializer.get_config()
+        initializer = initializer.from_config({**config, "seed": seed + shard})
+    return initializer
 
 
 def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
     """Rows in the shape of `ids`; at run time only what is not static."""
     if ids.shape.rank == 1:
         return rows
-    if (ids.shape.rank or 0) >= 2 and None not in ids.shape[1:]:
+    if (ids.shape.rank or 0) >= 2 and all(ids.shape[1:]):
         return tf.reshape(rows, [-1, *ids.shape[1:], dim])
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
     rows.set_shape([*ids.shape, dim])

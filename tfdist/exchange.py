@@ -93,17 +93,17 @@ class _Group:
         limit = _repeated(np.array(limits, np.int64), lengths)
         inside = (ids >= 0) & (ids < limit)
         # An id out of range is a row of the next table, so it must never pass.
-        bad = tf.argmin(tf.cast(inside, tf.int32))
+        bad = tf.where(~inside)[:1, 0]
         which = _repeated(np.arange(len(calls), dtype=np.int64), lengths)
         check = tf.debugging.Assert(
             tf.reduce_all(inside),
             [
                 "Ids of table",
-                tf.gather(names, tf.gather(which, [bad])),
+                tf.gather(names, tf.gather(which, bad)),
                 "must be at least 0 and below",
-                tf.gather(limit, [bad]),
+                tf.gather(limit, bad),
                 "Received:",
-                tf.gather(ids, [bad]),
+                tf.gather(ids, bad),
             ],
         )
         with tf.control_dependencies([check]):

@@ -312,10 +312,9 @@ def shared_name(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> str:
     """Name of one that an optimizer keeps for all its variables together."""
-    if isinstance(optimizer, keras.optimizers.Nadam):
-        # Keras gives it no name of its own.
-        if variable is nadam_product(optimizer):
-            return "momentum_product"
+    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
+    if is_nadam and variable is nadam_product(optimizer):
+        return "momentum_product"  # Keras gives it no name of its own.
     return variable.name
 
 

@@ -1,0 +1,68 @@
+import collections
+import json
+
+import numpy as np
+import pytest
+import table_checks
+import tensorflow as tf
+
+from tfdist import checkpoint, optimizers
+from tfdist.loop import LocalLoop
+from tfdist.step import ModelStep
+
+
+def trained_in_one_process(steps_per_dispatch):
+    model = table_checks.table_model()
+    optimizers.build(model.optimizer, model.trainable_variables)
+    global_step = tf.Variable(0, dtype=tf.int64)
+    dataset = table_checks.batches()
+    step = ModelStep(model, dataset.element_spec, global_step=global_step)
+    loop = LocalLoop(step, global_step, dataset, steps_per_dispatch)
+    loop.run(table_checks.STEPS)
+    return table_checks.whole(checkpoint.named_variables(model, global_step))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the chief of 2 ps and 1 worker found."""
+    directory = tmp_path_factory.mktemp("exchange")
+    table_checks.launched("exchange", directory, ps=2)
+    return directory
+
+
+def test_one_message_each_way(found):
+    messages = json.loads((found / "messages.json").read_text())
+    kinds = collections.Counter(
+        (source, target, dtype)
+        for source, target, dtype, _ in messages
+        if dtype != "control"
+    )
+    expected = {}
+    for server in ("ps:0", "ps:1"):
+        expected["worker", server, "int64"] = 1  # Ids of rows.
+        expected[server, "worker", "float32"] = 1
+        expected["worker", server, "float32"] = 1
+    assert kinds == expected
+
+
+def test_tables_and_dense_variables_are_on_both_servers(found):
+    tasks = json.loads((found / "tasks.json").read_text())
+    for path in ("deep/embeddings", "more/embeddings", "wide/embeddings"):
+        assert set(tasks[path]) == {0, 1}
+    assert {tasks["dense/kernel"][0], tasks["dense/bias"][0]} == {0, 1}
+
+
+def test_cluster_of_one_worker_computes_what_one_process_does(found):
+    expected = trained_in_one_process(steps_per_dispatch=2)
+    got = np.load(found / "trained.npz")
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            got[name], value, rtol=1e-6, atol=1e-6, err_msg=name
+        )
+
+
+def test_counters_are_exact_with_three_workers(tmp_path):
+    table_checks.launched("counters", tmp_path, ps=2, workers=3)
+    counts = json.loads((tmp_path / "counters.json").read_text())
+    assert counts == [[7, 7], [8, 8], [60, 60]]

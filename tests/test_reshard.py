@@ -1,0 +1,232 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+import table_checks
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tfdist import MultiOptimizer, checkpoint, optimizers
+from tfdist._private import reset_object_names
+from tfdist.checkpoint import Checkpoints, named_variables
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(),
+    "adagrad ema": lambda: keras.optimizers.Adagrad(use_ema=True),
+    "nadam": lambda: keras.optimizers.Nadam(),
+    "multi": lambda: MultiOptimizer(
+        [("wide", keras.optimizers.Ftrl()), ("", keras.optimizers.RMSprop())]
+    ),
+    "same name": lambda: MultiOptimizer(
+        [
+            ("wide", keras.optimizers.Adam(0.1, name="adam")),
+            ("", keras.optimizers.Adam(0.2, name="adam")),
+        ]
+    ),
+}
+
+
+def built(shards, optimizer="adam", rows=20):
+    """A model of tables in so many shards, with its slots."""
+    reset_object_names()
+    model = table_checks.table_model(shards, rows, OPTIMIZERS[optimizer]())
+    optimizers.build(model.optimizer, model.trainable_variables)
+    return model
+
+
+def variables_of(model, step=0):
+    return named_variables(model, tf.Variable(step, dtype=tf.int64))
+
+
+def saved(directory, shards, **kwargs):
+    """Path of a checkpoint of random values, and these."""
+    variables = variables_of(built(shards, **kwargs))
+    table_checks.randomize(variables)
+    path = Checkpoints(str(directory), variables).save(3)
+    return path, table_checks.whole(variables)
+
+
+def assert_same(got, expected):
+    """Bit by bit."""
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        assert got[name].tobytes() == value.tobytes(), name
+
+
+# --- In one process ----------------------------------------------------------
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.data())
+def test_any_shards_into_any_others(tmp_path, data):
+    rows = data.draw(st.integers(1, 9))
+    numbers = st.tuples(st.integers(1, rows), st.integers(1, rows))
+    path, expected = saved(tmp_path, data.draw(numbers), rows=rows)
+    variables = variables_of(built(data.draw(numbers), rows=rows))
+    checkpoint.restore(path, variables)
+    assert_same(table_checks.whole(variables), expected)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_slots_of_every_kind(tmp_path, optimizer):
+    path, expected = saved(tmp_path, (3, 2), optimizer=optimizer)
+    variables = variables_of(built((1, 4), optimizer))
+    checkpoint.restore(path, variables)
+    assert_same(table_checks.whole(variables), expected)
+
+
+def test_names_are_those_of_the_table_in_one_piece(tmp_path):
+    path, _ = saved(tmp_path, (3, 2))
+    shapes = checkpoint.saved_shapes(path)
+    assert shapes["deep/embeddings"] == [20, 4]
+    assert shapes["deep/embeddings/adam/velocity"] == [20, 4]
+    assert not any("part" in name for name in shapes)
+    assert shapes == {
+        name: list(v.shape) for name, v in variables_of(built((1, 1))).items()
+    }
+
+
+def test_restore_without_optimizer(tmp_path):
+    path, expected = saved(tmp_path, (3, 2))
+    model = table_checks.table_model((1, 1))
+    variables = named_variables(model, optimizer=False)
+    checkpoint.restore(path, variables)
+    assert len(variables) == 3 + 4 + 4
+    assert_same(
+        table_checks.whole(variables), {n: expected[n] for n in variables}
+    )
+
+
+def test_what_does_not_fit_is_listed(tmp_path):
+    path, _ = saved(tmp_path, (3, 2))
+    variables = variables_of(built((2, 2), rows=21))
+    variables["new/kernel"] = tf.Variable([1.0, 2.0])
+    before = table_checks.whole(variables)
+    with pytest.raises(ValueError, match="does not fit the model") as error:
+        checkpoint.restore(path, variables)
+    lines = [each for each in str(error.value).splitlines() if "shape" in each]
+    assert "  new/kernel: shape (2,) in the model, missing in the chec" in str(
+        error.value
+    )
+    assert (
+        "  deep/embeddings: shape (21, 4) in the model, (20, 4) in the checkp"
+        in str(error.value)
+    )
+    assert len(lines) == 1 + 3 * 3  # Three tables with two slots each.
+    assert_same(table_checks.whole(variables), before)
+
+
+# --- On clusters -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster_checkpoint(tmp_path_factory):
+    """Saved from 3 shards, and 2, by 3 parameter servers."""
+    directory = tmp_path_factory.mktemp("reshard")
+    table_checks.launched("save", directory, 3, 2, ps=3)
+    return directory
+
+
+def test_three_servers_write_in_parallel(cluster_checkpoint):
+    names = {path.name for path in cluster_checkpoint.glob("model.ckpt-7.*")}
+    # One data file for each task that holds variables, besides the chief's.
+    assert len(names) >= 1 + 3, names
+
+
+@pytest.mark.parametrize(
+    ("shards", "ps"),
+    [((2, 2), 2), pytest.param((5, 1), 1, marks=pytest.mark.slow)],
+)
+def test_other_clusters_read_it(cluster_checkpoint, shards, ps):
+    table_checks.launched("restore", cluster_checkpoint, *shards, ps=ps)
+    got = np.load(cluster_checkpoint / f"restored-{ps}-{shards[0]}.npz")
+    assert_same(got, np.load(cluster_checkpoint / "saved.npz"))
+
+
+def test_a_plain_process_reads_it(cluster_checkpoint):
+    variables = variables_of(built((1, 1)))
+    restored = Checkpoints(str(cluster_checkpoint), variables).restore()
+    assert restored.endswith("model.ckpt-7")
+    got = table_checks.whole(variables)
+    assert_same(got, np.load(cluster_checkpoint / "saved.npz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2_000_000])
+def test_killing_the_chief_in_a_save_leaves_the_checkpoint_before(
+    tmp_path, rows
+):
+    partial = killed_in_a_save(tmp_path, rows)
+    # The kill hit: files of a checkpoint are there that is not complete.
+    assert partial
+    latest = tf.train.latest_checkpoint(str(tmp_path))
+    step = checkpoint.step_of(latest)
+    assert step < int((tmp_path / "begun").read_text())
+    variables = variables_of(built((1, 1), rows=rows))
+    assert Checkpoints(str(tmp_path), variables).restore() == latest
+    got, expected = (
+        table_checks.whole(variables),
+        np.load(tmp_path / "saved.npz"),
+    )
+    for name, value in expected.items():
+        for _ in range(step - 1):
+            value = value + np.ones_like(value)
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def killed_in_a_save(directory, rows):
+    """Kills the chief when a large checkpoint is half written.
+
+    Returns:
+        The files of that checkpoint.
+    """
+    log = directory / "kill.log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "tfdist.launch"],
+                *["--ps=2", "--workers=1", "--max_restarts=0"],
+                *[table_checks.__file__, "save_forever"],
+                *[str(directory), str(rows)],
+            ],
+            env=table_checks.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not (partial := half_written(directory)):
+            assert launcher.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.005)
+        os.kill(int((directory / "pid").read_text()), signal.SIGKILL)
+        launcher.wait(60)
+        return partial
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            launcher.terminate()
+        launcher.wait(60)
+
+
+def half_written(directory):
+    """Files of a checkpoint whose index is not there yet."""
+    files = {p.relative_to(directory) for p in directory.rglob("model.ckpt-*")}
+    done = {p.stem for p in files if p.suffix == ".index"}
+    return [
+        p
+        for p in files
+        if p.suffix != ".index" and p.name.partition(".data")[0] not in done
+    ]
