@@ -43,6 +43,9 @@ def test_one_message_each_way(found):
         expected[server, "worker", "float32"] = 1
         expected["worker", server, "float32"] = 1
     assert kinds == expected
+    # The worker waits for the servers' updates; nothing else waits.
+    waits = {(s, t) for s, t, dtype, _ in messages if dtype == "control"}
+    assert {target for _, target in waits} == {"worker"}
 
 
 def test_tables_and_dense_variables_are_on_both_servers(found):

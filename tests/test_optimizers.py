@@ -421,8 +421,14 @@ def test_averages_start_at_the_variables():
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
 def test_rules_about_whole_variables_are_refused_for_tables(make):
-    with pytest.raises(ValueError, match=r"cannot update some rows of 'e.*Mul"):
+    match = r"cannot update some rows of '.*embeddings.*MultiOptimizer"
+    with pytest.raises(ValueError, match=match):
         updated_by_rows(make(), np.ones([ROWS, DIM]), row_updates(1))
+    model = table_model(make(), ours=True)
+    optimizers.build(model.optimizer, model.trainable_variables)
+    spec = examples(every=True).element_spec
+    with pytest.raises(ValueError, match=match):
+        ModelStep(model, spec, global_step=tf.Variable(0, dtype=tf.int64))
 
 
 # --- What is refused ---------------------------------------------------------

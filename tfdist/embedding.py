@@ -42,7 +42,9 @@ class PartitionedEmbedding(keras.layers.Layer):
     Args:
         input_dim: Rows of the table.
         output_dim: Length of a row.
-        num_shards: Pieces. Default: 1, or what `partitioner` says.
+        num_shards: Pieces. Default: 1, or what `partitioner` says. A server
+            holds a second copy of a shard while that is initialized or
+            restored, so let none be larger than some 64 MB.
         partitioner: One of `tfdist.partition`'s; excludes `num_shards`.
         combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
             sum of squared weights) over the last axis of dense ids, over each

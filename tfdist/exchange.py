@@ -193,6 +193,11 @@ class Exchange:
         held = {id(v) for v in self.shards}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
         self._trained = {id(v) for v in model.trainable_variables}
+        for group in self._groups:
+            for shard in group.shards:
+                if id(shard) in self._trained:
+                    part = optimizers.parts(self._optimizer)[group.part]
+                    optimizers.check_rows(part, shard)
 
     def answers(
         self,

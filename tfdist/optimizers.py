@@ -112,6 +112,26 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             )
 
 
+def check_rows(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+    """Refuses a rule that cannot update some rows of a variable.
+
+    Raises:
+        ValueError: the rule is about the variable as a whole (Adafactor,
+            Lamb, Muon).
+    """
+    own = slots(optimizer, variable)
+    others = [v.path for v in own if v.shape != variable.shape]
+    if others or isinstance(optimizer, _WHOLE_VARIABLE):
+        raise ValueError(
+            f"The rule of {type(optimizer).__name__} is about a variable as a "
+            f"whole, so it cannot update some rows of {variable.path!r}. Use "
+            "tfdist.MultiOptimizer to give tables another optimizer, for "
+            "example Adagrad."
+        )
+
+
 def learning_rate(
     optimizer: keras.optimizers.Optimizer,
     iteration: tf.Tensor,
@@ -194,13 +214,12 @@ def update_rows(
         iteration: Scalar int64: updates before this one.
 
     Raises:
-        ValueError: the rule is about the variable as a whole (Adafactor,
-            Lamb, Muon).
+        ValueError: as `check_rows`.
     """
+    check_rows(optimizer, variable)
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
     own = slots(optimizer, variable)
-    _check_rows(optimizer, variable, own)
     fused = _FUSED_ROWS.get(type(optimizer))
     if fused is not None and not decay and not optimizer.use_ema:
         with keras.StatelessScope([(optimizer.iterations, iteration)]):
@@ -382,21 +401,6 @@ def _swapped(
         yield
     finally:
         vars(optimizer).update(originals)
-
-
-def _check_rows(
-    optimizer: keras.optimizers.Optimizer,
-    variable: keras.Variable,
-    own: Sequence[keras.Variable],
-) -> None:
-    others = [v.path for v in own if v.shape != variable.shape]
-    if others or isinstance(optimizer, _WHOLE_VARIABLE):
-        raise ValueError(
-            f"The rule of {type(optimizer).__name__} is about a variable as a "
-            f"whole, so it cannot update some rows of {variable.path!r}. Use "
-            "tfdist.MultiOptimizer to give tables another optimizer, for "
-            "example Adagrad."
-        )
 
 
 def _decay(
