@@ -65,6 +65,7 @@ def test_cluster_of_one_worker_computes_what_one_process_does(found):
         )
 
 
+@pytest.mark.slow
 def test_counters_are_exact_with_three_workers(tmp_path):
     table_checks.launched("counters", tmp_path, ps=2, workers=3)
     counts = json.loads((tmp_path / "counters.json").read_text())

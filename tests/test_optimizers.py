@@ -42,7 +42,6 @@ def wide_and_deep(optimizer=None):
 # Their rule leaves a row without a gradient alone, as Keras' dense one does
 # (Ftrl's if the table starts at zeros).
 STILL = {
-    "sgd schedule": lambda: K.SGD(schedule(0.1)),
     "adagrad": lambda: K.Adagrad(0.1),
     "ftrl": lambda: K.Ftrl(
         0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01
@@ -53,6 +52,7 @@ STILL = {
     ),
 }
 STILL_SLOW = {
+    "sgd schedule": lambda: K.SGD(schedule(0.1)),
     "sgd": lambda: K.SGD(0.1),
     "adagrad from zero": lambda: K.Adagrad(0.1, initial_accumulator_value=0.0),
     "adagrad schedule": lambda: K.Adagrad(schedule(0.1)),
@@ -66,12 +66,12 @@ STILL_SLOW = {
 }
 # Their rule moves every row in every step.
 MOVING = {
-    "adam": lambda: K.Adam(0.01),
     "adam ema": lambda: K.Adam(0.01, use_ema=True, ema_momentum=0.9),
     "adamw": lambda: K.AdamW(0.01, weight_decay=0.1),
     "nadam": lambda: K.Nadam(0.01),
 }
 MOVING_SLOW = {
+    "adam": lambda: K.Adam(0.01),
     "momentum": lambda: K.SGD(0.05, momentum=0.9),
     "nesterov": lambda: K.SGD(0.05, momentum=0.9, nesterov=True),
     "adam schedule": lambda: K.Adam(schedule(0.01)),
@@ -103,7 +103,6 @@ MOVING_SLOW = {
 WHOLE = {
     "lamb": lambda: K.Lamb(0.01),
     "adafactor": lambda: K.Adafactor(0.01),
-    "muon": lambda: K.Muon(0.01, exclude_layers=["out"]),
     "muon decay": lambda: K.Muon(
         0.01, exclude_layers=["out"], weight_decay=0.1, adam_weight_decay=None
     ),

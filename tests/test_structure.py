@@ -11,7 +11,7 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 FLOORS = {
     0: "cluster processes placement partition inputs variables lookups "
     "packing branch_and_bound splitting plans planner device_setter _private",
-    1: "servers strategy embedding exchange optimizers model_parallel",
+    1: "servers strategy embedding exchange routing optimizers model_parallel",
     2: "step loop hooks checkpoint",
     3: "session evaluation exporters specs",
     4: "estimator canned launch vertex testing __init__",
@@ -26,10 +26,6 @@ ENVIRONMENT = {
     "tfdist/strategy.py",  # Sets GRPC_FAIL_FAST, which TensorFlow reads.
     "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
     "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.
-}
-# Private names of TensorFlow and Keras outside tfdist/_private.py.
-PRIVATE = {
-    ("tfdist/variables.py", "tensorflow.python.ops.resource_variable_ops"),
 }
 
 SOURCES = {
@@ -114,12 +110,7 @@ def test_private_imports_are_in_one_file(path):
         if full.startswith(("tensorflow.python", "tensorflow.core"))
         or full.startswith("keras.src")
     }
-    allowed = {full for file, full in PRIVATE if file == path}
-    assert (
-        {f for f in private if not f.startswith(tuple(allowed))} == set()
-        if allowed
-        else not private
-    )
+    assert not private
 
 
 @pytest.mark.parametrize("path", SOURCES)
