@@ -9,6 +9,7 @@ from tfdist import MultiOptimizer, PartitionedEmbedding, optimizers
 from tfdist._private import nadam_product, reset_object_names
 from tfdist.checkpoint import named_variables
 from tfdist.loop import LocalLoop
+from tfdist.slots import named_slots
 from tfdist.step import ModelStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:When providing `inputs`")
@@ -226,11 +227,11 @@ def assign(model, start):
 
 def assert_trains_as_keras(make, model_fn, dataset, zeros=()):
     reset_object_names()
-    theirs = model_fn(make(), ours=False)
+    theirs = model_fn(make, ours=False)
     start = random_weights(theirs, zeros)
     expected = trained_by_keras(theirs, dataset, start)
     reset_object_names()
-    got = trained_by_us(model_fn(make(), ours=True), dataset, start)
+    got = trained_by_us(model_fn(make, ours=True), dataset, start)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(
@@ -315,7 +316,7 @@ def updated_by_rows(optimizer, start, updates, dtype="float32"):
             tf.constant(gradient, variable.dtype),
             tf.constant(step, tf.int64),
         )
-    slots = optimizers.named_slots(optimizer, variable)
+    slots = named_slots(optimizer, variable)
     return [v.numpy() for v in (variable, *slots.values())]
 
 
@@ -340,7 +341,7 @@ def updated_one_by_one(make, start, updates, dtype="float32"):
     columns = [
         [v.numpy() for v in (variable, *slots.values())]
         for variable, optimizer in rows
-        for slots in [optimizers.named_slots(optimizer, variable)]
+        for slots in [named_slots(optimizer, variable)]
     ]
     return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
@@ -407,7 +408,7 @@ def test_other_dtypes(name, dtype):
         tf.constant(optimizer.learning_rate.numpy()),
         tf.constant(0, tf.int64),
     )
-    slots = optimizers.named_slots(optimizer, variable).values()
+    slots = named_slots(optimizer, variable).values()
     got += [v.numpy() for v in (variable, *slots)]
     expected += updated_one_by_one(make, start, every, dtype)
     for mine, theirs in zip(got, expected, strict=True):

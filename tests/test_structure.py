@@ -11,7 +11,8 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 FLOORS = {
     0: "cluster processes placement partition inputs variables lookups "
     "packing branch_and_bound splitting plans planner device_setter _private",
-    1: "servers strategy embedding exchange routing optimizers model_parallel",
+    1: "servers strategy embedding exchange routing optimizers slots kernels "
+    "multi_optimizer model_parallel",
     2: "step loop hooks checkpoint",
     3: "session evaluation exporters specs",
     4: "estimator canned launch vertex testing __init__",

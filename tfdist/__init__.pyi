@@ -9,7 +9,7 @@ from .exporters import LatestExporter as LatestExporter
 from .hooks import CheckpointSaverListener as CheckpointSaverListener
 from .hooks import SecondOrStepTimer as SecondOrStepTimer
 from .hooks import SessionRunHook as SessionRunHook
-from .optimizers import MultiOptimizer as MultiOptimizer
+from .multi_optimizer import MultiOptimizer as MultiOptimizer
 from .placement import (
     GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy,
 )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import optimizers
+from tfdist import optimizers, slots
 from tfdist._private import ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 
@@ -80,7 +80,7 @@ def _grouped(
     for variable in model.trainable_variables:
         i = optimizers.owner(model.optimizer, variable)
         prefix = f"{logical_path(variable)}/{names[i]}/"
-        for kind, slot in optimizers.named_slots(parts[i], variable).items():
+        for kind, slot in slots.named_slots(parts[i], variable).items():
             copy_shard(variable, slot)
             grouped[prefix + kind].append(slot)
             seen.add(id(slot))
@@ -89,7 +89,7 @@ def _grouped(
     ):
         for variable in part.variables:
             if id(variable) not in seen:
-                kind = optimizers.shared_name(part, variable)
+                kind = slots.shared_name(part, variable)
                 grouped[f"{name}/{kind}"].append(variable)
                 seen.add(id(variable))
     return grouped

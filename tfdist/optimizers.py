@@ -8,24 +8,20 @@ adding and writing, which loses steps as soon as two workers do it.
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from tfdist import kernels
 from tfdist._private import (
     moving_averages,
     nadam_product,
-    slot_lists,
-    unique_id,
     uses_weight_decay,
     variable_index,
 )
-
-Gradient = tf.Tensor | tf.IndexedSlices | None
+from tfdist.multi_optimizer import MultiOptimizer
+from tfdist.slots import RowView, slots, swapped
 
 # Their steps depend on norms or products over all rows.
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -172,7 +168,7 @@ def update(
     with keras.StatelessScope([(optimizer.iterations, iteration)]):
         if decay:
             target.assign_sub(target * (decay * rate))
-        fused = _FUSED.get(type(optimizer))
+        fused = kernels.DENSE.get(type(optimizer))
         if fused is None or not fused(optimizer, variable, gradient, rate):
             optimizer.update_step(gradient, variable, rate)
     if optimizer.use_ema:
@@ -220,7 +216,7 @@ def update_rows(
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
     own = slots(optimizer, variable)
-    fused = _FUSED_ROWS.get(type(optimizer))
+    fused = kernels.ROWS.get(type(optimizer))
     if fused is not None and not decay and not optimizer.use_ema:
         with keras.StatelessScope([(optimizer.iterations, iteration)]):
             if fused(optimizer, variable, ids, gradient, rate):
@@ -228,7 +224,7 @@ def update_rows(
     row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
     with (
         keras.StatelessScope([(optimizer.iterations, iteration)]),
-        _swapped(optimizer, variable, row_slots),
+        swapped(optimizer, variable, row_slots),
     ):
         if decay:
             row.assign_sub(row.rows * (decay * rate))
@@ -244,74 +240,6 @@ def update_rows(
         view.scatter()
 
 
-def _with_operators(view: type) -> type:
-    """Gives a class the arithmetic of its `rows`."""
-    for name in ("add", "sub", "mul", "truediv", "pow"):
-        for method in (f"__{name}__", f"__r{name}__"):
-            setattr(
-                view,
-                method,
-                lambda self, other, method=method: getattr(self.rows, method)(
-                    tf.convert_to_tensor(other, self.dtype)
-                ),
-            )
-    return view
-
-
-@_with_operators
-class RowView:
-    """Some rows of a variable, in the role of a variable.
-
-    An optimizer's `update_step` reads and assigns it as it would the whole
-    variable; `scatter` writes the rows back.
-    """
-
-    def __init__(self, variable: tf.Variable, ids: tf.Tensor) -> None:
-        self._variable = variable
-        self._ids = ids
-        self._changed = False
-        self.rows = tf.gather(variable, ids)
-        self.dtype = variable.dtype
-        self.name = variable.name
-        self._unique_id = unique_id(variable)
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        """Shape of the rows."""
-        return self.rows.shape
-
-    @property
-    def value(self) -> tf.Tensor:
-        """The rows."""
-        return self.rows
-
-    def __tf_tensor__(
-        self, dtype: tf.DType | None = None, name: str | None = None
-    ) -> tf.Tensor:
-        """The rows."""
-        return tf.convert_to_tensor(self.rows, dtype, name=name)
-
-    def assign(self, value: tf.Tensor) -> None:
-        """Replaces the rows."""
-        self.rows = tf.cast(value, self.dtype)
-        self._changed = True
-
-    def assign_add(self, value: tf.Tensor) -> None:
-        """Adds to the rows."""
-        self.assign(self.rows + tf.cast(value, self.dtype))
-
-    def assign_sub(self, value: tf.Tensor) -> None:
-        """Subtracts from the rows."""
-        self.assign(self.rows - tf.cast(value, self.dtype))
-
-    def scatter(self) -> None:
-        """Writes the rows into the variable, if they changed."""
-        if self._changed:
-            self._variable.scatter_update(
-                tf.IndexedSlices(self.rows, self._ids)
-            )
-
-
 def begin_step(
     optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
 ) -> None:
@@ -325,82 +253,6 @@ def begin_step(
         product = nadam_product(optimizer).value
         power = tf.pow(0.96, tf.cast(iteration + 1, product.dtype))
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
-
-
-def shared_name(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> str:
-    """Name of one that an optimizer keeps for all its variables together."""
-    is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
-    if is_nadam and variable is nadam_product(optimizer):
-        return "momentum_product"  # Keras gives it no name of its own.
-    return variable.name
-
-
-def slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> list[keras.Variable]:
-    """The slots of `variable`, in the order in which they were made."""
-    index = variable_index(optimizer, variable)
-    own = [each[index] for each in slot_lists(optimizer).values()]
-    return [slot for slot in own if slot is not None]
-
-
-def _rule_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> list[keras.Variable]:
-    """The slots of `variable` that the optimizer's own rule uses.
-
-    The moving average of `use_ema` is the base class's, made before them.
-    """
-    return slots(optimizer, variable)[int(optimizer.use_ema) :]
-
-
-def named_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> dict[str, keras.Variable]:
-    """The slots of `variable` by kind, such as `momentum`.
-
-    The kind is what Keras puts behind the variable's name in the slot's; where
-    it gives slots no such name (Adafactor's factors), that of the attribute
-    that lists them.
-    """
-    index = variable_index(optimizer, variable)
-    prefix = variable.path.replace("/", "_") + "_"
-    own = {id(v) for v in optimizer.variables}
-    named = {}
-    for attribute, each in slot_lists(optimizer).items():
-        slot = each[index]
-        if id(slot) not in own:  # None, or the dummy of a variable without.
-            continue
-        if slot.name.startswith(prefix):
-            named[slot.name.removeprefix(prefix)] = slot
-        else:
-            named[attribute.strip("_")] = slot
-    return named
-
-
-@contextlib.contextmanager
-def _swapped(
-    optimizer: keras.optimizers.Optimizer,
-    variable: keras.Variable,
-    views: Sequence[RowView],
-) -> Iterator[None]:
-    """Lets the optimizer find `views` where the slots of `variable` are."""
-    index = variable_index(optimizer, variable)
-    originals = slot_lists(optimizer)
-    remaining = iter(views)
-    swapped = {}
-    for name, slots_of in originals.items():
-        swapped[name] = list(slots_of)
-        if swapped[name][index] is not None:
-            swapped[name][index] = next(remaining)
-    # Not by setattr, which would have Keras and TensorFlow track the views.
-    vars(optimizer).update(swapped)
-    try:
-        yield
-    finally:
-        vars(optimizer).update(originals)
 
 
 def _decay(
@@ -426,168 +278,6 @@ def _average_weight(
     return 1.0 - later * optimizer.ema_momentum
 
 
-def _fused_sgd(
-    optimizer: keras.optimizers.SGD,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if optimizer.momentum:
-        return False
-    tf.raw_ops.ResourceApplyGradientDescent(
-        var=variable.value.handle, alpha=rate, delta=gradient
-    )
-    return True
-
-
-def _fused_sgd_rows(
-    optimizer: keras.optimizers.SGD,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if optimizer.momentum:
-        return False
-    variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
-    return True
-
-
-def _same_adagrad(optimizer: keras.optimizers.Adagrad) -> bool:
-    """Whether TensorFlow's kernel gives Keras' result.
-
-    Keras adds epsilon under the root, the kernel beside it: the same to float
-    precision unless an accumulator is near zero.
-    """
-    return optimizer.initial_accumulator_value >= 1e-2
-
-
-def _fused_adagrad(
-    optimizer: keras.optimizers.Adagrad,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if not _same_adagrad(optimizer):
-        return False
-    (accumulator,) = _rule_slots(optimizer, variable)
-    tf.raw_ops.ResourceApplyAdagradV2(
-        var=variable.value.handle,
-        accum=accumulator.value.handle,
-        lr=rate,
-        epsilon=0.0,
-        grad=gradient,
-    )
-    return True
-
-
-def _fused_adagrad_rows(
-    optimizer: keras.optimizers.Adagrad,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if not _same_adagrad(optimizer):
-        return False
-    (accumulator,) = _rule_slots(optimizer, variable)
-    tf.raw_ops.ResourceSparseApplyAdagradV2(
-        var=variable.value.handle,
-        accum=accumulator.value.handle,
-        lr=rate,
-        epsilon=0.0,
-        grad=gradient,
-        indices=ids,
-    )
-    return True
-
-
-def _fused_adam(
-    optimizer: keras.optimizers.Adam,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if optimizer.amsgrad:
-        return False
-    steps = tf.cast(optimizer.iterations.value + 1, rate.dtype)
-    momentum, velocity = _rule_slots(optimizer, variable)
-    tf.raw_ops.ResourceApplyAdam(
-        var=variable.value.handle,
-        m=momentum.value.handle,
-        v=velocity.value.handle,
-        beta1_power=tf.pow(optimizer.beta_1, steps),
-        beta2_power=tf.pow(optimizer.beta_2, steps),
-        lr=rate,
-        beta1=optimizer.beta_1,
-        beta2=optimizer.beta_2,
-        epsilon=optimizer.epsilon,
-        grad=gradient,
-    )
-    return True
-
-
-def _ftrl_arguments(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> dict[str, Any]:
-    accumulator, linear = _rule_slots(optimizer, variable)
-    return {
-        "var": variable.value.handle,
-        "accum": accumulator.value.handle,
-        "linear": linear.value.handle,
-        "grad": gradient,
-        "lr": rate,
-        "l1": optimizer.l1_regularization_strength,
-        "l2": optimizer.l2_regularization_strength
-        + optimizer.beta / (2.0 * rate),
-        "l2_shrinkage": optimizer.l2_shrinkage_regularization_strength,
-        "lr_power": optimizer.learning_rate_power,
-    }
-
-
-def _fused_ftrl(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    tf.raw_ops.ResourceApplyFtrlV2(
-        **_ftrl_arguments(optimizer, variable, gradient, rate)
-    )
-    return True
-
-
-def _fused_ftrl_rows(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    tf.raw_ops.ResourceSparseApplyFtrlV2(
-        **_ftrl_arguments(optimizer, variable, gradient, rate), indices=ids
-    )
-    return True
-
-
-# Kernels of TensorFlow that mean the same as a Keras update step; each returns
-# whether it applied. Exact types only: a subclass may mean something else.
-_FUSED = {
-    keras.optimizers.SGD: _fused_sgd,
-    keras.optimizers.Adagrad: _fused_adagrad,
-    keras.optimizers.Adam: _fused_adam,
-    keras.optimizers.Ftrl: _fused_ftrl,
-}
-_FUSED_ROWS = {
-    keras.optimizers.SGD: _fused_sgd_rows,
-    keras.optimizers.Adagrad: _fused_adagrad_rows,
-    keras.optimizers.Ftrl: _fused_ftrl_rows,
-}
-
-
 def clip(
     optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
 ) -> list[tf.Tensor]:
@@ -611,109 +301,3 @@ def clip(
         limit = optimizer.clipvalue
         return [tf.clip_by_value(g, -limit, limit) for g in gradients]
     return gradients
-
-
-@keras.saving.register_keras_serializable(package="tfdist")
-class MultiOptimizer(keras.optimizers.Optimizer):
-    """Different optimizers for different variables of one model.
-
-    What `tf.estimator.DNNLinearCombinedClassifier` did with its
-    `linear_optimizer` and `dnn_optimizer`, for any split of the variables.
-
-    >>> optimizer = MultiOptimizer([
-    ...     ("wide", keras.optimizers.Ftrl(0.1)),
-    ...     ("", keras.optimizers.Adagrad(0.05)),
-    ... ])
-
-    Args:
-        optimizers: `(pattern, optimizer)` pairs. A variable belongs to the
-            first pair whose regular expression is found in its `path`; the
-            empty pattern takes all that are left.
-        name: Name of the optimizer.
-
-    Raises:
-        ValueError: no pair, or (when built) a variable that no pattern matches.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[tuple[str, keras.optimizers.Optimizer]],
-        name: str = "multi_optimizer",
-    ) -> None:
-        if not optimizers:
-            raise ValueError(
-                "Argument `optimizers` must have at least one "
-                f"(pattern, optimizer) pair. Received: {optimizers!r}."
-            )
-        # The learning rate is never used: each part has its own.
-        super().__init__(learning_rate=0.0, name=name)
-        self.patterns = [pattern for pattern, _ in optimizers]
-        self.parts = [keras.optimizers.get(part) for _, part in optimizers]
-
-    def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Builds each part for the variables that belong to it."""
-        super().build(variables)
-        for i, part in enumerate(self.parts):
-            part.build([v for v in variables if self.owner(v) == i])
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The counter of this optimizer and the variables of its parts."""
-        return [
-            self.iterations,
-            *(v for part in self.parts for v in part.variables),
-        ]
-
-    def split(
-        self, gradients: Sequence[Gradient], variables: Sequence[keras.Variable]
-    ) -> list[tuple[keras.optimizers.Optimizer, list]]:
-        """`(part, [(gradient, variable), ...])` for each part with any."""
-        pairs = list(zip(gradients, variables, strict=True))
-        split = [
-            (part, [p for p in pairs if self.owner(p[1]) == i])
-            for i, part in enumerate(self.parts)
-        ]
-        return [(part, own) for part, own in split if own]
-
-    def apply(
-        self,
-        grads: Sequence[Gradient],
-        trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> None:
-        """As `keras.optimizers.Optimizer.apply`, for use outside tfdist."""
-        variables = trainable_variables or self._trainable_variables
-        if not self.built:
-            self.build(list(variables))
-        for part, pairs in self.split(grads, variables):
-            part.apply(*zip(*pairs, strict=True))
-        self.iterations.assign_add(1)
-
-    def owner(self, variable: keras.Variable) -> int:
-        """Index of the part that updates `variable`."""
-        for i, pattern in enumerate(self.patterns):
-            if re.search(pattern, variable.path):
-                return i
-        raise ValueError(
-            f"No pattern of {self.name!r} matches variable {variable.path!r}. "
-            f"Patterns: {self.patterns}. End the list with an empty pattern to "
-            "take all variables that are left."
-        )
-
-    def get_config(self) -> dict[str, Any]:
-        """Configuration from which `from_config` makes the same optimizer."""
-        parts = [keras.optimizers.serialize(part) for part in self.parts]
-        return {
-            "name": self.name,
-            "optimizers": list(zip(self.patterns, parts, strict=True)),
-        }
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict | None = None
-    ) -> MultiOptimizer:
-        """Makes an optimizer from `get_config()`."""
-        parts = [
-            (pattern, keras.optimizers.deserialize(part, custom_objects))
-            for pattern, part in config["optimizers"]
-        ]
-        return cls(parts, name=config["name"])

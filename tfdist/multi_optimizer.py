@@ -1,0 +1,118 @@
+"""Different optimizers for different variables of one model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class MultiOptimizer(keras.optimizers.Optimizer):
+    """Different optimizers for different variables of one model.
+
+    What `tf.estimator.DNNLinearCombinedClassifier` did with its
+    `linear_optimizer` and `dnn_optimizer`, for any split of the variables.
+
+    >>> optimizer = MultiOptimizer([
+    ...     ("wide", keras.optimizers.Ftrl(0.1)),
+    ...     ("", keras.optimizers.Adagrad(0.05)),
+    ... ])
+
+    Args:
+        optimizers: `(pattern, optimizer)` pairs. A variable belongs to the
+            first pair whose regular expression is found in its `path`; the
+            empty pattern takes all that are left.
+        name: Name of the optimizer.
+
+    Raises:
+        ValueError: no pair, or (when built) a variable that no pattern matches.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[tuple[str, keras.optimizers.Optimizer]],
+        name: str = "multi_optimizer",
+    ) -> None:
+        if not optimizers:
+            raise ValueError(
+                "Argument `optimizers` must have at least one "
+                f"(pattern, optimizer) pair. Received: {optimizers!r}."
+            )
+        # The learning rate is never used: each part has its own.
+        super().__init__(learning_rate=0.0, name=name)
+        self.patterns = [pattern for pattern, _ in optimizers]
+        self.parts = [keras.optimizers.get(part) for _, part in optimizers]
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Builds each part for the variables that belong to it."""
+        super().build(variables)
+        for i, part in enumerate(self.parts):
+            part.build([v for v in variables if self.owner(v) == i])
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The counter of this optimizer and the variables of its parts."""
+        return [
+            self.iterations,
+            *(v for part in self.parts for v in part.variables),
+        ]
+
+    def split(
+        self, gradients: Sequence[Gradient], variables: Sequence[keras.Variable]
+    ) -> list[tuple[keras.optimizers.Optimizer, list]]:
+        """`(part, [(gradient, variable), ...])` for each part with any."""
+        pairs = list(zip(gradients, variables, strict=True))
+        split = [
+            (part, [p for p in pairs if self.owner(p[1]) == i])
+            for i, part in enumerate(self.parts)
+        ]
+        return [(part, own) for part, own in split if own]
+
+    def apply(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        """As `keras.optimizers.Optimizer.apply`, for use outside tfdist."""
+        variables = trainable_variables or self._trainable_variables
+        if not self.built:
+            self.build(list(variables))
+        for part, pairs in self.split(grads, variables):
+            part.apply(*zip(*pairs, strict=True))
+        self.iterations.assign_add(1)
+
+    def owner(self, variable: keras.Variable) -> int:
+        """Index of the part that updates `variable`."""
+        for i, pattern in enumerate(self.patterns):
+            if re.search(pattern, variable.path):
+                return i
+        raise ValueError(
+            f"No pattern of {self.name!r} matches variable {variable.path!r}. "
+            f"Patterns: {self.patterns}. End the list with an empty pattern to "
+            "take all variables that are left."
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Configuration from which `from_config` makes the same optimizer."""
+        parts = [keras.optimizers.serialize(part) for part in self.parts]
+        return {
+            "name": self.name,
+            "optimizers": list(zip(self.patterns, parts, strict=True)),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict | None = None
+    ) -> MultiOptimizer:
+        """Makes an optimizer from `get_config()`."""
+        parts = [
+            (pattern, keras.optimizers.deserialize(part, custom_objects))
+            for pattern, part in config["optimizers"]
+        ]
+        return cls(parts, name=config["name"])
