@@ -10,6 +10,13 @@ from .hooks import CheckpointSaverListener as CheckpointSaverListener
 from .hooks import SecondOrStepTimer as SecondOrStepTimer
 from .hooks import SessionRunHook as SessionRunHook
 from .multi_optimizer import MultiOptimizer as MultiOptimizer
+from .partition import fixed_size_partitioner as fixed_size_partitioner
+from .partition import (
+    min_max_variable_partitioner as min_max_variable_partitioner,
+)
+from .partition import (
+    variable_axis_size_partitioner as variable_axis_size_partitioner,
+)
 from .placement import (
     GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy,
 )
