@@ -379,6 +379,8 @@ def test_ids_out_of_range_in_a_step(value):
     assert f"[Received:] [{value}]" in error.value.message
     np.testing.assert_array_equal(table_of(words), before[0])
     np.testing.assert_array_equal(table_of(others), before[1])
+    # Nothing was applied, so nothing is counted.
+    assert int(model.optimizer.iterations.numpy()) == 0
 
 
 # --- Serialization -----------------------------------------------------------

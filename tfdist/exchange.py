@@ -224,7 +224,7 @@ class Exchange:
         moves: Sequence[tuple[keras.Variable, tf.Tensor]],
         rates: Sequence[tf.Tensor],
         iteration: tf.Tensor,
-    ) -> None:
+    ) -> dict[str, tf.Tensor]:
         """Updates every variable where it lives.
 
         Args:
@@ -234,8 +234,12 @@ class Exchange:
             moves: Variables to add a tensor to (moving averages).
             rates: Learning rate of each part of the optimizer.
             iteration: Scalar int64.
+
+        Returns:
+            For each server, a tensor there that depends on the gradients.
         """
         blocks = self._blocks(pulled, rows)
+        arrived: dict[str, tf.Tensor] = {}
         moving = [v for v, _ in moves]
         scalars = [*rates, tf.cast(iteration, tf.float32)]
         for device in self._devices([*self.dense, *moving]):
@@ -260,6 +264,9 @@ class Exchange:
                 ]
                 sent = _send(sent, shapes, None, device)
             with tf.device(device):
+                # Not the tensor itself: a control edge from the output of a
+                # function waits for its side effects alone.
+                arrived[device] = tf.identity(sent[-1])
                 self._apply(
                     collections.deque(sent),
                     [self.dense[i] for i in whole],
@@ -267,6 +274,7 @@ class Exchange:
                     {g: self._shards_at(device, g) for g in groups},
                     asked,
                 )
+        return arrived
 
     def _apply(
         self,

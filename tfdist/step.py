@@ -131,7 +131,7 @@ class ModelStep:
         )
         for part in self._parts:
             optimizers.begin_step(part, iteration)
-        exchange.push(
+        arrived = exchange.push(
             pulled,
             gradients,
             rows,
@@ -139,9 +139,7 @@ class ModelStep:
             rates,
             iteration,
         )
-        # No data flows from a batch to the count, but no batch, no count.
-        with tf.control_dependencies(tf.nest.flatten(batch)):
-            self._count()
+        self._count(arrived, batch)
         return states
 
     def _learning_rates(
@@ -160,14 +158,22 @@ class ModelStep:
         ]
         return rates, iteration
 
-    def _count(self) -> None:
-        """Counts the step; atomic on the server that holds the counter."""
+    def _count(self, arrived: Mapping[str, tf.Tensor], batch: Batch) -> None:
+        """Counts the step; atomic on the server that holds the counter.
+
+        Only once the gradients have arrived there, or else the batch was read:
+        a step that failed before, or that found no batch, does not count.
+        """
         counters = {
             id(o.iterations): o.iterations.value
             for o in (self.model.optimizer, *self._parts)
         }
+        read = tf.nest.flatten(batch, expand_composites=True)
         for counter in (self._global_step, *counters.values()):
-            counter.assign_add(1)
+            gradients = arrived.get(counter.device)
+            needed = read if gradients is None else [gradients]
+            with tf.control_dependencies(needed):
+                counter.assign_add(1)
 
     def _ids(self, x: Any) -> list[tf.Tensor]:
         """The ids of every table lookup, from a run on zeros."""
