@@ -51,6 +51,22 @@ def _same_adagrad(optimizer: keras.optimizers.Adagrad) -> bool:
     return optimizer.initial_accumulator_value >= 1e-2
 
 
+def _adagrad_arguments(
+    optimizer: keras.optimizers.Adagrad,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+) -> dict[str, Any]:
+    (accumulator,) = rule_slots(optimizer, variable)
+    return {
+        "var": variable.value.handle,
+        "accum": accumulator.value.handle,
+        "lr": rate,
+        "epsilon": 0.0,
+        "grad": gradient,
+    }
+
+
 def _fused_adagrad(
     optimizer: keras.optimizers.Adagrad,
     variable: keras.Variable,
@@ -59,13 +75,8 @@ def _fused_adagrad(
 ) -> bool:
     if not _same_adagrad(optimizer):
         return False
-    (accumulator,) = rule_slots(optimizer, variable)
     tf.raw_ops.ResourceApplyAdagradV2(
-        var=variable.value.handle,
-        accum=accumulator.value.handle,
-        lr=rate,
-        epsilon=0.0,
-        grad=gradient,
+        **_adagrad_arguments(optimizer, variable, gradient, rate)
     )
     return True
 
@@ -79,14 +90,8 @@ def _fused_adagrad_rows(
 ) -> bool:
     if not _same_adagrad(optimizer):
         return False
-    (accumulator,) = rule_slots(optimizer, variable)
     tf.raw_ops.ResourceSparseApplyAdagradV2(
-        var=variable.value.handle,
-        accum=accumulator.value.handle,
-        lr=rate,
-        epsilon=0.0,
-        grad=gradient,
-        indices=ids,
+        **_adagrad_arguments(optimizer, variable, gradient, rate), indices=ids
     )
     return True
 
