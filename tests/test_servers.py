@@ -95,7 +95,7 @@ def test_missing_tasks_are_named(server, jobs, caplog):
     message = str(raised.value)
     assert f"worker:0 at {jobs['worker'][0]} (not up)" in message
     assert "ps:0" not in message
-    assert "start_timeout_secs" in message
+    assert "session_creation_timeout_secs" in message
 
 
 def test_frozen_tasks_are_named(server, jobs, monkeypatch):

@@ -62,7 +62,7 @@ def test_checkpoint_timer(kwargs, trigger):
         ({"keep_checkpoint_every_n_hours": 0}, ValueError),
         ({"log_step_count_steps": 0}, ValueError),
         ({"steps_per_dispatch": 0}, ValueError),
-        ({"start_timeout_secs": -1}, ValueError),
+        ({"session_creation_timeout_secs": -1}, ValueError),
         ({"evaluator_timeout_secs": float("nan")}, ValueError),
         ({"log_step_count_steps": "100"}, TypeError),
         ({"log_step_count_steps": True}, TypeError),

@@ -11,7 +11,7 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 FLOORS = {
     0: "cluster processes placement partition inputs variables lookups "
     "packing branch_and_bound splitting plans planner device_setter _private",
-    1: "servers strategy embedding exchange routing optimizers slots kernels "
+    1: "servers health fence staleness strategy embedding exchange routing optimizers slots kernels "
     "multi_optimizer model_parallel",
     2: "step loop hooks checkpoint",
     3: "session evaluation exporters specs",
@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "tfdist/cluster.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
     "tfdist/launch.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/processes.py",  # Builds the environment of a child.
+    "tfdist/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
+    "tfdist/session.py",  # Hands its own on to the process it becomes.
     "tfdist/strategy.py",  # Sets GRPC_FAIL_FAST, which TensorFlow reads.
     "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
     "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.

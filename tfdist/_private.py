@@ -6,9 +6,15 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import tensorflow as tf
 from keras.src.utils import naming
+
+# The queue of a coordinator, for `schedule` and `wait_for_dispatches`.
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 # What a checkpoint saves as slices of one tensor and restores in any number of
 # pieces; public TensorFlow makes one only through a `variable_partitioner`,
@@ -17,10 +23,22 @@ from tensorflow.python.distribute.sharded_variable import (
     ShardedVariable as ShardedVariable,
 )
 
+# The connection to the servers, for `expire_remote_state_after`.
+from tensorflow.python.eager import context
+
 # The handle of a variable without memory, with which a model is described
 # before anything is allocated; `tf.saved_model.load` uses it as well.
 from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
+)
+
+ClusterCoordinator = tf.distribute.coordinator.ClusterCoordinator
+
+# What a coordinator raises for a dispatch whose input was lost with its worker;
+# neither is a `tf.errors.OpError`. Both hold the `original_exception`.
+COORDINATOR_ERRORS = (
+    cluster_coordinator.ClosureInputError,
+    cluster_coordinator.ClosureAbortedError,
 )
 
 SEED_STATE_NAME = "seed_generator_state"
@@ -88,3 +106,67 @@ def unique_id(variable: tf.Variable) -> str:
 def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
     """The product of Nadam's momentum schedule so far."""
     return optimizer._u_product
+
+
+def expire_remote_state_after(secs: int) -> None:
+    """Sets after how long the servers free what a dead chief held there.
+
+    TensorFlow has 600 seconds as the default of two arguments that nobody
+    passes; until then each killed chief leaves a copy of the model in the
+    servers' memory.
+    """
+    for method in (
+        context.Context.set_server_def,
+        context.Context.update_server_def,
+    ):
+        method.__defaults__ = (secs,)
+
+
+def trace(
+    coordinator: ClusterCoordinator,
+    function: tf.types.experimental.PolymorphicFunction,
+    *args: Any,
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces a function as `coordinator.schedule` would, but does not run it.
+
+    Args:
+        coordinator: A coordinator.
+        function: To be traced.
+        *args: Its arguments; per-worker values among them are as they are on
+            one worker.
+    """
+    on_one = cluster_coordinator._select_worker_slice(0, args)
+    specs = tf.nest.map_structure(
+        cluster_coordinator._maybe_as_type_spec, on_one
+    )
+    with coordinator.strategy.scope():
+        return function.get_concrete_function(*specs)
+
+
+def schedule(
+    coordinator: ClusterCoordinator, call: Callable[..., None], *args: Any
+) -> None:
+    """Has a worker's thread, in this process, call a Python callable.
+
+    The public method takes TensorFlow functions alone, and runs them again,
+    on another worker, when theirs died: a callable can see that it is not the
+    first time.
+    """
+    coordinator._cluster.schedule(call, args=args, kwargs=None)
+
+
+def wait_for_dispatches(coordinator: ClusterCoordinator, secs: float) -> bool:
+    """As `coordinator.join()`, for so many seconds; whether all are done.
+
+    The public method waits for ever when a server is frozen.
+    """
+    return coordinator._cluster.closure_queue.wait(timeout=secs)
+
+
+def stop_coordinator(coordinator: ClusterCoordinator) -> None:
+    """Ends the coordinator's threads, as its destructor would.
+
+    Somebody may still hold the coordinator (an exception's traceback, say),
+    and its threads would go on talking to servers that were replaced.
+    """
+    coordinator._cluster.stop()

@@ -9,6 +9,9 @@ cluster of any shape and into a plain model in one process.
 from __future__ import annotations
 
 import collections
+import itertools
+import logging
+import os
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -18,11 +21,19 @@ from tfdist import optimizers, slots
 from tfdist._private import ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 
+_log = logging.getLogger(__name__)
+
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
-
+# What reading a checkpoint raises when files are cut, missing or overwritten.
+_DAMAGE = (
+    tf.errors.DataLossError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    RuntimeError,
+)
 
 Saveable = tf.Variable | ShardedVariable
 
@@ -107,6 +118,8 @@ class Checkpoints:
         variables: Name to variable, from `named_variables`.
         max_to_keep: Most recent checkpoints kept; `None` or 0 keeps all.
         keep_every_n_hours: In addition keeps one per so many hours.
+        iterator: Of the input, whose position is saved too, where that is
+            possible; where not, a warning says so at the first save.
     """
 
     def __init__(
@@ -115,10 +128,16 @@ class Checkpoints:
         variables: Mapping[str, Saveable],
         max_to_keep: int | None = 5,
         keep_every_n_hours: float | None = None,
+        iterator: tf.data.Iterator | None = None,
     ) -> None:
+        self._directory = directory
         self._variables = dict(variables)
+        self._iterator = iterator
+        self._checkpoint = tf.train.Checkpoint(variables=dict(variables))
+        if iterator is not None:
+            self._checkpoint.iterator = iterator
         self._manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(variables=dict(variables)),
+            self._checkpoint,
             directory,
             max_to_keep=max_to_keep or None,
             keep_checkpoint_every_n_hours=keep_every_n_hours,
@@ -130,15 +149,69 @@ class Checkpoints:
         """Path of the newest complete checkpoint, or None."""
         return self._manager.latest_checkpoint
 
+    def refresh(self) -> str | None:
+        """As `latest`, for who reads checkpoints that another writes."""
+        return tf.train.latest_checkpoint(self._directory)
+
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path."""
+        try:
+            return self._manager.save(checkpoint_number=step)
+        except tf.errors.FailedPreconditionError as error:
+            if self._iterator is None:
+                raise
+            _log.warning(
+                "The position of the input cannot be saved: a restored job "
+                "reads it from the start. %s",
+                error.message,
+            )
+        self._iterator = self._checkpoint.iterator = None
         return self._manager.save(checkpoint_number=step)
 
     def restore(self) -> str | None:
-        """Restores the latest checkpoint, if there is one; returns its path."""
-        if self.latest:
-            restore(self.latest, self._variables)
-        return self.latest
+        """Restores the newest checkpoint that is whole; returns its path.
+
+        Falls back to the one before where the newest is damaged, with a
+        warning. None if there is no checkpoint. Removes what a save that was
+        killed has left.
+
+        Raises:
+            ValueError: it holds other variables.
+            tf.errors.OpError: every checkpoint is damaged.
+        """
+        self._remove_unfinished()
+        paths = list(reversed(self._manager.checkpoints))
+        for path, older in itertools.zip_longest(paths, paths[1:]):
+            try:
+                restore(path, self._variables)
+                self._restore_iterator(path)
+            except _DAMAGE as error:
+                if older is None:
+                    raise
+                _log.warning(
+                    "Checkpoint %s is damaged and is passed over; %s is taken "
+                    "instead. TensorFlow says: %s",
+                    path,
+                    older,
+                    str(error).splitlines()[0],
+                )
+            else:
+                return path
+        return None
+
+    def _restore_iterator(self, path: str) -> None:
+        keys = (key for key, _ in tf.train.list_variables(path))
+        if self._iterator is not None and any(
+            key.startswith("iterator/") for key in keys
+        ):
+            saved = tf.train.Checkpoint(iterator=self._iterator)
+            saved.restore(path).expect_partial()
+
+    def _remove_unfinished(self) -> None:
+        """Deletes the folders of saves that did not come to their end."""
+        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
+        for path in tf.io.gfile.glob(pattern):
+            tf.io.gfile.rmtree(path)
 
 
 def restore(path: str, variables: Mapping[str, Saveable]) -> None:

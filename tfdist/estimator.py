@@ -24,18 +24,14 @@ import tensorflow as tf
 from tfdist import checkpoint, evaluation, planner, servers
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
-from tfdist.checkpoint import Checkpoints
 from tfdist.evaluation import Evaluator
-from tfdist.hooks import (
-    CheckpointSaverHook,
-    CheckpointSaverListener,
-    ProgressHook,
-    SessionRunHook,
-    SummarySaverHook,
-)
+from tfdist.hooks import NanTensorHook, StopAtStepHook
 from tfdist.loop import CoordinatedLoop, LocalLoop, Loop
 from tfdist.plans import Plan
-from tfdist.session import TrainingSession
+from tfdist.progress import ProgressHook
+from tfdist.saving_hooks import CheckpointSaverHook, CheckpointSaverListener
+from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.session_run_hook import SessionRunHook
 from tfdist.specs import (
     EvalSpec,
     InputFn,
@@ -45,11 +41,8 @@ from tfdist.specs import (
     check_type,
 )
 from tfdist.step import ModelStep
-from tfdist.strategy import (
-    parameter_server_strategy,
-    placed_scope,
-    placement_by_name,
-)
+from tfdist.strategy import placed_scope, placement_by_name
+from tfdist.summary_hooks import StalenessHook
 from tfdist.variables import describe
 
 _log = logging.getLogger(__name__)
@@ -101,35 +94,45 @@ class Estimator:
         Returns:
             The global step at the end.
         """
-        config, cluster = self.config, self.config.cluster
+        config = self.config
         self._seed()
         _check_writable(self.model_dir)
-        distributed = cluster.role == "chief"
-        if distributed:
-            strategy = parameter_server_strategy(
-                cluster, start_timeout_secs=config.start_timeout_secs
-            )
-        else:
-            strategy = tf.distribute.get_strategy()
-        global_step, model = self._create_variables(strategy)
-        variables = checkpoint.named_variables(model, global_step)
-        _log.info("%s", describe_placement(variables))
-        checkpoints = Checkpoints(
+        saver = CheckpointSaverHook(
             self.model_dir,
-            variables,
-            config.keep_checkpoint_max,
-            config.keep_checkpoint_every_n_hours,
+            save_steps=config.save_checkpoints_steps,
+            save_secs=config.checkpoint_secs,
+            listeners=list(saving_listeners),
+            max_to_keep=config.keep_checkpoint_max,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
         )
-        restored = checkpoints.restore()
-        _log_start(restored, int(global_step.numpy()), max_steps)
-        session = TrainingSession(
-            self._loop(strategy, model, global_step, input_fn),
-            global_step,
-            [*self._hooks(checkpoints, saving_listeners), *hooks],
-            max_steps=max_steps,
-            restored=restored is not None,
-        )
-        session.train()
+        own: list[SessionRunHook] = [
+            _LogStart(max_steps),
+            NanTensorHook(),
+            ProgressHook(
+                config.log_step_count_steps,
+                max_steps=max_steps,
+                tasks_alive=lambda: session.tasks_alive(),
+            ),
+        ]
+        if max_steps is not None:
+            own.append(StopAtStepHook(last_step=max_steps))
+        if config.cluster.role == "chief":
+            own.append(StalenessHook(self.model_dir))
+        with MonitoredTrainingSession(
+            lambda strategy: self._build(strategy, input_fn),
+            checkpoint_dir=self.model_dir,
+            chief_only_hooks=[*own, saver],
+            hooks=hooks,
+            save_checkpoint_secs=None,
+            save_checkpoint_steps=None,
+            save_summaries_steps=config.save_summary_steps,
+            log_step_count_steps=config.log_step_count_steps,
+            max_wait_secs=config.session_creation_timeout_secs,
+            max_to_keep=config.keep_checkpoint_max,
+            cluster=config.cluster,
+        ) as session:
+            while not session.should_stop():
+                session.run()
         return session.step
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
@@ -142,6 +145,16 @@ class Estimator:
             **kwargs: As for `tfdist.planner.plan`.
         """
         return planner.plan(describe(self.model_fn), num_ps, **kwargs)
+
+    def _build(
+        self, strategy: tf.distribute.Strategy, input_fn: InputFn
+    ) -> Trainable:
+        """Everything that training needs, made in the strategy's scope."""
+        global_step, model = self._create_variables(strategy)
+        variables = checkpoint.named_variables(model, global_step)
+        _log.info("%s", describe_placement(variables))
+        loop = self._loop(strategy, model, global_step, input_fn)
+        return Trainable(loop, global_step, variables, model=model)
 
     def _create_variables(
         self, strategy: tf.distribute.Strategy
@@ -196,26 +209,6 @@ class Estimator:
             num_workers=self.config.cluster.num_workers,
             steps_per_dispatch=self.config.steps_per_dispatch,
         )
-
-    def _hooks(
-        self,
-        checkpoints: Checkpoints,
-        listeners: Iterable[CheckpointSaverListener],
-    ) -> list[SessionRunHook]:
-        config = self.config
-        hooks: list[SessionRunHook] = [
-            ProgressHook(config.log_step_count_steps)
-        ]
-        if config.save_summary_steps:
-            hooks.append(
-                SummarySaverHook(self.model_dir, config.save_summary_steps)
-            )
-        hooks.append(
-            CheckpointSaverHook(
-                checkpoints, config.checkpoint_timer(), list(listeners)
-            )
-        )
-        return hooks
 
     def _seed(self) -> None:
         """Seeds what initializes the model.
@@ -297,7 +290,11 @@ def _train_and_evaluate(
     """The chief's part."""
     config = estimator.config
     separate = config.cluster.has_evaluator
-    listeners = [] if separate else [_EvaluateAfterSave(evaluator, eval_spec)]
+    listeners = []
+    if not separate:
+        listeners.append(
+            _EvaluateAfterSave(evaluator, eval_spec, config.model_dir)
+        )
     last_step = estimator.train(
         train_spec.input_fn,
         train_spec.max_steps,
@@ -323,36 +320,53 @@ def _train_and_evaluate(
 class _EvaluateAfterSave(CheckpointSaverListener):
     """Evaluates on the chief, where there is no evaluator task."""
 
-    def __init__(self, evaluator: Evaluator, eval_spec: EvalSpec) -> None:
+    def __init__(
+        self, evaluator: Evaluator, eval_spec: EvalSpec, model_dir: str
+    ) -> None:
         self._evaluator = evaluator
         self._throttle_secs = eval_spec.throttle_secs
         self._not_before = 0.0
+        self._model_dir = model_dir
 
-    def after_save(self, session: TrainingSession, path: str) -> None:
-        """Evaluates `path`, unless the last one or too soon."""
-        if session.should_stop() or time.monotonic() < self._not_before:
+    def after_save(
+        self, session: MonitoredTrainingSession, global_step_value: int
+    ) -> None:
+        """Evaluates what was saved, unless it is the last one or too soon."""
+        at_start = not session.secs_in_steps
+        too_soon = time.monotonic() < self._not_before
+        if at_start or too_soon or session.should_stop():
             return
         self._not_before = time.monotonic() + self._throttle_secs
+        path = tf.train.latest_checkpoint(self._model_dir)
         self._evaluator.evaluate(path)
         self._evaluator.export(is_the_final_export=False)
         self._evaluator.publish()
 
 
-def _log_start(restored: str | None, step: int, max_steps: int | None) -> None:
+class _LogStart(SessionRunHook):
     """Says where training begins, and plainly when there is nothing to do."""
-    if restored is None:
-        _log.info("Training starts from newly initialized variables.")
-    elif max_steps is None or step < max_steps:
-        _log.info("Training continues at step %d from %s.", step, restored)
-    else:
-        _log.warning(
-            "This job is finished already: %s is at step %d, and max_steps is "
-            "%d. No step is run. Raise max_steps to train on, or choose "
-            "another model_dir to train anew.",
-            restored,
-            step,
-            max_steps,
-        )
+
+    def __init__(self, max_steps: int | None) -> None:
+        self._max_steps = max_steps
+
+    def after_create_session(
+        self, session: MonitoredTrainingSession, coord: tf.train.Coordinator
+    ) -> None:
+        """Logs a line."""
+        step, restored = session.step, session.restored_from
+        if restored is None:
+            _log.info("Training starts from newly initialized variables.")
+        elif self._max_steps is None or step < self._max_steps:
+            _log.info("Training continues at step %d from %s.", step, restored)
+        else:
+            _log.warning(
+                "This job is finished already: %s is at step %d, and "
+                "max_steps is %d. No step is run. Raise max_steps to train "
+                "on, or choose another model_dir to train anew.",
+                restored,
+                step,
+                self._max_steps,
+            )
 
 
 def describe_placement(variables: Mapping[str, checkpoint.Saveable]) -> str:

@@ -15,6 +15,7 @@ gradients of rows travel without them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import lookups, optimizers
+from tfdist.fence import Fence
 from tfdist.routing import Group, Route, stacked
 
 
@@ -224,6 +226,7 @@ class Exchange:
         moves: Sequence[tuple[keras.Variable, tf.Tensor]],
         rates: Sequence[tf.Tensor],
         iteration: tf.Tensor,
+        fence: Fence | None = None,
     ) -> dict[str, tf.Tensor]:
         """Updates every variable where it lives.
 
@@ -234,6 +237,7 @@ class Exchange:
             moves: Variables to add a tensor to (moving averages).
             rates: Learning rate of each part of the optimizer.
             iteration: Scalar int64.
+            fence: What the gradients must pass on each server.
 
         Returns:
             For each server, a tensor there that depends on the gradients.
@@ -242,6 +246,8 @@ class Exchange:
         arrived: dict[str, tf.Tensor] = {}
         moving = [v for v, _ in moves]
         scalars = [*rates, tf.cast(iteration, tf.float32)]
+        if fence:
+            scalars.append(tf.cast(fence.generation, tf.float32))
         for device in self._devices([*self.dense, *moving]):
             whole = [i for i in _at(device, self.dense) if dense[i] is not None]
             moved, groups = _at(device, moving), self._groups_at(device)
@@ -263,7 +269,10 @@ class Exchange:
                     for g, count in zip(groups, counts, strict=True)
                 ]
                 sent = _send(sent, shapes, None, device)
-            with tf.device(device):
+            with tf.device(device), contextlib.ExitStack() as passed:
+                if fence:
+                    check = fence.check(device, sent.pop(len(scalars) - 1))
+                    passed.enter_context(tf.control_dependencies([check]))
                 # Not the tensor itself: a control edge from the output of a
                 # function waits for its side effects alone.
                 arrived[device] = tf.identity(sent[-1])

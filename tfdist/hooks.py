@@ -1,205 +1,328 @@
-"""What happens around the steps: checkpoints, summaries, progress.
+"""The hooks of `tf.compat.v1.train`, with their names, arguments and cadences.
 
-A hook in TF1 ran after every single step. Here many steps run in one go, so a
-hook also says how many may pass before it wants to look (`steps_until_next`);
-the session runs the smallest such number, and cadences stay exact.
+Here are those that stop, wait, log and check; those that write checkpoints and
+summaries are in modules of their own.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpoint import Checkpoints
+from tfdist.saving_hooks import CheckpointSaverHook as CheckpointSaverHook
+from tfdist.saving_hooks import (
+    CheckpointSaverListener as CheckpointSaverListener,
+)
+from tfdist.session_run_hook import SecondOrStepTimer as SecondOrStepTimer
+from tfdist.session_run_hook import (
+    SessionRunContext,
+    SessionRunValues,
+    TimedHook,
+    check_exactly_one,
+)
+from tfdist.session_run_hook import SessionRunHook as SessionRunHook
+from tfdist.summary_hooks import ProfilerHook as ProfilerHook
+from tfdist.summary_hooks import StalenessHook as StalenessHook
+from tfdist.summary_hooks import StepCounterHook as StepCounterHook
+from tfdist.summary_hooks import SummarySaverHook as SummarySaverHook
 
 if TYPE_CHECKING:
-    from tfdist.session import TrainingSession
+    from tfdist.session import MonitoredTrainingSession
 
 _log = logging.getLogger(__name__)
 
-
-class SessionRunHook:
-    """Base of all hooks; every method does nothing."""
-
-    def after_create_session(self, session: TrainingSession) -> None:
-        """The model is initialized or restored; no step has run yet."""
-
-    def steps_until_next(self, step: int) -> int | None:
-        """How many steps may run before `after_run`; None for any number."""
-        return None
-
-    def after_run(
-        self, session: TrainingSession, logs: dict[str, float]
-    ) -> None:
-        """Steps have run; `logs` are the loss and metrics of these steps."""
-
-    def end(self, session: TrainingSession) -> None:
-        """Training ended without an error."""
+NanLossDuringTrainingError = tf.compat.v1.train.NanLossDuringTrainingError
 
 
-class SecondOrStepTimer:
-    """Triggers every so many seconds or steps.
+class StopAtStepHook(SessionRunHook):
+    """Requests a stop at a step.
 
-    As `tf.compat.v1.train.SecondOrStepTimer`: the first call triggers.
+    As `tf.compat.v1.train.StopAtStepHook`, but the step is never passed: no
+    run is longer than the steps left, and a session that is already there runs
+    no step (TF1 ran one more).
 
     Args:
-        every_secs: Seconds between triggers.
-        every_steps: Steps between triggers. Exactly one must be given.
-        clock: Returns seconds.
+        num_steps: Steps to run from the first session on; a recovery does not
+            start the count again.
+        last_step: Global step at which to stop. Exactly one must be given.
 
     Raises:
         ValueError: both or neither are given, or one is not positive.
     """
 
     def __init__(
-        self,
-        every_secs: float | None = None,
-        every_steps: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, num_steps: int | None = None, last_step: int | None = None
     ) -> None:
-        if (every_secs is None) == (every_steps is None):
-            raise ValueError(
-                "Exactly one of `every_secs` and `every_steps` must be given. "
-                f"Received: every_secs={every_secs}, every_steps={every_steps}."
-            )
-        if (every_secs or every_steps or 0) <= 0:
-            raise ValueError(
-                "The interval must be positive. Received: "
-                f"every_secs={every_secs}, every_steps={every_steps}."
-            )
-        self._every_secs = every_secs
-        self._every_steps = every_steps
-        self._clock = clock
-        self._last: tuple[float, int] | None = None
+        check_exactly_one(num_steps=num_steps, last_step=last_step)
+        self._num_steps = num_steps
+        self._last_step = last_step
 
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Whether the interval has passed at `step`."""
-        if self._last is None:
-            return True
-        last_time, last_step = self._last
-        if step == last_step:
-            return False
-        if self._every_secs is not None:
-            return self._clock() >= last_time + self._every_secs
-        return step >= last_step + self._every_steps
-
-    def update_last_triggered_step(
-        self, step: int
-    ) -> tuple[float, int] | tuple[None, None]:
-        """Starts the next interval; returns seconds and steps of this one."""
-        now = self._clock()
-        last, self._last = self._last, (now, step)
-        return (now - last[0], step - last[1]) if last else (None, None)
+    def after_create_session(
+        self, session: MonitoredTrainingSession, coord: Any
+    ) -> None:
+        """Computes the last step, once, and stops if it is reached."""
+        if self._last_step is None:
+            self._last_step = session.step + self._num_steps
+        if session.step >= self._last_step:
+            session.request_stop()
 
     def steps_until_next(self, step: int) -> int | None:
-        """Steps until the next trigger, None where seconds decide."""
-        if self._every_steps is None or self._last is None:
-            return None
-        return max(1, self._last[1] + self._every_steps - step)
+        """The steps left."""
+        return max(1, self._last_step - step)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Stops at the last step."""
+        if run_context.session.step >= self._last_step:
+            run_context.request_stop()
 
 
-class _TimedHook(SessionRunHook):
-    """A hook that acts whenever its timer triggers."""
+class LoggingTensorHook(TimedHook):
+    """Logs values every N steps, every N seconds, or at the end.
 
-    def __init__(self, timer: SecondOrStepTimer) -> None:
-        self._timer = timer
-
-    def after_create_session(self, session: TrainingSession) -> None:
-        self._timer.update_last_triggered_step(session.step)
-
-    def steps_until_next(self, step: int) -> int | None:
-        return self._timer.steps_until_next(step)
-
-
-class CheckpointSaverListener:
-    """Is told of every checkpoint."""
-
-    def after_save(self, session: TrainingSession, path: str) -> None:
-        """Checkpoint `path` is complete; training is paused."""
-
-
-class CheckpointSaverHook(_TimedHook):
-    """Saves at the start, on a timer, and at the end.
+    As `tf.compat.v1.train.LoggingTensorHook`: the first step is logged, then
+    every N later (1, 4, 7 for N=3). Steps are counted by the global step, so
+    that a recovery logs what an undisturbed run would have.
 
     Args:
-        checkpoints: Where to.
-        timer: When to.
-        listeners: Told after each save but the one at the start.
+        tensors: Names of logs or variables, or variables; or a dict from the
+            tag that is logged to these.
+        every_n_iter: Steps between lines.
+        every_n_secs: Seconds between lines.
+        at_end: Whether the values at the end are logged: the logs of the last
+            run, and the variables as they are then.
+        formatter: From a dict of tag to value to the line. Default:
+            `a = 1, b = 2 (0.123 sec)`.
+
+    Raises:
+        ValueError: both or neither of `every_n_iter` and `every_n_secs` are
+            given (neither is fine with `at_end`), or one is not positive.
     """
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
-        timer: SecondOrStepTimer,
-        listeners: Sequence[CheckpointSaverListener] = (),
+        tensors: Mapping[str, Any] | Iterable[Any],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
-        super().__init__(timer)
-        self._checkpoints = checkpoints
-        self._listeners = list(listeners)
-        self._saved_step: int | None = None
+        self._only_at_end = at_end and every_n_iter is every_n_secs is None
+        if not self._only_at_end:
+            check_exactly_one(
+                every_n_iter=every_n_iter, every_n_secs=every_n_secs
+            )
+            super().__init__(SecondOrStepTimer(every_n_secs, every_n_iter))
+        else:
+            super().__init__(SecondOrStepTimer(every_secs=math.inf))
+        self._tensors = (
+            dict(sorted(tensors.items()))
+            if isinstance(tensors, Mapping)
+            else {_tag(tensor): tensor for tensor in tensors}
+        )
+        self._at_end = at_end
+        self._formatter = formatter
+        self._logs: dict[str, float] = {}
 
-    def after_create_session(self, session: TrainingSession) -> None:
-        """Saves the initial state, unless it has just been restored."""
-        super().after_create_session(session)
-        if not session.restored:
-            self._checkpoints.save(session.step)
-        self._saved_step = session.step
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the next line."""
+        return None if self._only_at_end else super().steps_until_next(step)
 
     def after_run(
-        self, session: TrainingSession, logs: dict[str, float]
+        self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Saves when the timer triggers."""
-        if self._timer.should_trigger_for_step(session.step):
-            self._save(session)
+        """Logs when the timer triggers."""
+        session = run_context.session
+        self._logs = run_values.results or self._logs
+        if not self._only_at_end and self._timer.should_trigger_for_step(
+            session.step
+        ):
+            self._write(session)
 
-    def end(self, session: TrainingSession) -> None:
-        """Saves the last step."""
-        if self._saved_step != session.step:
-            self._save(session)
+    def end(self, session: MonitoredTrainingSession) -> None:
+        """Logs the values at the end, if so wanted."""
+        if self._at_end:
+            self._write(session)
 
-    def _save(self, session: TrainingSession) -> None:
-        path = self._checkpoints.save(session.step)
-        _log.info("Saved %s.", path)
-        self._saved_step = session.step
-        self._timer.update_last_triggered_step(session.step)
-        for listener in self._listeners:
-            listener.after_save(session, path)
+    def _write(self, session: MonitoredTrainingSession) -> None:
+        secs, _ = self._timer.update_last_triggered_step(session.step)
+        values = resolve(self._tensors, self._logs, session.variables)
+        if self._formatter:
+            _log.info("%s", self._formatter(values))
+            return
+        with np.printoptions(suppress=True):
+            line = ", ".join(f"{tag} = {v}" for tag, v in values.items())
+        if secs is not None:
+            line += f" ({secs:.3f} sec)"
+        _log.info("%s", line)
 
 
-class SummarySaverHook(_TimedHook):
-    """Writes loss, metrics and `global_step/sec` for TensorBoard.
+def resolve(
+    fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
+) -> Any:
+    """`fetches` with each leaf replaced by its value.
+
+    >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
+    ...         {"step": tf.Variable(3)})
+    {'a': 0.5, 'b': [3]}
 
     Args:
-        directory: Of the event file.
-        save_steps: Steps between summaries.
+        fetches: A structure (`tf.nest`) of names and variables. A name is
+            first looked up in `logs`.
+        logs: Name to value.
+        variables: Name to variable.
+
+    Raises:
+        ValueError: a name is in neither.
+        TypeError: a leaf is neither a name nor a variable or tensor.
     """
 
-    def __init__(self, directory: str, save_steps: int) -> None:
-        super().__init__(SecondOrStepTimer(every_steps=save_steps))
-        self._writer = tf.summary.create_file_writer(directory)
+    def value(fetch: Any) -> Any:
+        if isinstance(fetch, str):
+            if fetch in logs:
+                return logs[fetch]
+            if fetch not in variables:
+                raise ValueError(
+                    f"There is no log and no variable called {fetch!r}. "
+                    f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
+                )
+            fetch = variables[fetch]
+        if not hasattr(fetch, "numpy"):
+            raise TypeError(
+                "A fetch must be the name of a log or of a variable, or a "
+                f"variable. Received: {fetch!r}. Tensors of a graph do not "
+                "exist here: fetch by name what the step returns."
+            )
+        return fetch.numpy()
+
+    return tf.nest.map_structure(value, fetches)
+
+
+def _tag(tensor: Any) -> str:
+    return tensor if isinstance(tensor, str) else tensor.name
+
+
+class NanTensorHook(SessionRunHook):
+    """Stops training when the loss is NaN.
+
+    As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
+    their mean, so one NaN among them is found. The session calls hooks of this
+    class before those that save, so that no checkpoint of NaNs is written
+    after the last good one.
+
+    Args:
+        loss_tensor: Name of the loss in the logs.
+        fail_on_nan_loss: Whether to raise; else a stop is requested.
+
+    Raises:
+        NanLossDuringTrainingError: in `after_run`, when the loss is NaN.
+    """
+
+    def __init__(
+        self, loss_tensor: Any = "loss", fail_on_nan_loss: bool = True
+    ) -> None:
+        self._loss = loss_tensor
+        self._fail_on_nan_loss = fail_on_nan_loss
 
     def after_run(
-        self, session: TrainingSession, logs: dict[str, float]
+        self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Writes when the timer triggers, and after the last step."""
-        due = self._timer.should_trigger_for_step(session.step)
-        if not (due or session.should_stop()) or not logs:
+        """Looks at the loss; there is none when nothing ran."""
+        session = run_context.session
+        if not run_values.results:
             return
-        secs, steps = self._timer.update_last_triggered_step(session.step)
-        write_scalars(
-            self._writer,
-            {**logs, "global_step/sec": steps / secs},
-            session.step,
-        )
+        loss = resolve(self._loss, run_values.results, session.variables)
+        if not np.isnan(loss):
+            return
+        level = logging.ERROR if self._fail_on_nan_loss else logging.WARNING
+        _log.log(level, "The loss is NaN at step %d.", session.step)
+        if self._fail_on_nan_loss:
+            raise NanLossDuringTrainingError
+        run_context.request_stop()
 
-    def end(self, session: TrainingSession) -> None:
-        """Closes the event file."""
-        self._writer.close()
+
+class FinalOpsHook(SessionRunHook):
+    """Takes values at the end of training.
+
+    As `tf.compat.v1.train.FinalOpsHook`.
+
+    Args:
+        final_ops: A structure of names of variables and variables, or a
+            function of the session that returns any value.
+
+    Attributes:
+        final_ops_values: The values; None before the end.
+    """
+
+    def __init__(self, final_ops: Any) -> None:
+        self._final_ops = final_ops
+        self.final_ops_values: Any = None
+
+    def end(self, session: MonitoredTrainingSession) -> None:
+        """Takes the values."""
+        if callable(self._final_ops):
+            self.final_ops_values = self._final_ops(session)
+        else:
+            self.final_ops_values = resolve(
+                self._final_ops, {}, session.variables
+            )
+
+
+class GlobalStepWaiterHook(SessionRunHook):
+    """Waits, before the first run, until the job has reached a step.
+
+    As `tf.compat.v1.train.GlobalStepWaiterHook`, with which later workers of
+    one job started later. It is for processes that train beside others: where
+    one chief runs all steps, nobody else advances the step.
+
+    Args:
+        wait_until_step: Global step to wait for; 0 or less for no wait.
+        max_wait_secs: Seconds to wait at most (TF1 waited for ever).
+
+    Raises:
+        TimeoutError: in `before_run`, when the step is not reached in time.
+    """
+
+    _POLL_SECS = 0.5
+
+    def __init__(
+        self, wait_until_step: int, max_wait_secs: float = 7200
+    ) -> None:
+        self._wait_until_step = wait_until_step
+        self._max_wait_secs = max_wait_secs
+        self._started = False
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        self._started = False
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        """Waits, the first time."""
+        if self._started or self._wait_until_step <= 0:
+            return
+        start = time.monotonic()
+        global_step = run_context.session.global_step
+        while (step := int(global_step.numpy())) < self._wait_until_step:
+            if time.monotonic() >= start + self._max_wait_secs:
+                raise TimeoutError(
+                    f"The global step is {step} after {self._max_wait_secs:g} "
+                    f"s; GlobalStepWaiterHook waits for "
+                    f"{self._wait_until_step}. Do the other tasks train?"
+                )
+            _log.info(
+                "Waiting for step %d; the global step is %d.",
+                self._wait_until_step,
+                step,
+            )
+            time.sleep(self._POLL_SECS)
+        self._started = True
 
 
 def write_scalars(
@@ -210,73 +333,3 @@ def write_scalars(
         for name, value in scalars.items():
             tf.summary.scalar(name, value)
     writer.flush()
-
-
-class ProgressHook(_TimedHook):
-    """Says how far training is: a line in a log, one moving line in a terminal.
-
-    Steps per second are those of the steps alone: neither checkpoints nor
-    evaluations in between slow them down.
-
-    Args:
-        log_steps: Steps between lines.
-        stream: Where to; a terminal gets one line that is overwritten.
-            Default: standard output.
-    """
-
-    def __init__(self, log_steps: int, stream: TextIO | None = None) -> None:
-        super().__init__(SecondOrStepTimer(every_steps=log_steps))
-        self._stream = stream or sys.stdout
-        self._secs_before = 0.0
-        self._lines = 0
-
-    def after_run(
-        self, session: TrainingSession, logs: dict[str, float]
-    ) -> None:
-        """Writes a line when the timer triggers, and after the last step."""
-        last = session.should_stop()
-        if not (last or self._timer.should_trigger_for_step(session.step)):
-            return
-        _, steps = self._timer.update_last_triggered_step(session.step)
-        secs = session.secs_in_steps - self._secs_before
-        self._secs_before = session.secs_in_steps
-        line = progress_line(
-            session.step,
-            session.max_steps,
-            steps / max(secs, 1e-9),
-            logs,
-            # The first steps are traced as well: they predict nothing.
-            with_time_left=self._lines > 0 and not last,
-        )
-        self._lines += 1
-        if self._stream.isatty():
-            # The cursor goes back, so that whatever comes next replaces it.
-            self._stream.write(f"\x1b[K{line}" + ("\n" if last else "\r"))
-        else:
-            self._stream.write(f"{line}\n")
-        self._stream.flush()
-
-
-def progress_line(
-    step: int,
-    max_steps: int | None,
-    steps_per_sec: float,
-    logs: dict[str, float],
-    with_time_left: bool = True,
-) -> str:
-    """One line about the progress of training.
-
-    >>> progress_line(500, 2000, 100.0, {"loss": 0.5})
-    'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
-    """
-    width = len(str(max_steps or ""))
-    parts = [f"step {step:{width}d}"]
-    if max_steps:
-        parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
-    digits = 0 if steps_per_sec >= 10 else 2
-    parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
-    parts += [f"{name} {value:.4f}" for name, value in logs.items()]
-    if max_steps and steps_per_sec and with_time_left:
-        minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)
-        parts.append(f"{minutes}:{seconds:02d} left")
-    return ", ".join(parts)

@@ -27,6 +27,7 @@ from typing import BinaryIO
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -88,11 +89,23 @@ def _unshare_network(flags: int) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    set_loopback(up=True)
+
+
+def set_loopback(*, up: bool) -> None:
+    """Brings this network's loopback interface up, or takes it down.
+
+    For a private network: in another, every local service goes with it.
+
+    Raises:
+        OSError: the process may not.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh22x", b"lo", 0)
         request = fcntl.ioctl(control, _SIOCGIFFLAGS, request)
-        name, interface_flags = struct.unpack("16sh22x", request)
-        request = struct.pack("16sh22x", name, interface_flags | _IFF_UP)
+        name, flags = struct.unpack("16sh22x", request)
+        flags = flags | _IFF_UP if up else flags & ~_IFF_UP
+        request = struct.pack("16sh22x", name, flags)
         fcntl.ioctl(control, _SIOCSIFFLAGS, request)
 
 
@@ -129,6 +142,15 @@ def die_with_parent(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the kernel was told.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Has the kernel give this process the orphans among its descendants.
+
+    So it can find and kill also a daemon that left the session of its task.
+    """
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def ephemeral_range() -> tuple[int, int]:
@@ -279,7 +301,9 @@ class Task:
         name: "job:index".
         tf_config: the `TF_CONFIG` of its next start.
         port: where it listens.
-        output: both its streams in one pipe, to be waited for; None before
+        stdout: where both its streams go from the next start on: a pipe
+            (default) or an open file.
+        output: the reading end of that pipe, to be waited for; None before
             the first start.
         restarts: how often it was started again.
         restart_at: when it is to be started again (`time.monotonic`), or None.
@@ -290,6 +314,7 @@ class Task:
         self.name = f"{job}:{index}"
         self.tf_config = ""
         self.port = 0
+        self.stdout: int | BinaryIO = subprocess.PIPE
         self.output: BinaryIO | None = None
         self.restarts = 0
         self.restart_at: float | None = None
@@ -318,14 +343,15 @@ class Task:
             self._command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=self.stdout,
             stderr=subprocess.STDOUT,
             bufsize=0,
             start_new_session=True,  # So that its own children go with it.
             preexec_fn=lambda: die_with_parent(launcher),
         )
         self.output = self._process.stdout
-        os.set_blocking(self.output.fileno(), False)
+        if self.output is not None:
+            os.set_blocking(self.output.fileno(), False)
         self.restart_at = None
         self._stopped = False
         if self._started_at is None:

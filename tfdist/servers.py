@@ -9,11 +9,18 @@ sees it and ends with exit code 0. No transport of our own, no file left over.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import enum
+import json
 import logging
 import os
+import pathlib
+import signal
+import socket
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 import tensorflow as tf
@@ -23,8 +30,37 @@ from tfdist.cluster import Cluster
 _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
+_CHIEF = "ram://tfdist/chief"
 _POLL_SECS = 0.2
 _GOODBYE_SECS = 60.0
+# How long a server that is told to end serves on for a chief that is told so
+# at the same time and writes its last checkpoint.
+_TERM_SECS = 20.0
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a task that SIGTERM ended; schedulers start it again."""
+
+# gRPC's own settings leave a server that came back alone for up to two minutes.
+_RECONNECT = {
+    "grpc.initial_reconnect_backoff_ms": 200,
+    "grpc.min_reconnect_backoff_ms": 3000,
+    "grpc.max_reconnect_backoff_ms": 2000,
+}
+
+
+def reconnect_quickly() -> None:
+    """Has TensorFlow look for a lost task every two seconds.
+
+    Applies to connections made later. The user's `TF_GRPC_DEFAULT_OPTIONS`
+    win.
+    """
+    name = "TF_GRPC_DEFAULT_OPTIONS"
+    set_already = os.environ.get(name, "")
+    ours = [
+        f"{option}={value}"
+        for option, value in _RECONNECT.items()
+        if option not in set_already
+    ]
+    os.environ[name] = ",".join([*filter(None, [set_already]), *ours])
 
 
 def inter_op_threads() -> int:
@@ -40,14 +76,21 @@ def inter_op_threads() -> int:
 def serve(cluster: Cluster) -> None:
     """Runs this task's server until the chief says that the job is done.
 
+    Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
+    chief is there, since the whole job may be told so at once and the chief
+    then writes its last checkpoint.
+
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
 
     Raises:
         RuntimeError: The server could not start; most often another process
             holds its port.
+        SystemExit: with code 143, after SIGTERM.
     """
     task = f"{cluster.task_type}:{cluster.task_index}"
+    told = _told_to_end()
+    reconnect_quickly()
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(cluster.training_spec()),
@@ -65,14 +108,30 @@ def serve(cluster: Cluster) -> None:
             f"{error.message}"
         ) from error
     _log.info("Task %s serves on %s.", task, server.target)
+    chief = address_of(cluster, ("chief", 0))
     while not tf.io.gfile.exists(_DONE):
-        time.sleep(_POLL_SECS)
+        if told.is_set():
+            _wait_until_gone(chief, _TERM_SECS)
+            _log.warning("Task %s was told to end (SIGTERM).", task)
+            raise SystemExit(TERMINATED)
+        told.wait(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
-    deadline = time.monotonic() + _GOODBYE_SECS
-    chief = _address(cluster, ("chief", 0))
-    while probe(chief) is TaskState.LIVE and time.monotonic() < deadline:
-        time.sleep(_POLL_SECS)
+    _wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", task)
+
+
+def _told_to_end() -> threading.Event:
+    """An event that SIGTERM sets; only the main thread can have it."""
+    told = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    return told
+
+
+def _wait_until_gone(address: str, timeout_secs: float) -> None:
+    deadline = time.monotonic() + timeout_secs
+    while probe(address) is TaskState.LIVE and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
 
 
 def release(tasks: Iterable[tuple[str, int]]) -> None:
@@ -95,6 +154,59 @@ def release(tasks: Iterable[tuple[str, int]]) -> None:
             )
 
 
+def hold(cluster: Cluster) -> None:
+    """Leaves this chief's name with the first server; refuses a second chief.
+
+    TensorFlow lets any number of chiefs attach to one cluster, each of which
+    would overwrite what the others train. Two that start within the same
+    milliseconds are not told apart.
+
+    Args:
+        cluster: The cluster; this process is its chief, connected to it.
+
+    Raises:
+        RuntimeError: another chief that is up holds the job; the message says
+            where it runs and since when.
+    """
+    own = {
+        "address": cluster.address,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    with tf.device("/job:ps/task:0/device:CPU:0"):
+        try:
+            holder = json.loads(tf.io.read_file(_CHIEF).numpy())
+        except tf.errors.NotFoundError:
+            holder = {}
+        if any(holder.get(key) != value for key, value in own.items()):
+            if holder and probe(holder["address"]) is not TaskState.DEAD:
+                raise RuntimeError(
+                    "Another chief holds this job: process {pid} on host "
+                    "{host}, serving on {address}, since {since}. A cluster "
+                    "has one chief: end that process, or start a cluster of "
+                    "its own for this job.".format(**holder)
+                )
+            own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            tf.io.write_file(_CHIEF, json.dumps(own))
+
+
+def refuse_second_chief(cluster: Cluster) -> None:
+    """Raises if a chief serves already on the address that is ours.
+
+    To be asked before this process starts its own server.
+
+    Raises:
+        RuntimeError: some chief is up there.
+    """
+    state = probe(cluster.address)
+    if state is not TaskState.DEAD:
+        raise RuntimeError(
+            f"Another chief holds this job: one is {state.value} at "
+            f"{cluster.address}, the chief's address in this cluster. End that "
+            "process first; a chief that died frees its address at once."
+        )
+
+
 class TaskState(enum.Enum):
     """What a probe found at a task's address."""
 
@@ -103,33 +215,93 @@ class TaskState(enum.Enum):
     DEAD = "not up"
 
 
-def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
-    """Asks the TensorFlow server at `address` for its status.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a task answered when it was asked for its status.
 
-    Calls `GetStatus` of TensorFlow's own worker service on a channel of its
+    Attributes:
+        state: The state of the task.
+        identity: Differs between two servers started at one address, for it
+            holds the random incarnation of each device; None without answer.
+    """
+
+    state: TaskState
+    identity: bytes | None = None
+
+
+def ask(addresses: Sequence[str], timeout_secs: float = 3.0) -> list[Answer]:
+    """Asks the TensorFlow servers at `addresses` for their status, at once.
+
+    Calls `GetStatus` of TensorFlow's own worker service on channels of its
     own, so that no earlier failure to connect is remembered.
 
     Args:
-        address: `host:port`.
+        addresses: `host:port` of each.
         timeout_secs: Seconds after which a server that accepted the
             connection but did not answer counts as frozen.
 
     Returns:
-        The state of the task.
+        The answer of each.
     """
     options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(address, options=options) as channel:
-        get_status = channel.unary_unary("/tensorflow.WorkerService/GetStatus")
-        try:
-            get_status(b"", timeout=timeout_secs)
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                return TaskState.FROZEN
-            return TaskState.DEAD
-    return TaskState.LIVE
+    with contextlib.ExitStack() as channels:
+        calls = []
+        for address in addresses:
+            channel = grpc.insecure_channel(address, options=options)
+            channels.enter_context(channel)
+            get_status = channel.unary_unary(
+                "/tensorflow.WorkerService/GetStatus"
+            )
+            calls.append(get_status.future(b"", timeout=timeout_secs))
+        return [_answer(call) for call in calls]
 
 
-def wait_until_up(cluster: Cluster, timeout_secs: float) -> None:
+def _answer(call: grpc.Future) -> Answer:
+    try:
+        return Answer(TaskState.LIVE, call.result())
+    except grpc.RpcError as error:
+        frozen = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        return Answer(TaskState.FROZEN if frozen else TaskState.DEAD)
+
+
+def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
+    """The state of the task at `address`; see `ask`."""
+    return ask([address], timeout_secs)[0].state
+
+
+def cut_connections(address: str) -> int:
+    """Closes this process's TCP connections to `address`, from our side.
+
+    A call to a frozen server waits for ever; without its connection it fails
+    as a call to a dead one does. Linux only: elsewhere nothing is cut.
+
+    Returns:
+        How many connections were cut.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError:
+        infos = []
+    peers = {info[4][:2] for info in infos}
+    peers |= {(f"::ffff:{ip}", port) for ip, port in peers if ":" not in ip}
+    cut = 0
+    for path in pathlib.Path("/proc/self/fd").glob("*") if peers else ():
+        with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                if connection.getpeername()[:2] in peers:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+    return cut
+
+
+def wait_until_up(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
     """Waits until every worker and ps of `cluster` answers.
 
     `ParameterServerStrategy` itself would block inside C for many minutes,
@@ -138,6 +310,7 @@ def wait_until_up(cluster: Cluster, timeout_secs: float) -> None:
     Args:
         cluster: The cluster; this process is its chief.
         timeout_secs: Seconds to wait.
+        give_up: Called again and again meanwhile; ends the wait by raising.
 
     Raises:
         TimeoutError: Some task was not up in time; the message names each.
@@ -146,13 +319,15 @@ def wait_until_up(cluster: Cluster, timeout_secs: float) -> None:
     next_message = time.monotonic() + 5.0
     missing = server_tasks(cluster)
     while True:
-        states = {t: probe(_address(cluster, t)) for t in missing}
+        answers = ask([address_of(cluster, task) for task in missing])
+        states = dict(zip(missing, [a.state for a in answers], strict=True))
         missing = [t for t, s in states.items() if s is not TaskState.LIVE]
         if not missing:
             return
+        give_up()
         now = time.monotonic()
         listed = ", ".join(
-            f"{job}:{index} at {_address(cluster, (job, index))} "
+            f"{job}:{index} at {address_of(cluster, (job, index))} "
             f"({states[job, index].value})"
             for job, index in missing
         )
@@ -162,10 +337,10 @@ def wait_until_up(cluster: Cluster, timeout_secs: float) -> None:
                 f"{timeout_secs:g} s: {listed}. Start them with the same "
                 "cluster in TF_CONFIG and check that the addresses are right "
                 "and reachable from the chief. "
-                "RunConfig(start_timeout_secs=...) sets the limit."
+                "RunConfig(session_creation_timeout_secs=...) sets the limit."
             )
         if now >= next_message:
-            _log.info("Waiting for %s; %.0f s left.", listed, deadline - now)
+            _log.warning("Waiting for %s; %.0f s left.", listed, deadline - now)
             next_message = now + 10.0
         time.sleep(_POLL_SECS)
 
@@ -179,6 +354,7 @@ def server_tasks(cluster: Cluster) -> list[tuple[str, int]]:
     ]
 
 
-def _address(cluster: Cluster, task: tuple[str, int]) -> str:
+def address_of(cluster: Cluster, task: tuple[str, int]) -> str:
+    """`host:port` of a task."""
     job, index = task
     return cluster.training_spec()[job][index]

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
-from tfdist.hooks import SecondOrStepTimer, SessionRunHook
 from tfdist.variables import VariableSpec
 
 InputFn = Callable[..., tf.data.Dataset]
@@ -45,7 +44,8 @@ class RunConfig:
         placement: Which parameter server holds a variable: "round_robin",
             "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
             a callable from a `VariableSpec` to the index of a server.
-        start_timeout_secs: Seconds the chief waits for workers and ps.
+        session_creation_timeout_secs: Seconds the chief waits for workers and
+            ps that are missing, at the start and after one was lost.
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
         cluster: Default: from the environment.
@@ -65,7 +65,7 @@ class RunConfig:
     log_step_count_steps: int = 100
     steps_per_dispatch: int | None = None
     placement: str | Callable[[VariableSpec], int] = "round_robin"
-    start_timeout_secs: float = 300.0
+    session_creation_timeout_secs: float = 600.0
     evaluator_timeout_secs: float = 600.0
     cluster: Cluster = dataclasses.field(default_factory=Cluster.from_env)
 
@@ -86,19 +86,18 @@ class RunConfig:
             ("keep_checkpoint_every_n_hours", 1e-9),
             ("log_step_count_steps", 1),
             ("steps_per_dispatch", 1),
-            ("start_timeout_secs", 0),
+            ("session_creation_timeout_secs", 0),
             ("evaluator_timeout_secs", 0),
         ):
             _check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
 
-    def checkpoint_timer(self) -> SecondOrStepTimer:
-        """When to save."""
+    @property
+    def checkpoint_secs(self) -> float | None:
+        """Seconds between checkpoints; None where steps decide."""
         if self.save_checkpoints_steps:
-            return SecondOrStepTimer(every_steps=self.save_checkpoints_steps)
-        return SecondOrStepTimer(
-            every_secs=self.save_checkpoints_secs or _DEFAULT_SAVE_SECS
-        )
+            return None
+        return self.save_checkpoints_secs or _DEFAULT_SAVE_SECS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +110,20 @@ class TrainSpec:
             `tf.distribute.InputContext` that says which part of the data the
             calling worker shall read.
         max_steps: Step at which training ends; None: when the data ends.
-        hooks: Run after tfdist's own.
+        hooks: Run after tfdist's own; those written for TF1 that touch no
+            graph run as they are.
     """
 
     input_fn: InputFn
     max_steps: int | None = None
-    hooks: tuple[SessionRunHook, ...] = ()
+    hooks: tuple[tf.compat.v1.train.SessionRunHook, ...] = ()
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
         _check_at_least("max_steps", self.max_steps, 1)
         hooks = tuple(self.hooks)
         for hook in hooks:
-            check_type("hooks", hook, SessionRunHook)
+            check_type("hooks", hook, tf.compat.v1.train.SessionRunHook)
         object.__setattr__(self, "hooks", hooks)
 
 

@@ -20,6 +20,8 @@ import tensorflow as tf
 from tfdist import lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
 from tfdist.exchange import Exchange
+from tfdist.fence import Fence
+from tfdist.staleness import StalenessCounter
 
 # Above this size a stand-in for a variable is not worth making.
 _MAX_ZEROS = 1 << 24
@@ -44,6 +46,10 @@ class ModelStep:
             training needs it.
         remote: Whether the variables live in other processes.
 
+    Attributes:
+        model: The model.
+        staleness: What counts the staleness of updates; None unless `remote`.
+
     Raises:
         TypeError: `model` is no Keras model.
         ValueError: `model` is not compiled or not built, or overrides
@@ -65,11 +71,14 @@ class ModelStep:
         self._metrics = list(model.metrics_variables)
         _check_metrics(model, self._metrics)
         self._global_step = global_step
+        self.staleness: StalenessCounter | None = None
         if global_step is not None:
             self._prepare_training(element_spec, remote)
 
     def _prepare_training(self, element_spec: Any, remote: bool) -> None:
         model = self.model
+        if remote:
+            self.staleness = StalenessCounter(self._global_step)
         self._tables: list[Any] = []
         self._collect = tf.function(self._ids, autograph=False)
         self._compute = tf.function(self._gradients, autograph=False)
@@ -94,7 +103,13 @@ class ModelStep:
             tf.zeros(v.shape, v.dtype) for v in self._metrics
         ]
 
-    def train(self, batch: Batch, step: tf.Tensor, states: States) -> States:
+    def train(
+        self,
+        batch: Batch,
+        step: tf.Tensor,
+        states: States,
+        fence: Fence | None = None,
+    ) -> States:
         """Reads the parameters, computes gradients, applies and counts them.
 
         Args:
@@ -104,11 +119,13 @@ class ModelStep:
                 so two workers never share a mask; learning-rate schedules and
                 Adam's bias correction count by it.
             states: Metric states before the step.
+            fence: What the updates must pass on each parameter server.
 
         Returns:
             Metric states after the step.
         """
         exchange = self._exchange
+        before = self.staleness and self.staleness.read()
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         ids = self._collect(x) if self._tables else []
         pulled = exchange.pull(
@@ -138,8 +155,11 @@ class ModelStep:
             list(zip(self._moving, deltas, strict=True)),
             rates,
             iteration,
+            fence,
         )
-        self._count(arrived, batch)
+        self._count(arrived, batch, fence)
+        if self.staleness:
+            self.staleness.count(before)
         return states
 
     def _learning_rates(
@@ -158,7 +178,12 @@ class ModelStep:
         ]
         return rates, iteration
 
-    def _count(self, arrived: Mapping[str, tf.Tensor], batch: Batch) -> None:
+    def _count(
+        self,
+        arrived: Mapping[str, tf.Tensor],
+        batch: Batch,
+        fence: Fence | None,
+    ) -> None:
         """Counts the step; atomic on the server that holds the counter.
 
         Only once the gradients have arrived there, or else the batch was read:
@@ -172,6 +197,9 @@ class ModelStep:
         for counter in (self._global_step, *counters.values()):
             gradients = arrived.get(counter.device)
             needed = read if gradients is None else [gradients]
+            if gradients is None and fence:
+                with tf.device(counter.device):
+                    needed.append(fence.check(counter.device, fence.generation))
             with tf.control_dependencies(needed):
                 counter.assign_add(1)
 

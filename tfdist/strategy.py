@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import servers
+from tfdist._private import expire_remote_state_after
 from tfdist.cluster import Cluster
 from tfdist.placement import (
     GreedyLoadBalancingStrategy,
@@ -29,10 +30,16 @@ from tfdist.variables import VariableSpec, creation_spec
 Placement = Callable[[VariableSpec], int]
 
 _CHIEF = "/job:chief/task:0/device:CPU:0"
+# How long the servers keep what a chief holds there after its last sign of
+# life. A chief that was frozen for longer makes everything anew.
+_KEEP_ALIVE_SECS = 60
 
 
 def parameter_server_strategy(
-    cluster: Cluster, *, start_timeout_secs: float = 300.0
+    cluster: Cluster,
+    *,
+    start_timeout_secs: float = 600.0,
+    give_up: Callable[[], None] = lambda: None,
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
@@ -41,6 +48,7 @@ def parameter_server_strategy(
             chief. The chief's own address is in the cluster spec: without it
             the servers could not call back after a reconnection.
         start_timeout_secs: Seconds to wait for every task to be up.
+        give_up: Called again and again meanwhile; ends the wait by raising.
 
     Returns:
         The strategy.
@@ -48,6 +56,7 @@ def parameter_server_strategy(
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
         TimeoutError: A task was not up in time.
+        RuntimeError: Another chief holds the job.
     """
     if cluster.role != "chief" or not cluster.num_ps:
         raise ValueError(
@@ -55,7 +64,9 @@ def parameter_server_strategy(
             f"to it. Received: cluster={cluster}."
         )
     _widen_thread_pool()
-    servers.wait_until_up(cluster, start_timeout_secs)
+    servers.reconnect_quickly()
+    expire_remote_state_after(_KEEP_ALIVE_SECS)
+    servers.wait_until_up(cluster, start_timeout_secs, give_up)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster.training_spec()),
         task_type="chief",
@@ -63,7 +74,9 @@ def parameter_server_strategy(
         rpc_layer="grpc",
     )
     with _fail_fast():
-        return tf.distribute.ParameterServerStrategy(resolver)
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    servers.hold(cluster)
+    return strategy
 
 
 @contextlib.contextmanager

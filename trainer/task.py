@@ -78,9 +78,10 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_float(
-    "start_timeout_secs",
-    300.0,
-    "Seconds the chief waits for workers and parameter servers.",
+    "session_creation_timeout_secs",
+    600.0,
+    "Seconds the chief waits for workers and parameter servers that are "
+    "missing, at the start and after one was lost.",
     lower_bound=0.0,
 )
 flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
@@ -264,7 +265,7 @@ def main(argv: Sequence[str]) -> None:
             log_step_count_steps=FLAGS.log_steps,
             steps_per_dispatch=FLAGS.steps_per_dispatch,
             placement=FLAGS.placement,
-            start_timeout_secs=FLAGS.start_timeout_secs,
+            session_creation_timeout_secs=FLAGS.session_creation_timeout_secs,
         )
         metrics, exports = train_and_evaluate(examples, config)
     except (ValueError, OSError) as error:

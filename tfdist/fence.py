@@ -1,0 +1,62 @@
+"""Keeps updates out that nobody waits for any more.
+
+A worker that froze in mid-step and wakes up minutes later goes on with its
+dispatch, although its steps were long done by others: `global_step` would pass
+its limit. So each dispatch belongs to a generation, each server knows which
+one is current, and gradients of another are an error there. The chief starts a
+new generation whenever a dispatch was lost, before it makes up for its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+
+class Generations:
+    """The current generation, known to every parameter server.
+
+    Args:
+        devices: Of the parameter servers.
+    """
+
+    def __init__(self, devices: list[str]) -> None:
+        self.current = 0
+        self._variables: dict[str, tf.Variable] = {}
+        for device in devices:
+            with tf.device(device):
+                self._variables[device] = tf.Variable(
+                    0.0, trainable=False, name="generation"
+                )
+
+    def fence(self, generation: tf.Tensor) -> Fence:
+        """What the updates of a dispatch of `generation` must pass."""
+        return Fence(generation, self._variables)
+
+    def advance(self) -> None:
+        """Starts a new generation on every server."""
+        self.current += 1
+        for variable in self._variables.values():
+            variable.assign(float(self.current))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """Lets the updates of one generation pass.
+
+    Attributes:
+        generation: Scalar float32, that of the dispatch.
+        variables: For each server, the current one.
+    """
+
+    generation: tf.Tensor
+    variables: Mapping[str, tf.Variable]
+
+    def check(self, device: str, generation: tf.Tensor) -> tf.Operation:
+        """An op on `device` that fails unless `generation` is current there."""
+        return tf.debugging.Assert(
+            tf.equal(self.variables[device], generation),
+            ["A dispatch that was given up came back: its update is refused."],
+        )

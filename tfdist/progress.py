@@ -1,0 +1,122 @@
+"""How far training is: a line in a log, one moving line in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tfdist.session_run_hook import (
+    SecondOrStepTimer,
+    SessionRunContext,
+    SessionRunValues,
+    TimedHook,
+)
+
+if TYPE_CHECKING:
+    from tfdist.session import MonitoredTrainingSession
+
+
+class ProgressHook(TimedHook):
+    """Says how far training is: a line in a log, one moving line in a terminal.
+
+    Steps per second are those of the steps alone: neither checkpoints nor
+    evaluations in between slow them down.
+
+    Args:
+        log_steps: Steps between lines.
+        stream: Where to; a terminal gets one line that is overwritten.
+            Default: standard output.
+        max_steps: Step at which training ends, if it is known.
+        tasks_alive: Says which tasks are alive (`2/2 ps, 3/3 workers`), shown
+            at the end of the line.
+    """
+
+    def __init__(
+        self,
+        log_steps: int,
+        stream: TextIO | None = None,
+        *,
+        max_steps: int | None = None,
+        tasks_alive: Callable[[], str] | None = None,
+    ) -> None:
+        super().__init__(SecondOrStepTimer(every_steps=log_steps))
+        self._stream = stream or sys.stdout
+        self._max_steps = max_steps
+        self._tasks_alive = tasks_alive
+        self._secs_before = 0.0
+        self._logs: dict[str, float] = {}
+        self._lines = 0
+
+    def after_create_session(
+        self, session: MonitoredTrainingSession, coord: Any
+    ) -> None:
+        """Starts the first interval, again after a recovery."""
+        self._timer.update_last_triggered_step(session.step)
+        self._secs_before = session.secs_in_steps
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Writes a line when the timer triggers."""
+        session = run_context.session
+        self._logs = run_values.results or self._logs
+        if self._timer.should_trigger_for_step(session.step):
+            # The first steps are traced as well: they predict nothing.
+            self._write(session, with_time_left=self._lines > 0)
+
+    def end(self, session: MonitoredTrainingSession) -> None:
+        """Writes the last step's line, if it has none, and leaves the line."""
+        if session.step != self._timer.last_triggered_step():
+            self._write(session, with_time_left=False)
+        if self._lines and self._stream.isatty():
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _write(
+        self, session: MonitoredTrainingSession, with_time_left: bool
+    ) -> None:
+        _, steps = self._timer.update_last_triggered_step(session.step)
+        secs = session.secs_in_steps - self._secs_before
+        self._secs_before = session.secs_in_steps
+        self._lines += 1
+        line = progress_line(
+            session.step,
+            self._max_steps,
+            steps / max(secs, 1e-9),
+            self._logs,
+            with_time_left=with_time_left and session.step != self._max_steps,
+            tasks_alive=self._tasks_alive() if self._tasks_alive else "",
+        )
+        # The cursor goes back, so that whatever comes next replaces the line.
+        terminal = self._stream.isatty()
+        self._stream.write(f"\x1b[K{line}\r" if terminal else f"{line}\n")
+        self._stream.flush()
+
+
+def progress_line(
+    step: int,
+    max_steps: int | None,
+    steps_per_sec: float,
+    logs: dict[str, float],
+    with_time_left: bool = True,
+    tasks_alive: str = "",
+) -> str:
+    """One line about the progress of training.
+
+    >>> progress_line(500, 2000, 100.0, {"loss": 0.5})
+    'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
+    """
+    width = len(str(max_steps or ""))
+    parts = [f"step {step:{width}d}"]
+    if max_steps:
+        parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
+    digits = 0 if steps_per_sec >= 10 else 2
+    parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
+    parts += [f"{name} {value:.4f}" for name, value in logs.items()]
+    if max_steps and steps_per_sec and with_time_left:
+        minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
+    if tasks_alive:
+        parts.append(tasks_alive)
+    return ", ".join(parts)

@@ -1,0 +1,247 @@
+"""What a SavedModel answers: its signatures, the same ones for every model.
+
+    signature       takes                 gives             its API
+    serve           tensors, by name      all outputs       predict
+    predict         examples: (batch,)    all outputs       predict
+    classification  inputs: (batch,)      classes, scores   classify
+    regression      inputs: (batch,)      outputs           regress
+    serving_default is the first there is of classification, regression, serve
+
+`examples` and `inputs` are strings: serialized `tf.Example`s. The names are
+those of `tf.estimator`, but for `serve`, which is Keras'; the APIs are those of
+TensorFlow Serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+Tensors = Mapping[str, Any]
+
+_METHODS = {
+    "classification": tf.compat.v1.saved_model.CLASSIFY_METHOD_NAME,
+    "regression": tf.compat.v1.saved_model.REGRESS_METHOD_NAME,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """A model as it is served.
+
+    Made of a Keras model by `Serving.of`; written out by hand, it describes
+    what a Keras model cannot: sparse features, defaults of missing ones, or
+    what the classify and regress APIs shall answer.
+
+    Attributes:
+        model: What holds the variables and tables that `predict` uses.
+        inputs: Name to `tf.TensorSpec`, the batch first.
+        predict: From tensors by name to outputs by name.
+        examples: How to parse `tf.Example`s, as `tf.io.parse_example` takes
+            it; its keys are those of `inputs`. None: they cannot be parsed,
+            and there is no signature that does.
+        classification: Names of two outputs, string `(batch, n)` and float32
+            `(batch, n)`: the classes and their scores.
+        regression: Name of an output, float32 `(batch,)` or `(batch, 1)`.
+
+    Raises:
+        ValueError: `classification` or `regression` without `examples`.
+    """
+
+    model: keras.Model
+    inputs: Mapping[str, tf.TensorSpec]
+    predict: Callable[[Tensors], Tensors]
+    examples: Mapping[str, Any] | None = None
+    classification: tuple[str, str] | None = None
+    regression: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.classification or self.regression) and not self.examples:
+            raise ValueError(
+                "Arguments `classification` and `regression` need `examples`: "
+                "TensorFlow Serving's classify and regress APIs send "
+                "serialized tf.Examples."
+            )
+
+    @classmethod
+    def of(cls, model: keras.Model, **kwargs: Any) -> Serving:
+        """A functional or sequential model: its inputs, its outputs.
+
+        If its output is a dictionary, the keys are the names; else the name
+        is `output_0`, as Keras has it.
+
+        >>> x = keras.Input([2], name="x")
+        >>> model = keras.Model(x, {"p": keras.layers.Dense(1)(x)})
+        >>> Serving.of(model, regression="p").examples
+        {'x': FixedLenFeature(shape=[2], dtype=tf.float32, default_value=None)}
+
+        Args:
+            model: The model.
+            **kwargs: Attributes, where they shall differ.
+        """
+        structure = _symbols(model)
+        # Names: the keys of a dictionary, else those of the inputs.
+        symbols = (
+            structure
+            if isinstance(structure, dict)
+            else {s.name: s for s in tf.nest.flatten(structure)}
+        )
+        inputs = {
+            name: tf.TensorSpec([None, *s.shape[1:]], s.dtype, name=name)
+            for name, s in symbols.items()
+        }
+
+        def predict(tensors: Tensors) -> Tensors:
+            if isinstance(structure, dict):
+                outputs = model(dict(tensors), training=False)
+            else:
+                flat = [tensors[name] for name in symbols]
+                packed = tf.nest.pack_sequence_as(structure, flat)
+                outputs = model(packed, training=False)
+            if isinstance(outputs, Mapping):
+                return outputs
+            flat = tf.nest.flatten(outputs)
+            return {f"output_{i}": value for i, value in enumerate(flat)}
+
+        made = {
+            "model": model,
+            "inputs": inputs,
+            "predict": predict,
+            "examples": feature_spec(inputs),
+        }
+        return cls(**{**made, **kwargs})
+
+
+def _symbols(model: keras.Model) -> Any:
+    """The symbolic inputs, in the structure in which the model takes them."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0]
+    try:
+        return model.input
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"Model {model.name!r} does not say what its inputs are: it is "
+            "neither functional nor sequential. Give the exporter a "
+            "`serving_model_fn` that returns one, or a `tfdist.Serving`."
+        ) from error
+
+
+def feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
+    """How to read tensors of these shapes and types from `tf.Example`s.
+
+    Without defaults: an example in which a feature is missing is an error.
+
+    >>> feature_spec({"a": tf.TensorSpec([None, None], tf.int32)})
+    {'a': FixedLenSequenceFeature(shape=[], dtype=tf.int64, \
+allow_missing=True, default_value=None)}
+
+    Returns:
+        As for `tf.io.parse_example`; None if a dimension other than the
+        first two is unknown.
+    """
+    spec = {}
+    for name, tensor in inputs.items():
+        shape, dtype = tensor.shape.as_list()[1:], tensor.dtype
+        if dtype.is_floating:
+            dtype = tf.float32
+        elif dtype != tf.string:
+            dtype = tf.int64
+        if None in shape[1:]:
+            return None
+        if None in shape:
+            spec[name] = tf.io.FixedLenSequenceFeature(
+                shape[1:], dtype, allow_missing=True
+            )
+        else:
+            spec[name] = tf.io.FixedLenFeature(shape, dtype)
+    return spec
+
+
+def write(serving: Serving, path: str) -> None:
+    """Writes a SavedModel that TensorFlow Serving's C++ loader reads.
+
+    `tf.saved_model.save(keras_model)` loads in Python and fails there.
+
+    Args:
+        serving: What to write.
+        path: Directory; files of a SavedModel in it are replaced.
+    """
+    archive = keras.export.ExportArchive()
+    archive.track(serving.model)
+    endpoints = _endpoints(serving)
+    for name, (function, spec) in endpoints.items():
+        archive.add_endpoint(name, function, input_signature=[spec])
+    # Keras lets `serving_default` be the first of them.
+    archive.write_out(path, verbose=False)
+    default = next(iter(endpoints))
+    methods = {
+        name: method for name, method in _METHODS.items() if name in endpoints
+    }
+    if default in methods:
+        methods["serving_default"] = methods[default]
+    if methods:
+        # `tf.saved_model.save` calls every signature a predict signature.
+        utils = tf.compat.v1.saved_model.signature_def_utils
+        updater = utils.MethodNameUpdater(path)
+        for name, method in methods.items():
+            updater.replace_method_name(name, method, tags="serve")
+        updater.save()
+
+
+def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
+    """Name to function and input; the default one first."""
+    endpoints = {}
+
+    def from_examples(outputs: Callable) -> Callable:
+        return lambda strings: outputs(
+            serving.predict(_parse(serving, strings))
+        )
+
+    if serving.classification:
+        classes, scores = serving.classification
+        endpoints["classification"] = (
+            from_examples(
+                lambda o: {"classes": o[classes], "scores": o[scores]}
+            ),
+            _strings("inputs"),
+        )
+    if serving.regression:
+        endpoints["regression"] = (
+            from_examples(lambda o: {"outputs": o[serving.regression]}),
+            _strings("inputs"),
+        )
+    endpoints["serve"] = (
+        lambda tensors: dict(serving.predict(tensors)),
+        dict(serving.inputs),
+    )
+    if serving.examples:
+        endpoints["predict"] = (from_examples(dict), _strings("examples"))
+    else:
+        _log.warning(
+            "Model %r gets no signature for tf.Examples: its inputs have "
+            "unknown dimensions.",
+            serving.model.name,
+        )
+    return endpoints
+
+
+def _strings(name: str) -> tf.TensorSpec:
+    return tf.TensorSpec([None], tf.string, name=name)
+
+
+def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:
+    """Features of serialized examples, of the types the model takes."""
+    parsed = tf.io.parse_example(strings, dict(serving.examples))
+    return {
+        name: tf.cast(value, serving.inputs[name].dtype)
+        if value.dtype != serving.inputs[name].dtype
+        else value
+        for name, value in parsed.items()
+    }

@@ -1,0 +1,139 @@
+"""What a hook is: called around the steps, at its cadence.
+
+A hook in TF1 ran after every single step. Here many steps may run in one go, so
+a hook also says how many may pass before it must be called again
+(`steps_until_next`); the session runs the smallest such number, and cadences
+stay exact.
+
+A hook written for TF1 that touches no graph runs as it is: `SessionRunArgs`,
+`SessionRunContext` and `SessionRunValues` are TensorFlow's own. A tensor that
+it fetched becomes a name, which is looked up in the logs of the steps just run
+(`loss` and the metrics), then among `session.variables`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tfdist.session import MonitoredTrainingSession
+
+SessionRunArgs = tf.compat.v1.train.SessionRunArgs
+SessionRunContext = tf.compat.v1.train.SessionRunContext
+SessionRunValues = tf.compat.v1.train.SessionRunValues
+
+
+class SessionRunHook(tf.compat.v1.train.SessionRunHook):
+    """Base of all hooks; every method does nothing.
+
+    The order of calls is TF1's: `begin()` once; `after_create_session(session,
+    coord)` when the model is initialized or restored, and again after each
+    recovery, with variables made anew; `before_run(run_context)` and
+    `after_run(run_context, run_values)` around each run; `end(session)` unless
+    training ends in an error.
+
+    When `before_run` returns None, `run_values.results` are the logs of the
+    steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
+    each leaf replaced by its value.
+    """
+
+    def steps_until_next(self, step: int) -> int | None:
+        """How many steps may run before the next call; None for any number.
+
+        Args:
+            step: The global step now.
+        """
+        return None
+
+    def on_preemption(self, session: MonitoredTrainingSession) -> None:
+        """The process was told to end (SIGTERM) and has seconds left."""
+
+
+class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
+    """Triggers every so many seconds or steps.
+
+    TensorFlow's own timer, which is also able to say when it triggers next and
+    to go back with a session that was restored.
+
+    Args:
+        every_secs: Seconds between triggers.
+        every_steps: Steps between triggers. Exactly one must be given.
+
+    Raises:
+        ValueError: both or neither are given, or one is not positive (TF1
+            took 0 and triggered always).
+    """
+
+    def __init__(
+        self, every_secs: float | None = None, every_steps: int | None = None
+    ) -> None:
+        check_exactly_one(every_secs=every_secs, every_steps=every_steps)
+        super().__init__(every_secs=every_secs, every_steps=every_steps)
+        self._steps = every_steps
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the next trigger, None where seconds decide."""
+        last = self.last_triggered_step()
+        if last is None:
+            return 1  # The first call always triggers.
+        if self._steps is None:
+            return None
+        return max(1, last + self._steps - step)
+
+    def go_back_to(self, step: int) -> None:
+        """Undoes the triggers after `step`, whose steps will run again.
+
+        The next triggers are then those of a run without the interruption.
+        Does nothing where the last trigger was not after `step`.
+        """
+        last = self.last_triggered_step()
+        if last is None or last <= step:
+            return
+        if self._steps is None:
+            self.update_last_triggered_step(step)
+        else:
+            undone = math.ceil((last - step) / self._steps)
+            self.update_last_triggered_step(last - undone * self._steps)
+
+
+def check_exactly_one(**arguments: float | None) -> None:
+    """Fails unless one of two arguments is given, and positive."""
+    given = [value for value in arguments.values() if value is not None]
+    received = ", ".join(f"{k}={v}" for k, v in arguments.items())
+    if len(given) != 1:
+        raise ValueError(
+            f"Exactly one of `{'` and `'.join(arguments)}` must be given. "
+            f"Received: {received}."
+        )
+    if given[0] <= 0:
+        raise ValueError(
+            f"The interval must be positive. Received: {received}."
+        )
+
+
+class TimedHook(SessionRunHook):
+    """Base of hooks that act whenever their timer triggers.
+
+    Args:
+        timer: The timer.
+    """
+
+    def __init__(self, timer: SecondOrStepTimer) -> None:
+        self._timer = timer
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        self._timer.reset()
+
+    def after_create_session(
+        self, session: MonitoredTrainingSession, coord: Any
+    ) -> None:
+        """Goes back with a restored session; nothing at the first."""
+        self._timer.go_back_to(session.step)
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the timer triggers."""
+        return self._timer.steps_until_next(step)

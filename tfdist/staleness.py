@@ -1,0 +1,85 @@
+"""Staleness: how old the parameters are that a gradient was computed from.
+
+With asynchronous updates, others land between a step's read of the parameters
+and its write. For each update the server that holds `global_step` counts how
+many; nothing more travels over the network.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+MAX_STALENESS = 127
+PERCENTILES = (50, 90, 99)
+
+
+class StalenessCounter:
+    """A histogram of all updates by their staleness, beside `global_step`.
+
+    The two reads of `global_step` are not one atomic operation with the read
+    and the write of the parameters, so a value may be off by the updates that
+    land within the same fraction of a millisecond.
+
+    Args:
+        global_step: Scalar int64 variable that counts updates.
+    """
+
+    def __init__(self, global_step: tf.Variable) -> None:
+        self._global_step = global_step
+        with tf.device(global_step.device):
+            self._counts = tf.Variable(
+                tf.zeros([MAX_STALENESS + 1], tf.int64),
+                trainable=False,
+                name="staleness",
+            )
+
+    def read(self) -> tf.Tensor:
+        """The number of updates before a step reads its parameters."""
+        with tf.device(self._global_step.device):
+            return tf.identity(self._global_step.read_value())
+
+    def count(self, before: tf.Tensor) -> None:
+        """Counts an update; `global_step` counts it already.
+
+        Args:
+            before: What `read` returned.
+        """
+        with tf.device(self._global_step.device):
+            others = self._global_step.read_value() - before - 1
+            self._counts.scatter_add(
+                tf.IndexedSlices(
+                    tf.ones([1], tf.int64),
+                    tf.clip_by_value([others], 0, MAX_STALENESS),
+                )
+            )
+
+    def histogram(self) -> np.ndarray:
+        """int64 `(128,)`: updates of staleness 0, 1, ..., 127 or more."""
+        return self._counts.numpy()
+
+
+def percentile(histogram: np.ndarray, percent: float) -> int:
+    """The least staleness that `percent` of all updates do not exceed.
+
+    >>> percentile(np.array([50, 40, 10]), 90), percentile(np.zeros(3), 50)
+    (1, 0)
+    """
+    reached = np.cumsum(histogram) >= histogram.sum() * percent / 100
+    return int(np.argmax(reached))
+
+
+def describe(histogram: np.ndarray) -> str:
+    """One line about the staleness of all updates.
+
+    >>> describe(np.array([50, 40, 9, 1]))
+    'staleness of 100 updates: mean 0.61, 50 % 0, 90 % 1, 99 % 2, most 3'
+    """
+    total = int(histogram.sum())
+    mean = float(histogram @ np.arange(len(histogram))) / max(total, 1)
+    parts = [f"{p} % {percentile(histogram, p)}" for p in PERCENTILES]
+    most = int(np.max(np.nonzero(histogram)[0], initial=0))
+    return (
+        f"staleness of {total} updates: mean {mean:.2f}, {', '.join(parts)}, "
+        f"most {most}"
+    )

@@ -1,0 +1,1298 @@
+"""A local cluster of real processes, to kill, freeze and cut off.
+
+    with testing.LocalCluster([sys.executable, "job.py"], ps=2, workers=3,
+                              restart_secs=2.0) as cluster:
+        cluster.wait_until_step(100)
+        cluster.kill("worker:1")
+        cluster.freeze("ps:0", for_secs=40)
+        assert cluster.wait(timeout_secs=300) == 0
+
+The same for tests, notebooks and users. What it promises:
+
+* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. Every
+  injector returns when its effect is proven, or raises.
+* What dies may be started again after a pause, at the same address, as
+  Kubernetes and Vertex AI do.
+* Faults are data: a list of `Fault`s, or `random_faults` of a seed, that `run`
+  injects while the job runs.
+* The cluster has a network of its own where the system allows it; the calling
+  process stays where it is. One small process in between enters that network
+  and is the parent of all tasks, so that a caller full of threads (TensorFlow,
+  a notebook) need not fork them.
+* Nothing is left: when the block ends, or the caller dies, every task is
+  killed, with its children, frozen or not.
+
+Linux only, as `tfdist.processes`. TensorFlow is not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from tfdist import processes
+from tfdist.cluster import Cluster
+from tfdist.launch import Verdict, restart_decision
+from tfdist.processes import STOP_SIGNALS, SignalPipe, Task, how_it_ended
+
+_log = logging.getLogger(__name__)
+
+KINDS = ("kill", "freeze", "terminate", "restart", "cut_network")
+"""The kinds of faults, each a method of `LocalCluster`."""
+
+_POLL_SECS = 0.05
+_PROOF_SECS = 10.0  # For a signal to have its effect.
+_CLOSE_SECS = 30.0
+_TAIL_LINES = 15  # Of each task's output, in an error.
+
+
+class NotRunningError(RuntimeError):
+    """A fault was to be injected into a task that is dead or frozen already."""
+
+
+# --- Faults as data ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something bad that is to happen to a task, at a step or at a moment.
+
+    >>> Fault("freeze", "ps:0", at_step=100, for_secs=5).is_due(99, secs=7.0)
+    False
+
+    Attributes:
+        kind: one of `KINDS`.
+        task: "job:index"; None for "cut_network" alone.
+        at_step: it happens when the chief's progress says this step, or a
+            later one; so it is as precise as those lines are frequent.
+        at_secs: or it happens this many seconds after the start of
+            `LocalCluster.run`.
+        for_secs: how long the task is frozen or down, or the network cut.
+            Default: for ever, except that the cluster's `restart_secs` says
+            when a dead task is started again. Not for "restart".
+
+    Raises:
+        ValueError: if these contradict each other.
+    """
+
+    kind: str
+    task: str | None = None
+    at_step: int | None = None
+    at_secs: float | None = None
+    for_secs: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"Argument `kind` must be one of {', '.join(KINDS)}. "
+                f"Received: kind={self.kind!r}"
+            )
+        if (self.task is None) != (self.kind == "cut_network"):
+            raise ValueError(
+                'Argument `task` must be "job:index", and None for '
+                f'"cut_network" alone. Received: kind={self.kind!r}, '
+                f"task={self.task!r}"
+            )
+        if (self.at_step is None) == (self.at_secs is None):
+            raise ValueError(
+                "Exactly one of `at_step` and `at_secs` must be given. "
+                f"Received: at_step={self.at_step}, at_secs={self.at_secs}"
+            )
+        if self.kind == "restart" and self.for_secs is not None:
+            raise ValueError(
+                'A "restart" takes no time; for a pause, use "kill" with '
+                f"`for_secs`. Received: for_secs={self.for_secs}"
+            )
+
+    def is_due(self, step: int | None, secs: float) -> bool:
+        """Whether it is to happen by now.
+
+        Args:
+            step: what the chief's progress says; None before it says any.
+            secs: seconds since the start of the run.
+        """
+        if self.at_secs is not None:
+            return secs >= self.at_secs
+        return step is not None and step >= self.at_step
+
+
+def random_faults(
+    seed: int,
+    count: int,
+    tasks: Sequence[str],
+    *,
+    kinds: Sequence[str] = ("kill", "freeze"),
+    at_step: tuple[int, int] | None = None,
+    at_secs: tuple[float, float] | None = None,
+    for_secs: tuple[float, float] = (1.0, 5.0),
+) -> list[Fault]:
+    """Draws faults, the same for a seed on every machine and Python.
+
+    Two may come at the same time, and at the same task.
+
+    >>> for fault in random_faults(1, 3, ["ps:0", "worker:0"], at_step=(0, 90)):
+    ...     print(fault.at_step, fault.kind, fault.task, fault.for_secs)
+    12 kill worker:0 2.02
+    58 kill ps:0 4.15
+    84 freeze worker:0 1.38
+
+    Args:
+        seed: of the draw.
+        count: how many.
+        tasks: the tasks to choose from.
+        kinds: the kinds to choose from.
+        at_step: first and last step at which they may happen.
+        at_secs: or first and last moment, in seconds from the start of the run.
+        for_secs: least and greatest number of seconds that each lasts.
+
+    Returns:
+        The faults, the earliest first.
+
+    Raises:
+        ValueError: as `Fault`, or if there is nothing to choose from.
+    """
+    for name, choices in (("tasks", tasks), ("kinds", kinds)):
+        if isinstance(choices, str) or not choices:
+            raise ValueError(
+                f"Argument `{name}` must be a list with at least one entry. "
+                f"Received: {name}={choices!r}"
+            )
+    # Of all its methods, only random() is the same in every Python.
+    draw = random.Random(seed).random
+    faults = []
+    for _ in range(count):
+        kind = kinds[int(draw() * len(kinds))]
+        task = tasks[int(draw() * len(tasks))]
+        step = at_step and at_step[0] + int(
+            draw() * (at_step[1] - at_step[0] + 1)
+        )
+        secs = at_secs and _between(*at_secs, draw())
+        length = _between(*for_secs, draw())
+        faults.append(
+            Fault(
+                kind,
+                None if kind == "cut_network" else task,
+                at_step=step,
+                at_secs=secs,
+                for_secs=None if kind == "restart" else length,
+            )
+        )
+    return sorted(faults, key=lambda f: (f.at_step or 0, f.at_secs or 0))
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return round(low + share * (high - low), 2)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What was done to a task, and what it came to.
+
+    Attributes:
+        kind: one of `KINDS`, "resume" or "mend_network".
+        task: "job:index"; None for the network.
+        pid: the process it was done to; None for the network, and for the
+            "restart" of a task that was down.
+        signal: the signal that was sent; None for the network.
+        step: what the chief's progress said then; None before it said any.
+        secs: seconds from the start of the cluster.
+        effect: the proof, in words: "SIGKILL", "every thread stopped", ...
+    """
+
+    kind: str
+    task: str | None
+    pid: int | None
+    signal: signal.Signals | None
+    step: int | None
+    secs: float
+    effect: str
+
+
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "restart": signal.SIGKILL,
+    "freeze": signal.SIGSTOP,
+    "resume": signal.SIGCONT,
+    "terminate": signal.SIGTERM,
+}
+
+
+# --- The cluster, as its user sees it ----------------------------------------
+
+
+class LocalCluster:
+    """A chief, workers, parameter servers and an evaluator on this machine.
+
+    They run from the construction to `close()`, or to the end of the `with`
+    block. An exception that leaves the block gets the last lines of every task
+    as a note.
+
+    The job ends with its chief, "chief:0": for good when the chief exits with
+    a code below 128. From then on nothing is started again by itself; whoever
+    still runs does so until `close`.
+
+    Args:
+        command: the program and its arguments, the same for every task;
+            `TF_CONFIG` tells it which task it is.
+        ps: number of parameter servers.
+        workers: number of workers, beside the chief.
+        evaluator: whether there is an evaluator.
+        absent: tasks that are in the cluster's spec and not started, such as
+            `["worker:2"]`; `start` starts them.
+        restart_secs: seconds after which a task that failed is started again,
+            as often as it fails: whatever was killed, and whatever failed by
+            itself (a chief only with 128 or more, as
+            `tfdist.launch.restart_decision` says). Default: nothing is.
+        network: "private" (where the system refuses it, a warning says so and
+            it becomes "host") or "host", the caller's. In a private network
+            neither side reaches the other, the caller included.
+        log_dir: folder of the tasks' outputs, "worker-1.log" and so on.
+            Default: a temporary one, removed by `close`.
+        cwd: working directory of the tasks. Default: the caller's.
+        step_pattern: regular expression of the chief's progress lines, with
+            the step as its group 1. Default: tfdist's own lines, such as
+            "step  500 of 2000 ( 25 %), ...".
+
+    Attributes:
+        private: whether the network is a private one.
+        log_dir: where the outputs are.
+        injections: an `Injection` for all that was done to the tasks, in order.
+
+    Raises:
+        ValueError: if these do not make a cluster.
+        OSError: if the tasks cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        ps: int = 0,
+        workers: int = 0,
+        evaluator: bool = False,
+        absent: Sequence[str] = (),
+        restart_secs: float | None = None,
+        network: str = "private",
+        log_dir: str | os.PathLike[str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        step_pattern: str = r"^step +(\d+)\b",
+    ) -> None:
+        if isinstance(command, str) or not command:
+            raise ValueError(
+                "Argument `command` must be a list of the program and its "
+                f"arguments. Received: command={command!r}"
+            )
+        if network not in ("private", "host"):
+            raise ValueError(
+                'Argument `network` must be "private" or "host". '
+                f"Received: network={network!r}"
+            )
+        self.injections: list[Injection] = []
+        self._step_pattern = re.compile(step_pattern, re.MULTILINE)
+        self._step: int | None = None
+        self._step_offset = 0
+        self._started_at = time.monotonic()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if log_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")
+            log_dir = self._temporary.name
+        self.log_dir = Path(log_dir).absolute()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._last_status: dict[str, _Status] | None = None
+        self._start_supervisor(cwd)
+        try:
+            refusal = self._ask(
+                "set_up",
+                list(command),
+                {
+                    "chief": 1,
+                    "worker": workers,
+                    "ps": ps,
+                    "evaluator": int(evaluator),
+                },
+                tuple(absent),
+                restart_secs,
+                network == "private",
+                self.log_dir,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.private = network == "private" and not refusal
+        if refusal:
+            _log.warning(
+                "The system refuses a private network (%s). The cluster is in "
+                "the host's: TensorFlow's servers authenticate nobody, and "
+                "whoever can reach this machine can reach them.",
+                refusal,
+            )
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, BaseException):
+            with contextlib.suppress(Exception):  # It must not hide `error`.
+                error.add_note(self._tails())
+        self.close()
+
+    def close(self) -> None:
+        """Kills every task and what it started; waits until they are gone.
+
+        May be called again.
+
+        Raises:
+            RuntimeError: if something could not be killed.
+        """
+        if self._supervisor.poll() is None and not self._connection.closed:
+            with contextlib.suppress(RuntimeError):  # Its exit code tells.
+                self._last_status = self._ask("close")
+        self._connection.close()
+        try:
+            code = self._supervisor.wait(_CLOSE_SECS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()  # The kernel then kills its children.
+            code = self._supervisor.wait()
+        if code:
+            raise RuntimeError(
+                f"The supervising process ended with {how_it_ended(code)}. "
+                f"It said: {self._read('supervisor.log')}"
+            )
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    # --- Looking -------------------------------------------------------------
+
+    def pid(self, task: str) -> int | None:
+        """The task's process id; None while it is down."""
+        return self._status_of(task).pid
+
+    def rss(self, task: str) -> int:
+        """Bytes of memory that the task's process holds (resident set).
+
+        Raises:
+            NotRunningError: if it is down.
+        """
+        pid = self.pid(task)
+        if pid is None:
+            raise NotRunningError(f"{task} is not running.")
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def ports(self) -> dict[str, int]:
+        """The port of each task, on 127.0.0.1 of the cluster's network."""
+        return {name: status.port for name, status in self._status().items()}
+
+    def exit_codes(self) -> dict[str, list[int]]:
+        """How each process of each task ended, in order; -n for signal n.
+
+        A task that ran without an interruption and still runs has none.
+        """
+        return {
+            name: list(status.exit_codes)
+            for name, status in self._status().items()
+        }
+
+    def output(self, task: str) -> str:
+        """All that the task's processes have written, to either stream.
+
+        Gone after `close()` if `log_dir` was a temporary one.
+        """
+        self._status_of(task)
+        return self._read(_log_name(task))
+
+    @property
+    def step(self) -> int | None:
+        """The step in the chief's latest progress line; None before any."""
+        try:
+            with open(self.log_dir / _log_name("chief:0"), "rb") as log:
+                log.seek(self._step_offset)
+                lines, newline, _ = log.read().rpartition(b"\n")
+        except FileNotFoundError:  # A temporary one, and closed.
+            return self._step
+        self._step_offset += len(lines) + len(newline)
+        for match in self._step_pattern.finditer(
+            lines.decode(errors="replace")
+        ):
+            self._step = int(match[1])
+        return self._step
+
+    # --- Waiting -------------------------------------------------------------
+
+    def wait_until_step(self, step: int, *, timeout_secs: float = 60.0) -> int:
+        """Waits until the chief's progress says `step` or more.
+
+        Returns:
+            The step it says.
+
+        Raises:
+            TimeoutError: if it does not in time.
+            RuntimeError: if the job ends before.
+        """
+
+        def reached() -> int | None:
+            now = self.step
+            return now if now is not None and now >= step else None
+
+        return self._wait_for_task(
+            "chief:0", reached, f"step {step}", timeout_secs
+        )
+
+    def wait_for_line(
+        self,
+        task: str,
+        pattern: str,
+        *,
+        count: int = 1,
+        timeout_secs: float = 60.0,
+    ) -> re.Match[str]:
+        """Waits for a line of output, of all the task's processes together.
+
+        Args:
+            task: "job:index".
+            pattern: regular expression, searched in whole lines.
+            count: which occurrence to wait for; after a restart, the second.
+            timeout_secs: for how long.
+
+        Returns:
+            The match.
+
+        Raises:
+            TimeoutError: if it does not come in time.
+            RuntimeError: if the task ends for good without it.
+        """
+
+        def found() -> re.Match[str] | None:
+            lines = self.output(task).rpartition("\n")[0]
+            matches = list(re.finditer(pattern, lines, re.MULTILINE))
+            return matches[count - 1] if len(matches) >= count else None
+
+        what = f"{pattern!r}" + (f", {count} times" if count > 1 else "")
+        return self._wait_for_task(task, found, what, timeout_secs)
+
+    def wait(self, *, timeout_secs: float) -> int:
+        """Waits for the end of the job; returns the chief's exit code.
+
+        -n stands for signal n, which ends the job only where `restart_secs` is
+        None. The others still run; see `exit_codes`.
+
+        Raises:
+            TimeoutError: if it does not end in time.
+        """
+
+        def ended() -> int | None:
+            chief = self._status_of("chief:0")
+            return chief.exit_codes[-1] if chief.is_over else None
+
+        return self._poll(ended, "The job did not end", timeout_secs)
+
+    # --- Faults --------------------------------------------------------------
+
+    def kill(self, task: str, *, for_secs: float | None = None) -> Injection:
+        """Kills a task, frozen or not, with SIGKILL; returns when it is dead.
+
+        Args:
+            task: "job:index".
+            for_secs: seconds after which it is started again. Default: what
+                `restart_secs` says.
+
+        Raises:
+            NotRunningError: if it was down already.
+            RuntimeError: if it does not die.
+        """
+        return self._inject("kill", task, for_secs)
+
+    def freeze(self, task: str, *, for_secs: float | None = None) -> Injection:
+        """Stops a task with SIGSTOP; returns when all its threads stand still.
+
+        Its connections stay open, and answer nothing.
+
+        Args:
+            task: "job:index".
+            for_secs: seconds after which it goes on. Default: at `resume`.
+
+        Raises:
+            NotRunningError: if it is down, or frozen already.
+            RuntimeError: if it does not stop.
+        """
+        return self._inject("freeze", task, for_secs)
+
+    def resume(self, task: str) -> Injection:
+        """Has a frozen task go on (SIGCONT); returns when it does.
+
+        Raises:
+            NotRunningError: if it is down.
+            RuntimeError: if it does not go on.
+        """
+        return self._inject("resume", task)
+
+    def terminate(
+        self,
+        task: str,
+        *,
+        grace_secs: float = 30.0,
+        for_secs: float | None = None,
+    ) -> Injection:
+        """Tells a task to end (SIGTERM), as a scheduler does that preempts it.
+
+        Returns when it has ended; the effect says how. One that is still there
+        after the grace period is killed, as Kubernetes does.
+
+        Args:
+            task: "job:index".
+            grace_secs: seconds between SIGTERM and SIGKILL.
+            for_secs: seconds from its end after which it is started again.
+                Default: what `restart_secs` and its exit code say.
+
+        Raises:
+            NotRunningError: if it was down already.
+            RuntimeError: if it does not even die.
+        """
+        moment = self._moment()
+        pid, ends = self._ask("terminate", task, grace_secs, for_secs)
+
+        def ended() -> str | None:
+            codes = self._status_of(task).exit_codes
+            return how_it_ended(codes[ends]) if len(codes) > ends else None
+
+        limit = grace_secs + _PROOF_SECS
+        effect = self._poll(ended, f"{task} (pid {pid}) did not end", limit)
+        return self._record("terminate", task, pid, moment, effect)
+
+    def restart(self, task: str) -> Injection:
+        """Kills a task if it runs, and starts it at once at its address.
+
+        Raises:
+            RuntimeError: if it does not die.
+        """
+        return self._inject("restart", task)
+
+    def start(self, task: str) -> int:
+        """Starts a task that is down or was absent; returns its process id.
+
+        Raises:
+            RuntimeError: if it runs.
+        """
+        return self._ask("start", task)
+
+    def set_restart_secs(self, task: str, restart_secs: float | None) -> None:
+        """Overrides the cluster's `restart_secs` for one task from now on.
+
+        None lets the task stay away, also if it is down now and was to come
+        back. Another value counts from the next time it ends.
+        """
+        self._ask("set_restart_secs", task, restart_secs)
+
+    def add_task(
+        self,
+        job: str,
+        *,
+        address_of: str | None = None,
+        command: Sequence[str] | None = None,
+    ) -> str:
+        """Starts a process that the cluster's spec does not know.
+
+        A second "chief" believes to be the only one, "chief:0"; a task of
+        another job believes to be one more of that job. (For a task that the
+        spec knows and that comes late, use `absent`.)
+
+        Args:
+            job: "chief", "worker", "ps" or "evaluator".
+            address_of: the task whose address it takes as its own. Default: an
+                address of its own.
+            command: what it runs. Default: what the others run.
+
+        Returns:
+            Its name here, such as "chief:1".
+
+        Raises:
+            ValueError: if there is no such job or task.
+        """
+        if job not in ("chief", "worker", "ps", "evaluator"):
+            raise ValueError(
+                'Argument `job` must be "chief", "worker", "ps" or '
+                f'"evaluator". Received: job={job!r}'
+            )
+        return self._ask("add_task", job, address_of, command and list(command))
+
+    def cut_network(self, *, for_secs: float | None = None) -> Injection:
+        """Cuts every task off from every other, and from itself.
+
+        Takes the loopback interface of the private network down. Connections
+        stay open and lose what is sent; new ones fail ("Network is
+        unreachable"). A single task cannot be cut off from the rest; `freeze`
+        comes nearest.
+
+        Args:
+            for_secs: seconds after which the network is mended. Default: at
+                `mend_network`.
+
+        Raises:
+            RuntimeError: in the host's network, which is not ours to cut.
+        """
+        return self._inject("cut_network", None, for_secs)
+
+    def mend_network(self) -> Injection:
+        """Ends what `cut_network` began."""
+        return self._inject("mend_network", None)
+
+    def run(
+        self, faults: Sequence[Fault], *, timeout_secs: float
+    ) -> list[Injection]:
+        """Injects faults while the job runs; returns when it has ended.
+
+        A fault waits for its step or its moment, and then, if its task is down
+        or frozen, until it is up again. Several may come at the same time. A
+        "terminate" holds up the faults after it until its task has ended.
+
+        Args:
+            faults: what is to happen.
+            timeout_secs: seconds from now until the end of the job.
+
+        Returns:
+            What was injected, in order. `wait` has the exit code.
+
+        Raises:
+            TimeoutError: if the job does not end in time.
+            RuntimeError: if it ends before every fault was injected, or an
+                injection has no effect.
+        """
+        for fault in faults:
+            if fault.task is not None:
+                self._status_of(fault.task)
+        start = time.monotonic()
+        pending, done = list(faults), []
+
+        def ended() -> bool | None:
+            over = self._status_of("chief:0").is_over
+            for fault in tuple(pending):
+                if fault.is_due(self.step, time.monotonic() - start):
+                    with contextlib.suppress(NotRunningError):
+                        done.append(self._inject_fault(fault))
+                        pending.remove(fault)
+            return over or None
+
+        self._poll(ended, "The job did not end", timeout_secs)
+        if pending:
+            raise RuntimeError(
+                "The job ended before these faults could be injected: "
+                + ", ".join(map(str, pending))
+            )
+        return done
+
+    # --- Inside --------------------------------------------------------------
+
+    def _start_supervisor(self, cwd: str | os.PathLike[str] | None) -> None:
+        # Without a preexec_fn, so safe whatever threads the caller has; and
+        # out of reach of its terminal's Ctrl-C, which is the caller's to act on.
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._connection, theirs = multiprocessing.Pipe()
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            f"from tfdist import testing; testing._supervise({theirs.fileno()})"
+        )
+        with theirs, open(self.log_dir / "supervisor.log", "wb") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the supervisor; raises what it raised."""
+        with self._lock:
+            self._requests += 1
+            try:
+                self._connection.send((self._requests, method, args))
+                # An interrupted caller may have left an older answer unread.
+                number = None
+                while number != self._requests:
+                    number, answer = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise RuntimeError(
+                    "The cluster is closed, or its supervising process has "
+                    f"died. It said: {self._read('supervisor.log')}"
+                ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _status(self) -> dict[str, _Status]:
+        return self._last_status or self._ask("status")
+
+    def _status_of(self, task: str) -> _Status:
+        status = self._status()
+        if task not in status:
+            raise _unknown(task, status)
+        return status[task]
+
+    def _moment(self) -> tuple[int | None, float]:
+        """The step and the seconds of an injection, taken before it."""
+        return self.step, time.monotonic() - self._started_at
+
+    def _inject(self, kind: str, task: str | None, *args: Any) -> Injection:
+        moment = self._moment()
+        if task is not None:
+            args = (task, *args)
+        pid, effect = self._ask(kind, *args)
+        return self._record(kind, task, pid, moment, effect)
+
+    def _inject_fault(self, fault: Fault) -> Injection:
+        where = () if fault.task is None else (fault.task,)
+        how = {} if fault.for_secs is None else {"for_secs": fault.for_secs}
+        return getattr(self, fault.kind)(*where, **how)
+
+    def _record(
+        self,
+        kind: str,
+        task: str | None,
+        pid: int | None,
+        moment: tuple[int | None, float],
+        effect: str,
+    ) -> Injection:
+        signum = _SIGNALS.get(kind) if pid is not None else None
+        injection = Injection(kind, task, pid, signum, *moment, effect)
+        self.injections.append(injection)
+        return injection
+
+    def _wait_for_task(
+        self,
+        task: str,
+        condition: Callable[[], Any],
+        what: str,
+        timeout_secs: float,
+    ) -> Any:
+        """Waits for something that only a task that lives can bring."""
+
+        def came() -> Any:
+            # Asked for before its output is read, which is then complete.
+            status = self._status_of(task)
+            found = condition()
+            if found is None and status.is_over:
+                raise RuntimeError(
+                    f"{task} ended ({how_it_ended(status.exit_codes[-1])}) "
+                    f"without {what}.\n{self._tails()}"
+                )
+            return found
+
+        return self._poll(came, f"{task} did not come to {what}", timeout_secs)
+
+    def _poll(
+        self, condition: Callable[[], Any], problem: str, timeout_secs: float
+    ) -> Any:
+        """Waits until `condition` returns something; returns that."""
+        deadline = time.monotonic() + timeout_secs
+        while (found := condition()) is None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{problem} within {timeout_secs:g} s.\n{self._tails()}"
+                )
+            time.sleep(_POLL_SECS)
+        return found
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.log_dir / name).read_bytes().decode(errors="replace")
+        except FileNotFoundError:  # It is closed, and was a temporary one.
+            return ""
+
+    def _tails(self) -> str:
+        """State and last lines of every task."""
+        parts = []
+        for task, status in self._status().items():
+            lines = self.output(task).splitlines()[-_TAIL_LINES:]
+            parts.append(
+                "\n    ".join([f"{task}: {status.in_words()}", *lines])
+            )
+        return "\n".join(parts)
+
+
+def assert_nothing_left(cluster: LocalCluster) -> None:
+    """Asserts that a closed cluster left no process, port or file behind.
+
+    Raises:
+        AssertionError: if it did; the message names it.
+    """
+    status = cluster._last_status
+    assert status is not None, "The cluster is not closed."
+    # Each task leads a session, and all it started belong to it. (The
+    # supervisor itself saw to those that left theirs.)
+    sessions = {pid for task in status.values() for pid in task.pids}
+    sessions.add(cluster._supervisor.pid)
+    left = [
+        process.pid for process in _processes() if process.session in sessions
+    ]
+    assert not left, f"Processes {left} are left."
+    # A private network is gone with the last process in it.
+    ports = [] if cluster.private else [t.port for t in status.values()]
+    taken = [port for port in ports if processes.port_is_taken(port)]
+    assert not taken, f"Something still listens on the ports {taken}."
+    if cluster._temporary is not None:
+        assert not cluster.log_dir.exists(), f"{cluster.log_dir} is left."
+
+
+def _log_name(task: str) -> str:
+    return f"{task.replace(':', '-')}.log"
+
+
+def _unknown(task: object, known: Sequence[str]) -> ValueError:
+    return ValueError(
+        f'Argument `task` must be a "job:index" of this cluster, one of '
+        f"{', '.join(known)}. Received: task={task!r}"
+    )
+
+
+# --- The supervising process -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What the supervisor knows of a task.
+
+    Attributes:
+        port: where it listens.
+        pids: of all its processes, the oldest first.
+        exit_codes: of those that have ended.
+        is_over: whether it has run, is down, and waits for no restart.
+    """
+
+    port: int
+    pids: tuple[int, ...]
+    exit_codes: tuple[int, ...]
+    is_over: bool
+
+    @property
+    def pid(self) -> int | None:
+        running = len(self.pids) > len(self.exit_codes)
+        return self.pids[-1] if running else None
+
+    def in_words(self) -> str:
+        if not self.pids:
+            return "never started"
+        if self.pid is not None:
+            return f"pid {self.pid}" + (", frozen" * _is_frozen(self.pid))
+        ended = how_it_ended(self.exit_codes[-1])
+        return ended if self.is_over else f"{ended}, to be started again"
+
+
+@dataclass
+class _Member:
+    """A task, and what is to happen to it (`time.monotonic`, or None).
+
+    Attributes:
+        task: the task.
+        restart_secs: the pause before it is started again; None: it is not.
+        down_secs: the same for its next end alone, where an injector said so.
+        resume_at: when it is to go on.
+        kill_at: when its grace period ends.
+        pids: of all its processes.
+        exit_codes: of those that have ended.
+    """
+
+    task: Task
+    restart_secs: float | None
+    down_secs: float | None = None
+    resume_at: float | None = None
+    kill_at: float | None = None
+    pids: list[int] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.task.start()
+        self.pids.append(self.task.pid)
+
+    def signal(self, signum: signal.Signals) -> None:
+        os.killpg(self.task.pid, signum)
+
+    def status(self) -> _Status:
+        return _Status(
+            port=self.task.port,
+            pids=tuple(self.pids),
+            exit_codes=tuple(self.exit_codes),
+            is_over=bool(self.pids) and self.task.is_over,
+        )
+
+
+class _Supervisor:
+    """The parent of the tasks: one process, one thread, one loop.
+
+    Its public methods are what `LocalCluster` asks for; the injectors among
+    them return a process id and the proof of their effect.
+    """
+
+    def __init__(self, caller: connection.Connection) -> None:
+        self._connection = caller
+        self._members: dict[str, _Member] = {}
+        self._jobs: dict[str, list[str]] = {}
+        self._holders: list[socket.socket] = []
+        self._private = False
+        self._mend_at: float | None = None
+        self._job_is_over = False
+        self._closed = False
+
+    def serve(self) -> None:
+        """Acts on requests and on ends of tasks, until `close`."""
+        with SignalPipe() as signals:
+            try:
+                while not self._closed:
+                    ready = connection.wait(
+                        [self._connection, signals], self._secs_to_wait()
+                    )
+                    if signals in ready and set(signals.read()) & set(
+                        STOP_SIGNALS
+                    ):
+                        break
+                    self._act()
+                    if self._connection in ready:
+                        self._answer()
+            except (EOFError, ConnectionError):
+                pass  # The caller has gone.
+            finally:
+                self.close()
+
+    def _answer(self) -> None:
+        number, method, args = self._connection.recv()
+        try:
+            answer = getattr(self, method)(*args)
+        except Exception as error:  # For the caller to raise.
+            answer = error
+        self._connection.send((number, answer))
+
+    # --- Requests ------------------------------------------------------------
+
+    def set_up(
+        self,
+        command: list[str],
+        counts: dict[str, int],
+        absent: tuple[str, ...],
+        restart_secs: float | None,
+        private: bool,
+        log_dir: Path,
+    ) -> str:
+        """Starts the cluster; returns why it has no private network."""
+        self._command, self._restart_secs = command, restart_secs
+        self._log_dir = log_dir
+        refusal = ""
+        if private:
+            try:
+                processes.enter_private_network()
+                self._private = True
+            except OSError as error:
+                refusal = str(error)
+        for job, count in counts.items():
+            for index in range(count):
+                member = self._add(job, index, command)
+                self._jobs.setdefault(job, []).append(_address(member))
+        cluster = Cluster.from_jobs(self._jobs, "chief", 0)
+        for name in absent:
+            if name not in self._members:
+                raise _unknown(name, list(self._members))
+        for name, member in self._members.items():
+            task = member.task
+            task.tf_config = cluster.tf_config(task.job, task.index)
+            if name not in absent:
+                member.start()
+        return refusal
+
+    def add_task(
+        self, job: str, address_of: str | None, command: list[str] | None
+    ) -> str:
+        """Starts a task beside the spec; returns its name."""
+        names = [
+            m.task.index for m in self._members.values() if m.task.job == job
+        ]
+        model = self._member(address_of) if address_of is not None else None
+        member = self._add(job, len(names), command or self._command)
+        if model is not None:
+            member.task.port = model.task.port
+        jobs = {**self._jobs}
+        alone = job in ("chief", "evaluator")
+        others = [] if alone else jobs.get(job, [])
+        jobs[job] = [*others, _address(member)]
+        cluster = Cluster.from_jobs(jobs, "chief", 0)
+        member.task.tf_config = cluster.tf_config(job, len(others))
+        member.start()
+        return member.task.name
+
+    def _add(self, job: str, index: int, command: list[str]) -> _Member:
+        task = Task(job, index, command)
+        (holder,) = processes.reserve_ports(1)
+        self._holders.append(holder)
+        task.port = holder.getsockname()[1]
+        path = self._log_dir / _log_name(task.name)
+        path.write_bytes(b"")
+        task.stdout = path.open("ab")
+        member = _Member(task, self._restart_secs)
+        self._members[task.name] = member
+        return member
+
+    def status(self) -> dict[str, _Status]:
+        """What is known of every task."""
+        return {name: m.status() for name, m in self._members.items()}
+
+    def start(self, name: str) -> int:
+        """Starts a task that is down; returns its process id."""
+        member = self._member(name)
+        if member.task.pid is not None:
+            raise RuntimeError(f"{name} runs already, pid {member.task.pid}.")
+        self._start(member)
+        return member.task.pid
+
+    def kill(self, name: str, for_secs: float | None = None) -> tuple[int, str]:
+        """SIGKILL, until the process is reaped."""
+        member = self._running(name)
+        pid, member.down_secs = member.task.pid, for_secs
+        member.signal(signal.SIGKILL)
+        _wait_until(lambda: self._reap(member), f"{name} (pid {pid}) to die")
+        ended = how_it_ended(member.exit_codes[-1])
+        if ended != "SIGKILL":  # It was quicker.
+            raise NotRunningError(f"{name} has just ended by itself: {ended}.")
+        return pid, ended
+
+    def freeze(self, name: str, for_secs: float | None) -> tuple[int, str]:
+        """SIGSTOP, until every thread stands still."""
+        member = self._running(name)
+        pid = member.task.pid
+        if _is_frozen(pid):
+            raise NotRunningError(f"{name} (pid {pid}) is frozen already.")
+        member.signal(signal.SIGSTOP)
+        _wait_until(lambda: _is_frozen(pid), f"{name} (pid {pid}) to stop")
+        if for_secs is not None:
+            member.resume_at = time.monotonic() + for_secs
+        return pid, "every thread stopped"
+
+    def resume(self, name: str) -> tuple[int, str]:
+        """SIGCONT, until it goes on."""
+        member = self._running(name)
+        pid = member.task.pid
+        member.resume_at = None
+        member.signal(signal.SIGCONT)
+        _wait_until(lambda: not _is_frozen(pid), f"{name} (pid {pid}) to go on")
+        return pid, "no thread stopped"
+
+    def terminate(
+        self, name: str, grace_secs: float, for_secs: float | None
+    ) -> tuple[int, int]:
+        """SIGTERM; returns the process id and how many ended before it."""
+        member = self._running(name)
+        member.down_secs = for_secs
+        member.kill_at = time.monotonic() + grace_secs
+        member.signal(signal.SIGTERM)
+        return member.task.pid, len(member.exit_codes)
+
+    def restart(self, name: str) -> tuple[int | None, str]:
+        """`kill` if it runs, and `start`."""
+        member = self._member(name)
+        before = None
+        if member.task.pid is not None:
+            before, _ = self.kill(name)
+        self._start(member)
+        return before, f"pid {before} became pid {member.task.pid}"
+
+    def set_restart_secs(self, name: str, restart_secs: float | None) -> None:
+        """See `LocalCluster`."""
+        member = self._member(name)
+        member.restart_secs = restart_secs
+        if restart_secs is None:
+            member.task.restart_at = None
+
+    def cut_network(self, for_secs: float | None) -> tuple[None, str]:
+        """Takes loopback down."""
+        if not self._private:
+            raise RuntimeError(
+                "The cluster is in the host's network, where cutting it would "
+                "cut off everything else on this machine. It needs a system "
+                'that grants a private one (network="private", the default).'
+            )
+        processes.set_loopback(up=False)
+        _wait_until(lambda: not _loopback_works(), "the network to go down")
+        if for_secs is not None:
+            self._mend_at = time.monotonic() + for_secs
+        return None, "127.0.0.1 is unreachable"
+
+    def mend_network(self) -> tuple[None, str]:
+        """Brings loopback up."""
+        self._mend_at = None
+        if self._private:
+            processes.set_loopback(up=True)
+        _wait_until(_loopback_works, "the network to come up")
+        return None, "127.0.0.1 is reachable"
+
+    def close(self) -> dict[str, _Status]:
+        """Kills and reaps all descendants; returns the last status."""
+        self._closed = True
+        for member in self._members.values():
+            if member.task.pid is not None:
+                member.signal(signal.SIGKILL)
+        for name, member in self._members.items():
+            if member.task.pid is not None:
+                _wait_until(lambda m=member: self._reap(m), f"{name} to die")
+            member.task.restart_at = None
+        _kill_children()
+        return self.status()
+
+    # --- Inside --------------------------------------------------------------
+
+    def _member(self, name: str) -> _Member:
+        if name not in self._members:
+            raise _unknown(name, list(self._members))
+        return self._members[name]
+
+    def _running(self, name: str) -> _Member:
+        member = self._member(name)
+        self._reap(member)
+        if member.task.pid is None:
+            raise NotRunningError(
+                f"{name} is not running: {member.status().in_words()}."
+            )
+        return member
+
+    def _start(self, member: _Member) -> None:
+        if member.task.name == "chief:0":
+            self._job_is_over = False
+        member.task.restarts += bool(member.pids)
+        member.start()
+
+    def _reap(self, member: _Member) -> bool:
+        """Whether the task's process has just ended; plans what follows."""
+        task = member.task
+        exit_code = task.poll()
+        if exit_code is None:
+            return False
+        member.exit_codes.append(exit_code)
+        failed = restart_decision(task.job, exit_code, 0, 1) is Verdict.RESTART
+        pause = member.down_secs
+        if pause is None and failed and not self._job_is_over:
+            pause = member.restart_secs
+        if task.name == "chief:0" and not failed:
+            self._job_is_over = True
+        if pause is not None and not self._closed:
+            task.restart_at = time.monotonic() + pause
+        member.down_secs = member.resume_at = member.kill_at = None
+        return True
+
+    def _secs_to_wait(self) -> float | None:
+        """Seconds until something is due; None when only events matter."""
+        due = [self._mend_at]
+        for member in self._members.values():
+            due += [member.task.restart_at, member.resume_at, member.kill_at]
+        due = [when for when in due if when is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _act(self) -> None:
+        """Reaps what has ended, does what is due."""
+        for member in self._members.values():
+            self._reap(member)
+            if _is_due(member.resume_at):
+                member.resume_at = None
+                member.signal(signal.SIGCONT)
+            if _is_due(member.kill_at):
+                member.kill_at = None
+                member.signal(signal.SIGKILL)
+            if _is_due(member.task.restart_at):
+                self._start(member)
+        if _is_due(self._mend_at):
+            self.mend_network()
+
+
+def _supervise(fd: int) -> None:
+    """What the supervising process runs."""
+    processes.adopt_orphans()
+    with connection.Connection(fd) as caller:
+        _Supervisor(caller).serve()
+
+
+def _address(member: _Member) -> str:
+    return f"127.0.0.1:{member.task.port}"
+
+
+def _is_due(when: float | None) -> bool:
+    return when is not None and when <= time.monotonic()
+
+
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for the effect of an injection."""
+    deadline = time.monotonic() + _PROOF_SECS
+    while not condition():
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"Waited {_PROOF_SECS:g} s in vain for {what}.")
+        time.sleep(0.002)
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    try:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return {_stat(thread)[0] for thread in threads} == {"T"}
+    except (FileNotFoundError, ProcessLookupError):  # One has just ended.
+        return False
+
+
+def _loopback_works() -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # Looks for a way; sends nothing.
+        except OSError:
+            return False
+    return True
+
+
+def _kill_children() -> None:
+    """Kills the children of this process until there are none.
+
+    Their own children become ours when they die.
+    """
+    while True:
+        for process in _processes():
+            if process.parent == os.getpid():
+                os.kill(process.pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process of this machine."""
+
+    pid: int
+    parent: int
+    session: int
+
+
+def _processes() -> Iterator[_Process]:
+    """All processes that can be seen."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                _, parent, _, session = _stat(entry)[:4]
+                yield _Process(int(entry.name), int(parent), int(session))
+
+
+def _stat(entry: Path) -> list[str]:
+    """State, parent, group, session, ... of a process or thread."""
+    # The name in parentheses may hold anything, also parentheses.
+    return (entry / "stat").read_text().rpartition(")")[2].split()
