@@ -2,23 +2,30 @@
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable
 
 import tensorflow as tf
 
-import tfdist.hooks
+from tfdist import hooks, saving_hooks, session_run_hook, summary_hooks
 from tfdist.session import MonitoredTrainingSession, Trainable
 
 v1 = tf.compat.v1
+OURS = types.SimpleNamespace(
+    **vars(hooks)
+    | vars(saving_hooks)
+    | vars(session_run_hook)
+    | vars(summary_hooks)
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
     """Counts from `start`, `by` a step; the loss is one over the new step.
 
-    `hooks` makes the hooks, from the library that has them (`tf.compat.v1.train`
-    or `tfdist.hooks`) and the log that they may write into. `nan_at`: the step
-    whose loss is NaN.
+    `hooks` makes the hooks, from the library that has them (which is
+    `tf.compat.v1.train` or `OURS`) and the log that they may write
+    into. `nan_at`: the step whose loss is NaN.
     """
 
     hooks: Callable = lambda library, log: []
@@ -83,7 +90,7 @@ def ours(training, directory=None):
         lambda **kwargs: MonitoredTrainingSession(build, **kwargs),
         run,
         training,
-        tfdist.hooks,
+        OURS,
         directory,
         log,
     )

@@ -1,231 +1,197 @@
-import io
-import itertools
-from types import SimpleNamespace
+import logging
+import math
+import threading
 
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from both_sessions import Training, ours, tf1
+from counting import count, counting_session
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist import hooks
+from tfdist.session_run_hook import SessionRunHook
 
-STEPS = st.lists(st.integers(0, 7), min_size=1, max_size=30)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
+# --- StopAtStepHook ----------------------------------------------------------
 
 
-def session(step, max_steps=None, secs=0.0, stop=False):
-    """What a hook sees of a session."""
-    return SimpleNamespace(
-        step=step,
-        max_steps=max_steps,
-        secs_in_steps=secs,
-        restored=False,
-        should_stop=lambda: stop or step == max_steps,
-    )
-
-
-# --- SecondOrStepTimer -------------------------------------------------------
-
-
-@given(increments=STEPS, every=st.integers(1, 10))
-def test_step_timer_triggers_as_tf1(increments, every):
-    ours = hooks.SecondOrStepTimer(every_steps=every)
-    theirs = tf.compat.v1.train.SecondOrStepTimer(every_steps=every)
-    for step in itertools.accumulate(increments):
-        due = theirs.should_trigger_for_step(step)
-        assert ours.should_trigger_for_step(step) == due
-        if due:
-            _, steps = ours.update_last_triggered_step(step)
-            assert steps == theirs.update_last_triggered_step(step)[1]
-
-
+@settings(max_examples=15, deadline=None)
 @given(
-    passed=st.lists(st.floats(0, 5), min_size=1, max_size=20),
-    every=st.floats(0.5, 6),
+    start=st.integers(0, 20),
+    steps=st.integers(1, 12),
+    argument=st.sampled_from(["num_steps", "last_step"]),
 )
-def test_second_timer_triggers_as_tf1(passed, every):
-    clock = Clock()
-    ours = hooks.SecondOrStepTimer(every_secs=every, clock=clock)
-    theirs = tf.compat.v1.train.SecondOrStepTimer(every_secs=every)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("time.time", clock)
-        for step, secs in enumerate(passed):
-            clock.now += secs
-            due = theirs.should_trigger_for_step(step)
-            assert ours.should_trigger_for_step(step) == due
-            if due:
-                assert ours.update_last_triggered_step(
-                    step
-                ) == theirs.update_last_triggered_step(step)
+def test_stops_where_tf1_stops(start, steps, argument):
+    stop = {argument: steps if argument == "num_steps" else start + steps}
+    training = Training(
+        lambda library, _: [library.StopAtStepHook(**stop)], start=start
+    )
+    assert ours(training) == tf1(training)
 
 
-@given(every=st.integers(1, 10), total=st.integers(1, 60))
-def test_steps_until_next_hits_every_trigger(every, total):
-    timer = hooks.SecondOrStepTimer(every_steps=every)
-    timer.update_last_triggered_step(0)
-    step, triggered = 0, []
-    while step < total:
-        step += timer.steps_until_next(step)
-        assert timer.should_trigger_for_step(step)
-        timer.update_last_triggered_step(step)
-        triggered.append(step)
-    assert triggered == list(range(every, step + 1, every))
+@pytest.mark.parametrize("last_step", [1, 7, 150, 333])
+def test_many_steps_at_once_stop_exactly(last_step):
+    steps = count([], last_step)
+    assert steps[-1] == last_step
+    assert len(steps) < max(2, last_step / 50)
 
 
-def test_seconds_leave_the_number_of_steps_open():
-    timer = hooks.SecondOrStepTimer(every_secs=1)
-    timer.update_last_triggered_step(0)
-    assert timer.steps_until_next(0) is None
+@pytest.mark.parametrize("start", [5, 9])
+def test_a_finished_job_runs_no_step(start):
+    assert count([], 5, start=start) == []
+
+
+def test_num_steps_survives_a_recovery(tmp_path):
+    hook = hooks.StopAtStepHook(num_steps=10)
+    with counting_session(
+        [hook],
+        start=3,
+        fail_at=[9],
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=4,
+    ) as session:
+        while not session.should_stop():
+            session.run()
+    assert session.restored_from.endswith("-7")
+    assert session.step == 13
+
+
+# --- LoggingTensorHook -------------------------------------------------------
+
+
+def logged(caplog, hook, last_step=10, **kwargs):
+    with caplog.at_level(logging.INFO, "tfdist.hooks"):
+        count([hook], last_step, **kwargs)
+    return [r.message for r in caplog.records if r.name == "tfdist.hooks"]
+
+
+def without_secs(line):
+    return line.split(" (")[0]
+
+
+def test_logs_names_and_variables(caplog):
+    lines = logged(caplog, hooks.LoggingTensorHook(["w", "loss"], 4), w=2.0)
+    assert lines[0] == "w = 2.0, loss = 1.0"
+    assert lines[1].startswith("w = 2.0, loss = 0.2 (0.")
+    assert lines[1].endswith(" sec)")
+    assert len(lines) == 3
+
+
+def test_tags_are_sorted_and_values_not_in_scientific_notation(caplog):
+    hook = hooks.LoggingTensorHook({"b": "loss", "a": "w"}, at_end=True)
+    small = {"loss": lambda step: 1e-4}
+    assert logged(caplog, hook, 5, **small) == ["a = 0.0, b = 0.0001"]
+
+
+def test_logs_at_the_end_as_well(caplog):
+    hook = hooks.LoggingTensorHook(["global_step"], 4, at_end=True)
+    lines = [without_secs(line) for line in logged(caplog, hook)]
+    assert lines == [f"global_step = {step}" for step in (1, 5, 9, 10)]
+
+
+def test_logs_through_a_formatter(caplog):
+    hook = hooks.LoggingTensorHook(["loss"], 5, formatter=str)
+    assert logged(caplog, hook, 1) == ["{'loss': 1.0}"]
+
+
+def test_logs_what_an_undisturbed_run_would(caplog, tmp_path):
+    hook = hooks.LoggingTensorHook(["global_step"], 3)
+    lines = logged(
+        caplog,
+        hook,
+        fail_at=[9],
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=5,
+    )
+    steps = [int(without_secs(line).split()[-1]) for line in lines]
+    assert steps == [1, 4, 7, 7, 10]
+
+
+def test_an_unknown_name(caplog):
+    hook = hooks.LoggingTensorHook(["lost"], 1)
+    with pytest.raises(ValueError, match=r"called 'lost'.*'loss'.*'w'"):
+        count([hook], 1)
+
+
+@pytest.mark.parametrize("fetch", [3, None])
+def test_a_fetch_without_a_value(fetch):
+    with pytest.raises(TypeError, match=f"Received: {fetch}"):
+        hooks.resolve([fetch], {}, {})
+
+
+# --- NanTensorHook -----------------------------------------------------------
+
+
+def nan_at(step):
+    return lambda now: math.nan if now >= step else 1.0
+
+
+def test_nan_raises_before_it_is_saved(tmp_path, caplog):
+    with pytest.raises(hooks.NanLossDuringTrainingError):
+        count(
+            [hooks.NanTensorHook()],
+            20,
+            loss=nan_at(12),
+            checkpoint_dir=str(tmp_path),
+            save_checkpoint_steps=4,
+        )
+    assert tf.train.latest_checkpoint(tmp_path).endswith("-8")
+    assert "NaN at step 12" in caplog.text
+
+
+def test_nan_stops():
+    hook = hooks.NanTensorHook("loss", fail_on_nan_loss=False)
+    timer = hooks.LoggingTensorHook(["loss"], 4)
+    assert count([hook, timer], 100, loss=nan_at(9))[-1] == 9
+
+
+def test_an_infinite_loss_is_no_nan():
+    assert count([hooks.NanTensorHook()], 3, loss=lambda _: math.inf)[-1] == 3
+
+
+def test_a_variable_may_be_watched():
+    assert count([hooks.NanTensorHook("w")], 3)[-1] == 3
+    with pytest.raises(hooks.NanLossDuringTrainingError):
+        count([hooks.NanTensorHook("w")], 3, w=math.nan)
+
+
+# --- FinalOpsHook ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    ("final_ops", "values"),
     [
-        {},
-        {"every_secs": 1, "every_steps": 1},
-        {"every_steps": 0},
-        {"every_secs": -1},
+        ("w", 0.5),
+        ({"a": ["global_step"]}, {"a": [5]}),
+        (lambda session: session.step + 1, 6),
     ],
 )
-def test_bad_timer(kwargs):
-    with pytest.raises(ValueError, match="Received: every_secs="):
-        hooks.SecondOrStepTimer(**kwargs)
+def test_final_ops(final_ops, values):
+    hook = hooks.FinalOpsHook(final_ops)
+    assert hook.final_ops_values is None
+    count([hook], 5, w=0.5)
+    assert hook.final_ops_values == values
 
 
-# --- Progress ----------------------------------------------------------------
+# --- GlobalStepWaiterHook ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        ((5, None, 2.0, {}), "step 5, 2.00 steps/s"),
-        (
-            (5, 10, 2.0, {"auc": 0.25}),
-            "step  5 of 10 ( 50 %), 2.00 steps/s, auc 0.2500, 0:02 left",
-        ),
-        (
-            (100, 100_000, 400.0, {}),
-            "step    100 of 100000 (  0 %),  400 steps/s, 4:10 left",
-        ),
-        ((10, 10, 3.0, {}, False), "step 10 of 10 (100 %), 3.00 steps/s"),
-    ],
-)
-def test_progress_line(args, line):
-    assert hooks.progress_line(*args) == line
+def test_waits_until_others_have_trained():
+    class Others(SessionRunHook):
+        def after_create_session(self, session, coord):
+            others = threading.Timer(0.3, session.global_step.assign, [7])
+            coord.register_thread(others)
+            others.start()
+
+    assert count([Others(), hooks.GlobalStepWaiterHook(7)], 9)[0] > 7
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_waits_only_so_long():
+    with pytest.raises(TimeoutError, match=r"step is 2 after 0\.1 s"):
+        count([hooks.GlobalStepWaiterHook(5, max_wait_secs=0.1)], 9, start=2)
 
 
-def shown(stream):
-    hook = hooks.ProgressHook(10, stream)
-    hook.after_create_session(session(0, 30))
-    for step in (5, 10, 20, 30):
-        hook.after_run(session(step, 30, secs=step / 5), {"loss": 0.5})
-    return stream.getvalue()
-
-
-def test_progress_in_a_log():
-    assert shown(io.StringIO()).splitlines() == [
-        "step 10 of 30 ( 33 %), 5.00 steps/s, loss 0.5000",
-        "step 20 of 30 ( 66 %), 5.00 steps/s, loss 0.5000, 0:02 left",
-        "step 30 of 30 (100 %), 5.00 steps/s, loss 0.5000",
-    ]
-
-
-def test_progress_in_a_terminal_is_one_line():
-    text = shown(Terminal())
-    assert text.count("\n") == 1
-    assert text.endswith("loss 0.5000\n")
-    assert text.count("\x1b[K") == 3
-
-
-def test_progress_says_the_last_step_of_a_finite_input():
-    stream = io.StringIO()
-    hook = hooks.ProgressHook(10, stream)
-    hook.after_create_session(session(0))
-    hook.after_run(session(3, secs=1.0, stop=True), {})
-    assert stream.getvalue() == "step 3, 3.00 steps/s\n"
-
-
-# --- Checkpoints and summaries -----------------------------------------------
-
-
-class Listener(hooks.CheckpointSaverListener):
-    def __init__(self):
-        self.paths = []
-
-    def after_save(self, session, path):
-        self.paths.append(path)
-
-
-class Saves:
-    """Stands where `Checkpoints` would be; only the steps matter here."""
-
-    def __init__(self):
-        self.steps = []
-
-    def save(self, step):
-        self.steps.append(step)
-        return f"model.ckpt-{step}"
-
-
-def run_saver(every, last, restored_at=None):
-    saves, listener = Saves(), Listener()
-    hook = hooks.CheckpointSaverHook(
-        saves, hooks.SecondOrStepTimer(every_steps=every), [listener]
-    )
-    start = session(restored_at or 0, last)
-    start.restored = restored_at is not None
-    hook.after_create_session(start)
-    step = start.step
-    while step < last:
-        step = min(step + hook.steps_until_next(step), last)
-        hook.after_run(session(step, last), {})
-    hook.end(session(step, last))
-    return saves.steps, listener.paths
-
-
-def test_saves_as_tf1_recorded():
-    # contract/tf1.md: save_steps=3, stop at 7.
-    steps, paths = run_saver(3, 7)
-    assert steps == [0, 3, 6, 7]
-    assert paths == [f"model.ckpt-{step}" for step in (3, 6, 7)]
-
-
-def test_saves_no_step_twice():
-    assert run_saver(3, 6)[0] == [0, 3, 6]
-    assert run_saver(3, 6, restored_at=3)[0] == [6]
-    assert run_saver(3, 6, restored_at=6)[0] == []
-
-
-def test_summaries(tmp_path):
-    hook = hooks.SummarySaverHook(str(tmp_path), 10)
-    hook.after_create_session(session(0, 25))
-    for step in (10, 20, 25):
-        hook.after_run(session(step, 25), {"loss": step / 100})
-    hook.end(session(25, 25))
-    assert scalars(tmp_path)["loss"] == pytest.approx(
-        {10: 0.1, 20: 0.2, 25: 0.25}
-    )
-    assert set(scalars(tmp_path)["global_step/sec"]) == {10, 20, 25}
-
-
-def scalars(directory):
-    """Tag -> {step: value} of the event files in a directory."""
-    values = {}
-    for path in directory.glob("events.*"):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                tag = values.setdefault(value.tag, {})
-                tag[event.step] = float(tf.make_ndarray(value.tensor))
-    return values
+@pytest.mark.parametrize("wait_until_step", [0, -1, 2])
+def test_waits_for_nothing(wait_until_step):
+    hook = hooks.GlobalStepWaiterHook(wait_until_step, max_wait_secs=0)
+    assert count([hook], 9, start=2) == [9]

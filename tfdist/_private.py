@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils import naming
 
-# The queue of a coordinator, for `schedule` and `wait_for_dispatches`.
+# A coordinator's threads and queue, for `schedule` and what follows it.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 # What a checkpoint saves as slices of one tensor and restores in any number of
@@ -170,3 +170,6 @@ def stop_coordinator(coordinator: ClusterCoordinator) -> None:
     and its threads would go on talking to servers that were replaced.
     """
     coordinator._cluster.stop()
+    for worker in coordinator._cluster.workers:
+        # Else it is reported, once more, when the executor is deleted.
+        worker.executor.clear_error()

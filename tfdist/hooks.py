@@ -1,7 +1,6 @@
-"""The hooks of `tf.compat.v1.train`, with their names, arguments and cadences.
+"""Hooks of `tf.compat.v1.train` that stop, wait, log and check.
 
-Here are those that stop, wait, log and check; those that write checkpoints and
-summaries are in modules of their own.
+Their names, arguments and cadences are TF1's; where one differs, it says so.
 """
 
 from __future__ import annotations
@@ -15,22 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.saving_hooks import CheckpointSaverHook as CheckpointSaverHook
 from tfdist.saving_hooks import (
     CheckpointSaverListener as CheckpointSaverListener,
 )
-from tfdist.session_run_hook import SecondOrStepTimer as SecondOrStepTimer
 from tfdist.session_run_hook import (
+    SecondOrStepTimer,
     SessionRunContext,
+    SessionRunHook,
     SessionRunValues,
     TimedHook,
     check_exactly_one,
 )
-from tfdist.session_run_hook import SessionRunHook as SessionRunHook
-from tfdist.summary_hooks import ProfilerHook as ProfilerHook
-from tfdist.summary_hooks import StalenessHook as StalenessHook
-from tfdist.summary_hooks import StepCounterHook as StepCounterHook
-from tfdist.summary_hooks import SummarySaverHook as SummarySaverHook
 
 if TYPE_CHECKING:
     from tfdist.session import MonitoredTrainingSession

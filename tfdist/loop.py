@@ -230,6 +230,7 @@ class CoordinatedLoop:
         num_workers: int,
         steps_per_dispatch: int | None = None,
     ) -> None:
+        tf.get_logger().addFilter(_is_news)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(
             strategy
         )
@@ -394,6 +395,16 @@ class _Dispatch:
         except tf.errors.OutOfRangeError:
             self._round.mark_exhausted()
         self._round.finished()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of TensorFlow's log says what is not said elsewhere.
+
+    The coordinator logs a lost task's error with the whole traceback, once for
+    each dispatch. A loss is reported by `tfdist.health` and `tfdist.session`,
+    any other error is raised.
+    """
+    return record.module != "cluster_coordinator"
 
 
 def worker_context(num_workers: int) -> tf.distribute.InputContext:

@@ -1,22 +1,12 @@
 """The parts of a canned model: a weighted sum of features, a network over them.
 
-Variables are named as in TF 2.15's canned estimators, as far as Keras names
-allow, and shaped and ordered as there:
-
-    linear/<column>/weights           linear/linear_model/<column>/weights
-    linear/bias_weights               linear/linear_model/bias_weights
-    dnn/<column>_embedding/embeddings dnn/input_from_feature_columns/
-                                      input_layer/<column>_embedding/
-                                      embedding_weights
-    dnn/hiddenlayer_<i>/kernel, bias  the same
-    dnn/batchnorm_<i>/gamma, ...      dnn/hiddenlayer_<i>/batchnorm_<i>/...
-    dnn/logits/kernel, bias           the same
+Variables have the shapes of TF 2.15's canned estimators and nearly the same
+names; `tfdist.estimator_checkpoint` knows both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,11 +19,57 @@ from tfdist.feature_columns import (
     Features,
     Partitioner,
     dense_size,
+    is_categorical,
     layer_name,
 )
 
-# TF 2.15's reason: with Keras' 0.99 training "crashes on certain problems".
+# TF 2.15's choice: it found that Keras' 0.99 "crashes on certain problem[s]".
 _BATCH_NORM_MOMENTUM = 0.999
+
+
+class InputLayer(keras.layers.Layer):
+    """Columns side by side, in the order of their names.
+
+    What `tf.keras.layers.DenseFeatures` was.
+
+    Args:
+        columns: Dense columns from `feature_columns.checked_columns`.
+        partitioner: Splits the tables of embeddings.
+        name: Name of the layer.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        partitioner: Partitioner | None,
+        name: str = "input_layer",
+    ) -> None:
+        super().__init__(name=name)
+        self._columns = tuple(columns)
+        self._reader = ColumnReader(columns)
+        self._tables = {
+            column.name: feature_columns.embedding(column, partitioner)
+            for column in columns
+            if hasattr(column, "dimension")
+        }
+        self.size = sum(dense_size(column) for column in columns)
+
+    def build(self) -> None:
+        """Creates the tables."""
+        for table in self._tables.values():
+            table.build()
+
+    def call(self, features: Features) -> tf.Tensor:
+        """The numbers, float32 `(batch, size)`."""
+        parts = []
+        for column in self._columns:
+            if column.name in self._tables:
+                ids = self._reader.ids(column.categorical_column, features)
+                table = self._tables[column.name]
+                parts.append(feature_columns.look_up(table, ids))
+            else:
+                parts.append(self._reader.dense(column, features))
+        return tf.concat(parts, axis=1)
 
 
 class LinearModel(keras.layers.Layer):
@@ -58,11 +94,11 @@ class LinearModel(keras.layers.Layer):
         name: str = "linear",
     ) -> None:
         super().__init__(name=name)
-        self.units = units
-        self._columns = _Columns(columns)
-        self._inputs = _DenseInputs(columns, partitioner)
-        self._tables = {
-            column.name: PartitionedEmbedding(
+        self._units = units
+        self._categorical = [c for c in columns if is_categorical(c)]
+        self._reader = ColumnReader(self._categorical)
+        self._tables = [
+            PartitionedEmbedding(
                 column.num_buckets,
                 units,
                 partitioner=partitioner,
@@ -70,38 +106,113 @@ class LinearModel(keras.layers.Layer):
                 embeddings_initializer="zeros",
                 name=layer_name(column),
             )
-            for column in columns
-            if feature_columns.is_categorical(column)
-        }
+            for column in self._categorical
+        ]
+        dense = [c for c in columns if not is_categorical(c)]
+        self._input_layer = InputLayer(dense, partitioner) if dense else None
+        self._sizes = [dense_size(column) for column in dense]
+        self._dense = [
+            keras.layers.Dense(
+                units,
+                use_bias=False,
+                kernel_initializer="zeros",
+                name=layer_name(column),
+            )
+            for column in dense
+        ]
 
     def build(self) -> None:
         """Creates the weights."""
-        for table in self._tables.values():
+        for table in self._tables:
             table.build()
-        self._weights_of = {}
-        for column in self._columns.all:
-            if column.name in self._tables:
-                continue
-            self._inputs.build(column)
-            self._weights_of[column.name] = self.add_weight(
-                shape=(dense_size(column), self.units),
-                initializer="zeros",
-                name=f"{layer_name(column)}_weights",
-            )
-        self.bias = self.add_weight(
-            shape=(self.units,), initializer="zeros", name="bias_weights"
+        if self._input_layer is not None:
+            self._input_layer.build()
+        for layer, size in zip(self._dense, self._sizes, strict=True):
+            layer.build((None, size))
+        self._bias = self.add_weight(
+            shape=(self._units,), initializer="zeros", name="bias_weights"
         )
 
     def call(self, features: Features) -> tf.Tensor:
         """The sums, float32 `(batch, units)`."""
-        total = self.bias
-        for column in self._columns.all:
-            if column.name in self._tables:
-                ids = self._columns.reader.ids(column, features)
-                total += feature_columns.look_up(
-                    self._tables[column.name], ids
+        parts = [
+            feature_columns.look_up(table, self._reader.ids(column, features))
+            for column, table in zip(
+                self._categorical, self._tables, strict=True
+            )
+        ]
+        if self._input_layer is not None:
+            values = self._input_layer(features)
+            weights = [tf.convert_to_tensor(d.kernel) for d in self._dense]
+            parts.append(tf.matmul(values, tf.concat(weights, axis=0)))
+        return tf.add_n(parts) + tf.convert_to_tensor(self._bias)
+
+
+class DNNModel(keras.layers.Layer):
+    """Hidden layers over dense columns, then one linear layer.
+
+    A hidden layer is: weights, activation, dropout, batch normalization.
+
+    Args:
+        columns: Dense columns from `feature_columns.checked_columns`.
+        units: Numbers for an example.
+        hidden_units: Sizes of the hidden layers.
+        activation_fn: After each hidden layer.
+        dropout: Part of each hidden layer's outputs that is dropped.
+        batch_norm: Whether to normalize after each hidden layer.
+        partitioner: Splits the tables of embeddings.
+        name: Name of the layer.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        units: int,
+        hidden_units: Sequence[int],
+        activation_fn: Callable | str | None = "relu",
+        dropout: float | None = None,
+        batch_norm: bool = False,
+        partitioner: Partitioner | None = None,
+        name: str = "dnn",
+    ) -> None:
+        super().__init__(name=name)
+        self._input_layer = InputLayer(columns, partitioner)
+        self._hidden = []
+        self._sizes = [self._input_layer.size]
+        for i, size in enumerate(hidden_units):
+            self._add(
+                keras.layers.Dense(
+                    size,
+                    activation_fn or "relu",
+                    name=f"hiddenlayer_{i}",
                 )
-            else:
-                values = self._inputs(column, features)
-                total += tf.matmul(values, self._weights_of[column.name])
-        return total
+            )
+            if dropout is not None:
+                self._add(keras.layers.Dropout(dropout))
+            if batch_norm:
+                self._add(
+                    keras.layers.BatchNormalization(
+                        momentum=_BATCH_NORM_MOMENTUM, name=f"batchnorm_{i}"
+                    )
+                )
+        self._add(keras.layers.Dense(units, name="logits"))
+
+    def _add(self, layer: keras.layers.Layer) -> None:
+        self._hidden.append(layer)
+        self._sizes.append(getattr(layer, "units", self._sizes[-1]))
+
+    def build(self) -> None:
+        """Creates the weights."""
+        self._input_layer.build()
+        for layer, size in zip(self._hidden, self._sizes, strict=False):
+            layer.build((None, size))
+
+    def call(
+        self, features: Features, training: bool | None = None
+    ) -> tf.Tensor:
+        """The numbers, float32 `(batch, units)`."""
+        values = self._input_layer(features)
+        for layer in self._hidden:
+            # Keras hands `training` on to the layers that take it.
+            values = layer(values)
+        return values

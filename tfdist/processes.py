@@ -330,7 +330,7 @@ class Task:
         """Starts the process, from the launcher's main thread."""
         environment = {
             "GRPC_FAIL_FAST": "use_caller",  # What TensorFlow recommends.
-            "TF_CPP_MIN_LOG_LEVEL": "2",  # Errors, but no news, of its C++.
+            "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
             **(_HUGE_PAGES if self.job == "ps" else {}),
             **os.environ,
             "PYTHONUNBUFFERED": "1",

@@ -504,6 +504,9 @@ class MonitoredTrainingSession:
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
         timer = _Timer()
+        # Whatever held the functions of before, an error's traceback say, is
+        # gone by now: they must not be sent to the servers again.
+        gc.collect()
         strategy = tf.distribute.get_strategy()
         if self._cluster:
             servers.wait_until_up(
@@ -587,7 +590,6 @@ class MonitoredTrainingSession:
         if self._loop:
             self._loop.close()
         self._trainable = self._loop = self._health = None
-        gc.collect()
 
     def _release(self) -> None:
         self._closed = True

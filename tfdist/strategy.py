@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ _CHIEF = "/job:chief/task:0/device:CPU:0"
 # How long the servers keep what a chief holds there after its last sign of
 # life. A chief that was frozen for longer makes everything anew.
 _KEEP_ALIVE_SECS = 60
+_CONNECT_SECS = 15.0
+_RETRY_SECS = 0.5
 
 
 def parameter_server_strategy(
@@ -73,10 +76,28 @@ def parameter_server_strategy(
         task_id=cluster.task_index,
         rpc_layer="grpc",
     )
-    with _fail_fast():
-        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    strategy = _connect(resolver)
     servers.hold(cluster)
     return strategy
+
+
+def _connect(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+) -> tf.distribute.ParameterServerStrategy:
+    """Connects, and tries again for a while.
+
+    The connection of this process to a server that was started anew waits up
+    to two seconds between its attempts (`servers.reconnect_quickly`).
+    """
+    deadline = time.monotonic() + _CONNECT_SECS
+    while True:
+        try:
+            with _fail_fast():
+                return tf.distribute.ParameterServerStrategy(resolver)
+        except tf.errors.UnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_SECS)
 
 
 @contextlib.contextmanager

@@ -148,9 +148,9 @@ def random_faults(
 
     >>> for fault in random_faults(1, 3, ["ps:0", "worker:0"], at_step=(0, 90)):
     ...     print(fault.at_step, fault.kind, fault.task, fault.for_secs)
-    12 kill worker:0 2.02
-    58 kill ps:0 4.15
-    84 freeze worker:0 1.38
+    59 kill ps:0 4.15
+    69 kill worker:0 2.02
+    76 kill ps:0 2.73
 
     Args:
         seed: of the draw.
@@ -350,8 +350,8 @@ class LocalCluster:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, BaseException):
-            with contextlib.suppress(Exception):  # It must not hide `error`.
-                error.add_note(self._tails())
+            with contextlib.suppress(RuntimeError):  # It must not hide `error`.
+                self._with_tails(error)
         self.close()
 
     def close(self) -> None:
@@ -702,7 +702,7 @@ class LocalCluster:
 
     def _start_supervisor(self, cwd: str | os.PathLike[str] | None) -> None:
         # Without a preexec_fn, so safe whatever threads the caller has; and
-        # out of reach of its terminal's Ctrl-C, which is the caller's to act on.
+        # out of reach of the Ctrl-C that the caller has to act on.
         path = [os.path.abspath(entry) for entry in sys.path]
         self._connection, theirs = multiprocessing.Pipe()
         code = (
@@ -791,10 +791,9 @@ class LocalCluster:
             status = self._status_of(task)
             found = condition()
             if found is None and status.is_over:
-                raise RuntimeError(
-                    f"{task} ended ({how_it_ended(status.exit_codes[-1])}) "
-                    f"without {what}.\n{self._tails()}"
-                )
+                ended = how_it_ended(status.exit_codes[-1])
+                error = RuntimeError(f"{task} ended ({ended}) without {what}.")
+                raise self._with_tails(error)
             return found
 
         return self._poll(came, f"{task} did not come to {what}", timeout_secs)
@@ -806,9 +805,8 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_secs
         while (found := condition()) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{problem} within {timeout_secs:g} s.\n{self._tails()}"
-                )
+                error = TimeoutError(f"{problem} within {timeout_secs:g} s.")
+                raise self._with_tails(error)
             time.sleep(_POLL_SECS)
         return found
 
@@ -818,15 +816,14 @@ class LocalCluster:
         except FileNotFoundError:  # It is closed, and was a temporary one.
             return ""
 
-    def _tails(self) -> str:
-        """State and last lines of every task."""
-        parts = []
-        for task, status in self._status().items():
-            lines = self.output(task).splitlines()[-_TAIL_LINES:]
-            parts.append(
-                "\n    ".join([f"{task}: {status.in_words()}", *lines])
-            )
-        return "\n".join(parts)
+    def _with_tails(self, error: BaseException) -> BaseException:
+        """Notes state and last lines of every task on an error, once."""
+        if not hasattr(error, "__notes__"):
+            for task, status in self._status().items():
+                lines = self.output(task).splitlines()[-_TAIL_LINES:]
+                state = f"{task}: {status.in_words()}"
+                error.add_note("\n    ".join([state, *lines]))
+        return error
 
 
 def assert_nothing_left(cluster: LocalCluster) -> None:
@@ -1130,7 +1127,7 @@ class _Supervisor:
         _wait_until(lambda: not _loopback_works(), "the network to go down")
         if for_secs is not None:
             self._mend_at = time.monotonic() + for_secs
-        return None, "127.0.0.1 is unreachable"
+        return None, "a datagram is lost"
 
     def mend_network(self) -> tuple[None, str]:
         """Brings loopback up."""
@@ -1138,7 +1135,7 @@ class _Supervisor:
         if self._private:
             processes.set_loopback(up=True)
         _wait_until(_loopback_works, "the network to come up")
-        return None, "127.0.0.1 is reachable"
+        return None, "a datagram arrives"
 
     def close(self) -> dict[str, _Status]:
         """Kills and reaps all descendants; returns the last status."""
@@ -1251,12 +1248,15 @@ def _is_frozen(pid: int) -> bool:
 
 
 def _loopback_works() -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Whether a datagram to this very socket arrives."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mirror:
+        mirror.bind(("127.0.0.1", 0))
+        mirror.settimeout(0.1)
+        mirror.sendto(b"?", mirror.getsockname())
         try:
-            probe.connect(("127.0.0.1", 9))  # Looks for a way; sends nothing.
-        except OSError:
+            return mirror.recv(1) == b"?"
+        except TimeoutError:
             return False
-    return True
 
 
 def _kill_children() -> None:

@@ -2,6 +2,6 @@
 
 import os
 
-# Before TensorFlow is imported, the only time its C++ side looks: errors, but
-# no news. Whoever wants the news sets the variable.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Before TensorFlow is imported, the only time its C++ side looks: what
+# matters is raised as well. Whoever wants its log sets the variable.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,0 +1,65 @@
+"""A real session whose steps only count, many in one go."""
+
+import tensorflow as tf
+
+from tfdist.hooks import StopAtStepHook
+from tfdist.session import MonitoredTrainingSession, Trainable
+
+
+class CountingLoop:
+    """Adds up steps; the loss is that of the last one, `loss(step)`.
+
+    `fail_at`: steps, each of which a run reaches only at the second attempt.
+    """
+
+    iterator = None
+
+    def __init__(self, global_step, loss, fail_at):
+        self.global_step, self.loss, self.fail_at = global_step, loss, fail_at
+
+    def run(self, num_steps, watch=lambda: None):
+        step = int(self.global_step.assign_add(num_steps))
+        if self.fail_at and step >= self.fail_at[0]:
+            del self.fail_at[0]
+            raise tf.errors.UnavailableError(None, None, "a server is gone")
+        return {"loss": self.loss(step)}
+
+    def staleness(self):
+        return None
+
+    def close(self):
+        pass
+
+
+def counting_session(
+    hooks, *, start=0, w=0.0, fail_at=(), loss=lambda step: 1 / step, **kwargs
+):
+    """A session that has no hooks but `hooks`, by default without a directory.
+
+    It has a variable `w`.
+    """
+    failures = list(fail_at)
+
+    def build():
+        global_step = tf.Variable(start, dtype=tf.int64)
+        loop = CountingLoop(global_step, loss, failures)
+        return Trainable(loop, global_step, {"w": tf.Variable(w)})
+
+    kwargs = {
+        "save_checkpoint_steps": None,
+        "save_summaries_steps": None,
+        "log_step_count_steps": None,
+        **kwargs,
+    }
+    return MonitoredTrainingSession(build, hooks=hooks, **kwargs)
+
+
+def count(hooks, last_step, **kwargs):
+    """Runs hooks up to `last_step`; returns the step after each run."""
+    stop = StopAtStepHook(last_step=last_step)
+    steps = []
+    with counting_session([*hooks, stop], **kwargs) as session:
+        while not session.should_stop():
+            session.run()
+            steps.append(session.step)
+    return steps

@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.events import EventFile, event_file, read_scalars
+
+SCALARS = {"loss": 0.5, "auc": 0.75}
+
+
+def records(path):
+    """The events of one file, without what differs between two writings."""
+    events = []
+    for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+        event = tf.compat.v1.Event.FromString(record)
+        event.ClearField("wall_time")
+        event.ClearField("source_metadata")
+        events.append(event)
+    return events
+
+
+def test_scalars_are_written_as_tf_summary_writes_them(tmp_path):
+    file = EventFile(str(tmp_path / "ours"))
+    for name, value in SCALARS.items():
+        file.write_scalars({name: value}, 3)
+    file.flush()
+    writer = tf.summary.create_file_writer(str(tmp_path / "theirs"))
+    with writer.as_default(step=3):
+        for name, value in SCALARS.items():
+            tf.summary.scalar(name, value)
+    writer.close()
+    (ours,) = (tmp_path / "ours").iterdir()
+    (theirs,) = (tmp_path / "theirs").iterdir()
+    assert ours.name.startswith("events.out.tfevents.")
+    assert records(ours) == records(theirs)
+
+
+def test_a_histogram_of_counts(tmp_path):
+    file = EventFile(str(tmp_path))
+    file.write_counts("staleness", np.array([5, 0, 2]), 1)
+    file.flush()
+    (path,) = tmp_path.iterdir()
+    (value,) = records(path)[1].summary.value
+    assert value.metadata.plugin_data.plugin_name == "histograms"
+    np.testing.assert_array_equal(
+        tf.make_ndarray(value.tensor), [[0, 1, 5], [1, 2, 0], [2, 3, 2]]
+    )
+
+
+def test_no_file_without_an_event(tmp_path):
+    file = EventFile(str(tmp_path / "new"))
+    file.flush()
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_file_for_a_directory(tmp_path):
+    for step in (1, 2):
+        file = event_file(str(tmp_path))
+        file.write_scalars(SCALARS, step)
+        file.flush()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert read_scalars(str(tmp_path)) == {1: SCALARS, 2: SCALARS}
+
+
+# --- Reading -----------------------------------------------------------------
+
+
+def test_reads_what_tf1_wrote_in_order_of_steps(tmp_path):
+    with tf.Graph().as_default():
+        writer = tf.compat.v1.summary.FileWriter(str(tmp_path))
+        for step in (20, 10):
+            value = tf.compat.v1.Summary.Value(tag="auc", simple_value=step)
+            summary = tf.compat.v1.Summary(value=[value])
+            writer.add_summary(summary, step)
+        writer.close()
+    scalars = read_scalars(str(tmp_path))
+    assert list(scalars.items()) == [(10, {"auc": 10.0}), (20, {"auc": 20.0})]
+
+
+def test_reads_scalars_alone(tmp_path):
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default(step=1):
+        tf.summary.scalar("loss", 2.0)
+        tf.summary.histogram("h", [1.0, 2.0])
+        tf.summary.text("t", "text")
+    writer.close()
+    assert read_scalars(str(tmp_path)) == {1: {"loss": 2.0}}
+
+
+def test_the_later_file_counts(tmp_path):
+    for value in (1.0, 2.0):
+        file = EventFile(str(tmp_path))
+        file.write_scalars({"loss": value}, 1)
+        file.flush()
+    assert read_scalars(str(tmp_path)) == {1: {"loss": 2.0}}
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_reads_a_file_that_is_being_written(tmp_path, cut):
+    file = EventFile(str(tmp_path))
+    file.write_scalars({"loss": 1.0}, 1)
+    file.write_scalars({"loss": 2.0}, 2)
+    file.flush()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_scalars(str(tmp_path)) == {1: {"loss": 1.0}}
+
+
+def test_nothing_to_read(tmp_path):
+    assert read_scalars(str(tmp_path / "missing")) == {}

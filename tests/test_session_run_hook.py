@@ -1,0 +1,124 @@
+import inspect
+import itertools
+
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist.session_run_hook import SecondOrStepTimer, SessionRunHook
+
+STEPS = st.lists(st.integers(0, 7), min_size=1, max_size=30)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_hook_is_one_of_tf1s():
+    theirs = tf.compat.v1.train.SessionRunHook
+    assert issubclass(SessionRunHook, theirs)
+    own = {name for name, _ in inspect.getmembers(SessionRunHook)}
+    assert own - set(dir(theirs)) == {"steps_until_next", "on_preemption"}
+
+
+# --- SecondOrStepTimer -------------------------------------------------------
+
+
+@given(increments=STEPS, every=st.integers(1, 10))
+def test_step_timer_triggers_as_tf1(increments, every):
+    ours = SecondOrStepTimer(every_steps=every)
+    theirs = tf.compat.v1.train.SecondOrStepTimer(every_steps=every)
+    for step in itertools.accumulate(increments):
+        due = theirs.should_trigger_for_step(step)
+        assert ours.should_trigger_for_step(step) == due
+        if due:
+            _, steps = ours.update_last_triggered_step(step)
+            assert steps == theirs.update_last_triggered_step(step)[1]
+
+
+@given(
+    passed=st.lists(st.floats(0, 5), min_size=1, max_size=20),
+    every=st.floats(0.5, 6),
+)
+def test_second_timer_triggers_as_tf1(passed, every):
+    clock = Clock()
+    ours = SecondOrStepTimer(every_secs=every)
+    theirs = tf.compat.v1.train.SecondOrStepTimer(every_secs=every)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.time", clock)
+        for step, secs in enumerate(passed):
+            clock.now += secs
+            due = theirs.should_trigger_for_step(step)
+            assert ours.should_trigger_for_step(step) == due
+            if due:
+                assert ours.update_last_triggered_step(
+                    step
+                ) == theirs.update_last_triggered_step(step)
+
+
+@given(every=st.integers(1, 10), total=st.integers(1, 60))
+def test_steps_until_next_hits_every_trigger(every, total):
+    timer = SecondOrStepTimer(every_steps=every)
+    step, triggered = 0, []
+    while step < total:
+        step += timer.steps_until_next(step)
+        assert timer.should_trigger_for_step(step)
+        timer.update_last_triggered_step(step)
+        triggered.append(step)
+    assert triggered == list(range(1, step + 1, every))
+
+
+def test_seconds_leave_the_number_of_steps_open():
+    timer = SecondOrStepTimer(every_secs=1)
+    assert timer.steps_until_next(0) == 1
+    timer.update_last_triggered_step(1)
+    assert timer.steps_until_next(1) is None
+
+
+@given(
+    every=st.integers(1, 10), first=st.integers(0, 50), back=st.integers(0, 50)
+)
+def test_goes_back_to_the_triggers_of_an_undisturbed_run(every, first, back):
+    timer = SecondOrStepTimer(every_steps=every)
+    undisturbed = range(first, first + 200, every)
+    last = undisturbed[7]
+    timer.update_last_triggered_step(last)
+    timer.go_back_to(last - back)
+    triggers = [s for s in undisturbed if s > last - back]
+    if last - back >= first:
+        until = timer.steps_until_next(last - back)
+        assert last - back + until == triggers[0]
+
+
+def test_seconds_start_anew_after_going_back():
+    timer = SecondOrStepTimer(every_secs=1000)
+    timer.go_back_to(3)
+    assert timer.last_triggered_step() is None
+    timer.update_last_triggered_step(10)
+    timer.go_back_to(20)
+    assert timer.last_triggered_step() == 10
+    timer.go_back_to(4)
+    assert timer.last_triggered_step() == 4
+    assert not timer.should_trigger_for_step(5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "Exactly one of `every_secs` and `every_steps`"),
+        (
+            {"every_secs": 1, "every_steps": 2},
+            "Received: every_secs=1, every_steps=2",
+        ),
+        ({"every_steps": 0}, "must be positive"),
+        ({"every_secs": -1}, "must be positive"),
+    ],
+)
+def test_bad_timer(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SecondOrStepTimer(**kwargs)

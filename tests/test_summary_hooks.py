@@ -1,0 +1,216 @@
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from both_sessions import Scripted, summaries
+from counting import count, counting_session
+
+from tfdist.events import read_scalars
+from tfdist.hooks import SessionRunHook, StopAtStepHook
+from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.summary_hooks import (
+    ProfilerHook,
+    StalenessHook,
+    StepCounterHook,
+    SummarySaverHook,
+)
+
+# --- SummarySaverHook --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "steps"),
+    [({}, [1, 8, 15]), ({"at_first_step": False}, [7, 14])],
+)
+def test_summaries(tmp_path, kwargs, steps):
+    hook = SummarySaverHook(7, output_dir=str(tmp_path), **kwargs)
+    runs = count([hook], 20)
+    assert summaries(tmp_path) == {"start": [1], "loss": steps}
+    assert runs == [*steps, 20]
+    assert read_scalars(str(tmp_path))[steps[-1]]["loss"] == pytest.approx(
+        1 / steps[-1]
+    )
+
+
+def test_summaries_of_redone_steps(tmp_path):
+    hook = SummarySaverHook(4, output_dir=str(tmp_path / "summaries"))
+    count(
+        [hook],
+        14,
+        fail_at=[12],
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=6,
+    )
+    assert summaries(tmp_path / "summaries") == {
+        "start": [1, 7],
+        "loss": [1, 5, 9, 9, 13],
+    }
+    assert len(list((tmp_path / "summaries").iterdir())) == 1
+
+
+def test_a_hook_may_serve_a_second_session(tmp_path):
+    hook = SummarySaverHook(10, output_dir=str(tmp_path))
+    for start in (0, 4):
+        count([hook], start + 3, start=start)
+    assert summaries(tmp_path) == {"start": [1, 5], "loss": [1, 5]}
+
+
+def test_summaries_each_second(tmp_path):
+    hook = SummarySaverHook(save_secs=1000, output_dir=str(tmp_path))
+    count([hook], 5)
+    assert summaries(tmp_path)["loss"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"save_steps": 1}, "`output_dir` must be"),
+        ({"output_dir": "d"}, "`save_steps` and `save_secs`"),
+    ],
+)
+def test_bad_summaries(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SummarySaverHook(**kwargs)
+
+
+# --- StepCounterHook ---------------------------------------------------------
+
+
+class Clock:
+    """Two seconds pass with each look."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        self.now += 2.0
+        return self.now
+
+
+def test_steps_per_second(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    count([StepCounterHook(5, output_dir=str(tmp_path))], 12)
+    assert summaries(tmp_path) == {"global_step/sec": [6, 11]}
+    rates = [r["global_step/sec"] for r in read_scalars(str(tmp_path)).values()]
+    assert [r.message for r in caplog.records] == [
+        f"global_step/sec: {rate:g}" for rate in rates
+    ]
+
+
+def test_the_rate_is_that_of_the_clock(tmp_path, monkeypatch):
+    hook = StepCounterHook(5, output_dir=str(tmp_path), at_first_step=False)
+    monkeypatch.setattr("tfdist.summary_hooks.time.time", Clock())
+    count([hook], 10)
+    rates = [r["global_step/sec"] for r in read_scalars(str(tmp_path)).values()]
+    assert len(rates) == 2
+    assert all(0.1 < rate <= 2.5 for rate in rates)
+
+
+def test_a_recovery_does_not_spoil_the_rate(tmp_path):
+    hook = StepCounterHook(4, output_dir=str(tmp_path / "summaries"))
+    count(
+        [hook],
+        14,
+        fail_at=[12],
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=6,
+    )
+    assert summaries(tmp_path / "summaries") == {
+        "global_step/sec": [5, 9, 9, 13]
+    }
+    rates = read_scalars(str(tmp_path / "summaries")).values()
+    assert all(rate["global_step/sec"] > 0 for rate in rates)
+
+
+def test_logs_without_a_directory(caplog):
+    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    count([StepCounterHook(every_n_steps=3)], 5)
+    assert caplog.text.count("global_step/sec: ") == 1
+
+
+def test_warns_when_the_step_stands_still(caplog):
+    def build():
+        return Trainable(lambda: {}, tf.Variable(0, dtype=tf.int64), {})
+
+    with MonitoredTrainingSession(build, hooks=[StepCounterHook(1)]) as session:
+        for _ in range(10):
+            session.run()
+    assert caplog.text.count("did not advance: it is still 0") == 5
+
+
+# --- StalenessHook -----------------------------------------------------------
+
+
+class Stale(SessionRunHook):
+    """Gives the session's loop a staleness."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def after_create_session(self, session, coord):
+        session._loop.staleness = lambda: self.counts
+
+
+def test_staleness(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    counts = np.zeros([128], np.int64)
+    counts[:4] = [60, 30, 9, 1]
+    hook = StalenessHook(str(tmp_path), every_n_steps=10)
+    count([Stale(counts), hook], 25)
+    figures = {"p50": 0, "p90": 1, "p99": 2, "max": 3}
+    expected = {f"staleness/{name}": v for name, v in figures.items()}
+    assert read_scalars(str(tmp_path)) == {10: expected, 20: expected}
+    assert summaries(tmp_path)["staleness"] == [10, 20]
+    assert "staleness of 100 updates" in caplog.text
+
+
+@pytest.mark.parametrize("counts", [None, np.zeros([128], np.int64)])
+def test_no_staleness(tmp_path, counts):
+    count([Stale(counts), StalenessHook(str(tmp_path), 2)], 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- ProfilerHook ------------------------------------------------------------
+
+
+def profiled(directory):
+    return sorted(
+        int(path.name.split("-")[1]) for path in directory.glob("profile-*")
+    )
+
+
+def test_profiles_single_steps(tmp_path):
+    hook = ProfilerHook(save_steps=4, output_dir=str(tmp_path))
+    assert count([hook], 10) == [3, 4, 7, 8, 10]
+    assert profiled(tmp_path) == [4, 8]
+    for step in (4, 8):
+        assert list(tmp_path.glob(f"profile-{step}/**/*.xplane.pb"))
+
+
+def test_profiles_each_step_but_the_first(tmp_path):
+    count([ProfilerHook(1, output_dir=str(tmp_path))], 3)
+    assert profiled(tmp_path) == [2, 3]
+
+
+def test_a_failed_run_ends_its_profile(tmp_path):
+    directory = tmp_path / "profiles"
+    hook = ProfilerHook(save_steps=4, output_dir=str(directory))
+    broken = Scripted(
+        "h", [], {("before_run", 3): tf.errors.AbortedError(None, None, "a")}
+    )
+    count(
+        [hook, broken],
+        9,
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=3,
+    )
+    assert profiled(directory) == [4, 8]
+
+
+def test_profiles_each_second(tmp_path):
+    hook = ProfilerHook(save_secs=1000, output_dir=str(tmp_path))
+    with counting_session([hook, StopAtStepHook(4)]) as session:
+        while not session.should_stop():
+            session.run()
+    assert profiled(tmp_path) == []
