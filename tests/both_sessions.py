@@ -50,7 +50,12 @@ def tf1(training, directory=None):
                 v1.GraphKeys.GLOBAL_STEP,
             ],
         )
-        step = tf.identity(global_step.assign_add(training.by))
+        # TF1's hooks read the step while it is incremented, before or after:
+        # what they then do is left to chance. Here they read it before.
+        v1.train.StopAtStepHook(1).begin()
+        (read,) = v1.get_collection("global_step_read_op_cache")
+        with tf.control_dependencies([read]):
+            step = tf.identity(global_step.assign_add(training.by))
         loss = tf.where(
             tf.equal(step, training.nan_at),
             float("nan"),

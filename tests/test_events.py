@@ -1,6 +1,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator,
+)
 
 from tfdist.events import EventFile, event_file, read_scalars
 
@@ -14,6 +17,9 @@ def records(path):
         event = tf.compat.v1.Event.FromString(record)
         event.ClearField("wall_time")
         event.ClearField("source_metadata")
+        for value in event.summary.value:
+            array = tf.make_ndarray(value.tensor)
+            value.tensor.CopyFrom(tf.make_tensor_proto(array))
         events.append(event)
     return events
 
@@ -107,3 +113,19 @@ def test_reads_a_file_that_is_being_written(tmp_path, cut):
 
 def test_nothing_to_read(tmp_path):
     assert read_scalars(str(tmp_path / "missing")) == {}
+
+
+# --- What TensorBoard makes of it --------------------------------------------
+
+
+def test_tensorboard_forgets_what_is_void(tmp_path):
+    file = EventFile(str(tmp_path))
+    file.write_start(1)
+    for step in (1, 4, 7):
+        file.write_scalars({"loss": 1.0}, step)
+    file.write_start(5)
+    file.write_scalars({"loss": 2.0}, 7)
+    file.flush()
+    shown = EventAccumulator(str(tmp_path)).Reload().Tensors("loss")
+    values = [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in shown]
+    assert values == [(1, 1.0), (4, 1.0), (7, 2.0)]

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist import hooks
+from tfdist._private import ShardedVariable
 from tfdist.session_run_hook import SessionRunHook
 
 # --- StopAtStepHook ----------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     start=st.integers(0, 20),
     steps=st.integers(1, 12),
@@ -113,10 +114,10 @@ def test_an_unknown_name(caplog):
         count([hook], 1)
 
 
-@pytest.mark.parametrize("fetch", [3, None])
-def test_a_fetch_without_a_value(fetch):
-    with pytest.raises(TypeError, match=f"Received: {fetch}"):
-        hooks.resolve([fetch], {}, {})
+def test_fetches_a_table_in_shards():
+    shards = [tf.Variable([[1.0], [2.0]]), tf.Variable([[3.0]])]
+    table = ShardedVariable(shards)
+    assert hooks.resolve(["t"], {}, {"t": table})[0].tolist() == [[1], [2], [3]]
 
 
 # --- NanTensorHook -----------------------------------------------------------

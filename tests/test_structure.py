@@ -13,8 +13,9 @@ FLOORS = {
     "packing branch_and_bound splitting plans planner device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing optimizers slots kernels "
     "multi_optimizer model_parallel",
-    2: "step loop hooks checkpoint",
-    3: "session evaluation exporters specs",
+    2: "step loop recovery checkpoint session_run_hook hooks saving_hooks "
+    "summary_hooks events progress early_stopping callbacks",
+    3: "session evaluation exporters serving specs",
     4: "estimator canned launch vertex testing __init__",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
@@ -25,7 +26,7 @@ ENVIRONMENT = {
     "tfdist/launch.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/processes.py",  # Builds the environment of a child.
     "tfdist/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
-    "tfdist/session.py",  # Hands its own on to the process it becomes.
+    "tfdist/recovery.py",  # Sets it for the process that it becomes.
     "tfdist/strategy.py",  # Sets GRPC_FAIL_FAST, which TensorFlow reads.
     "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
     "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.

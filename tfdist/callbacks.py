@@ -100,6 +100,10 @@ class KerasCallbackHook(SessionRunHook):
         self._callbacks = list(callbacks)
         self._steps_per_epoch = steps_per_epoch
         self._eval_dir = eval_dir
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
         self._begun = False
         self._step = 0
         # The epoch under way, or None between two.
@@ -162,7 +166,6 @@ class KerasCallbackHook(SessionRunHook):
         if self._epoch is not None and self._means.steps:
             self._end_epoch()
         self._call("on_train_end")
-        self._begun = False
 
     def _end_epoch(self) -> None:
         epoch, self._epoch = self._epoch, None

@@ -149,10 +149,6 @@ class Checkpoints:
         """Path of the newest complete checkpoint, or None."""
         return self._manager.latest_checkpoint
 
-    def refresh(self) -> str | None:
-        """As `latest`, for who reads checkpoints that another writes."""
-        return tf.train.latest_checkpoint(self._directory)
-
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path."""
         try:

@@ -165,17 +165,16 @@ def resolve(
 
     >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
     ...         {"step": tf.Variable(3)})
-    {'a': 0.5, 'b': [3]}
+    {'a': 0.5, 'b': [np.int32(3)]}
 
     Args:
         fetches: A structure (`tf.nest`) of names and variables. A name is
             first looked up in `logs`.
         logs: Name to value.
-        variables: Name to variable.
+        variables: Name to variable; one in shards is gathered.
 
     Raises:
         ValueError: a name is in neither.
-        TypeError: a leaf is neither a name nor a variable or tensor.
     """
 
     def value(fetch: Any) -> Any:
@@ -188,13 +187,7 @@ def resolve(
                     f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
                 )
             fetch = variables[fetch]
-        if not hasattr(fetch, "numpy"):
-            raise TypeError(
-                "A fetch must be the name of a log or of a variable, or a "
-                f"variable. Received: {fetch!r}. Tensors of a graph do not "
-                "exist here: fetch by name what the step returns."
-            )
-        return fetch.numpy()
+        return tf.convert_to_tensor(fetch).numpy()
 
     return tf.nest.map_structure(value, fetches)
 
@@ -212,7 +205,7 @@ class NanTensorHook(SessionRunHook):
     after the last good one.
 
     Args:
-        loss_tensor: Name of the loss in the logs.
+        loss_tensor: Name of the loss in the logs, or of a variable.
         fail_on_nan_loss: Whether to raise; else a stop is requested.
 
     Raises:
@@ -220,7 +213,7 @@ class NanTensorHook(SessionRunHook):
     """
 
     def __init__(
-        self, loss_tensor: Any = "loss", fail_on_nan_loss: bool = True
+        self, loss_tensor: str = "loss", fail_on_nan_loss: bool = True
     ) -> None:
         self._loss = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss

@@ -1,30 +1,38 @@
 """`MonitoredTrainingSession`: initialized or restored, with hooks, recovering.
 
     with tfdist.MonitoredTrainingSession(
-        build_fn, checkpoint_dir=directory, hooks=[StopAtStepHook(last_step=100)]
+        build_fn, checkpoint_dir=directory, hooks=[StopAtStepHook(last_step=99)]
     ) as session:
         while not session.should_stop():
             session.run()
 
-What each failure costs (design decision D7). "Lost" are steps since the last
-checkpoint, which are run again; on parameter servers which examples they see
-is not repeated exactly. `global_step` counts applied updates and never passes
-the step at which the hooks stop.
+What each failure costs (design decision D7):
 
-| what happens | what the session does | lost |
-|---|---|---|
-| a worker dies | the others go on at once; it is taken back when it is up | its dispatch at most |
-| a worker freezes | after 15 s it is treated as dead; taken back when it wakes up | as above |
-| a ps dies and comes back | everything is built anew and restored, in this process | steps since the checkpoint |
-| a ps stays away | waits `max_wait_secs`, says so, then `TimeoutError` names it | |
-| a ps freezes | after 15 s this process starts itself anew (same pid), waits, restores | steps since the checkpoint |
-| the chief dies | started again, it restores; the servers free what it held after 60 s | steps since the checkpoint |
-| the chief freezes | when it wakes up it goes on; after 60 s it builds anew and restores | steps since the checkpoint |
-| a task is missing at the start | `TimeoutError` names it after `max_wait_secs` | |
-| a second chief starts | `RuntimeError` in the second names who holds the job | |
-| SIGTERM to the chief | checkpoint after the steps under way, exit code 143 | nothing |
-| an error in user code | raised, once | steps since the checkpoint |
-| the latest checkpoint is damaged | the one before is restored, with a warning | steps since that one |
+A worker dies: the others go on at once. It costs its dispatch, whose steps are
+  made up for. It is taken back when it is up again.
+A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
+  up. What it then still sends is refused.
+A parameter server (ps) dies and comes back: everything is built anew in this
+  process and restored. It costs the steps since the last checkpoint.
+A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
+  then raises a `TimeoutError` that names it.
+A ps freezes: after 15 s this process starts itself anew (same pid, same
+  command), waits as above and restores.
+The chief dies: when it is started again it restores. The servers free what the
+  dead one held after 60 s.
+The chief freezes: when it wakes up it goes on; after more than 60 s it builds
+  anew and restores.
+A task is missing at the start: `TimeoutError`, as for a ps that stays away.
+A second chief starts: `RuntimeError` there, which names who holds the job.
+SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
+  at most), exit code 143, which schedulers take as a reason to start it again.
+  Workers and ps that are told so too serve on until then. It costs nothing.
+An error in user code: raised, once. The last checkpoint stays.
+The newest checkpoint is damaged: the one before is restored, with a warning.
+
+Steps that were lost are run again; on parameter servers with other examples.
+`global_step` counts applied updates and never passes the step at which a hook
+stops training. While a ps is waited for, so are workers that are missing.
 
 What is recovered from: `tf.errors.AbortedError` and `UnavailableError`, as in
 TF1, raised by a step or a hook, and any TensorFlow error while a parameter
@@ -37,16 +45,10 @@ saved; a warning says where it cannot.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import enum
 import gc
 import inspect
 import logging
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -56,13 +58,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import servers
-from tfdist._private import COORDINATOR_ERRORS
+from tfdist import recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
-from tfdist.health import HealthMonitor, Loss, ServerLostError
+from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook
 from tfdist.loop import EndOfInput, Loop
+from tfdist.recovery import Remedy
 from tfdist.saving_hooks import CheckpointSaverHook
 from tfdist.strategy import parameter_server_strategy, placed_scope
 from tfdist.summary_hooks import StepCounterHook, SummarySaverHook
@@ -72,8 +74,6 @@ _log = logging.getLogger(__name__)
 Hook = tf.compat.v1.train.SessionRunHook
 
 _CHUNK_SECS = 2.0
-_MAX_FAILURES = 10
-_MAX_REBUILDS = 3
 USE_DEFAULT: Any = object()
 """An argument that was not given, where None means something."""
 
@@ -98,41 +98,6 @@ class Trainable:
     variables: Mapping[str, Saveable]
     iterator: tf.data.Iterator | None = None
     model: keras.Model | None = None
-
-
-class Remedy(enum.Enum):
-    """What becomes of a session after an error."""
-
-    RAISE = "the error is raised"
-    REBUILD = "everything is made anew in this process"
-    RESTART = "this process starts itself anew"
-
-
-def remedy(error: BaseException, lost: Mapping[str, Loss]) -> Remedy:
-    """Decides what an error means.
-
-    >>> remedy(tf.errors.UnavailableError(None, None, "gone"), {}).name
-    'REBUILD'
-    >>> remedy(tf.errors.NotFoundError(None, None, "what"), {}).name
-    'RAISE'
-
-    Args:
-        error: The error.
-        lost: Parameter servers that are lost.
-    """
-    error = getattr(error, "original_exception", error)
-    if not isinstance(error, tf.errors.OpError | ServerLostError):
-        return Remedy.RAISE
-    if Loss.FROZEN in lost.values():
-        # Calls to it may hang for ever, in threads that nobody can end.
-        return Remedy.RESTART
-    recoverable = tf.errors.AbortedError | tf.errors.UnavailableError
-    if lost or isinstance(error, recoverable):
-        return Remedy.REBUILD
-    if "context_id" in str(error):
-        # The servers gave this chief up, for it was frozen or cut off.
-        return Remedy.REBUILD
-    return Remedy.RAISE
 
 
 class MonitoredTrainingSession:
@@ -233,7 +198,7 @@ class MonitoredTrainingSession:
         self._loop: Loop | None = None
         self._health: HealthMonitor | None = None
         self._made: dict[str, tuple] | None = None
-        self._failures = _Failures()
+        self._failures = recovery.Failures()
         self._coord = tf.train.Coordinator(
             clean_stop_exception_types=(
                 tf.errors.OutOfRangeError,
@@ -262,7 +227,7 @@ class MonitoredTrainingSession:
             hook.begin()
         if self._cluster:
             servers.refuse_second_chief(self._cluster)
-        self._sigterm = _Sigterm(enabled=is_chief)
+        self._sigterm = recovery.Sigterm(enabled=is_chief)
         try:
             self._recovering(lambda: None)
         except BaseException:
@@ -325,7 +290,7 @@ class MonitoredTrainingSession:
             self._coord.join(stop_grace_period_secs=self._grace_secs)
         except tf.errors.OpError as error:
             if self._cluster and self._health.look():
-                self._restart_process(str(error))
+                recovery.restart_process(str(error))
             raise
         finally:
             self._release()
@@ -394,8 +359,12 @@ class MonitoredTrainingSession:
             )
         if any(context.stop_requested for _, context, _ in contexts):
             self.request_stop()
-        self._failures.reset()
-        self._end_if_terminated()
+        self._failures.report(self.step)
+        if self._sigterm.received:
+            for hook in self.hooks:
+                if hasattr(hook, "on_preemption"):
+                    hook.on_preemption(self)
+            self._sigterm.leave()
         return logs
 
     def _run_steps(self) -> dict[str, float]:
@@ -427,7 +396,7 @@ class MonitoredTrainingSession:
         """What is looked at while others work."""
         if self._health:
             self._health.check()
-        self._sigterm.give_up_waiting()
+        self._sigterm.leave_when_late()
 
     def _fetch(self, fetches: Any, logs: Mapping[str, float]) -> Any:
         """Values of what a hook's `before_run` asked for."""
@@ -446,101 +415,79 @@ class MonitoredTrainingSession:
 
         return tf.nest.map_structure(value, fetches)
 
-    def _end_if_terminated(self) -> None:
-        """After SIGTERM: saves, and leaves with a code that is retried."""
-        if not self._sigterm.received:
-            return
-        for hook in self.hooks:
-            save = getattr(hook, "on_preemption", lambda session: None)
-            save(self)
-        _log.warning(
-            "Told to end (SIGTERM): stopped at step %d, exit code %d asks "
-            "to be started again.",
-            self.step,
-            servers.TERMINATED,
-        )
-        raise SystemExit(servers.TERMINATED)
-
     # --- Recovery ------------------------------------------------------------
 
     def _recovering(self, action: Callable[[], Any]) -> Any:
-        """Runs `action`; after a failure makes everything anew and runs again."""
+        """Runs `action`; after a failure makes everything anew first."""
         while True:
             try:
                 if self._trainable is None:
                     self._create()
                 return action()
-            except (
-                tf.errors.OpError,
-                ServerLostError,
-                *COORDINATOR_ERRORS,
-            ) as error:
-                self._prepare_to_create(error)
+            except recovery.FAILURES as error:
+                self._drop(error)
 
-    def _prepare_to_create(self, error: Exception) -> None:
-        """Drops what is lost; raises where there is no remedy."""
+    def _drop(self, error: Exception) -> None:
+        """Lets go of everything that may hold what was lost.
+
+        Raises:
+            Exception: `error`, if there is no remedy.
+        """
         lost = dict(getattr(error, "lost", {}))
         if self._health:
             lost |= self._health.look()
-        what = remedy(error, lost)
-        reason = str(ServerLostError(lost)) if lost else _first_line(error)
-        if what is Remedy.RAISE or self._failures.count >= _MAX_FAILURES:
+        remedy = recovery.remedy(error, lost, self._failures.count)
+        if remedy is Remedy.RAISE:
             raise error
-        if self._sigterm.received:
-            _log.warning("Told to end (SIGTERM), and %s.", reason)
-            raise SystemExit(servers.TERMINATED) from error
+        self._sigterm.leave()
         self._failures.add()
-        if self._cluster and self._failures.count > _MAX_REBUILDS:
-            what = Remedy.RESTART
+        reason = ServerLostError(lost) if lost else error
+        reason = str(reason).partition("\n")[0] or type(error).__name__
         _log.warning(
-            "Step %d: %s; the session goes on from its last checkpoint.",
+            "Failed at step %d: %s. Training goes on from the last checkpoint.",
             self.step,
             reason,
         )
-        if what is Remedy.RESTART and self._cluster:
-            self._restart_process(reason)
-        self._drop()
+        if remedy is Remedy.RESTART and self._cluster:
+            recovery.restart_process(reason)
+        self._end()
+        self._trainable = self._loop = self._health = None
 
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
-        timer = _Timer()
-        # Whatever held the functions of before, an error's traceback say, is
-        # gone by now: they must not be sent to the servers again.
+        # The functions of before, which a traceback may have held until now,
+        # must not be sent to the servers again.
         gc.collect()
         strategy = tf.distribute.get_strategy()
         if self._cluster:
-            servers.wait_until_up(
-                self._cluster, self._max_wait_secs, self._sigterm.give_up
-            )
-            timer.lap("waited for tasks")
-            strategy = parameter_server_strategy(
-                self._cluster, start_timeout_secs=self._max_wait_secs
-            )
-            self._health = HealthMonitor(
-                self._cluster,
-                on_stuck=lambda error: self._restart_process(str(error)),
-            )
-            timer.lap("connected")
+            strategy = self._connect(self._cluster)
         trainable = self._build(strategy)
         self._check_same_variables(trainable)
-        loop = trainable.step
-        if not hasattr(loop, "run"):
-            loop = _FunctionLoop(loop)
+        is_loop = hasattr(trainable.step, "run")
+        loop = trainable.step if is_loop else _FunctionLoop(trainable.step)
         self._loop, self._trainable = loop, trainable
-        timer.lap("built")
+        self._failures.lap("built")
         if self.checkpoint_dir:
             self._restore()
-            timer.lap("restored")
+            self._failures.lap("restored")
         self.step = int(self.global_step.numpy())
         for hook in self.hooks:
             hook.after_create_session(self, self._coord)
-        if self._failures.secs_since_first() is not None:
-            _log.warning(
-                "Recovered at step %d, %.1f s after the failure: %s.",
-                self.step,
-                self._failures.secs_since_first(),
-                timer,
-            )
+
+    def _connect(self, cluster: Cluster) -> tf.distribute.Strategy:
+        """Waits for the tasks, connects to them and watches them."""
+        servers.wait_until_up(cluster, self._max_wait_secs, self._sigterm.leave)
+        self._failures.lap("waited for tasks")
+        strategy = parameter_server_strategy(
+            cluster,
+            start_timeout_secs=self._max_wait_secs,
+            give_up=self._sigterm.leave,
+        )
+        self._health = HealthMonitor(
+            cluster, on_stuck=lambda e: recovery.restart_process(str(e))
+        )
+        self._failures.lap("connected")
+        return strategy
 
     def _build(self, strategy: tf.distribute.Strategy) -> Trainable:
         parameters = inspect.signature(self._build_fn).parameters.values()
@@ -570,48 +517,33 @@ class MonitoredTrainingSession:
         self._made = made
 
     def _restore(self) -> None:
-        checkpoints = self.checkpoints(self.checkpoint_dir)
         if not self._is_chief:
-            deadline = time.monotonic() + self._max_wait_secs
-            while not checkpoints.refresh():
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"The chief wrote no checkpoint to "
-                        f"{self.checkpoint_dir!r} within "
-                        f"{self._max_wait_secs:g} s."
-                    )
-                time.sleep(min(1.0, self._max_wait_secs / 10))
+            self._wait_for_checkpoint()
+        checkpoints = self.checkpoints(self.checkpoint_dir)
         self.restored_from = checkpoints.restore()
 
-    def _drop(self) -> None:
-        """Lets go of everything that may hold what was lost."""
-        if self._health:
-            self._health.stop()
-        if self._loop:
-            self._loop.close()
-        self._trainable = self._loop = self._health = None
+    def _wait_for_checkpoint(self) -> None:
+        deadline = time.monotonic() + self._max_wait_secs
+        while not tf.train.latest_checkpoint(self.checkpoint_dir):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"The chief wrote no checkpoint to {self.checkpoint_dir!r} "
+                    f"within {self._max_wait_secs:g} s."
+                )
+            time.sleep(min(1.0, self._max_wait_secs / 10))
 
     def _release(self) -> None:
+        """What is left to do at the end, clean or not."""
         self._closed = True
         self._sigterm.restore()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the threads that work for this session."""
         if self._health:
             self._health.stop()
         if self._loop:
             self._loop.close()
-
-    def _restart_process(self, reason: str) -> None:
-        """Replaces this process by a fresh one: same command, pid and port."""
-        if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-            raise RuntimeError(
-                f"{reason}. An interactive process cannot start itself anew: "
-                "restart it, and training goes on from the last checkpoint."
-            )
-        _log.warning("%s: this process starts itself anew.", reason)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.environ["GRPC_FAIL_FAST"] = "use_caller"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class _FunctionLoop:
@@ -638,86 +570,10 @@ class _FunctionLoop:
         """Nothing to end."""
 
 
-class _Sigterm:
-    """Whether this process was told to end.
-
-    Args:
-        enabled: Whether to listen; only the main thread can.
-    """
-
-    # How long the steps under way may take after the signal.
-    _PATIENCE_SECS = 20.0
-
-    def __init__(self, enabled: bool) -> None:
-        self.received = False
-        self._at = 0.0
-        main = threading.current_thread() is threading.main_thread()
-        self._enabled = enabled and main
-        if self._enabled:
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, *_: object) -> None:
-        self.received, self._at = True, time.monotonic()
-
-    def give_up(self) -> None:
-        """Leaves at once, if told so: there is nothing to save."""
-        if self.received:
-            raise SystemExit(servers.TERMINATED)
-
-    def give_up_waiting(self) -> None:
-        """Leaves when the steps under way take too long to wait for."""
-        if time.monotonic() - self._at > self._PATIENCE_SECS:
-            self.give_up()
-
-    def restore(self) -> None:
-        """Puts the handler of before back."""
-        if self._enabled:
-            signal.signal(signal.SIGTERM, self._before)
-            self._enabled = False
-
-
-class _Failures:
-    """How many failures there were since the last successful run."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first = 0.0
-
-    def add(self) -> None:
-        """Counts one."""
-        self._first = self._first if self.count else time.monotonic()
-        self.count += 1
-
-    def reset(self) -> None:
-        """A run succeeded."""
-        self.count = 0
-
-    def secs_since_first(self) -> float | None:
-        """Seconds since the first of them; None when there was none."""
-        return time.monotonic() - self._first if self.count else None
-
-
-class _Timer:
-    """Where the time of a recovery went."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._laps: list[str] = []
-
-    def lap(self, name: str) -> None:
-        """Ends a part."""
-        now = time.monotonic()
-        self._laps.append(f"{name} in {now - self._last:.1f} s")
-        self._last = now
-
-    def __str__(self) -> str:
-        return ", ".join(self._laps)
-
-
 def _cadence(
     secs: Any, steps: Any, default_secs: float | None, default_steps: int | None
 ) -> dict[str, Any]:
-    """Seconds and steps between two of something; giving one drops the other."""
+    """Seconds and steps between two; giving one drops the other's default."""
     if secs is USE_DEFAULT and steps is USE_DEFAULT:
         secs, steps = default_secs, default_steps
     return {
@@ -764,7 +620,3 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

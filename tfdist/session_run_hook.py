@@ -110,7 +110,8 @@ def check_exactly_one(**arguments: float | None) -> None:
         )
     if given[0] <= 0:
         raise ValueError(
-            f"The interval must be positive. Received: {received}."
+            f"`{'` and `'.join(arguments)}` must be positive. "
+            f"Received: {received}."
         )
 
 

@@ -404,7 +404,8 @@ class LocalCluster:
     def exit_codes(self) -> dict[str, list[int]]:
         """How each process of each task ended, in order; -n for signal n.
 
-        A task that ran without an interruption and still runs has none.
+        A task that never was interrupted has none as long as it runs; `close`
+        adds the -9 of whoever ran until then.
         """
         return {
             name: list(status.exit_codes)
@@ -636,10 +637,10 @@ class LocalCluster:
     def cut_network(self, *, for_secs: float | None = None) -> Injection:
         """Cuts every task off from every other, and from itself.
 
-        Takes the loopback interface of the private network down. Connections
-        stay open and lose what is sent; new ones fail ("Network is
-        unreachable"). A single task cannot be cut off from the rest; `freeze`
-        comes nearest.
+        Takes the loopback interface of the private network down: what is sent
+        is lost, without an error, as with an unplugged cable. TCP connections
+        survive a cut that is short enough for them. A single task cannot be
+        cut off from the rest; `freeze` comes nearest.
 
         Args:
             for_secs: seconds after which the network is mended. Default: at
@@ -701,8 +702,8 @@ class LocalCluster:
     # --- Inside --------------------------------------------------------------
 
     def _start_supervisor(self, cwd: str | os.PathLike[str] | None) -> None:
-        # Without a preexec_fn, so safe whatever threads the caller has; and
-        # out of reach of the Ctrl-C that the caller has to act on.
+        # Without a preexec_fn, so safe whatever threads the caller has; in a
+        # session of its own, so that Ctrl-C is the caller's to act on.
         path = [os.path.abspath(entry) for entry in sys.path]
         self._connection, theirs = multiprocessing.Pipe()
         code = (
@@ -838,9 +839,7 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     # supervisor itself saw to those that left theirs.)
     sessions = {pid for task in status.values() for pid in task.pids}
     sessions.add(cluster._supervisor.pid)
-    left = [
-        process.pid for process in _processes() if process.session in sessions
-    ]
+    left = [pid for pid, _, session in _processes() if session in sessions]
     assert not left, f"Processes {left} are left."
     # A private network is gone with the last process in it.
     ports = [] if cluster.private else [t.port for t in status.values()]
@@ -957,9 +956,8 @@ class _Supervisor:
                     ready = connection.wait(
                         [self._connection, signals], self._secs_to_wait()
                     )
-                    if signals in ready and set(signals.read()) & set(
-                        STOP_SIGNALS
-                    ):
+                    came = signals.read() if signals in ready else ()
+                    if set(STOP_SIGNALS).intersection(came):
                         break
                     self._act()
                     if self._connection in ready:
@@ -1017,17 +1015,14 @@ class _Supervisor:
         self, job: str, address_of: str | None, command: list[str] | None
     ) -> str:
         """Starts a task beside the spec; returns its name."""
-        names = [
-            m.task.index for m in self._members.values() if m.task.job == job
-        ]
-        model = self._member(address_of) if address_of is not None else None
-        member = self._add(job, len(names), command or self._command)
-        if model is not None:
-            member.task.port = model.task.port
-        jobs = {**self._jobs}
+        same = None if address_of is None else self._member(address_of)
+        index = sum(m.task.job == job for m in self._members.values())
+        member = self._add(job, index, command or self._command)
+        if same is not None:
+            member.task.port = same.task.port
         alone = job in ("chief", "evaluator")
-        others = [] if alone else jobs.get(job, [])
-        jobs[job] = [*others, _address(member)]
+        others = [] if alone else self._jobs.get(job, [])
+        jobs = {**self._jobs, job: [*others, _address(member)]}
         cluster = Cluster.from_jobs(jobs, "chief", 0)
         member.task.tf_config = cluster.tf_config(job, len(others))
         member.start()
@@ -1075,7 +1070,11 @@ class _Supervisor:
         if _is_frozen(pid):
             raise NotRunningError(f"{name} (pid {pid}) is frozen already.")
         member.signal(signal.SIGSTOP)
-        _wait_until(lambda: _is_frozen(pid), f"{name} (pid {pid}) to stop")
+        _wait_until(
+            lambda: _is_frozen(pid) or self._reap(member),
+            f"{name} (pid {pid}) to stop",
+        )
+        self._running(name)  # It may have ended at the same moment.
         if for_secs is not None:
             member.resume_at = time.monotonic() + for_secs
         return pid, "every thread stopped"
@@ -1185,6 +1184,8 @@ class _Supervisor:
             pause = member.restart_secs
         if task.name == "chief:0" and not failed:
             self._job_is_over = True
+            for other in self._members.values():
+                other.task.restart_at = None
         if pause is not None and not self._closed:
             task.restart_at = time.monotonic() + pause
         member.down_secs = member.resume_at = member.kill_at = None
@@ -1265,31 +1266,22 @@ def _kill_children() -> None:
     Their own children become ours when they die.
     """
     while True:
-        for process in _processes():
-            if process.parent == os.getpid():
-                os.kill(process.pid, signal.SIGKILL)
+        for pid, parent, _ in _processes():
+            if parent == os.getpid():
+                os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-@dataclass(frozen=True)
-class _Process:
-    """A process of this machine."""
-
-    pid: int
-    parent: int
-    session: int
-
-
-def _processes() -> Iterator[_Process]:
-    """All processes that can be seen."""
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Id, parent and session of all processes that can be seen."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 _, parent, _, session = _stat(entry)[:4]
-                yield _Process(int(entry.name), int(parent), int(session))
+                yield int(entry.name), int(parent), int(session)
 
 
 def _stat(entry: Path) -> list[str]:

@@ -1,0 +1,219 @@
+import canned_table
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import feature_columns
+from tfdist.feature_columns import ColumnReader, checked_columns, look_up
+from tfdist.networks import InputLayer
+
+fc = tf.feature_column
+NAMES = ["a", "b", "c"]
+
+
+def words(**kwargs):
+    return fc.categorical_column_with_vocabulary_list("f", NAMES, **kwargs)
+
+
+def ids(column, **features):
+    return ColumnReader([column]).ids(column, features)
+
+
+def counts(column, **features):
+    indicator = fc.indicator_column(column)
+    return ColumnReader([indicator]).dense(indicator, features).numpy().tolist()
+
+
+# The reference: TF 2.21 still has `input_layer`, for graphs.
+
+
+def reference(columns, features):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        layer = tf.compat.v1.feature_column.input_layer(features(), columns)
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(tf.compat.v1.tables_initializer())
+        return session.run(layer)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_same_numbers_as_input_layer(tmp_path, sparse):
+    linear, dnn = canned_table.columns(canned_table.write_words(tmp_path))
+    weighted = fc.weighted_categorical_column(
+        fc.categorical_column_with_hash_bucket("tags", 9), "tag_weights"
+    )
+    columns = [
+        # Of a categorical column: how often each id occurs in an example.
+        fc.indicator_column(c) if feature_columns.is_categorical(c) else c
+        for c in (*linear, *dnn)
+        if type(c).__name__ != "EmbeddingColumn"
+    ]
+    columns += [
+        fc.embedding_column(weighted, 2, combiner, tf.initializers.constant(2))
+        for combiner in ("sum", "mean", "sqrtn")
+    ]
+
+    def features():
+        x, _ = canned_table.table(16, seed=3)
+        x = {name: tf.constant(value) for name, value in x.items()}
+        if sparse:
+            for name in ("tags", "tag_weights"):
+                x[name] = tf.sparse.from_dense(x[name])
+        return x
+
+    for column in columns:
+        layer = InputLayer([column], None)
+        layer.build()
+        np.testing.assert_allclose(
+            layer(features()),
+            reference([column], features),
+            rtol=1e-5,
+            err_msg=column.name,
+        )
+
+
+# Forms of features.
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        tf.ragged.constant([["b", "b", "c"], [], ["x"]]),
+        tf.ragged.constant([["b", "b", "c"], [], ["x"]]).to_sparse(),
+        tf.constant([["b", "", "b", "c"], [""] * 4, ["", "x", "", ""]]),
+    ],
+)
+def test_several_values_of_an_example(feature):
+    assert counts(words(), f=feature) == [[0, 2, 1], [0, 0, 0], [0, 0, 0]]
+    table = tfdist.PartitionedEmbedding(3, 1, combiner="mean")
+    table.build()
+    table.shards[0].assign([[1.0], [2.0], [5.0]])
+    rows = look_up(table, ids(words(), f=feature))
+    assert rows.numpy().tolist() == [[3.0], [0.0], [0.0]]
+
+
+@pytest.mark.parametrize("column", [["f", "g"], None])
+def test_cross_of_dense_and_sparse_values_is_the_same(column):
+    # Names cross what is missing as well, columns do not.
+    keys = column or [words(), fc.categorical_column_with_identity("g", 9)]
+    cross = fc.crossed_column(keys, 1000)
+    f = tf.constant([["a", "b"], ["c", ""], ["x", "a"]])
+    g = tf.constant([[1, 2], [3, -1], [4, 4]], tf.int64)
+    where = tf.where(tf.ones_like(g, tf.bool))
+    if not column:
+        where = tf.where((g >= 0) | (f != ""))
+    sparse = {
+        "f": tf.SparseTensor(where, tf.gather_nd(f, where), [3, 2]),
+        "g": tf.SparseTensor(where, tf.gather_nd(g, where), [3, 2]),
+    }
+    assert counts(cross, f=f, g=g) == counts(cross, **sparse)
+
+
+def test_width_that_is_not_known_while_tracing():
+    cross = fc.crossed_column(["f", "g"], 50)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.string)] * 2)
+    def traced(f, g):
+        return ids(cross, f=f, g=g).values
+
+    f, g = tf.constant([["a", "b"], ["c", "d"]]), tf.constant([["x"], ["y"]])
+    expected = ids(cross, f=f, g=g).values
+    assert expected.shape == (2, 2)
+    np.testing.assert_array_equal(traced(f, g), expected)
+
+
+def test_identity_keeps_what_is_out_of_range_for_the_table_to_refuse():
+    column = fc.categorical_column_with_identity("f", 3)
+    values = ids(column, f=tf.constant([0, 2, 3, -1])).values
+    assert values.numpy().tolist() == [[0], [2], [3], [-1]]
+    table = tfdist.PartitionedEmbedding(3, 1, combiner="sum")
+    table.build()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[0, 3\)"):
+        look_up(table, ids(column, f=tf.constant([3])))
+
+
+def test_one_vocabulary_file_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "words"
+    path.write_text("b\na\n")
+    column = fc.categorical_column_with_vocabulary_file("f", str(path))
+    reader = ColumnReader([column, fc.indicator_column(column)])
+    path.unlink()
+    got = reader.ids(column, {"f": tf.constant(["a", "b", "z"])})
+    assert got.values.numpy().tolist() == [[1], [0], [-1]]
+
+
+def test_compressed_vocabulary(tmp_path):
+    path = str(tmp_path / "words")
+    with tf.io.TFRecordWriter(path, "GZIP") as writer:
+        for word in (b"7", b"9"):
+            writer.write(word)
+    column = fc.categorical_column_with_vocabulary_file(
+        "f", path, 2, dtype=tf.int64, file_format="tfrecord_gzip"
+    )
+    values = ids(column, f=tf.constant([9, 8, 7])).values
+    assert values.numpy().tolist() == [[1], [-1], [0]]
+
+
+def test_no_table_is_made():
+    column = words(num_oov_buckets=2)
+    reader = ColumnReader([column])
+    traced = tf.function(lambda f: reader.ids(column, {"f": f}).values)
+    graph = traced.get_concrete_function(tf.TensorSpec([None], tf.string)).graph
+    types = {op.type for op in graph.get_operations()}
+    assert "StringToHashBucketFast" in types
+    assert not [name for name in types if "Table" in name]
+
+
+# What is refused.
+
+
+def test_names_must_differ():
+    other = fc.categorical_column_with_hash_bucket("f", 5)
+    with pytest.raises(ValueError, match="different names"):
+        checked_columns("columns", [words(), other])
+
+
+@pytest.mark.parametrize("column", ["f", 3, {"f": 1}])
+def test_no_column(column):
+    with pytest.raises(TypeError, match="`columns` must hold columns"):
+        checked_columns("columns", [column])
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"trainable": False}]
+)
+def test_embedding_with_an_option_that_tables_lack(options):
+    column = fc.embedding_column(words(), 2, **options)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        checked_columns("columns", column)
+
+
+def test_feature_that_is_missing():
+    with pytest.raises(ValueError, match=r"'f' is missing.*\['g'\]"):
+        ids(words(), g=tf.constant(["a"]))
+
+
+def test_feature_of_another_type():
+    with pytest.raises(ValueError, match="takes string values"):
+        ids(words(), f=tf.constant([1]))
+
+
+def test_numeric_column_that_gets_a_sparse_tensor():
+    column = fc.numeric_column("f")
+    feature = tf.sparse.from_dense([[1.0]])
+    with pytest.raises(ValueError, match="must get a dense tensor"):
+        ColumnReader([column]).dense(column, {"f": feature})
+
+
+def test_weights_of_another_form():
+    column = fc.weighted_categorical_column(words(), "w")
+    with pytest.raises(ValueError, match="both be sparse or both be dense"):
+        ids(column, f=tf.constant(["a"]), w=tf.sparse.from_dense([[1.0]]))
+
+
+def test_vocabulary_file_that_is_too_short(tmp_path):
+    path = tmp_path / "words"
+    path.write_text("a\nb\n")
+    column = fc.categorical_column_with_vocabulary_file("f", str(path), 3)
+    with pytest.raises(ValueError, match="has 2 words, fewer than"):
+        ColumnReader([column])
