@@ -17,7 +17,8 @@ with tf.Graph().as_default(), tf.Session() as session:
     signatures = tf.saved_model.load(session, ["serve"], path).signature_def
     for name, values in calls:
         signature = signatures[name]
-        feed = {signature.inputs[k].name: v for k, v in values.items()}
+        inputs = signature.inputs
+        feed = {inputs[k].name: values[k] for k in inputs}
         fetch = {k: out.name for k, out in signature.outputs.items()}
         results.append((signature.method_name, session.run(fetch, feed)))
 sys.stdout.buffer.write(pickle.dumps(results))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from small_models import batches, local_loop, logistic
-from test_hooks import scalars
 
 from tfdist import evaluation, optimizers
 from tfdist.checkpoint import Checkpoints, named_variables
 from tfdist.evaluation import Evaluator
+from tfdist.events import read_scalars
 from tfdist.exporters import Exporter
 
 DEADLINE = 60.0
@@ -143,9 +143,9 @@ def test_summaries(job, name, directory):
     for _ in range(2):
         metrics = evaluator.evaluate(job.save_after(3))
         losses[metrics["global_step"]] = pytest.approx(metrics["loss"])
-    tags = scalars(Path(job.dir) / directory)
-    assert set(tags) == {"loss", "accuracy", "auc"}
-    assert tags["loss"] == losses
+    scalars = read_scalars(str(Path(job.dir) / directory))
+    assert set(scalars[6]) == {"loss", "accuracy", "auc"}
+    assert {step: scalars[step]["loss"] for step in scalars} == losses
     assert set(losses) == {3, 6}
 
 

@@ -1,9 +1,16 @@
+import os
+import signal
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
-from tfdist.hooks import SessionRunHook
-from tfdist.session import TrainingSession
+from tfdist import checkpoint
+from tfdist.hooks import StopAtStepHook
+from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.session_run_hook import SessionRunArgs, SessionRunHook
 
 
 class Recorder(SessionRunHook):
@@ -13,114 +20,364 @@ class Recorder(SessionRunHook):
         self.log, self.name = log, name
         self.every, self.stop_at = every, stop_at
 
-    def after_create_session(self, session):
+    def begin(self):
+        self.log.append((self.name, "begin", None))
+
+    def after_create_session(self, session, coord):
         self.log.append((self.name, "create", session.step))
 
     def steps_until_next(self, step):
         return self.every and self.every - step % self.every
 
-    def after_run(self, session, logs):
+    def after_run(self, run_context, run_values):
+        session = run_context.session
         self.log.append((self.name, "run", session.step))
         if self.stop_at is not None and session.step >= self.stop_at:
-            session.request_stop()
+            run_context.request_stop()
 
     def end(self, session):
         self.log.append((self.name, "end", session.step))
 
 
-@pytest.fixture(scope="module")
-def parts():
-    """One traced loop for all tests; the step is set back before each."""
-    dataset = batches().repeat()
-    return local_loop(logistic(), dataset, steps_per_dispatch=2)
+class Raiser(SessionRunHook):
+    """Raises `error` in `method`, `times` times, at `step`."""
+
+    def __init__(self, method, error, step=None, times=1):
+        self._error, self._step, self._times = error, step, times
+        setattr(self, method, self._raise)
+
+    def _raise(self, *args):
+        step = getattr(getattr(args[0], "session", None), "step", None)
+        at = self._step is None or step == self._step
+        if args and at and self._times:
+            self._times -= 1
+            raise self._error
 
 
-def session_of(parts, hooks, max_steps=None, start=0):
-    loop, global_step = parts
-    global_step.assign(start)
-    return TrainingSession(
-        loop, global_step, hooks, max_steps=max_steps, restored=start > 0
-    )
+def make(dataset=None, hidden=list, **kwargs):
+    """A `build_fn`; `made` lists what it has made."""
+
+    def build():
+        model = logistic(hidden=hidden(), **kwargs)
+        data = batches().repeat() if dataset is None else dataset
+        loop, global_step = local_loop(model, data, steps_per_dispatch=2)
+        named = checkpoint.named_variables(model)
+        made = Trainable(loop, global_step, named, model=model)
+        build.made.append(made)
+        return made
+
+    build.made = []
+    return build
 
 
-def test_hooks_are_called_in_order(parts):
+def more():
+    return [keras.layers.Dense(2, name="more")]
+
+
+def train(build, max_steps=5, hooks=(), **kwargs):
+    """A whole session; returns it."""
+    hooks = [*hooks, StopAtStepHook(last_step=max_steps)]
+    with MonitoredTrainingSession(build, hooks=hooks, **kwargs) as session:
+        while not session.should_stop():
+            session.run()
+    return session
+
+
+def values(trainable):
+    return {n: v.numpy() for n, v in trainable.variables.items()}
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+# --- Steps and hooks ---------------------------------------------------------
+
+
+def test_hooks_are_called_in_order():
     log = []
-    hooks = [Recorder(log, "a", every=3), Recorder(log, "b")]
-    session_of(parts, hooks, max_steps=5).train()
+    train(make(), 5, [Recorder(log, "a", every=3), Recorder(log, "b")])
     assert log == [
-        ("a", "create", 0),
-        ("b", "create", 0),
-        ("a", "run", 3),
-        ("b", "run", 3),
-        ("a", "run", 5),
-        ("b", "run", 5),
-        ("a", "end", 5),
-        ("b", "end", 5),
+        *[("a", "begin", None), ("b", "begin", None)],
+        *[("a", "create", 0), ("b", "create", 0)],
+        *[("a", "run", 3), ("b", "run", 3)],
+        *[("a", "run", 5), ("b", "run", 5)],
+        *[("a", "end", 5), ("b", "end", 5)],
     ]
 
 
-@pytest.mark.parametrize("max_steps", [1, 2, 7, 150])
-def test_number_of_steps_is_exact(parts, max_steps):
-    session = session_of(parts, [], max_steps=max_steps)
-    session.train()
-    assert session.step == int(parts[1].numpy()) == max_steps
+@pytest.mark.parametrize("max_steps", [1, 7, 150])
+def test_number_of_steps_is_exact(max_steps):
+    build = make()
+    session = train(build, max_steps)
+    assert session.step == build.made[0].global_step.numpy() == max_steps
     assert session.secs_in_steps > 0
 
 
-def test_request_stop(parts):
+def test_request_stop():
     log = []
-    session = session_of(parts, [Recorder(log, every=2, stop_at=4)])
-    session.train()
-    assert session.step == 4
-    assert log[-1] == ("hook", "end", 4)
+    train(make(), 100, [Recorder(log, every=2, stop_at=4)])
+    assert log[-2:] == [("hook", "run", 4), ("hook", "end", 4)]
 
 
-def test_a_finished_job_runs_no_step(parts):
+def test_a_finished_job_runs_no_step(tmp_path):
     log = []
-    session = session_of(parts, [Recorder(log)], max_steps=9, start=9)
-    assert session.should_stop()
-    session.train()
-    assert log == [("hook", "create", 9), ("hook", "end", 9)]
-
-
-def test_continues_where_it_was(parts):
-    log = []
-    session_of(parts, [Recorder(log, every=5)], max_steps=12, start=7).train()
-    assert [step for _, what, step in log if what == "run"] == [10, 12]
-
-
-def test_end_is_not_called_after_an_error(parts):
-    class Broken(SessionRunHook):
-        def after_run(self, session, logs):
-            raise RuntimeError("broken")
-
-    log = []
-    session = session_of(parts, [Broken(), Recorder(log)], max_steps=5)
-    with pytest.raises(RuntimeError, match="broken"):
-        session.train()
-    assert log == [("hook", "create", 0)]
+    train(make(), 5, checkpoint_dir=str(tmp_path))
+    train(make(), 5, [Recorder(log)], checkpoint_dir=str(tmp_path))
+    assert [what for _, what, _ in log] == ["begin", "create", "end"]
 
 
 def test_end_of_input_ends_training():
     log = []
-    loop, global_step = local_loop(logistic(), batches(40, 8))
-    hooks = [Recorder(log, every=3)]
-    session = TrainingSession(
-        loop, global_step, hooks, max_steps=100, restored=False
-    )
-    session.train()
-    assert session.step == 5
+    build = make(batches(40, 8))
+    assert train(build, 100, [Recorder(log, every=3)]).step == 5
     assert [step for _, what, step in log if what == "run"] == [3, 5]
     assert log[-1] == ("hook", "end", 5)
 
 
 def test_empty_input():
-    empty = tf.data.Dataset.from_tensor_slices(
-        (tf.zeros([0, 4]), tf.zeros([0, 1]))
-    ).batch(8)
-    loop, global_step = local_loop(logistic(), empty)
-    session = TrainingSession(
-        loop, global_step, [], max_steps=3, restored=False
+    assert train(make(batches(8).take(0)), 3).step == 0
+
+
+def test_a_step_function_runs_once_a_run():
+    def build():
+        global_step = tf.Variable(0, dtype=tf.int64)
+        weight = tf.Variable(2.0)
+
+        @tf.function
+        def step():
+            global_step.assign_add(1)
+            weight.assign_sub(0.5)
+            return {"loss": weight}
+
+        return Trainable(step, global_step, {"weight": weight})
+
+    seen = []
+
+    class Fetching(SessionRunHook):
+        def before_run(self, run_context):
+            return SessionRunArgs({"a": "weight", "b": ["loss"]})
+
+        def after_run(self, run_context, run_values):
+            seen.append(run_values.results)
+
+    hooks = [Fetching(), StopAtStepHook(num_steps=2)]
+    with MonitoredTrainingSession(build, hooks=hooks) as session:
+        assert session.run() == {"loss": 1.5}
+        assert session.run() == {"loss": 1.0}
+        assert session.should_stop()
+        with pytest.raises(RuntimeError, match="after the session was told"):
+            session.run()
+    assert seen == [{"a": 1.5, "b": [1.5]}, {"a": 1.0, "b": [1.0]}]
+    with pytest.raises(RuntimeError, match="closed already"):
+        session.close()
+
+
+def test_a_hook_asks_for_what_is_not_there():
+    class Asking(SessionRunHook):
+        def before_run(self, run_context):
+            return SessionRunArgs("nothing")
+
+    with pytest.raises(ValueError, match="no variable called 'nothing'"):
+        train(make(), hooks=[Asking()])
+
+
+# --- Errors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["begin", "after_create_session", "before_run", "after_run", "end"],
+)
+def test_a_hook_that_raises(method, tmp_path):
+    log = []
+    hooks = [Recorder(log), Raiser(method, ValueError("mine"))]
+    if method == "begin":
+        hooks[1].begin = lambda: hooks[1]._raise(None)
+    with pytest.raises(ValueError, match="mine"):
+        train(make(), 5, hooks, checkpoint_dir=str(tmp_path))
+    ended = [what for _, what, _ in log].count("end")
+    assert ended == (method == "end")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    # What was saved before is whole, and the next job goes on from there.
+    if method not in ("begin", "after_create_session"):
+        assert train(make(), 5, checkpoint_dir=str(tmp_path)).step == 5
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        {"save_checkpoint_secs": 1, "save_checkpoint_steps": 1},
+        {"save_summaries_secs": 1, "save_summaries_steps": 1},
+    ],
+)
+def test_two_cadences(both, tmp_path):
+    with pytest.raises(ValueError, match="Exactly one of"):
+        MonitoredTrainingSession(make(), checkpoint_dir=str(tmp_path), **both)
+
+
+def test_no_trainable():
+    with pytest.raises(TypeError, match=r"must return a tfdist\.Trainable"):
+        MonitoredTrainingSession(lambda: 3)
+
+
+# --- Recovery in one process -------------------------------------------------
+
+AGAIN = tf.errors.AbortedError(None, None, "lost")
+
+
+def test_after_a_failure_everything_is_made_anew(tmp_path):
+    log, build = [], make()
+    hooks = [Recorder(log, every=2), Raiser("after_run", AGAIN, step=4)]
+    session = train(
+        build, 6, hooks, checkpoint_dir=str(tmp_path), save_checkpoint_steps=3
     )
-    session.train()
-    assert session.step == 0
+    assert len(build.made) == 2
+    assert session.step == build.made[1].global_step.numpy() == 6
+    assert session.restored_from.endswith("model.ckpt-3")
+    steps = [(what, step) for _, what, step in log]
+    assert steps.count(("begin", None)) == steps.count(("end", 6)) == 1
+    assert steps.index(("create", 3)) > steps.index(("run", 4))
+
+
+def test_without_checkpoints_it_starts_over():
+    log = []
+    hooks = [Recorder(log, every=2), Raiser("after_run", AGAIN, step=4)]
+    assert train(make(), 6, hooks).step == 6
+    assert [s for _, what, s in log if what == "create"] == [0, 0]
+
+
+def test_ten_failures_without_a_step_are_raised():
+    build = make()
+    with pytest.raises(tf.errors.AbortedError, match="lost"):
+        train(build, 5, [Raiser("before_run", AGAIN, times=99)])
+    assert len(build.made) == 11
+
+
+def test_other_errors_are_raised_at_once():
+    error = tf.errors.InvalidArgumentError(None, None, "wrong")
+    build = make()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="wrong"):
+        train(build, 5, [Raiser("after_run", error)])
+    assert len(build.made) == 1
+
+
+def test_other_variables_the_second_time():
+    first, second = make(), make(hidden=more)
+    builds = iter([first, second])
+    with pytest.raises(ValueError, match="more/kernel: missing, then"):
+        train(lambda: next(builds)(), 5, [Raiser("before_run", AGAIN)])
+
+
+def test_checkpoints_of_another_model(tmp_path):
+    train(make(), 2, checkpoint_dir=str(tmp_path))
+    other = make(hidden=more)
+    with pytest.raises(ValueError, match=r"more/kernel: shape .* missing"):
+        train(other, 4, checkpoint_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["data cut", "index cut", "data gone"])
+def test_a_damaged_checkpoint_is_passed_over(kind, tmp_path, caplog):
+    options = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 2}
+    train(make(), 4, **options)
+    data = tmp_path / "model.ckpt-4.data-00000-of-00001"
+    if kind == "data gone":
+        data.unlink()
+    else:
+        path = data if kind == "data cut" else tmp_path / "model.ckpt-4.index"
+        os.truncate(path, path.stat().st_size // 2)
+    session = train(make(), 6, **options)
+    assert session.restored_from.endswith("model.ckpt-2")
+    assert session.step == 6
+    assert "model.ckpt-4 is damaged" in caplog.text
+
+
+def test_every_checkpoint_is_damaged(tmp_path):
+    train(make(), 2, checkpoint_dir=str(tmp_path))
+    for path in tmp_path.glob("model.ckpt-*.data*"):
+        os.truncate(path, 10)
+    with pytest.raises(ValueError, match="Every checkpoint in"):
+        train(make(), 4, checkpoint_dir=str(tmp_path))
+
+
+def test_sigterm_saves_and_asks_to_be_started_again(tmp_path):
+    class Terminate(SessionRunHook):
+        def steps_until_next(self, step):
+            return 4 - step % 4
+
+        def after_run(self, run_context, run_values):
+            if run_context.session.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    log, before = [], signal.getsignal(signal.SIGTERM)
+    hooks = [Recorder(log), Terminate()]
+    with pytest.raises(SystemExit) as exit_:
+        train(make(), 90, hooks, checkpoint_dir=str(tmp_path))
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "end" not in [what for _, what, _ in log]
+    session = train(make(), 7, checkpoint_dir=str(tmp_path))
+    assert session.restored_from.endswith("model.ckpt-4")
+
+
+def test_who_is_not_the_chief_waits_for_a_checkpoint(tmp_path):
+    options = {"checkpoint_dir": str(tmp_path), "is_chief": False}
+    with pytest.raises(TimeoutError, match=r"no checkpoint .* within 0\.1 s"):
+        MonitoredTrainingSession(make(), max_wait_secs=0.1, **options)
+    train(make(), 3, checkpoint_dir=str(tmp_path))
+    files = sorted(tmp_path.iterdir())
+    session = train(make(), 5, max_wait_secs=9, **options)
+    assert session.step == 5
+    assert sorted(tmp_path.iterdir()) == files
+
+
+# --- Exact resumption --------------------------------------------------------
+
+
+def shuffled():
+    """Batches in an order that the position in it alone tells."""
+    return batches(64, 4).shuffle(16, seed=3).repeat().prefetch(2)
+
+
+def test_interrupted_is_as_uninterrupted(tmp_path):
+    """Weights, slots, dropout masks and the next batch, bit by bit."""
+
+    def build():
+        return make(
+            shuffled(),
+            metrics=["accuracy"],
+            hidden=lambda: [
+                keras.layers.Dense(4),
+                keras.layers.Dropout(0.5, seed=7),
+            ],
+        )
+
+    whole = build()
+    train(whole, 12)
+    for max_steps in (5, 8):
+        train(build(), max_steps, checkpoint_dir=str(tmp_path))
+    resumed = build()
+    hooks = [Raiser("after_run", AGAIN, step=10)]
+    train(
+        resumed,
+        12,
+        hooks,
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=1,
+    )
+    assert len(resumed.made) == 2
+    assert_same(values(resumed.made[-1]), values(whole.made[-1]))
+
+
+def test_an_input_whose_position_cannot_be_saved(tmp_path, caplog):
+    def generate():
+        while True:
+            yield np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
+
+    spec = (tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1]))
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    train(make(dataset), 3, checkpoint_dir=str(tmp_path))
+    assert caplog.text.count("position of the input cannot be saved") == 1
+    assert train(make(dataset), 5, checkpoint_dir=str(tmp_path)).step == 5

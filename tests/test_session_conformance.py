@@ -456,12 +456,6 @@ def a_recovery_in_the_event_file(play, directory):
     return steps["start"], steps.get("loss", steps.get("shown"))
 
 
-def a_hook_that_fails_before_a_file(play, directory):
-    """Whether an event file is made before there is an event."""
-    play(TRACES["Aborted in begin"], directory)
-    return directory.is_dir() and bool(list(directory.glob("events.*")))
-
-
 DIFFERENCES = [
     (a_restored_checkpoint, True, False),
     (a_finished_job, 1, 0),
@@ -476,7 +470,6 @@ DIFFERENCES = [
         ([1], [1, 4, 7, 10]),
         ([1, 5], [1, 4, 7, 7, 10]),
     ),
-    (a_hook_that_fails_before_a_file, True, False),
 ]
 
 

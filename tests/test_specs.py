@@ -46,9 +46,9 @@ def test_bad_model_dir(model_dir, error):
         ({"save_checkpoints_steps": 7}, (None, 7)),
     ],
 )
-def test_checkpoint_timer(kwargs, trigger):
-    timer = config(**kwargs).checkpoint_timer()
-    assert (timer._every_secs, timer._every_steps) == trigger
+def test_when_to_save(kwargs, trigger):
+    made = config(**kwargs)
+    assert (made.checkpoint_secs, made.save_checkpoints_steps) == trigger
 
 
 @pytest.mark.parametrize(

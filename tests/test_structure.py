@@ -9,14 +9,17 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 
 # design.md, section 3; every new module needs a floor.
 FLOORS = {
-    0: "cluster processes placement partition inputs variables lookups "
+    0: "cluster processes faults placement partition inputs variables lookups "
     "packing branch_and_bound splitting plans planner device_setter _private",
-    1: "servers health fence staleness strategy embedding exchange routing optimizers slots kernels "
+    1: "servers health fence staleness strategy embedding exchange routing "
+    "optimizers slots kernels "
     "multi_optimizer model_parallel",
     2: "step loop recovery checkpoint session_run_hook hooks saving_hooks "
     "summary_hooks events progress early_stopping callbacks",
     3: "session evaluation exporters serving specs",
-    4: "estimator canned launch vertex testing __init__",
+    4: "estimator canned launch supervisor vertex testing __init__ "
+    "estimator_checkpoint feature_columns heads keras_columns networks "
+    "vocabulary",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
 

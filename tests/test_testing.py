@@ -52,7 +52,7 @@ def state(pid):
     """The letter of /proc; None for a process that is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return stat.rpartition(")")[2].split()[0]
 

@@ -12,7 +12,7 @@ import collections
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -27,12 +27,13 @@ _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
-# What reading a checkpoint raises when files are cut, missing or overwritten.
-_DAMAGE = (
-    tf.errors.DataLossError,
-    tf.errors.NotFoundError,
-    tf.errors.OutOfRangeError,
-    RuntimeError,
+# Errors in reading that say nothing about the file. TensorFlow has a dozen for
+# files that are cut, missing or overwritten, IndexError among them.
+_NO_DAMAGE = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.UnavailableError,
 )
 
 Saveable = tf.Variable | ShardedVariable
@@ -118,8 +119,8 @@ class Checkpoints:
         variables: Name to variable, from `named_variables`.
         max_to_keep: Most recent checkpoints kept; `None` or 0 keeps all.
         keep_every_n_hours: In addition keeps one per so many hours.
-        iterator: Of the input, whose position is saved too, where that is
-            possible; where not, a warning says so at the first save.
+        iterator_fn: Returns the iterator of the input, whose position is
+            saved too, or None. Where it cannot be saved, a warning says so.
     """
 
     def __init__(
@@ -128,20 +129,25 @@ class Checkpoints:
         variables: Mapping[str, Saveable],
         max_to_keep: int | None = 5,
         keep_every_n_hours: float | None = None,
-        iterator: tf.data.Iterator | None = None,
+        iterator_fn: Callable[[], tf.data.Iterator | None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._variables = dict(variables)
+        self._keep = {
+            "max_to_keep": max_to_keep or None,
+            "keep_checkpoint_every_n_hours": keep_every_n_hours,
+        }
+        self._iterator_fn = iterator_fn
+        self._set_iterator(None)
+
+    def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
         self._iterator = iterator
-        self._checkpoint = tf.train.Checkpoint(variables=dict(variables))
-        if iterator is not None:
-            self._checkpoint.iterator = iterator
+        parts = {} if iterator is None else {"iterator": iterator}
         self._manager = tf.train.CheckpointManager(
-            self._checkpoint,
-            directory,
-            max_to_keep=max_to_keep or None,
-            keep_checkpoint_every_n_hours=keep_every_n_hours,
+            tf.train.Checkpoint(variables=dict(self._variables), **parts),
+            self._directory,
             checkpoint_name=BASENAME,
+            **self._keep,
         )
 
     @property
@@ -151,17 +157,21 @@ class Checkpoints:
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path."""
+        iterator = self._iterator_fn()
+        if iterator is not self._iterator:
+            self._set_iterator(iterator)
         try:
             return self._manager.save(checkpoint_number=step)
         except tf.errors.FailedPreconditionError as error:
-            if self._iterator is None:
+            if iterator is None:
                 raise
             _log.warning(
                 "The position of the input cannot be saved: a restored job "
                 "reads it from the start. %s",
                 error.message,
             )
-        self._iterator = self._checkpoint.iterator = None
+        self._iterator_fn = lambda: None
+        self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
 
     def restore(self) -> str | None:
@@ -172,8 +182,8 @@ class Checkpoints:
         killed has left.
 
         Raises:
-            ValueError: it holds other variables.
-            tf.errors.OpError: every checkpoint is damaged.
+            ValueError: it holds other variables, or every checkpoint is
+                damaged.
         """
         self._remove_unfinished()
         paths = list(reversed(self._manager.checkpoints))
@@ -181,9 +191,15 @@ class Checkpoints:
             try:
                 restore(path, self._variables)
                 self._restore_iterator(path)
-            except _DAMAGE as error:
-                if older is None:
+            except (tf.errors.OpError, IndexError, RuntimeError) as error:
+                if isinstance(error, _NO_DAMAGE):
                     raise
+                if older is None:
+                    raise ValueError(
+                        f"Every checkpoint in {self._directory!r} is damaged: "
+                        f"{paths}. Put a whole one there, or choose another "
+                        "model_dir to train anew."
+                    ) from error
                 _log.warning(
                     "Checkpoint %s is damaged and is passed over; %s is taken "
                     "instead. TensorFlow says: %s",
@@ -196,12 +212,21 @@ class Checkpoints:
         return None
 
     def _restore_iterator(self, path: str) -> None:
+        """Goes to the saved position, in an input that is the same."""
+        iterator = self._iterator_fn()
         keys = (key for key, _ in tf.train.list_variables(path))
-        if self._iterator is not None and any(
-            key.startswith("iterator/") for key in keys
-        ):
-            saved = tf.train.Checkpoint(iterator=self._iterator)
+        if iterator is None or not any(k.startswith("iterator/") for k in keys):
+            return
+        saved = tf.train.Checkpoint(iterator=iterator)
+        try:
             saved.restore(path).expect_partial()
+        except tf.errors.OpError as error:
+            _log.warning(
+                "The input is another than the one whose position %s holds: it "
+                "is read from the start. TensorFlow says: %s",
+                path,
+                error.message.partition("\n")[0],
+            )
 
     def _remove_unfinished(self) -> None:
         """Deletes the folders of saves that did not come to their end."""

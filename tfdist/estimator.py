@@ -42,7 +42,11 @@ from tfdist.specs import (
 )
 from tfdist.step import ModelStep
 from tfdist.strategy import placed_scope, placement_by_name
-from tfdist.summary_hooks import StalenessHook
+from tfdist.summary_hooks import (
+    StalenessHook,
+    StepCounterHook,
+    SummarySaverHook,
+)
 from tfdist.variables import describe
 
 _log = logging.getLogger(__name__)
@@ -105,19 +109,33 @@ class Estimator:
             max_to_keep=config.keep_checkpoint_max,
             keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
         )
+        directory, every = self.model_dir, config.log_step_count_steps
+        # At multiples of their intervals, where TF1 began at step 1: so they
+        # cut the steps into the same pieces as the checkpoints.
         own: list[SessionRunHook] = [
+            StepCounterHook(
+                every, output_dir=directory, at_first_step=False, log=False
+            ),
             _LogStart(max_steps),
             NanTensorHook(),
             ProgressHook(
-                config.log_step_count_steps,
+                every,
                 max_steps=max_steps,
                 tasks_alive=lambda: session.tasks_alive(),
             ),
         ]
+        if config.save_summary_steps:
+            own.append(
+                SummarySaverHook(
+                    config.save_summary_steps,
+                    output_dir=directory,
+                    at_first_step=False,
+                )
+            )
         if max_steps is not None:
             own.append(StopAtStepHook(last_step=max_steps))
         if config.cluster.role == "chief":
-            own.append(StalenessHook(self.model_dir))
+            own.append(StalenessHook(directory, every))
         with MonitoredTrainingSession(
             lambda strategy: self._build(strategy, input_fn),
             checkpoint_dir=self.model_dir,
@@ -125,8 +143,8 @@ class Estimator:
             hooks=hooks,
             save_checkpoint_secs=None,
             save_checkpoint_steps=None,
-            save_summaries_steps=config.save_summary_steps,
-            log_step_count_steps=config.log_step_count_steps,
+            save_summaries_steps=None,
+            log_step_count_steps=None,
             max_wait_secs=config.session_creation_timeout_secs,
             max_to_keep=config.keep_checkpoint_max,
             cluster=config.cluster,
@@ -293,7 +311,7 @@ def _train_and_evaluate(
     listeners = []
     if not separate:
         listeners.append(
-            _EvaluateAfterSave(evaluator, eval_spec, config.model_dir)
+            _EvaluateAfterSave(evaluator, eval_spec, train_spec.max_steps)
         )
     last_step = estimator.train(
         train_spec.input_fn,
@@ -321,23 +339,23 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     """Evaluates on the chief, where there is no evaluator task."""
 
     def __init__(
-        self, evaluator: Evaluator, eval_spec: EvalSpec, model_dir: str
+        self, evaluator: Evaluator, eval_spec: EvalSpec, max_steps: int | None
     ) -> None:
         self._evaluator = evaluator
+        self._max_steps = max_steps
         self._throttle_secs = eval_spec.throttle_secs
         self._not_before = 0.0
-        self._model_dir = model_dir
 
     def after_save(
         self, session: MonitoredTrainingSession, global_step_value: int
     ) -> None:
         """Evaluates what was saved, unless it is the last one or too soon."""
         at_start = not session.secs_in_steps
-        too_soon = time.monotonic() < self._not_before
-        if at_start or too_soon or session.should_stop():
+        at_end = session.should_stop() or global_step_value == self._max_steps
+        if at_start or at_end or time.monotonic() < self._not_before:
             return
         self._not_before = time.monotonic() + self._throttle_secs
-        path = tf.train.latest_checkpoint(self._model_dir)
+        path = tf.train.latest_checkpoint(session.checkpoint_dir)
         self._evaluator.evaluate(path)
         self._evaluator.export(is_the_final_export=False)
         self._evaluator.publish()

@@ -71,8 +71,7 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     Raises:
         ValueError: a variable that the checkpoint does not have, or in another
             shape; names them all, and what the checkpoint has. Nothing is
-            changed then.
-        tf.errors.NotFoundError: there is no checkpoint.
+            changed then. Or there is no checkpoint.
     """
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfdist import checkpoint
 from tfdist._private import reset_object_names
+from tfdist.events import event_file
 from tfdist.exporters import Exporter
-from tfdist.hooks import write_scalars
 from tfdist.step import ModelStep
 
 _log = logging.getLogger(__name__)
@@ -167,12 +167,13 @@ class Evaluator:
         self._evaluate_batch = tf.function(
             self._step.evaluate, reduce_retracing=True
         )
-        self._writer = tf.summary.create_file_writer(self.eval_dir)
+        self._writer = event_file(self.eval_dir)
 
     def _report(self) -> None:
         step = self.metrics["global_step"]
         scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
-        write_scalars(self._writer, scalars, step)
+        self._writer.write_scalars(scalars, step)
+        self._writer.flush()
         _log.info(
             "Evaluation of step %d: %s",
             step,

@@ -310,13 +310,3 @@ class GlobalStepWaiterHook(SessionRunHook):
             )
             time.sleep(self._POLL_SECS)
         self._started = True
-
-
-def write_scalars(
-    writer: tf.summary.SummaryWriter, scalars: dict[str, float], step: int
-) -> None:
-    """Writes scalars of one step and flushes."""
-    with writer.as_default(step=step):
-        for name, value in scalars.items():
-            tf.summary.scalar(name, value)
-    writer.flush()

@@ -198,31 +198,30 @@ def write(serving: Serving, path: str) -> None:
 def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
     """Name to function and input; the default one first."""
     endpoints = {}
+    # Traced once, for all that take strings.
+    predict = tf.function(
+        lambda strings: dict(serving.predict(_parse(serving, strings))),
+        autograph=False,
+    )
 
-    def from_examples(outputs: Callable) -> Callable:
-        return lambda strings: outputs(
-            serving.predict(_parse(serving, strings))
-        )
+    def picked(**names: str) -> tuple[Callable, Any]:
+        def function(strings: tf.Tensor) -> Tensors:
+            outputs = predict(strings)
+            return {key: outputs[name] for key, name in names.items()}
+
+        return function, _strings("inputs")
 
     if serving.classification:
         classes, scores = serving.classification
-        endpoints["classification"] = (
-            from_examples(
-                lambda o: {"classes": o[classes], "scores": o[scores]}
-            ),
-            _strings("inputs"),
-        )
+        endpoints["classification"] = picked(classes=classes, scores=scores)
     if serving.regression:
-        endpoints["regression"] = (
-            from_examples(lambda o: {"outputs": o[serving.regression]}),
-            _strings("inputs"),
-        )
+        endpoints["regression"] = picked(outputs=serving.regression)
     endpoints["serve"] = (
         lambda tensors: dict(serving.predict(tensors)),
         dict(serving.inputs),
     )
     if serving.examples:
-        endpoints["predict"] = (from_examples(dict), _strings("examples"))
+        endpoints["predict"] = (predict, _strings("examples"))
     else:
         _log.warning(
             "Model %r gets no signature for tf.Examples: its inputs have "

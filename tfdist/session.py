@@ -62,7 +62,7 @@ from tfdist import recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.health import HealthMonitor, ServerLostError
-from tfdist.hooks import NanTensorHook
+from tfdist.hooks import NanTensorHook, resolve
 from tfdist.loop import EndOfInput, Loop
 from tfdist.recovery import Remedy
 from tfdist.saving_hooks import CheckpointSaverHook
@@ -193,6 +193,7 @@ class MonitoredTrainingSession:
         self._grace_secs = stop_grace_period_secs
         self._stop = False
         self._closed = False
+        self._input_ended = False
         self._steps_per_sec = 0.0
         self._trainable: Trainable | None = None
         self._loop: Loop | None = None
@@ -249,6 +250,7 @@ class MonitoredTrainingSession:
             exc_type, tf.errors.OutOfRangeError | StopIteration
         )
         if clean:
+            self._input_ended |= exc_type is not None
             self.close()
         elif not self._closed:
             self._release()
@@ -331,33 +333,40 @@ class MonitoredTrainingSession:
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> Checkpoints:
         """The checkpoints of this session's state in `directory`."""
-        iterator = self._trainable.iterator or self._loop.iterator
         return Checkpoints(
             directory,
             self.variables,
             max_to_keep,
             keep_checkpoint_every_n_hours,
-            iterator=iterator,
+            iterator_fn=self._iterator,
         )
+
+    def _iterator(self) -> tf.data.Iterator | None:
+        """What the steps read from, unless a later job shall start anew."""
+        if self._input_ended:
+            return None
+        return self._trainable.iterator or self._loop.iterator
 
     # --- One run -------------------------------------------------------------
 
     def _run(self) -> dict[str, float]:
         """One round of hooks and steps."""
-        contexts = []
-        for hook in self.hooks:
-            context = tf.compat.v1.train.SessionRunContext(
-                tf.compat.v1.train.SessionRunArgs(None), self
-            )
-            contexts.append((hook, context, hook.before_run(context)))
-        logs = self._run_steps()
-        for hook, context, args in contexts:
-            results = self._fetch(args.fetches, logs) if args else logs
-            hook.after_run(
-                context,
-                tf.compat.v1.train.SessionRunValues(results, None, None),
-            )
-        if any(context.stop_requested for _, context, _ in contexts):
+        context = tf.compat.v1.train.SessionRunContext(
+            tf.compat.v1.train.SessionRunArgs(None), self
+        )
+        asked = [(hook, hook.before_run(context)) for hook in self.hooks]
+        first_step = int(self.global_step.numpy())
+        logs = self._run_steps(first_step)
+        if self.step > first_step or not self._input_ended:
+            for hook, args in asked:
+                results = logs
+                if args is not None:
+                    results = resolve(args.fetches, logs, self.variables)
+                hook.after_run(
+                    context,
+                    tf.compat.v1.train.SessionRunValues(results, None, None),
+                )
+        if context.stop_requested or self._input_ended:
             self.request_stop()
         self._failures.report(self.step)
         if self._sigterm.received:
@@ -367,29 +376,29 @@ class MonitoredTrainingSession:
             self._sigterm.leave()
         return logs
 
-    def _run_steps(self) -> dict[str, float]:
-        start, first_step = time.monotonic(), self.step
+    def _run_steps(self, first_step: int) -> dict[str, float]:
+        start = time.monotonic()
         try:
-            logs = self._loop.run(self._num_steps(), self._watch)
+            logs = self._loop.run(self._num_steps(first_step), self._watch)
         except EndOfInput as end:
-            self.request_stop()
+            self._input_ended = True
             logs = end.logs
         self.step = int(self.global_step.numpy())
         secs = time.monotonic() - start
         self.secs_in_steps += secs
-        if self._stop:
+        if self._input_ended:
             _log.info("The training input ended at step %d.", self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
 
-    def _num_steps(self) -> int:
+    def _num_steps(self, step: int) -> int:
         """As many as every hook allows, and about two seconds' worth."""
         if isinstance(self._loop, _FunctionLoop):
             return 1
         wishes = [max(100, int(self._steps_per_sec * _CHUNK_SECS))]
         for hook in self.hooks:
             ask = getattr(hook, "steps_until_next", lambda step: None)
-            wishes.append(ask(self.step))
+            wishes.append(ask(step))
         return min(wish for wish in wishes if wish is not None)
 
     def _watch(self) -> None:
@@ -397,23 +406,6 @@ class MonitoredTrainingSession:
         if self._health:
             self._health.check()
         self._sigterm.leave_when_late()
-
-    def _fetch(self, fetches: Any, logs: Mapping[str, float]) -> Any:
-        """Values of what a hook's `before_run` asked for."""
-
-        def value(fetch: Any) -> Any:
-            if isinstance(fetch, str):
-                if fetch in logs:
-                    return logs[fetch]
-                if fetch not in self.variables:
-                    raise ValueError(
-                        f"A hook fetches {fetch!r}, which is neither among "
-                        f"the logs {sorted(logs)} nor a variable."
-                    )
-                fetch = self.variables[fetch]
-            return tf.convert_to_tensor(fetch).numpy()
-
-        return tf.nest.map_structure(value, fetches)
 
     # --- Recovery ------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class StepCounterHook(TimedHook):
         every_n_secs: Seconds between rates. Exactly one must be given.
         output_dir: Directory of the event file; None to log only.
         at_first_step: As for `SummarySaverHook`.
+        log: Whether to log it too.
 
     Raises:
         ValueError: both or neither of `every_n_steps` and `every_n_secs` are
@@ -122,6 +123,7 @@ class StepCounterHook(TimedHook):
         output_dir: str | None = None,
         *,
         at_first_step: bool = True,
+        log: bool = True,
     ) -> None:
         check_exactly_one(
             every_n_steps=every_n_steps, every_n_secs=every_n_secs
@@ -129,6 +131,7 @@ class StepCounterHook(TimedHook):
         super().__init__(SecondOrStepTimer(every_n_secs, every_n_steps))
         self._file = event_file(output_dir) if output_dir else None
         self._at_first_step = at_first_step
+        self._log = log
         self._since: tuple[float, int] | None = None
         self._seen_step: int | None = None
         self._warnings = 0
@@ -165,7 +168,8 @@ class StepCounterHook(TimedHook):
         if since is None:
             return
         rate = (step - since[1]) / max(now - since[0], 1e-9)
-        _log.info("%s: %g", self._TAG, rate)
+        if self._log:
+            _log.info("%s: %g", self._TAG, rate)
         if self._file:
             self._file.write_scalars({self._TAG: rate}, step)
             self._file.flush()

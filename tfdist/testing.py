@@ -31,198 +31,37 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import connection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist import processes
-from tfdist.cluster import Cluster
-from tfdist.launch import Verdict, restart_decision
-from tfdist.processes import STOP_SIGNALS, SignalPipe, Task, how_it_ended
+from tfdist.faults import KINDS as KINDS
+from tfdist.faults import Fault as Fault
+from tfdist.faults import Injection as Injection
+from tfdist.faults import random_faults as random_faults
+from tfdist.processes import how_it_ended
+from tfdist.supervisor import (
+    PROOF_SECS,
+    Status,
+    all_processes,
+    log_name,
+    unknown_task,
+)
+from tfdist.supervisor import NotRunningError as NotRunningError
 
 _log = logging.getLogger(__name__)
 
-KINDS = ("kill", "freeze", "terminate", "restart", "cut_network")
-"""The kinds of faults, each a method of `LocalCluster`."""
-
 _POLL_SECS = 0.05
-_PROOF_SECS = 10.0  # For a signal to have its effect.
 _CLOSE_SECS = 30.0
 _TAIL_LINES = 15  # Of each task's output, in an error.
-
-
-class NotRunningError(RuntimeError):
-    """A fault was to be injected into a task that is dead or frozen already."""
-
-
-# --- Faults as data ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something bad that is to happen to a task, at a step or at a moment.
-
-    >>> Fault("freeze", "ps:0", at_step=100, for_secs=5).is_due(99, secs=7.0)
-    False
-
-    Attributes:
-        kind: one of `KINDS`.
-        task: "job:index"; None for "cut_network" alone.
-        at_step: it happens when the chief's progress says this step, or a
-            later one; so it is as precise as those lines are frequent.
-        at_secs: or it happens this many seconds after the start of
-            `LocalCluster.run`.
-        for_secs: how long the task is frozen or down, or the network cut.
-            Default: for ever, except that the cluster's `restart_secs` says
-            when a dead task is started again. Not for "restart".
-
-    Raises:
-        ValueError: if these contradict each other.
-    """
-
-    kind: str
-    task: str | None = None
-    at_step: int | None = None
-    at_secs: float | None = None
-    for_secs: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"Argument `kind` must be one of {', '.join(KINDS)}. "
-                f"Received: kind={self.kind!r}"
-            )
-        if (self.task is None) != (self.kind == "cut_network"):
-            raise ValueError(
-                'Argument `task` must be "job:index", and None for '
-                f'"cut_network" alone. Received: kind={self.kind!r}, '
-                f"task={self.task!r}"
-            )
-        if (self.at_step is None) == (self.at_secs is None):
-            raise ValueError(
-                "Exactly one of `at_step` and `at_secs` must be given. "
-                f"Received: at_step={self.at_step}, at_secs={self.at_secs}"
-            )
-        if self.kind == "restart" and self.for_secs is not None:
-            raise ValueError(
-                'A "restart" takes no time; for a pause, use "kill" with '
-                f"`for_secs`. Received: for_secs={self.for_secs}"
-            )
-
-    def is_due(self, step: int | None, secs: float) -> bool:
-        """Whether it is to happen by now.
-
-        Args:
-            step: what the chief's progress says; None before it says any.
-            secs: seconds since the start of the run.
-        """
-        if self.at_secs is not None:
-            return secs >= self.at_secs
-        return step is not None and step >= self.at_step
-
-
-def random_faults(
-    seed: int,
-    count: int,
-    tasks: Sequence[str],
-    *,
-    kinds: Sequence[str] = ("kill", "freeze"),
-    at_step: tuple[int, int] | None = None,
-    at_secs: tuple[float, float] | None = None,
-    for_secs: tuple[float, float] = (1.0, 5.0),
-) -> list[Fault]:
-    """Draws faults, the same for a seed on every machine and Python.
-
-    Two may come at the same time, and at the same task.
-
-    >>> for fault in random_faults(1, 3, ["ps:0", "worker:0"], at_step=(0, 90)):
-    ...     print(fault.at_step, fault.kind, fault.task, fault.for_secs)
-    59 kill ps:0 4.15
-    69 kill worker:0 2.02
-    76 kill ps:0 2.73
-
-    Args:
-        seed: of the draw.
-        count: how many.
-        tasks: the tasks to choose from.
-        kinds: the kinds to choose from.
-        at_step: first and last step at which they may happen.
-        at_secs: or first and last moment, in seconds from the start of the run.
-        for_secs: least and greatest number of seconds that each lasts.
-
-    Returns:
-        The faults, the earliest first.
-
-    Raises:
-        ValueError: as `Fault`, or if there is nothing to choose from.
-    """
-    for name, choices in (("tasks", tasks), ("kinds", kinds)):
-        if isinstance(choices, str) or not choices:
-            raise ValueError(
-                f"Argument `{name}` must be a list with at least one entry. "
-                f"Received: {name}={choices!r}"
-            )
-    # Of all its methods, only random() is the same in every Python.
-    draw = random.Random(seed).random
-    faults = []
-    for _ in range(count):
-        kind = kinds[int(draw() * len(kinds))]
-        task = tasks[int(draw() * len(tasks))]
-        step = at_step and at_step[0] + int(
-            draw() * (at_step[1] - at_step[0] + 1)
-        )
-        secs = at_secs and _between(*at_secs, draw())
-        length = _between(*for_secs, draw())
-        faults.append(
-            Fault(
-                kind,
-                None if kind == "cut_network" else task,
-                at_step=step,
-                at_secs=secs,
-                for_secs=None if kind == "restart" else length,
-            )
-        )
-    return sorted(faults, key=lambda f: (f.at_step or 0, f.at_secs or 0))
-
-
-def _between(low: float, high: float, share: float) -> float:
-    return round(low + share * (high - low), 2)
-
-
-@dataclass(frozen=True)
-class Injection:
-    """What was done to a task, and what it came to.
-
-    Attributes:
-        kind: one of `KINDS`, "resume" or "mend_network".
-        task: "job:index"; None for the network.
-        pid: the process it was done to; None for the network, and for the
-            "restart" of a task that was down.
-        signal: the signal that was sent; None for the network.
-        step: what the chief's progress said then; None before it said any.
-        secs: seconds from the start of the cluster.
-        effect: the proof, in words: "SIGKILL", "every thread stopped", ...
-    """
-
-    kind: str
-    task: str | None
-    pid: int | None
-    signal: signal.Signals | None
-    step: int | None
-    secs: float
-    effect: str
-
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -231,9 +70,6 @@ _SIGNALS = {
     "resume": signal.SIGCONT,
     "terminate": signal.SIGTERM,
 }
-
-
-# --- The cluster, as its user sees it ----------------------------------------
 
 
 class LocalCluster:
@@ -316,7 +152,7 @@ class LocalCluster:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._requests = 0
-        self._last_status: dict[str, _Status] | None = None
+        self._last_status: dict[str, Status] | None = None
         self._start_supervisor(cwd)
         try:
             refusal = self._ask(
@@ -418,13 +254,13 @@ class LocalCluster:
         Gone after `close()` if `log_dir` was a temporary one.
         """
         self._status_of(task)
-        return self._read(_log_name(task))
+        return self._read(log_name(task))
 
     @property
     def step(self) -> int | None:
         """The step in the chief's latest progress line; None before any."""
         try:
-            with open(self.log_dir / _log_name("chief:0"), "rb") as log:
+            with open(self.log_dir / log_name("chief:0"), "rb") as log:
                 log.seek(self._step_offset)
                 lines, newline, _ = log.read().rpartition(b"\n")
         except FileNotFoundError:  # A temporary one, and closed.
@@ -574,7 +410,7 @@ class LocalCluster:
             codes = self._status_of(task).exit_codes
             return how_it_ended(codes[ends]) if len(codes) > ends else None
 
-        limit = grace_secs + _PROOF_SECS
+        limit = grace_secs + PROOF_SECS
         effect = self._poll(ended, f"{task} (pid {pid}) did not end", limit)
         return self._record("terminate", task, pid, moment, effect)
 
@@ -708,11 +544,12 @@ class LocalCluster:
         self._connection, theirs = multiprocessing.Pipe()
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from tfdist import testing; testing._supervise({theirs.fileno()})"
+            "from tfdist.supervisor import supervise; "
+            "supervise(int(sys.argv[1]))"
         )
         with theirs, open(self.log_dir / "supervisor.log", "wb") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-c", code, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -740,13 +577,13 @@ class LocalCluster:
             raise answer
         return answer
 
-    def _status(self) -> dict[str, _Status]:
+    def _status(self) -> dict[str, Status]:
         return self._last_status or self._ask("status")
 
-    def _status_of(self, task: str) -> _Status:
+    def _status_of(self, task: str) -> Status:
         status = self._status()
         if task not in status:
-            raise _unknown(task, status)
+            raise unknown_task(task, status)
         return status[task]
 
     def _moment(self) -> tuple[int | None, float]:
@@ -839,7 +676,7 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     # supervisor itself saw to those that left theirs.)
     sessions = {pid for task in status.values() for pid in task.pids}
     sessions.add(cluster._supervisor.pid)
-    left = [pid for pid, _, session in _processes() if session in sessions]
+    left = [pid for pid, _, session in all_processes() if session in sessions]
     assert not left, f"Processes {left} are left."
     # A private network is gone with the last process in it.
     ports = [] if cluster.private else [t.port for t in status.values()]
@@ -847,444 +684,3 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     assert not taken, f"Something still listens on the ports {taken}."
     if cluster._temporary is not None:
         assert not cluster.log_dir.exists(), f"{cluster.log_dir} is left."
-
-
-def _log_name(task: str) -> str:
-    return f"{task.replace(':', '-')}.log"
-
-
-def _unknown(task: object, known: Sequence[str]) -> ValueError:
-    return ValueError(
-        f'Argument `task` must be a "job:index" of this cluster, one of '
-        f"{', '.join(known)}. Received: task={task!r}"
-    )
-
-
-# --- The supervising process -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Status:
-    """What the supervisor knows of a task.
-
-    Attributes:
-        port: where it listens.
-        pids: of all its processes, the oldest first.
-        exit_codes: of those that have ended.
-        is_over: whether it has run, is down, and waits for no restart.
-    """
-
-    port: int
-    pids: tuple[int, ...]
-    exit_codes: tuple[int, ...]
-    is_over: bool
-
-    @property
-    def pid(self) -> int | None:
-        running = len(self.pids) > len(self.exit_codes)
-        return self.pids[-1] if running else None
-
-    def in_words(self) -> str:
-        if not self.pids:
-            return "never started"
-        if self.pid is not None:
-            return f"pid {self.pid}" + (", frozen" * _is_frozen(self.pid))
-        ended = how_it_ended(self.exit_codes[-1])
-        return ended if self.is_over else f"{ended}, to be started again"
-
-
-@dataclass
-class _Member:
-    """A task, and what is to happen to it (`time.monotonic`, or None).
-
-    Attributes:
-        task: the task.
-        restart_secs: the pause before it is started again; None: it is not.
-        down_secs: the same for its next end alone, where an injector said so.
-        resume_at: when it is to go on.
-        kill_at: when its grace period ends.
-        pids: of all its processes.
-        exit_codes: of those that have ended.
-    """
-
-    task: Task
-    restart_secs: float | None
-    down_secs: float | None = None
-    resume_at: float | None = None
-    kill_at: float | None = None
-    pids: list[int] = field(default_factory=list)
-    exit_codes: list[int] = field(default_factory=list)
-
-    def start(self) -> None:
-        self.task.start()
-        self.pids.append(self.task.pid)
-
-    def signal(self, signum: signal.Signals) -> None:
-        os.killpg(self.task.pid, signum)
-
-    def status(self) -> _Status:
-        return _Status(
-            port=self.task.port,
-            pids=tuple(self.pids),
-            exit_codes=tuple(self.exit_codes),
-            is_over=bool(self.pids) and self.task.is_over,
-        )
-
-
-class _Supervisor:
-    """The parent of the tasks: one process, one thread, one loop.
-
-    Its public methods are what `LocalCluster` asks for; the injectors among
-    them return a process id and the proof of their effect.
-    """
-
-    def __init__(self, caller: connection.Connection) -> None:
-        self._connection = caller
-        self._members: dict[str, _Member] = {}
-        self._jobs: dict[str, list[str]] = {}
-        self._holders: list[socket.socket] = []
-        self._private = False
-        self._mend_at: float | None = None
-        self._job_is_over = False
-        self._closed = False
-
-    def serve(self) -> None:
-        """Acts on requests and on ends of tasks, until `close`."""
-        with SignalPipe() as signals:
-            try:
-                while not self._closed:
-                    ready = connection.wait(
-                        [self._connection, signals], self._secs_to_wait()
-                    )
-                    came = signals.read() if signals in ready else ()
-                    if set(STOP_SIGNALS).intersection(came):
-                        break
-                    self._act()
-                    if self._connection in ready:
-                        self._answer()
-            except (EOFError, ConnectionError):
-                pass  # The caller has gone.
-            finally:
-                self.close()
-
-    def _answer(self) -> None:
-        number, method, args = self._connection.recv()
-        try:
-            answer = getattr(self, method)(*args)
-        except Exception as error:  # For the caller to raise.
-            answer = error
-        self._connection.send((number, answer))
-
-    # --- Requests ------------------------------------------------------------
-
-    def set_up(
-        self,
-        command: list[str],
-        counts: dict[str, int],
-        absent: tuple[str, ...],
-        restart_secs: float | None,
-        private: bool,
-        log_dir: Path,
-    ) -> str:
-        """Starts the cluster; returns why it has no private network."""
-        self._command, self._restart_secs = command, restart_secs
-        self._log_dir = log_dir
-        refusal = ""
-        if private:
-            try:
-                processes.enter_private_network()
-                self._private = True
-            except OSError as error:
-                refusal = str(error)
-        for job, count in counts.items():
-            for index in range(count):
-                member = self._add(job, index, command)
-                self._jobs.setdefault(job, []).append(_address(member))
-        cluster = Cluster.from_jobs(self._jobs, "chief", 0)
-        for name in absent:
-            if name not in self._members:
-                raise _unknown(name, list(self._members))
-        for name, member in self._members.items():
-            task = member.task
-            task.tf_config = cluster.tf_config(task.job, task.index)
-            if name not in absent:
-                member.start()
-        return refusal
-
-    def add_task(
-        self, job: str, address_of: str | None, command: list[str] | None
-    ) -> str:
-        """Starts a task beside the spec; returns its name."""
-        same = None if address_of is None else self._member(address_of)
-        index = sum(m.task.job == job for m in self._members.values())
-        member = self._add(job, index, command or self._command)
-        if same is not None:
-            member.task.port = same.task.port
-        alone = job in ("chief", "evaluator")
-        others = [] if alone else self._jobs.get(job, [])
-        jobs = {**self._jobs, job: [*others, _address(member)]}
-        cluster = Cluster.from_jobs(jobs, "chief", 0)
-        member.task.tf_config = cluster.tf_config(job, len(others))
-        member.start()
-        return member.task.name
-
-    def _add(self, job: str, index: int, command: list[str]) -> _Member:
-        task = Task(job, index, command)
-        (holder,) = processes.reserve_ports(1)
-        self._holders.append(holder)
-        task.port = holder.getsockname()[1]
-        path = self._log_dir / _log_name(task.name)
-        path.write_bytes(b"")
-        task.stdout = path.open("ab")
-        member = _Member(task, self._restart_secs)
-        self._members[task.name] = member
-        return member
-
-    def status(self) -> dict[str, _Status]:
-        """What is known of every task."""
-        return {name: m.status() for name, m in self._members.items()}
-
-    def start(self, name: str) -> int:
-        """Starts a task that is down; returns its process id."""
-        member = self._member(name)
-        if member.task.pid is not None:
-            raise RuntimeError(f"{name} runs already, pid {member.task.pid}.")
-        self._start(member)
-        return member.task.pid
-
-    def kill(self, name: str, for_secs: float | None = None) -> tuple[int, str]:
-        """SIGKILL, until the process is reaped."""
-        member = self._running(name)
-        pid, member.down_secs = member.task.pid, for_secs
-        member.signal(signal.SIGKILL)
-        _wait_until(lambda: self._reap(member), f"{name} (pid {pid}) to die")
-        ended = how_it_ended(member.exit_codes[-1])
-        if ended != "SIGKILL":  # It was quicker.
-            raise NotRunningError(f"{name} has just ended by itself: {ended}.")
-        return pid, ended
-
-    def freeze(self, name: str, for_secs: float | None) -> tuple[int, str]:
-        """SIGSTOP, until every thread stands still."""
-        member = self._running(name)
-        pid = member.task.pid
-        if _is_frozen(pid):
-            raise NotRunningError(f"{name} (pid {pid}) is frozen already.")
-        member.signal(signal.SIGSTOP)
-        _wait_until(
-            lambda: _is_frozen(pid) or self._reap(member),
-            f"{name} (pid {pid}) to stop",
-        )
-        self._running(name)  # It may have ended at the same moment.
-        if for_secs is not None:
-            member.resume_at = time.monotonic() + for_secs
-        return pid, "every thread stopped"
-
-    def resume(self, name: str) -> tuple[int, str]:
-        """SIGCONT, until it goes on."""
-        member = self._running(name)
-        pid = member.task.pid
-        member.resume_at = None
-        member.signal(signal.SIGCONT)
-        _wait_until(lambda: not _is_frozen(pid), f"{name} (pid {pid}) to go on")
-        return pid, "no thread stopped"
-
-    def terminate(
-        self, name: str, grace_secs: float, for_secs: float | None
-    ) -> tuple[int, int]:
-        """SIGTERM; returns the process id and how many ended before it."""
-        member = self._running(name)
-        member.down_secs = for_secs
-        member.kill_at = time.monotonic() + grace_secs
-        member.signal(signal.SIGTERM)
-        return member.task.pid, len(member.exit_codes)
-
-    def restart(self, name: str) -> tuple[int | None, str]:
-        """`kill` if it runs, and `start`."""
-        member = self._member(name)
-        before = None
-        if member.task.pid is not None:
-            before, _ = self.kill(name)
-        self._start(member)
-        return before, f"pid {before} became pid {member.task.pid}"
-
-    def set_restart_secs(self, name: str, restart_secs: float | None) -> None:
-        """See `LocalCluster`."""
-        member = self._member(name)
-        member.restart_secs = restart_secs
-        if restart_secs is None:
-            member.task.restart_at = None
-
-    def cut_network(self, for_secs: float | None) -> tuple[None, str]:
-        """Takes loopback down."""
-        if not self._private:
-            raise RuntimeError(
-                "The cluster is in the host's network, where cutting it would "
-                "cut off everything else on this machine. It needs a system "
-                'that grants a private one (network="private", the default).'
-            )
-        processes.set_loopback(up=False)
-        _wait_until(lambda: not _loopback_works(), "the network to go down")
-        if for_secs is not None:
-            self._mend_at = time.monotonic() + for_secs
-        return None, "a datagram is lost"
-
-    def mend_network(self) -> tuple[None, str]:
-        """Brings loopback up."""
-        self._mend_at = None
-        if self._private:
-            processes.set_loopback(up=True)
-        _wait_until(_loopback_works, "the network to come up")
-        return None, "a datagram arrives"
-
-    def close(self) -> dict[str, _Status]:
-        """Kills and reaps all descendants; returns the last status."""
-        self._closed = True
-        for member in self._members.values():
-            if member.task.pid is not None:
-                member.signal(signal.SIGKILL)
-        for name, member in self._members.items():
-            if member.task.pid is not None:
-                _wait_until(lambda m=member: self._reap(m), f"{name} to die")
-            member.task.restart_at = None
-        _kill_children()
-        return self.status()
-
-    # --- Inside --------------------------------------------------------------
-
-    def _member(self, name: str) -> _Member:
-        if name not in self._members:
-            raise _unknown(name, list(self._members))
-        return self._members[name]
-
-    def _running(self, name: str) -> _Member:
-        member = self._member(name)
-        self._reap(member)
-        if member.task.pid is None:
-            raise NotRunningError(
-                f"{name} is not running: {member.status().in_words()}."
-            )
-        return member
-
-    def _start(self, member: _Member) -> None:
-        if member.task.name == "chief:0":
-            self._job_is_over = False
-        member.task.restarts += bool(member.pids)
-        member.start()
-
-    def _reap(self, member: _Member) -> bool:
-        """Whether the task's process has just ended; plans what follows."""
-        task = member.task
-        exit_code = task.poll()
-        if exit_code is None:
-            return False
-        member.exit_codes.append(exit_code)
-        failed = restart_decision(task.job, exit_code, 0, 1) is Verdict.RESTART
-        pause = member.down_secs
-        if pause is None and failed and not self._job_is_over:
-            pause = member.restart_secs
-        if task.name == "chief:0" and not failed:
-            self._job_is_over = True
-            for other in self._members.values():
-                other.task.restart_at = None
-        if pause is not None and not self._closed:
-            task.restart_at = time.monotonic() + pause
-        member.down_secs = member.resume_at = member.kill_at = None
-        return True
-
-    def _secs_to_wait(self) -> float | None:
-        """Seconds until something is due; None when only events matter."""
-        due = [self._mend_at]
-        for member in self._members.values():
-            due += [member.task.restart_at, member.resume_at, member.kill_at]
-        due = [when for when in due if when is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _act(self) -> None:
-        """Reaps what has ended, does what is due."""
-        for member in self._members.values():
-            self._reap(member)
-            if _is_due(member.resume_at):
-                member.resume_at = None
-                member.signal(signal.SIGCONT)
-            if _is_due(member.kill_at):
-                member.kill_at = None
-                member.signal(signal.SIGKILL)
-            if _is_due(member.task.restart_at):
-                self._start(member)
-        if _is_due(self._mend_at):
-            self.mend_network()
-
-
-def _supervise(fd: int) -> None:
-    """What the supervising process runs."""
-    processes.adopt_orphans()
-    with connection.Connection(fd) as caller:
-        _Supervisor(caller).serve()
-
-
-def _address(member: _Member) -> str:
-    return f"127.0.0.1:{member.task.port}"
-
-
-def _is_due(when: float | None) -> bool:
-    return when is not None and when <= time.monotonic()
-
-
-def _wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for the effect of an injection."""
-    deadline = time.monotonic() + _PROOF_SECS
-    while not condition():
-        if time.monotonic() >= deadline:
-            raise RuntimeError(f"Waited {_PROOF_SECS:g} s in vain for {what}.")
-        time.sleep(0.002)
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether every thread of a process is stopped."""
-    try:
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        return {_stat(thread)[0] for thread in threads} == {"T"}
-    except (FileNotFoundError, ProcessLookupError):  # One has just ended.
-        return False
-
-
-def _loopback_works() -> bool:
-    """Whether a datagram to this very socket arrives."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mirror:
-        mirror.bind(("127.0.0.1", 0))
-        mirror.settimeout(0.1)
-        mirror.sendto(b"?", mirror.getsockname())
-        try:
-            return mirror.recv(1) == b"?"
-        except TimeoutError:
-            return False
-
-
-def _kill_children() -> None:
-    """Kills the children of this process until there are none.
-
-    Their own children become ours when they die.
-    """
-    while True:
-        for pid, parent, _ in _processes():
-            if parent == os.getpid():
-                os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """Id, parent and session of all processes that can be seen."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                _, parent, _, session = _stat(entry)[:4]
-                yield int(entry.name), int(parent), int(session)
-
-
-def _stat(entry: Path) -> list[str]:
-    """State, parent, group, session, ... of a process or thread."""
-    # The name in parentheses may hold anything, also parentheses.
-    return (entry / "stat").read_text().rpartition(")")[2].split()

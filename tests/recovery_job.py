@@ -1,0 +1,152 @@
+"""What every task of test_recovery.py and test_soak.py runs.
+
+    python -m tests.recovery_job --model_dir=DIRECTORY [--max_steps=...]
+
+A small model with a table on every parameter server and a dense part, trained
+on an input that has no end, at a pace that is set: so a fault can be timed by
+the step.
+"""
+
+import argparse
+import logging
+
+import keras
+import tensorflow as tf
+
+import tfdist
+
+BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
+INFINITE = tf.data.INFINITE_CARDINALITY
+
+
+def model_fn():
+    x = keras.Input([FEATURES], name="x")
+    ids = keras.Input([IDS], dtype="int32", name="ids")
+    rows = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)(ids)
+    both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
+    hidden = keras.layers.Dense(16, "relu")(both)
+    output = keras.layers.Dense(1, "sigmoid")(hidden)
+    model = keras.Model({"x": x, "ids": ids}, output)
+    model.compile(
+        keras.optimizers.Adagrad(0.1), "binary_crossentropy", metrics=["auc"]
+    )
+    return model
+
+
+def examples(size, seed):
+    """`size` examples of a known model, with noise."""
+    seeds = tf.random.split(seed, 3)
+    x = tf.random.stateless_normal([size, FEATURES], seeds[0])
+    ids = tf.random.stateless_uniform([size, IDS], seeds[1], 0, ROWS, tf.int32)
+    logits = tf.reduce_sum(2 * tf.sin(7.0 * tf.cast(ids, tf.float32)), 1)
+    logits += tf.reduce_sum(x, axis=1)
+    noise = tf.random.stateless_uniform([size], seeds[2])
+    y = tf.cast(noise < tf.sigmoid(logits), tf.float32)
+    return {"x": x, "ids": ids}, y[:, None]
+
+
+def input_fn(args, context):
+    """A worker's input: different examples in every life of the worker."""
+    worker = tf.cast(context.input_pipeline_id, tf.int64)
+
+    def batch(i, seed):
+        mine = worker == 0
+        secs = tf.where(mine & (i == args.long_at), args.long_secs, 0.0)
+        with tf.control_dependencies([compute(secs)]):
+            features, y = examples(BATCH, tf.stack([seed, worker]))
+        nan = tf.where(mine & (i == args.nan_at), float("nan"), 0.0)
+        beyond = tf.where(mine & (i == args.bad_id_at), ROWS, 0)
+        return {"x": features["x"] + nan, "ids": features["ids"] + beyond}, y
+
+    dataset = tf.data.Dataset.counter()
+    dataset = tf.data.Dataset.zip(dataset, tf.data.Dataset.random()).map(batch)
+    factor = tf.where(worker == args.slow_worker, args.slow_factor, 1)
+    pace = tf.cast(args.step_secs * 1e6, tf.int64) * tf.cast(factor, tf.int64)
+    return slept(dataset, pace).apply(
+        tf.data.experimental.assert_cardinality(INFINITE)
+    )
+
+
+def compute(secs):
+    """Keeps a core busy for so many seconds."""
+    end = tf.timestamp() + tf.cast(secs, tf.float64)
+    return tf.while_loop(
+        lambda _: tf.timestamp() < end,
+        lambda a: [tf.nn.l2_normalize(a @ a, axis=1)],
+        [tf.ones([200, 200])],
+    )
+
+
+def slept(dataset, microseconds):
+    """`dataset`, which sleeps before each element."""
+    spec = dataset.element_spec
+    variant = tf.raw_ops.SleepDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        sleep_microseconds=microseconds,
+        output_types=[s.dtype for s in tf.nest.flatten(spec)],
+        output_shapes=[s.shape for s in tf.nest.flatten(spec)],
+    )
+    return tf.data.experimental.from_variant(variant, spec)
+
+
+def eval_input_fn():
+    features, y = examples(4096, [1, 2])
+    return tf.data.Dataset.from_tensor_slices((features, y)).batch(512)
+
+
+class UserHook(tfdist.SessionRunHook):
+    """What a user wrote, with a mistake in it."""
+
+    def __init__(self, raise_at):
+        self._raise_at = raise_at
+
+    def after_run(self, run_context, run_values):
+        if run_context.session.step >= self._raise_at:
+            raise LookupError("A mistake of the user's.")
+
+
+def flags():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model_dir", required=True)
+    parser.add_argument("--max_steps", type=int, default=1_000_000)
+    parser.add_argument("--save_steps", type=int, default=100)
+    parser.add_argument("--wait_secs", type=float, default=60.0)
+    parser.add_argument("--steps_per_dispatch", type=int)
+    # Seconds of a step, and how much longer those of one worker are.
+    parser.add_argument("--step_secs", type=float, default=0.02)
+    parser.add_argument("--slow_worker", type=int, default=-1)
+    parser.add_argument("--slow_factor", type=int, default=10)
+    # Batches of worker 0, counted from its start, that are special: one that
+    # takes long to compute, one of NaNs, one with ids beyond the table.
+    parser.add_argument("--long_at", type=int, default=-1)
+    parser.add_argument("--long_secs", type=float, default=0.0)
+    parser.add_argument("--nan_at", type=int, default=-1)
+    parser.add_argument("--bad_id_at", type=int, default=-1)
+    # Step at which a hook raises.
+    parser.add_argument("--raise_at", type=int)
+    return parser.parse_args()
+
+
+def main():
+    args = flags()
+    logging.basicConfig(format="%(levelname)s %(message)s", force=True)
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+    config = tfdist.RunConfig(
+        args.model_dir,
+        save_checkpoints_steps=args.save_steps,
+        log_step_count_steps=10,
+        steps_per_dispatch=args.steps_per_dispatch,
+        session_creation_timeout_secs=args.wait_secs,
+    )
+    hooks = [] if args.raise_at is None else [UserHook(args.raise_at)]
+    tfdist.train_and_evaluate(
+        tfdist.Estimator(model_fn, config),
+        tfdist.TrainSpec(
+            lambda context: input_fn(args, context), args.max_steps, hooks
+        ),
+        tfdist.EvalSpec(eval_input_fn, steps=None, throttle_secs=3600),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import canned
+from tfdist.embedding import logical_path
+from tfdist.estimator_checkpoint import (
+    estimator_name,
+    read_estimator_checkpoint,
+)
+
+fc = tf.feature_column
+
+
+def model(hidden=(3,), partitioner=None):
+    word = fc.categorical_column_with_vocabulary_list("f", ["a", "b", "c"])
+    number = fc.numeric_column("x")
+    estimator = canned.DNNLinearCombinedRegressor(
+        "m",
+        linear_feature_columns=[number, word],
+        dnn_feature_columns=[number, fc.embedding_column(word, 2)],
+        dnn_hidden_units=hidden,
+        dnn_dropout=0.5,
+        batch_norm=True,
+        input_layer_partitioner=partitioner,
+    )
+    return estimator.model_fn()
+
+
+# As TF 2.15 wrote them, with the global step and slots.
+SHAPES = {
+    "dnn/hiddenlayer_0/batchnorm_0/beta": [3],
+    "dnn/hiddenlayer_0/batchnorm_0/gamma": [3],
+    "dnn/hiddenlayer_0/batchnorm_0/moving_mean": [3],
+    "dnn/hiddenlayer_0/batchnorm_0/moving_variance": [3],
+    "dnn/hiddenlayer_0/bias": [3],
+    "dnn/hiddenlayer_0/kernel": [3, 3],
+    "dnn/input_from_feature_columns/input_layer/f_embedding/"
+    "embedding_weights": [3, 2],
+    "dnn/logits/bias": [1],
+    "dnn/logits/kernel": [3, 1],
+    "linear/linear_model/bias_weights": [1],
+    "linear/linear_model/f/weights": [3, 1],
+    "linear/linear_model/x/weights": [1, 1],
+}
+OTHERS = {
+    "global_step": [],
+    "training/Ftrl/linear/linear_model/x/weights/linear": [1, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of TF1's saver, and its values."""
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.normal(size=shape).astype("float32")
+        for name, shape in {**SHAPES, **OTHERS}.items()
+    }
+    path = str(tmp_path_factory.mktemp("estimator") / "model.ckpt")
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variables = {
+            name: tf.compat.v1.Variable(value)
+            for name, value in values.items()
+        }
+        session.run(tf.compat.v1.global_variables_initializer())
+        saver = tf.compat.v1.train.Saver(variables)
+        return saver.save(session, path, global_step=7), values
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_every_weight_is_read(checkpoint, num_shards):
+    path, values = checkpoint
+    partitioner = None
+    if num_shards:
+        partitioner = tf.compat.v1.fixed_size_partitioner(num_shards)
+    made = model(partitioner=partitioner)
+    assert read_estimator_checkpoint(made, path) == sorted(SHAPES)
+    parts = defaultdict(list)
+    for variable in made.variables:
+        parts[estimator_name(logical_path(variable))].append(variable.numpy())
+    for name in SHAPES:
+        table = "/f" in name
+        assert len(parts[name]) == (num_shards if table and num_shards else 1)
+        np.testing.assert_array_equal(np.concatenate(parts[name]), values[name])
+
+
+def test_the_latest_of_a_directory(checkpoint):
+    path, _ = checkpoint
+    directory = path.rpartition("/")[0]
+    assert read_estimator_checkpoint(model(), directory) == sorted(SHAPES)
+
+
+def test_model_of_another_shape_is_told_and_left_alone(checkpoint):
+    path, _ = checkpoint
+    made = model(hidden=(4,))
+    before = [v.numpy() for v in made.variables]
+    message = r"dnn/logits/kernel: \[4, 1\], there \[3, 1\]"
+    with pytest.raises(ValueError, match=message):
+        read_estimator_checkpoint(made, path)
+    for variable, value in zip(made.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+def test_variable_that_is_not_there(checkpoint):
+    path, _ = checkpoint
+    with pytest.raises(ValueError, match=r"hiddenlayer_1/bias: .* None"):
+        read_estimator_checkpoint(model(hidden=(3, 3)), path)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="Couldn't find"):
+        read_estimator_checkpoint(model(), str(tmp_path))
