@@ -1,5 +1,7 @@
 """Canaries: what tfdist takes from Keras behind its public API still works."""
 
+import inspect
+
 import keras
 import pytest
 import tensorflow as tf
@@ -91,3 +93,33 @@ def test_nadam_product():
     optimizer = keras.optimizers.Nadam()
     small_model(optimizer)
     assert float(_private.nadam_product(optimizer).value) == 1.0
+
+
+def test_coordinator():
+    """What `schedule` and its kin use of a coordinator; clusters use it too."""
+    module = _private.cluster_coordinator
+    queue = module._CoordinatedClosureQueue
+    assert "timeout" in inspect.signature(queue.wait).parameters
+    assert list(inspect.signature(module.Cluster.schedule).parameters) == [
+        *("self", "function", "args", "kwargs")
+    ]
+    assert callable(module.Cluster.stop)
+    assert callable(module._select_worker_slice)
+    assert callable(module._maybe_as_type_spec)
+    for error in _private.COORDINATOR_ERRORS:
+        cause = ValueError("cause")
+        assert error(cause).original_exception is cause
+
+
+@pytest.mark.parametrize("name", ["set_server_def", "update_server_def"])
+def test_expire_remote_state_after(name, monkeypatch):
+    method = getattr(_private.context.Context, name)
+    (parameter,) = [
+        p
+        for p in inspect.signature(method).parameters.values()
+        if p.default is not p.empty
+    ]
+    assert parameter.name == "keep_alive_secs"
+    monkeypatch.setattr(method, "__defaults__", method.__defaults__)
+    _private.expire_remote_state_after(7)
+    assert method.__defaults__ == (7,)

@@ -310,7 +310,8 @@ def test_a_worker_that_never_comes_up_is_named(directory):
         holder.close()
     chief, worker, ps = (f'["127.0.0.1:{port}"]' for port in ports)
     code, output = run(
-        *["trainer.task", "--session_creation_timeout_secs=3", *data_flags(directory)],
+        *["trainer.task", "--session_creation_timeout_secs=3"],
+        *data_flags(directory),
         "--model_dir=never",
         directory=directory,
         TF_CONFIG=f'{{"cluster": {{"chief": {chief}, "worker": {worker}, '

@@ -13,7 +13,7 @@ its `TF_CONFIG`, as torchrun does for its world. What it promises:
   that list do not.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
-  failed they are told to (SIGTERM) at once. Who is still there five seconds
+  failed they are told to (SIGTERM) at once. Who is still there ten seconds
   later is killed. 128 + n stands for signal n.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second Ctrl-C kills. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -39,7 +39,8 @@ from tfdist import processes
 from tfdist.cluster import Cluster
 from tfdist.processes import STOP_SIGNALS, SignalPipe, Task, how_it_ended
 
-_TERM_SECS = 5.0  # Between SIGTERM and SIGKILL.
+# Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
+_TERM_SECS = 10.0
 _MAX_MOVES = 5  # To other ports, after a foreign process took one of ours.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 

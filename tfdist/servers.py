@@ -109,15 +109,56 @@ def serve(cluster: Cluster) -> None:
         ) from error
     _log.info("Task %s serves on %s.", task, server.target)
     chief = address_of(cluster, ("chief", 0))
+    watch = _ChiefWatch(chief)
     while not tf.io.gfile.exists(_DONE):
         if told.is_set():
             _wait_until_gone(chief, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
             raise SystemExit(TERMINATED)
+        watch.look()
         told.wait(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", task)
+
+
+class _ChiefWatch:
+    """Says in a server's log when the chief is gone, frozen or back.
+
+    Nothing else is done about it: whoever started the chief starts it again,
+    and then this server serves the new one.
+    """
+
+    _ROUND_SECS = 5.0
+    _ROUNDS = 3  # In a row, before a state is believed.
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._next_round = 0.0
+        self._state: TaskState | None = None
+        self._rounds = 0
+        self._was_up = False
+        self._told = False
+
+    def look(self) -> None:
+        """Asks the chief every few seconds."""
+        if time.monotonic() < self._next_round:
+            return
+        self._next_round = time.monotonic() + self._ROUND_SECS
+        state = probe(self._address)
+        self._rounds = self._rounds + 1 if state is self._state else 1
+        self._state = state
+        if state is TaskState.LIVE:
+            if self._told:
+                _log.info("The chief at %s is back.", self._address)
+            self._was_up, self._told = True, False
+        elif self._was_up and not self._told and self._rounds >= self._ROUNDS:
+            _log.warning(
+                "The chief at %s is %s; waiting for it.",
+                self._address,
+                state.value,
+            )
+            self._told = True
 
 
 def _told_to_end() -> threading.Event:
