@@ -13,6 +13,8 @@ difference from TF 2.15.1's.
 Each training is a process of its own; this file runs under either interpreter.
 """
 
+from __future__ import annotations
+
 import argparse
 import csv
 import json
@@ -20,6 +22,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 NUMBERS = {
     "age": (38.6, 13.6),
@@ -42,7 +46,7 @@ LABEL = "income"
 BATCH, STEPS = 128, 3000
 
 
-def read(path):
+def read(path: str) -> tuple[dict[str, Any], Any]:
     """Columns by name, and labels."""
     import numpy as np
 
@@ -50,21 +54,19 @@ def read(path):
         rows = list(csv.reader(file))
     header = [name.strip().lower().replace("-", "_") for name in rows[0]]
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
-    features = {
-        name: np.array(columns[name], "float32") for name in NUMBERS
-    }
+    features = {name: np.array(columns[name], "float32") for name in NUMBERS}
     features |= {name: np.array(columns[name]) for name in WORDS}
     labels = np.array([">50K" in value for value in columns[LABEL]], "int64")
     return features, labels
 
 
-def feature_columns():
+def feature_columns() -> tuple[list, list]:
     """Columns of the wide and of the deep part."""
     import tensorflow as tf
 
     fc = tf.feature_column
 
-    def normalized(name):
+    def normalized(name: str) -> Any:
         mean, stddev = NUMBERS[name]
         return fc.numeric_column(
             name, normalizer_fn=lambda v: (v - mean) / stddev
@@ -87,7 +89,7 @@ def feature_columns():
     return [ages, *words, *crosses], deep
 
 
-def train(library, data, model_dir, seed):
+def train(library: str, data: str, model_dir: str, seed: int) -> None:
     """Trains and evaluates; leaves the metrics in `<model_dir>/result`."""
     import tensorflow as tf
 
@@ -113,13 +115,13 @@ def train(library, data, model_dir, seed):
         config=config(model_dir, tf_random_seed=seed),
     )
 
-    def train_input_fn():
+    def train_input_fn() -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_tensor_slices(
             read(os.path.join(data, "train.csv"))
         )
         return dataset.shuffle(30_000, seed).repeat().batch(BATCH)
 
-    def eval_input_fn():
+    def eval_input_fn() -> tf.data.Dataset:
         features, labels = read(os.path.join(data, "eval.csv"))
         dataset = tf.data.Dataset.from_tensor_slices((features, labels))
         return dataset.batch(512)
@@ -135,7 +137,7 @@ def train(library, data, model_dir, seed):
             json.dump(plain, file)
 
 
-def auc(command, library, data, seed):
+def auc(command: Sequence[str], library: str, data: str, seed: int) -> float:
     """The AUC of one training in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         options = ["--train", library, "--data", data, "--seed", str(seed)]
@@ -152,7 +154,8 @@ def auc(command, library, data, seed):
             return json.load(file)["auc"]
 
 
-def main():
+def main() -> None:
+    """Runs all of them, or (in a process that this started) one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--peer")

@@ -148,7 +148,10 @@ def combined(**kwargs):
     ("estimator", "expected"),
     [
         # TF 2.15's, see its linear.py, dnn.py and dnn_linear_combined.py.
-        (lambda: canned.LinearRegressor(linear_columns(), "m"), [("Ftrl", 0.2)]),
+        (
+            lambda: canned.LinearRegressor(linear_columns(), "m"),
+            [("Ftrl", 0.2)],
+        ),
         (
             lambda: canned.LinearRegressor(
                 [fc.numeric_column(f"x{i}") for i in range(100)],
@@ -359,7 +362,7 @@ def served(estimator, directory, *names):
         example(x=[-2.0], f=["z"], g=[4]),
         example(x=[0.5], g=[3]),  # What is missing is not there.
     ]
-    inputs = dict.fromkeys(names, {"inputs": strings})
+    inputs = {name: {"inputs": strings} for name in names}
     inputs["predict"] = {"examples": strings}
     inputs["serve"] = {k: v[:, np.newaxis] for k, v in RAW.items()}
     results = serve(path, *inputs.items())

@@ -62,8 +62,7 @@ def checkpoint(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("estimator") / "model.ckpt")
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variables = {
-            name: tf.compat.v1.Variable(value)
-            for name, value in values.items()
+            name: tf.compat.v1.Variable(value) for name, value in values.items()
         }
         session.run(tf.compat.v1.global_variables_initializer())
         saver = tf.compat.v1.train.Saver(variables)

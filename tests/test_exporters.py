@@ -1,26 +1,19 @@
 import json
 import os
-import re
-import time
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from serving_checks import example, serve
-from small_models import examples, logistic
+from small_models import logistic
 
-import tfdist
-from tfdist import exporters
+from tfdist import exporters, serving
 from tfdist.exporters import (
     BestExporter,
     Exporter,
     FinalExporter,
     LatestExporter,
-    export_saved_model,
-    list_exports,
 )
-from tfdist.serving import Serving
+from tfdist.saved_models import list_exports
 
 
 @pytest.fixture(scope="module")
@@ -28,253 +21,16 @@ def model():
     return logistic()
 
 
-def with_names(trained):
-    inputs = keras.Input([4], name="features")
-    return keras.Model(inputs, {"probabilities": trained(inputs)})
-
-
-# What is exported.
-
-
-def test_a_keras_model_is_served_from_tensors_and_examples(model, tmp_path):
-    exporter = LatestExporter("serving", with_names)
-    path = exporter.export(model, str(tmp_path / "serving"), {}, False)
-    x, _ = examples(5)
-    strings = [example(features=row.tolist()) for row in x]
-    served = serve(
-        path,
-        ("serve", {"features": x}),
-        ("serving_default", {"features": x}),
-        ("predict", {"examples": strings}),
-    )
-    expected = model.predict(x, verbose=0)
-    for method, outputs in served:
-        assert method == "tensorflow/serving/predict"
-        assert list(outputs) == ["probabilities"]
-        np.testing.assert_allclose(
-            outputs["probabilities"], expected, rtol=1e-5
-        )
-
-
-def two_towers():
-    inputs = {
-        "user": keras.Input([], dtype="int32", name="user"),
-        "words": keras.Input([2], dtype="string", name="words"),
-        "size": keras.Input([1], name="size"),
-    }
-    table = tfdist.PartitionedEmbedding(7, 3, num_shards=2)
-    words = keras.layers.Hashing(4, output_mode="multi_hot")(inputs["words"])
-    parts = [table(inputs["user"]), words, inputs["size"]]
-    output = keras.layers.Dense(2, "softmax")(keras.ops.hstack(parts))
-    return keras.Model(inputs, {"p": output})
-
-
-def classifying(trained):
-    # As a user writes one: the names of the classes are no part of the model.
-    plain = Serving.of(trained)
-
-    def predict(tensors):
-        outputs = dict(plain.predict(tensors))
-        names = tf.tile([["no", "yes"]], [tf.shape(outputs["p"])[0], 1])
-        return {**outputs, "names": names, "yes": outputs["p"][:, 1:]}
-
-    return Serving.of(
-        trained,
-        predict=predict,
-        classification=("names", "p"),
-        regression="yes",
-    )
-
-
-def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
-    keras.utils.set_random_seed(1)
-    model = two_towers()
-    path = export_saved_model(model, str(tmp_path), classifying)
-    tensors = {
-        "user": np.array([6, 0], "int32"),
-        "words": np.array([["a", "b"], ["c", ""]], object),
-        "size": np.array([[0.5], [2.0]], "float32"),
-    }
-    strings = [
-        example(user=[6], words=["a", "b"], size=[0.5]),
-        example(user=[0], words=["c", ""], size=[2.0]),
-    ]
-    expected = model({k: tf.constant(v) for k, v in tensors.items()})["p"]
-    classify, default, regress, predict, plain = serve(
-        path,
-        ("classification", {"inputs": strings}),
-        ("serving_default", {"inputs": strings}),
-        ("regression", {"inputs": strings}),
-        ("predict", {"examples": strings}),
-        ("serve", tensors),
-    )
-    assert classify[0] == default[0] == "tensorflow/serving/classify"
-    assert set(classify[1]) == {"classes", "scores"}
-    assert classify[1]["classes"].tolist() == [[b"no", b"yes"]] * 2
-    np.testing.assert_allclose(classify[1]["scores"], expected, rtol=1e-5)
-    np.testing.assert_array_equal(classify[1]["scores"], default[1]["scores"])
-    assert regress[0] == "tensorflow/serving/regress"
-    assert set(regress[1]) == {"outputs"}
-    np.testing.assert_allclose(
-        regress[1]["outputs"], expected[:, 1:], rtol=1e-5
-    )
-    for method, outputs in (predict, plain):
-        assert method == "tensorflow/serving/predict"
-        assert set(outputs) == {"p", "names", "yes"}
-        np.testing.assert_allclose(outputs["p"], expected, rtol=1e-5)
-
-
-def test_serving_of_the_model_is_the_default(model, tmp_path):
-    class Knows(keras.Model):
-        def serving(self):
-            return Serving.of(with_names(model))
-
-    knows = Knows(model.inputs, model.outputs)
-    path = export_saved_model(knows, str(tmp_path))
-    signature = tf.saved_model.load(path).signatures["serve"]
-    assert list(signature.structured_outputs) == ["probabilities"]
-
-
-def test_inputs_that_no_example_holds(tmp_path, caplog):
-    inputs = keras.Input([None, None, 3], name="image")
-    output = keras.layers.GlobalMaxPooling2D()(inputs)
-    path = export_saved_model(keras.Model(inputs, output), str(tmp_path))
-    names = set(tf.saved_model.load(path).signatures)
-    assert names == {"serve", "serving_default"}
-    assert "gets no signature for tf.Examples" in caplog.text
-
-
-def test_classification_needs_examples():
-    image = keras.Input([None, None, 3], name="image")
-    with pytest.raises(ValueError, match="need `examples`"):
-        Serving.of(keras.Model(image, {"s": image}), regression="s")
-
-
-def test_model_that_does_not_say_its_inputs(tmp_path):
-    class Own(keras.Model):
-        def call(self, x):
-            return x
-
-    own = Own()
-    own(tf.zeros([1, 2]))
-    with pytest.raises(ValueError, match="neither functional nor sequential"):
-        export_saved_model(own, str(tmp_path))
-
-
-def test_serving_model_fn_that_returns_something_else(model, tmp_path):
-    with pytest.raises(TypeError, match=r"must return a keras\.Model"):
-        export_saved_model(model, str(tmp_path), lambda model: None)
-    assert list(tmp_path.iterdir()) == []
-
-
-# Directories.
-
-
-def test_path_is_a_version_of_tensorflow_serving(model, tmp_path):
-    base = str(tmp_path / "export")
-    path = FinalExporter("final").export(model, base, {}, True)
-    assert re.fullmatch(re.escape(base) + r"/\d{10}", path)
-    assert list_exports(base) == [path]
-    assert [p.name for p in (tmp_path / "export").iterdir()] == [path[-10:]]
-
-
-def test_half_written_exports_are_not_counted(tmp_path):
-    for name in ("temp-1700000000", "1700000000", "notes", "170"):
-        (tmp_path / name).mkdir()
-    assert list_exports(str(tmp_path)) == [str(tmp_path / "1700000000")]
-    assert list_exports(str(tmp_path / "absent")) == []
-
-
-def test_number_is_greater_than_any_other(model, tmp_path):
-    later = int(time.time()) + 5000
-    (tmp_path / str(later)).mkdir()
-    path = export_saved_model(model, str(tmp_path))
-    assert os.path.basename(path) == str(later + 1)
-
-
-def test_number_that_another_process_takes_meanwhile(
-    model, tmp_path, monkeypatch
-):
-    write = exporters.serving.write
-
-    def slow_write(serving, path):
-        write(serving, path)
-        taken = tmp_path / str(int(time.time()) + 5000)
-        taken.mkdir()
-        (taken / "saved_model.pb").touch()
-
-    monkeypatch.setattr(exporters.serving, "write", slow_write)
-    path = export_saved_model(model, str(tmp_path))
-    assert list_exports(str(tmp_path))[-1] == path
-    assert os.path.exists(os.path.join(path, "variables"))
-
-
-def test_failed_export_leaves_nothing(tmp_path):
-    class Broken(keras.layers.Layer):
-        def call(self, x):
-            return x
-
-    inputs = keras.Input([4], name="x")
-    broken = Broken()
-    model = keras.Model(inputs, broken(inputs))
-
-    def fail(x):
-        raise RuntimeError("as a user's layer may")
-
-    broken.call = fail
-    with pytest.raises(RuntimeError, match="as a user's layer may"):
-        export_saved_model(model, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_dead_processes_go_after_an_hour(model, tmp_path):
-    recent = f"temp-{int(time.time()) - 600:010d}"
-    for name in ("temp-1700000000", recent, "temp-mine"):
-        (tmp_path / name).mkdir()
-    path = export_saved_model(model, str(tmp_path))
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left == {recent, "temp-mine", os.path.basename(path)}
-
-
-def test_object_store_gets_the_graph_last(model, monkeypatch):
-    moved = []
-    rename = tf.io.gfile.rename
-    monkeypatch.setattr(
-        tf.io.gfile, "rename", lambda a, b: (moved.append(b), rename(a, b))
-    )
-    path = export_saved_model(model, "ram://bucket/export")
-    assert len(moved) > 2
-    assert moved[-1] == f"{path}/saved_model.pb"
-    assert list_exports("ram://bucket/export") == [path]
-    assert tf.io.gfile.listdir("ram://bucket/export") == [path[-10:]]
-    assert "serve" in tf.saved_model.load(path).signatures
-
-
-def test_assets_extra(model, tmp_path):
-    source = tmp_path / "warmup"
-    source.write_text("requests")
-    exporter = FinalExporter(
-        "f", assets_extra={"tf_serving/requests": str(source)}
-    )
-    path = exporter.export(model, str(tmp_path / "export"), {}, True)
-    copy = os.path.join(path, "assets.extra", "tf_serving", "requests")
-    with open(copy) as file:
-        assert file.read() == "requests"
-
-
-def test_assets_extra_that_does_not_exist(model, tmp_path):
-    exporter = FinalExporter("f", assets_extra={"a": str(tmp_path / "b")})
-    with pytest.raises(FileNotFoundError, match="`assets_extra`"):
-        exporter.export(model, str(tmp_path), {}, True)
-    assert list(tmp_path.iterdir()) == []
-
-
 # When to export, and what to keep.
 
 
+@pytest.mark.usefixtures("light")
 def test_final_exporter_waits_for_the_end(model, tmp_path):
-    assert FinalExporter("f").export(model, str(tmp_path), {}, False) is None
+    exporter = FinalExporter("f")
+    assert exporter.export(model, str(tmp_path), {}, False) is None
     assert list(tmp_path.iterdir()) == []
+    path = exporter.export(model, str(tmp_path), {}, True)
+    assert list_exports(str(tmp_path)) == [path]
 
 
 @pytest.fixture
@@ -285,7 +41,7 @@ def light(monkeypatch):
         with open(os.path.join(path, "saved_model.pb"), "w"):
             pass
 
-    monkeypatch.setattr(exporters.serving, "write", write)
+    monkeypatch.setattr(serving, "write", write)
 
 
 @pytest.mark.usefixtures("light")
@@ -431,6 +187,11 @@ def test_bad_compare_fn(compare_fn, error, message):
         BestExporter(compare_fn=compare_fn)
 
 
+def test_base_class_is_abstract(model):
+    with pytest.raises(NotImplementedError):
+        Exporter("a").export(model, "", {}, True)
+
+
 @pytest.mark.parametrize("destination", ["/a", "../a", "b/../../a", "."])
 def test_bad_destination(destination):
     with pytest.raises(ValueError, match=r"inside of `assets\.extra`"):
@@ -440,8 +201,3 @@ def test_bad_destination(destination):
 def test_bad_assets_extra():
     with pytest.raises(TypeError, match="`assets_extra` must be a dictionary"):
         FinalExporter("a", assets_extra=["b"])
-
-
-def test_base_class_is_abstract(model):
-    with pytest.raises(NotImplementedError):
-        Exporter("a").export(model, "", {}, True)

@@ -179,9 +179,7 @@ def test_no_column(column):
         checked_columns("columns", [column])
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_norm": 1.0}, {"trainable": False}]
-)
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"trainable": False}])
 def test_embedding_with_an_option_that_tables_lack(options):
     column = fc.embedding_column(words(), 2, **options)
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -51,13 +51,19 @@ def test_binary_metrics_by_hand():
     ("head", "logits", "labels"),
     [
         (BinaryClassHead(), LOGITS, LABELS),
-        (MultiClassHead(3), tf.random.normal([4, 3]), tf.constant([0, 2, 1, 2])),
+        (
+            MultiClassHead(3),
+            tf.random.normal([4, 3]),
+            tf.constant([0, 2, 1, 2]),
+        ),
         (RegressionHead(2), tf.random.normal([4, 2]), tf.random.normal([4, 2])),
     ],
 )
 def test_metrics_of_parts_add_up_to_those_of_all(head, logits, labels):
     metrics = [head.metrics() for _ in range(3)]
-    for each, part in zip(metrics, (slice(4), slice(1), slice(1, 4)), strict=True):
+    for each, part in zip(
+        metrics, (slice(4), slice(1), slice(1, 4)), strict=True
+    ):
         values = head.values(head.labels(labels[part]), logits[part])
         heads.update(each, values, WEIGHTS[part])
     for name, whole in metrics[0].items():
@@ -92,7 +98,13 @@ def test_loss_of_a_batch(reduction, weights, expected):
 def test_weights_of_each_label():
     got = results(
         RegressionHead(2),
-        [(tf.constant([[1.0, 2.0]]), tf.zeros([1, 2]), tf.constant([[3.0, 1.0]]))],
+        [
+            (
+                tf.constant([[1.0, 2.0]]),
+                tf.zeros([1, 2]),
+                tf.constant([[3.0, 1.0]]),
+            )
+        ],
     )
     assert got["label/mean"] == pytest.approx((3 + 2) / 4)
     assert got["average_loss"] == pytest.approx((3 + 4) / 4)
@@ -100,7 +112,12 @@ def test_weights_of_each_label():
 
 def test_predictions_of_two_classes():
     got = BinaryClassHead(["no", "yes"]).predictions(LOGITS)
-    assert got["classes"][:, 0].numpy().tolist() == [b"yes", b"no", b"no", b"no"]
+    assert got["classes"][:, 0].numpy().tolist() == [
+        b"yes",
+        b"no",
+        b"no",
+        b"no",
+    ]
     assert got["class_ids"][:, 0].numpy().tolist() == [1, 0, 0, 0]
     assert got["all_classes"].numpy().tolist() == [[b"no", b"yes"]] * 4
     assert got["all_class_ids"].numpy().tolist() == [[0, 1]] * 4

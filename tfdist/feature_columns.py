@@ -268,9 +268,7 @@ _DENSE = {
 _KINDS = {*_CATEGORICAL, *_DENSE}
 
 
-def look_up(
-    table: PartitionedEmbedding, ids: Ids
-) -> tf.Tensor:
+def look_up(table: PartitionedEmbedding, ids: Ids) -> tf.Tensor:
     """Combines the rows of each example's ids; zeros where it has none.
 
     Args:

@@ -222,6 +222,45 @@ class RegressionHead:
         return {"predictions": logits}
 
 
+def class_head(n_classes: int, label_vocabulary: Sequence[str] | None) -> Head:
+    """The head of a classifier.
+
+    Raises:
+        ValueError: fewer than two classes, or another number of names.
+    """
+    if not isinstance(n_classes, int) or n_classes < 2:
+        raise ValueError(
+            "Argument `n_classes` must be an integer of at least 2. Received: "
+            f"n_classes={n_classes!r}."
+        )
+    if label_vocabulary is not None and (
+        not isinstance(label_vocabulary, list | tuple)
+        or len(label_vocabulary) != n_classes
+    ):
+        raise ValueError(
+            "Argument `label_vocabulary` must be a list of n_classes names. "
+            f"Received: n_classes={n_classes}, label_vocabulary="
+            f"{label_vocabulary!r}."
+        )
+    if n_classes == 2:
+        return BinaryClassHead(label_vocabulary)
+    return MultiClassHead(n_classes, label_vocabulary)
+
+
+def regression_head(label_dimension: int) -> Head:
+    """The head of a regressor.
+
+    Raises:
+        ValueError: `label_dimension` is not positive.
+    """
+    if not isinstance(label_dimension, int) or label_dimension < 1:
+        raise ValueError(
+            "Argument `label_dimension` must be a positive integer. Received: "
+            f"label_dimension={label_dimension!r}."
+        )
+    return RegressionHead(label_dimension)
+
+
 def update(
     metrics: Metrics,
     values: dict[str, tuple[Any, ...]],
@@ -317,9 +356,7 @@ def _column(y: Any, size: int) -> tf.Tensor:
     return y
 
 
-def _in_range(
-    labels: tf.Tensor, inside: tf.Tensor, interval: str
-) -> tf.Tensor:
+def _in_range(labels: tf.Tensor, inside: tf.Tensor, interval: str) -> tf.Tensor:
     """`labels`, once it is sure that each is a class."""
     if tf.executing_eagerly():
         # Only in a step. Before the first one, zeros and empty strings are

@@ -220,7 +220,12 @@ def hold(cluster: Cluster) -> None:
         except tf.errors.NotFoundError:
             holder = {}
         if any(holder.get(key) != value for key, value in own.items()):
-            if holder and probe(holder["address"]) is not TaskState.DEAD:
+            # On our own address that was a predecessor: we serve there now.
+            elsewhere = holder.get("address", cluster.address)
+            if (
+                elsewhere != cluster.address
+                and probe(elsewhere) is not TaskState.DEAD
+            ):
                 raise RuntimeError(
                     "Another chief holds this job: process {pid} on host "
                     "{host}, serving on {address}, since {since}. A cluster "

@@ -35,7 +35,7 @@ class Vocabulary:
             )
         with tf.init_scope():
             known = _fingerprints(tf.constant(words)).numpy()
-        self._order = known.argsort()
+        self._order = known.argsort().astype(np.int64)
         self._sorted = known[self._order]
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Vocabulary:
         place = tf.searchsorted(self._sorted, wanted)
         place = tf.minimum(place, len(self) - 1)
         found = tf.gather(self._sorted, place) == wanted
-        ids = tf.where(found, tf.gather(self._order.astype(np.int64), place), -1)
+        ids = tf.where(found, tf.gather(self._order, place), -1)
         return tf.reshape(ids, tf.shape(values))
 
 

@@ -1,0 +1,129 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from serving_checks import example, serve
+from small_models import examples, logistic
+
+import tfdist
+from tfdist.saved_models import export_saved_model
+from tfdist.serving import Serving
+
+
+def with_names(trained):
+    inputs = keras.Input([4], name="features")
+    return keras.Model(inputs, {"probabilities": trained(inputs)})
+
+
+def test_a_keras_model_is_served_from_tensors_and_examples(tmp_path):
+    model = logistic()
+    path = export_saved_model(model, str(tmp_path), with_names)
+    x, _ = examples(5)
+    strings = [example(features=row.tolist()) for row in x]
+    served = serve(
+        path,
+        ("serve", {"features": x}),
+        ("serving_default", {"features": x}),
+        ("predict", {"examples": strings}),
+    )
+    expected = model.predict(x, verbose=0)
+    for method, outputs in served:
+        assert method == "tensorflow/serving/predict"
+        assert list(outputs) == ["probabilities"]
+        np.testing.assert_allclose(
+            outputs["probabilities"], expected, rtol=1e-5
+        )
+
+
+def two_towers():
+    inputs = {
+        "user": keras.Input([], dtype="int32", name="user"),
+        "words": keras.Input([2], dtype="string", name="words"),
+        "size": keras.Input([1], name="size"),
+    }
+    table = tfdist.PartitionedEmbedding(7, 3, num_shards=2)
+    words = keras.layers.Hashing(4, output_mode="multi_hot")(inputs["words"])
+    parts = [table(inputs["user"]), words, inputs["size"]]
+    output = keras.layers.Dense(2, "softmax")(keras.ops.hstack(parts))
+    return keras.Model(inputs, {"p": output})
+
+
+def classifying(trained):
+    # As a user writes one: the names of the classes are no part of the model.
+    plain = Serving.of(trained)
+
+    def predict(tensors):
+        outputs = dict(plain.predict(tensors))
+        names = tf.tile([["no", "yes"]], [tf.shape(outputs["p"])[0], 1])
+        return {**outputs, "names": names, "yes": outputs["p"][:, 1:]}
+
+    return Serving.of(
+        trained,
+        predict=predict,
+        classification=("names", "p"),
+        regression="yes",
+    )
+
+
+def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
+    keras.utils.set_random_seed(1)
+    model = two_towers()
+    path = export_saved_model(model, str(tmp_path), classifying)
+    tensors = {
+        "user": np.array([6, 0], "int32"),
+        "words": np.array([["a", "b"], ["c", ""]], object),
+        "size": np.array([[0.5], [2.0]], "float32"),
+    }
+    strings = [
+        example(user=[6], words=["a", "b"], size=[0.5]),
+        example(user=[0], words=["c", ""], size=[2.0]),
+    ]
+    expected = model({k: tf.constant(v) for k, v in tensors.items()})["p"]
+    classify, default, regress, predict, plain = serve(
+        path,
+        ("classification", {"inputs": strings}),
+        ("serving_default", {"inputs": strings}),
+        ("regression", {"inputs": strings}),
+        ("predict", {"examples": strings}),
+        ("serve", tensors),
+    )
+    assert classify[0] == default[0] == "tensorflow/serving/classify"
+    assert set(classify[1]) == {"classes", "scores"}
+    assert classify[1]["classes"].tolist() == [[b"no", b"yes"]] * 2
+    np.testing.assert_allclose(classify[1]["scores"], expected, rtol=1e-5)
+    np.testing.assert_array_equal(classify[1]["scores"], default[1]["scores"])
+    assert regress[0] == "tensorflow/serving/regress"
+    assert set(regress[1]) == {"outputs"}
+    np.testing.assert_allclose(
+        regress[1]["outputs"], expected[:, 1:], rtol=1e-5
+    )
+    for method, outputs in (predict, plain):
+        assert method == "tensorflow/serving/predict"
+        assert set(outputs) == {"p", "names", "yes"}
+        np.testing.assert_allclose(outputs["p"], expected, rtol=1e-5)
+
+
+def test_inputs_that_no_example_holds(tmp_path, caplog):
+    inputs = keras.Input([None, None, 3], name="image")
+    output = keras.layers.GlobalMaxPooling2D()(inputs)
+    path = export_saved_model(keras.Model(inputs, output), str(tmp_path))
+    names = set(tf.saved_model.load(path).signatures)
+    assert names == {"serve", "serving_default"}
+    assert "gets no signature for tf.Examples" in caplog.text
+
+
+def test_classification_needs_examples():
+    image = keras.Input([None, None, 3], name="image")
+    with pytest.raises(ValueError, match="need `examples`"):
+        Serving.of(keras.Model(image, {"s": image}), regression="s")
+
+
+def test_model_that_does_not_say_its_inputs(tmp_path):
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    own = Own()
+    own(tf.zeros([1, 2]))
+    with pytest.raises(ValueError, match="neither functional nor sequential"):
+        export_saved_model(own, str(tmp_path))
