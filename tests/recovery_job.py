@@ -56,7 +56,7 @@ def input_fn(args, context):
             features, y = examples(BATCH, tf.stack([seed, worker]))
         nan = tf.where(mine & (i == args.nan_at), float("nan"), 0.0)
         beyond = tf.where(mine & (i == args.bad_id_at), ROWS, 0)
-        return {"x": features["x"] + nan, "ids": features["ids"] + beyond}, y
+        return {**features, "ids": features["ids"] + beyond}, y + nan
 
     dataset = tf.data.Dataset.counter()
     dataset = tf.data.Dataset.zip(dataset, tf.data.Dataset.random()).map(batch)

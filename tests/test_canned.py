@@ -57,16 +57,17 @@ def write_checkpoint(path, values):
 # table, tfdist moves only the rows that were looked up.)
 
 
+QUICK = ("linear sparse weighted", "combined")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "linear",
-        "linear sparse weighted",
-        "combined",
+        *QUICK,
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in GOLDEN
-            if name not in ("linear", "linear sparse weighted", "combined")
+            if name not in QUICK
         ),
     ],
 )

@@ -1,6 +1,7 @@
 import logging
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from small_models import batches, logistic
@@ -162,10 +163,10 @@ def test_hooks_and_listeners(tmp_path):
 
     listener = Listener()
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
-    last = tfdist.Estimator(model_fn, config).train(
+    made = tfdist.Estimator(model_fn, config).train(
         endless, hooks=[Stop()], saving_listeners=[listener]
     )
-    assert last == 4
+    assert checkpoint.step_of(made.latest_checkpoint()) == 4
     assert listener.steps == (0, 4)
 
 
@@ -199,6 +200,86 @@ def test_seed_makes_the_weights(tmp_path):
             )
         )
     assert weights[0] == pytest.approx(weights[1])
+
+
+# --- One method at a time ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An estimator after 12 steps, in two calls."""
+    path = tmp_path_factory.mktemp("trained")
+    made = tfdist.Estimator(model_fn, tfdist.RunConfig(path, cluster=Cluster()))
+    return made.train(endless, steps=5).train(endless, steps=7)
+
+
+def test_steps_add_up(trained):
+    assert checkpoint.step_of(trained.latest_checkpoint()) == 12
+
+
+def test_data_that_ends_begins_anew(tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config)
+    for step in (8, 16):
+        made.train(batches)
+        assert checkpoint.step_of(made.latest_checkpoint()) == step
+
+
+def test_evaluate_and_predict_agree(trained):
+    metrics = trained.evaluate(batches)
+    assert metrics["global_step"] == 12
+    examples = batches().unbatch()
+    labels = np.array([y for _, y in examples.as_numpy_iterator()])
+    predicted = np.array(list(trained.predict(batches)))
+    assert predicted.shape == labels.shape == (64, 1)
+    losses = keras.losses.binary_crossentropy(labels, predicted)
+    assert np.mean(losses) == pytest.approx(metrics["loss"], rel=1e-5)
+    whole = list(trained.predict(batches, yield_single_examples=False))
+    assert np.array_equal(np.concatenate(whole), predicted)
+    assert trained.evaluate(batches, steps=1)["loss"] != metrics["loss"]
+
+
+def test_without_a_checkpoint_the_initial_model_is_used(tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config)
+    assert made.evaluate(batches)["global_step"] == 0
+    assert len(list(made.predict(batches))) == 64
+    with pytest.raises(ValueError, match="no checkpoint"):
+        made.export_saved_model(str(tmp_path / "export"))
+    with pytest.raises(ValueError, match="no checkpoint"):
+        made.get_variable_names()
+
+
+def test_variables_of_a_checkpoint(trained):
+    names = trained.get_variable_names()
+    assert "global_step" in names
+    assert trained.get_variable_value("global_step") == 12
+    kernel = trained.get_variable_value("sequential/dense/kernel")
+    assert kernel.shape == (4, 1)
+    with pytest.raises(ValueError, match="no variable 'nothing'"):
+        trained.get_variable_value("nothing")
+
+
+def test_export(trained, tmp_path):
+    path = trained.export_saved_model(str(tmp_path))
+    served = tf.saved_model.load(path)
+    x, _ = next(iter(batches()))
+    ours = next(trained.predict(batches, yield_single_examples=False))
+    outputs = served.signatures["serving_default"](x)
+    np.testing.assert_allclose(*outputs.values(), ours, rtol=1e-6)
+
+
+def test_predict_keys(trained):
+    with pytest.raises(ValueError, match="the model has one tensor"):
+        list(trained.predict(batches, predict_keys=["a"]))
+
+
+@pytest.mark.parametrize(
+    "steps", [{"steps": 1, "max_steps": 2}, {"steps": 0}, {"max_steps": -1}]
+)
+def test_bad_steps(trained, steps):
+    with pytest.raises(ValueError, match="steps"):
+        trained.train(endless, **steps)
 
 
 # --- What is refused ---------------------------------------------------------

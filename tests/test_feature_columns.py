@@ -203,6 +203,27 @@ def test_numeric_column_that_gets_a_sparse_tensor():
         ColumnReader([column]).dense(column, {"f": feature})
 
 
+@pytest.mark.parametrize("shape", [[4, 2], [4, 2, 1]])
+def test_numeric_column_that_gets_another_shape(shape):
+    column = fc.numeric_column("f", shape=(3,))
+    with pytest.raises(ValueError, match=r"of the shape \(3,\)\. Received"):
+        ColumnReader([column]).dense(column, {"f": tf.zeros(shape)})
+
+
+def test_numeric_column_of_a_matrix():
+    column = fc.numeric_column("f", shape=(2, 3))
+    feature = tf.reshape(tf.range(12.0), [2, 2, 3])
+    got = ColumnReader([column]).dense(column, {"f": feature})
+    assert got.numpy().tolist() == [[*range(6)], [*range(6, 12)]]
+
+
+@pytest.mark.parametrize("shape", [[], [2, 3, 4]])
+def test_categorical_column_that_gets_another_shape(shape):
+    column = fc.categorical_column_with_identity("f", 3)
+    with pytest.raises(ValueError, match=r"must be a tensor \(batch,\) or"):
+        ids(column, f=tf.zeros(shape, tf.int64))
+
+
 def test_weights_of_another_form():
     column = fc.weighted_categorical_column(words(), "w")
     with pytest.raises(ValueError, match="both be sparse or both be dense"):

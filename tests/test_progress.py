@@ -71,11 +71,6 @@ def test_progress_in_a_terminal_is_one_line():
     assert text.count("\x1b[K") == 3
 
 
-def test_tells_which_tasks_are_alive():
-    text = shown(io.StringIO(), tasks_alive=lambda: "1/2 ps")
-    assert [line[-8:] for line in text.splitlines()] == [", 1/2 ps"] * 3
-
-
 @pytest.mark.parametrize(
     ("max_steps", "last_line"),
     [

@@ -118,12 +118,16 @@ def test_classification_needs_examples():
         Serving.of(keras.Model(image, {"s": image}), regression="s")
 
 
-def test_model_that_does_not_say_its_inputs(tmp_path):
+def test_model_that_does_not_know_its_inputs(tmp_path, caplog):
     class Own(keras.Model):
         def call(self, x):
-            return x
+            return 2 * x
 
     own = Own()
     own(tf.zeros([1, 2]))
     with pytest.raises(ValueError, match="neither functional nor sequential"):
-        export_saved_model(own, str(tmp_path))
+        Serving.of(own)
+    path = export_saved_model(own, str(tmp_path))
+    signatures = tf.saved_model.load(path).signatures
+    assert set(signatures) == {"serve", "serving_default"}
+    assert "gets no signature for tf.Examples" in caplog.text

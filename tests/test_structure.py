@@ -16,9 +16,9 @@ FLOORS = {
     "multi_optimizer model_parallel",
     2: "step loop recovery checkpoint session_run_hook hooks saving_hooks "
     "summary_hooks events progress early_stopping callbacks",
-    3: "session evaluation exporters serving specs",
-    4: "estimator canned launch supervisor vertex testing __init__ "
-    "estimator_checkpoint feature_columns heads keras_columns networks "
+    3: "session evaluation exporters saved_models serving specs",
+    4: "estimator training canned launch supervisor vertex testing __init__ "
+    "canned_model estimator_checkpoint feature_columns heads keras_columns networks "
     "vocabulary",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}

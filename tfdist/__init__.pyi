@@ -8,7 +8,6 @@ from .early_stopping import stop_if_no_decrease_hook as stop_if_no_decrease_hook
 from .early_stopping import stop_if_no_increase_hook as stop_if_no_increase_hook
 from .embedding import PartitionedEmbedding as PartitionedEmbedding
 from .estimator import Estimator as Estimator
-from .estimator import train_and_evaluate as train_and_evaluate
 from .exporters import Exporter as Exporter
 from .exporters import FinalExporter as FinalExporter
 from .exporters import LatestExporter as LatestExporter
@@ -47,3 +46,4 @@ from .summary_hooks import ProfilerHook as ProfilerHook
 from .summary_hooks import StalenessHook as StalenessHook
 from .summary_hooks import StepCounterHook as StepCounterHook
 from .summary_hooks import SummarySaverHook as SummarySaverHook
+from .training import train_and_evaluate as train_and_evaluate

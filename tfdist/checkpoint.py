@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import optimizers, slots
@@ -275,6 +276,12 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     }
 
 
+def load_variable(path: str, name: str) -> np.ndarray:
+    """The value of a variable in checkpoint `path`, whatever its shards."""
+    key = name.replace(".", "..").replace("/", ".S")
+    return tf.train.load_variable(path, f"{_PREFIX}{key}{_SUFFIX}")
+
+
 def step_of(path: str) -> int:
     """The step at which checkpoint `path` was written."""
-    return int(tf.train.load_variable(path, f"{_PREFIX}{GLOBAL_STEP}{_SUFFIX}"))
+    return int(load_variable(path, GLOBAL_STEP))

@@ -1,27 +1,25 @@
-"""`train_and_evaluate`: one program, every task of a job.
+"""`Estimator`: a model function and where its checkpoints are.
 
-The top of tfdist. Which part of the job this process does is read from the
-environment (`Cluster.from_env()`), as `tf.estimator` did; the parts themselves
-are the layers below, each usable alone.
+As `tf.estimator.Estimator`, whose `model_fn` returned an `EstimatorSpec`; here
+it returns a compiled Keras model. Each method builds the model anew and reads
+its variables from a checkpoint: what is in the directory is the state.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import os
 import random
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, evaluation, planner, servers
+from tfdist import checkpoint, planner
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.evaluation import Evaluator
@@ -29,16 +27,18 @@ from tfdist.hooks import NanTensorHook, StopAtStepHook
 from tfdist.loop import CoordinatedLoop, LocalLoop, Loop
 from tfdist.plans import Plan
 from tfdist.progress import ProgressHook
+from tfdist.saved_models import ServingModelFn, export_saved_model
 from tfdist.saving_hooks import CheckpointSaverHook, CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession, Trainable
 from tfdist.session_run_hook import SessionRunHook
 from tfdist.specs import (
-    EvalSpec,
     InputFn,
     RunConfig,
-    TrainSpec,
+    check_at_least,
     check_callable,
     check_type,
+    with_context,
+    without_context,
 )
 from tfdist.step import ModelStep
 from tfdist.strategy import placed_scope, placement_by_name
@@ -87,59 +87,57 @@ class Estimator:
     def train(
         self,
         input_fn: InputFn,
+        hooks: Iterable[SessionRunHook] | None = None,
+        steps: int | None = None,
         max_steps: int | None = None,
-        hooks: Iterable[SessionRunHook] = (),
-        saving_listeners: Iterable[CheckpointSaverListener] = (),
-    ) -> int:
-        """Trains from the latest checkpoint, if any, to `max_steps`.
+        saving_listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> Estimator:
+        """Trains from the latest checkpoint, if there is one.
 
         Must be called on the chief of a cluster or in a single process.
 
+        Args:
+            input_fn: As for `TrainSpec`.
+            hooks: As for `TrainSpec`.
+            steps: Steps to run from the latest checkpoint on. A process that
+                dies and is started again begins to count anew: jobs that may
+                be use `max_steps`.
+            max_steps: Step at which training ends; if the checkpoint is there
+                already, a warning says so. Neither: until the data ends.
+            saving_listeners: Told of each checkpoint.
+
         Returns:
-            The global step at the end.
+            This estimator.
+
+        Raises:
+            ValueError: both `steps` and `max_steps`, or one not positive; a
+                checkpoint of another model.
         """
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                "Only one of `steps` and `max_steps` can be given. Received: "
+                f"steps={steps}, max_steps={max_steps}."
+            )
+        check_at_least("steps", steps, 1)
+        check_at_least("max_steps", max_steps, 1)
         config = self.config
         self._seed()
         _check_writable(self.model_dir)
+        if steps is not None:
+            path = self.latest_checkpoint()
+            max_steps = steps + (checkpoint.step_of(path) if path else 0)
         saver = CheckpointSaverHook(
             self.model_dir,
             save_steps=config.save_checkpoints_steps,
             save_secs=config.checkpoint_secs,
-            listeners=list(saving_listeners),
+            listeners=list(saving_listeners or ()),
             max_to_keep=config.keep_checkpoint_max,
             keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
         )
-        directory, every = self.model_dir, config.log_step_count_steps
-        # At multiples of their intervals, where TF1 began at step 1: so they
-        # cut the steps into the same pieces as the checkpoints.
-        own: list[SessionRunHook] = [
-            StepCounterHook(
-                every, output_dir=directory, at_first_step=False, log=False
-            ),
-            _LogStart(max_steps),
-            NanTensorHook(),
-            ProgressHook(
-                every,
-                max_steps=max_steps,
-                tasks_alive=lambda: session.tasks_alive(),
-            ),
-        ]
-        if config.save_summary_steps:
-            own.append(
-                SummarySaverHook(
-                    config.save_summary_steps,
-                    output_dir=directory,
-                    at_first_step=False,
-                )
-            )
-        if max_steps is not None:
-            own.append(StopAtStepHook(last_step=max_steps))
-        if config.cluster.role == "chief":
-            own.append(StalenessHook(directory, every))
-        with MonitoredTrainingSession(
+        hooks = [*self._own_hooks(max_steps), saver, *(hooks or ())]
+        session = MonitoredTrainingSession(
             lambda strategy: self._build(strategy, input_fn),
             checkpoint_dir=self.model_dir,
-            chief_only_hooks=[*own, saver],
             hooks=hooks,
             save_checkpoint_secs=None,
             save_checkpoint_steps=None,
@@ -148,10 +146,175 @@ class Estimator:
             max_wait_secs=config.session_creation_timeout_secs,
             max_to_keep=config.keep_checkpoint_max,
             cluster=config.cluster,
-        ) as session:
+        )
+        with session:
             while not session.should_stop():
                 session.run()
-        return session.step
+        return self
+
+    def _own_hooks(self, max_steps: int | None) -> list[SessionRunHook]:
+        """All of the chief's hooks but the one that saves.
+
+        They act at multiples of their intervals, where TF1 began at step 1: so
+        they cut the steps into the same pieces as the checkpoints.
+        """
+        directory, every = self.model_dir, self.config.log_step_count_steps
+        hooks: list[SessionRunHook] = [
+            _LogStart(max_steps),
+            NanTensorHook(),
+            StepCounterHook(
+                every, output_dir=directory, at_first_step=False, log=False
+            ),
+            ProgressHook(every, max_steps=max_steps),
+        ]
+        if self.config.save_summary_steps:
+            hooks.append(
+                SummarySaverHook(
+                    self.config.save_summary_steps,
+                    output_dir=directory,
+                    at_first_step=False,
+                )
+            )
+        if self.config.cluster.role == "chief":
+            hooks.append(StalenessHook(directory, every))
+        if max_steps is not None:
+            hooks.append(StopAtStepHook(last_step=max_steps))
+        return hooks
+
+    def evaluate(
+        self,
+        input_fn: InputFn,
+        steps: int | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, float]:
+        """Metrics of a checkpoint, in this process.
+
+        Args:
+            input_fn: Returns the dataset, one pass over which is an
+                evaluation.
+            steps: Batches to read at most; None for all.
+            checkpoint_path: Default: the latest; without any, the model as it
+                is initialized.
+            name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
+
+        Returns:
+            Metric name to value, `loss` and `global_step` among them.
+        """
+        evaluator = Evaluator(
+            self.model_fn,
+            without_context(input_fn),
+            self.model_dir,
+            steps=steps,
+            name=name,
+        )
+        return evaluator.evaluate(checkpoint_path or self.latest_checkpoint())
+
+    def predict(
+        self,
+        input_fn: InputFn,
+        predict_keys: Sequence[str] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Yields the model's outputs, in this process.
+
+        Args:
+            input_fn: Returns a dataset of batches, as for training; only the
+                features are read.
+            predict_keys: Of a model whose output is a dictionary, the keys to
+                yield. Default: all.
+            checkpoint_path: Default: the latest; without any, the model as it
+                is initialized.
+            yield_single_examples: Whether to yield an example at a time, else
+                a batch.
+
+        Yields:
+            What the model returns, as NumPy arrays, without the batch
+            dimension if `yield_single_examples`.
+
+        Raises:
+            ValueError: the output has no such key.
+        """
+        model = self._restored(checkpoint_path)
+        call = tf.function(lambda x: model(x, training=False))
+        for batch in without_context(input_fn)():
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            outputs = call(x)
+            if predict_keys is not None:
+                outputs = _chosen(outputs, predict_keys)
+            outputs = tf.nest.map_structure(lambda t: t.numpy(), outputs)
+            if not yield_single_examples:
+                yield outputs
+                continue
+            for i in range(len(tf.nest.flatten(outputs)[0])):
+                yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
+
+    def export_saved_model(
+        self,
+        export_dir_base: str,
+        serving_model_fn: ServingModelFn | None = None,
+        assets_extra: Mapping[str, str] | None = None,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Exports a checkpoint to `<export_dir_base>/<time>`.
+
+        Args:
+            export_dir_base: Directory of exports.
+            serving_model_fn: As for `tfdist.Exporter`.
+            assets_extra: As for `tfdist.Exporter`.
+            checkpoint_path: Default: the latest.
+
+        Returns:
+            The directory of the SavedModel.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        if not (checkpoint_path or self.latest_checkpoint()):
+            raise ValueError(
+                f"There is no checkpoint in {self.model_dir!r} to export."
+            )
+        return export_saved_model(
+            self._restored(checkpoint_path),
+            export_dir_base,
+            serving_model_fn,
+            assets_extra,
+        )
+
+    def get_variable_names(self) -> list[str]:
+        """Names of the variables in the latest checkpoint, slots included."""
+        return sorted(checkpoint.saved_shapes(self._checkpoint()))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """The value of a variable in the latest checkpoint.
+
+        Raises:
+            ValueError: there is no such variable, or no checkpoint.
+        """
+        names = self.get_variable_names()
+        if name not in names:
+            raise ValueError(
+                f"The latest checkpoint has no variable {name!r}. It has: "
+                f"{names}."
+            )
+        return checkpoint.load_variable(self._checkpoint(), name)
+
+    def _checkpoint(self) -> str:
+        path = self.latest_checkpoint()
+        if path is None:
+            raise ValueError(f"There is no checkpoint in {self.model_dir!r}.")
+        return path
+
+    def _restored(self, path: str | None) -> keras.Model:
+        """The model in this process, from a checkpoint if there is one."""
+        reset_object_names()
+        model = self.model_fn()
+        path = path or self.latest_checkpoint()
+        if path:
+            variables = checkpoint.named_variables(model, optimizer=False)
+            checkpoint.restore(path, variables)
+        return model
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.
@@ -207,7 +370,7 @@ class Estimator:
         global_step: tf.Variable,
         input_fn: InputFn,
     ) -> Loop:
-        input_fn = _with_context(input_fn)
+        input_fn = with_context(input_fn)
         dataset = input_fn(tf.distribute.InputContext())
         step = ModelStep(
             model,
@@ -242,123 +405,6 @@ class Estimator:
         else:
             random.seed(seed)
             np.random.seed(seed)
-
-
-def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, float] | None, list[str | None]]:
-    """Does this process's part of the job.
-
-    As `tf.estimator.train_and_evaluate`. The chief (or the only process)
-    trains; a separate evaluator task evaluates, else the chief does so after
-    each checkpoint; workers and parameter servers serve and, unlike in TF1,
-    end by themselves when the chief is done. The chief leaves last.
-
-    Args:
-        estimator: The model and configuration.
-        train_spec: What to train on.
-        eval_spec: What to evaluate on.
-
-    Returns:
-        The final metrics and the paths of the last exports, on the chief and
-        in a single process; `(None, [])` in the other tasks (and on the chief
-        when the evaluator did not finish in time).
-
-    Raises:
-        TypeError: an argument of another type.
-    """
-    for name, value, wanted in (
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
-    ):
-        check_type(name, value, wanted)
-    cluster = estimator.config.cluster
-    if cluster.role in ("worker", "ps"):
-        servers.serve(cluster)
-        return None, []
-    evaluator = Evaluator(
-        estimator.model_fn,
-        eval_spec.input_fn,
-        estimator.model_dir,
-        steps=eval_spec.steps,
-        name=eval_spec.name,
-        exporters=eval_spec.exporters,
-    )
-    if cluster.role == "evaluator":
-        evaluator.run_continuously(
-            train_spec.max_steps,
-            eval_spec.start_delay_secs,
-            eval_spec.throttle_secs,
-        )
-        return evaluator.metrics, evaluator.exports
-    result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
-    if cluster.role == "chief":
-        # Only now: after an error the servers wait for the chief's restart.
-        servers.release(servers.server_tasks(cluster))
-    return result
-
-
-def _train_and_evaluate(
-    estimator: Estimator,
-    train_spec: TrainSpec,
-    eval_spec: EvalSpec,
-    evaluator: Evaluator,
-) -> tuple[dict[str, float] | None, list[str | None]]:
-    """The chief's part."""
-    config = estimator.config
-    separate = config.cluster.has_evaluator
-    listeners = []
-    if not separate:
-        listeners.append(
-            _EvaluateAfterSave(evaluator, eval_spec, train_spec.max_steps)
-        )
-    last_step = estimator.train(
-        train_spec.input_fn,
-        train_spec.max_steps,
-        train_spec.hooks,
-        listeners,
-    )
-    evaluation.announce_end(config.model_dir, last_step)
-    if separate:
-        result = evaluation.wait_for_result(
-            config.model_dir,
-            eval_spec.name,
-            last_step,
-            config.evaluator_timeout_secs,
-        )
-        return (result["metrics"], result["exports"]) if result else (None, [])
-    if evaluator.evaluated != estimator.latest_checkpoint():
-        evaluator.evaluate(estimator.latest_checkpoint())
-    evaluator.export(is_the_final_export=True)
-    evaluator.publish()
-    return evaluator.metrics, evaluator.exports
-
-
-class _EvaluateAfterSave(CheckpointSaverListener):
-    """Evaluates on the chief, where there is no evaluator task."""
-
-    def __init__(
-        self, evaluator: Evaluator, eval_spec: EvalSpec, max_steps: int | None
-    ) -> None:
-        self._evaluator = evaluator
-        self._max_steps = max_steps
-        self._throttle_secs = eval_spec.throttle_secs
-        self._not_before = 0.0
-
-    def after_save(
-        self, session: MonitoredTrainingSession, global_step_value: int
-    ) -> None:
-        """Evaluates what was saved, unless it is the last one or too soon."""
-        at_start = not session.secs_in_steps
-        at_end = session.should_stop() or global_step_value == self._max_steps
-        if at_start or at_end or time.monotonic() < self._not_before:
-            return
-        self._not_before = time.monotonic() + self._throttle_secs
-        path = tf.train.latest_checkpoint(session.checkpoint_dir)
-        self._evaluator.evaluate(path)
-        self._evaluator.export(is_the_final_export=False)
-        self._evaluator.publish()
 
 
 class _LogStart(SessionRunHook):
@@ -421,14 +467,18 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} GB"
 
 
-def _with_context(
-    input_fn: InputFn,
-) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """The user's input function, made to take an `InputContext`."""
-    parameters = inspect.signature(input_fn).parameters.values()
-    if any(p.default is p.empty for p in parameters):
-        return input_fn
-    return lambda context: input_fn()
+def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """The entries of a model's output that are asked for."""
+    missing = [k for k in keys if not isinstance(outputs, Mapping)] or [
+        k for k in keys if k not in outputs
+    ]
+    if missing:
+        has = sorted(outputs) if isinstance(outputs, Mapping) else "one tensor"
+        raise ValueError(
+            "Argument `predict_keys` must name outputs of the model. Received: "
+            f"predict_keys={list(keys)}; the model has {has}."
+        )
+    return {key: outputs[key] for key in keys}
 
 
 def _check_writable(model_dir: str) -> None:

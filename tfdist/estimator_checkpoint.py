@@ -1,6 +1,6 @@
 """Weights of a TF Estimator's checkpoint, read into a canned model.
 
-    here                           TF 1.15 and 2.15
+    here                           TF 2.15
     linear/<column>/embeddings     linear/linear_model/<column>/weights
     linear/<column>/kernel         linear/linear_model/<column>/weights
     linear/bias_weights            linear/linear_model/bias_weights
@@ -31,8 +31,8 @@ _RULES = (
         r"linear/linear_model/\1/weights",
     ),
     (
-        r"^(dnn|linear)/input_layer/([^/]+)/embeddings$",
-        r"\1/input_from_feature_columns/input_layer/\2/embedding_weights",
+        r"^dnn/input_layer/([^/]+)/embeddings$",
+        r"dnn/input_from_feature_columns/input_layer/\1/embedding_weights",
     ),
     (r"^dnn/batchnorm_(\d+)/", r"dnn/hiddenlayer_\1/batchnorm_\1/"),
 )

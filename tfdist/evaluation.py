@@ -62,23 +62,27 @@ class Evaluator:
         self.metrics: dict[str, float] = {}
         self.exports: list[str | None] = []
 
-    def evaluate(self, path: str) -> dict[str, float]:
-        """Metrics of checkpoint `path`, `loss` and `global_step` among them."""
+    def evaluate(self, path: str | None) -> dict[str, float]:
+        """Metrics of checkpoint `path`, `loss` and `global_step` among them.
+
+        Without one, of the model as it is initialized.
+        """
         dataset = self._input_fn()
         if self._steps is not None:
             dataset = dataset.take(self._steps)
         self._build(dataset.element_spec)
-        variables = checkpoint.named_variables(
-            self._step.model, optimizer=False
-        )
-        checkpoint.restore(path, variables)
+        if path:
+            variables = checkpoint.named_variables(
+                self._step.model, optimizer=False
+            )
+            checkpoint.restore(path, variables)
         states = self._step.zero_states()
         for batch in dataset:
             states = self._evaluate_batch(batch, states)
         self.metrics = self._step.result(self._step.pack(states).numpy())
         if not self.metrics:
             raise ValueError("The evaluation input has no batch.")
-        self.metrics["global_step"] = checkpoint.step_of(path)
+        self.metrics["global_step"] = checkpoint.step_of(path) if path else 0
         self.evaluated = path
         self._report()
         return self.metrics

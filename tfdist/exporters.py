@@ -190,7 +190,7 @@ class BestExporter(Exporter):
     export left beside it the file is ignored: delete the directory
     `<model_dir>/export/<name>` to begin anew.
 
-    >>> exporter = tfdist.BestExporter(
+    >>> exporter = BestExporter(
     ...     "best_auc",
     ...     compare_fn=lambda best_eval_result, current_eval_result: (
     ...         current_eval_result["auc"] > best_eval_result["auc"]))

@@ -8,7 +8,8 @@ need it.
 
 A feature is a tensor `(batch,)` or `(batch, n)`, where `""` and `-1` stand for
 "missing" in a categorical column, or a `tf.SparseTensor` or `tf.RaggedTensor`
-`(batch, None)`.
+`(batch, None)`. As in TF, a cross of features by their names crosses what is
+missing in a dense tensor as well; one of columns does not.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class ColumnReader:
         return Ids(ids, present=present)
 
     def _numeric(self, column: Column, features: Features) -> tf.Tensor:
-        values = _raw(features, column.key)
+        values = _raw(features, column.key, rank=None)
         if isinstance(values, tf.SparseTensor):
             raise ValueError(
                 f"Numeric column {column.key!r} must get a dense tensor. "
@@ -212,8 +213,15 @@ class ColumnReader:
             )
         if column.normalizer_fn is not None:
             values = column.normalizer_fn(values)
+        size = math.prod(column.shape)
+        if values.shape[1:].num_elements() not in (None, size):
+            raise ValueError(
+                f"Numeric column {column.key!r} takes examples of the shape "
+                f"{column.shape}. Received a batch of the shape "
+                f"{values.shape}."
+            )
         return tf.reshape(
-            tf.cast(values, tf.float32), [-1, math.prod(column.shape)]
+            tf.cast(values, tf.float32), [tf.shape(values)[0], size]
         )
 
     def _bucketized(self, column: Column, features: Features) -> tf.Tensor:
@@ -365,8 +373,10 @@ def _words(column: Column) -> list:
     return words if column.dtype == tf.string else [int(w) for w in words]
 
 
-def _raw(features: Features, key: str) -> tf.Tensor | tf.SparseTensor:
-    """A feature, of rank 2 at least."""
+def _raw(
+    features: Features, key: str, rank: int | None = 2
+) -> tf.Tensor | tf.SparseTensor:
+    """A feature, of rank 2, or of any more if `rank` is None."""
     if key not in features:
         raise ValueError(
             f"Feature {key!r} is missing. The input function gave: "
@@ -374,11 +384,17 @@ def _raw(features: Features, key: str) -> tf.Tensor | tf.SparseTensor:
         )
     value = features[key]
     if isinstance(value, tf.RaggedTensor):
-        return value.to_sparse()
-    if isinstance(value, tf.SparseTensor):
-        return value
-    value = tf.convert_to_tensor(value)
-    return value[:, tf.newaxis] if value.shape.rank == 1 else value
+        value = value.to_sparse()
+    if not isinstance(value, tf.SparseTensor):
+        value = tf.convert_to_tensor(value)
+        if value.shape.rank == 1:
+            value = value[:, tf.newaxis]
+    if value.shape.rank < 2 or rank not in (None, value.shape.rank):
+        raise ValueError(
+            f"Feature {key!r} must be a tensor (batch,) or (batch, n). "
+            f"Received the shape {value.shape}."
+        )
+    return value
 
 
 def _each(column: Column, features: Features, function: Callable) -> Ids:

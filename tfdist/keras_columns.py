@@ -28,7 +28,7 @@ def feature_column(
     """The column that makes of a feature what a preprocessing layer does.
 
     >>> layer = keras.layers.Discretization([0.0, 1.0])
-    >>> tfdist.keras_columns.feature_column("size", layer).boundaries
+    >>> feature_column("size", layer).boundaries
     (0.0, 1.0)
 
     Which id a word gets may differ: it is first a word of the vocabulary, then

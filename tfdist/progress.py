@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tfdist.session_run_hook import (
@@ -28,8 +27,6 @@ class ProgressHook(TimedHook):
         stream: Where to; a terminal gets one line that is overwritten.
             Default: standard output.
         max_steps: Step at which training ends, if it is known.
-        tasks_alive: Says which tasks are alive (`2/2 ps, 3/3 workers`), shown
-            at the end of the line.
     """
 
     def __init__(
@@ -38,12 +35,10 @@ class ProgressHook(TimedHook):
         stream: TextIO | None = None,
         *,
         max_steps: int | None = None,
-        tasks_alive: Callable[[], str] | None = None,
     ) -> None:
         super().__init__(SecondOrStepTimer(every_steps=log_steps))
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
-        self._tasks_alive = tasks_alive
         self._secs_before = 0.0
         self._logs: dict[str, float] = {}
         self._lines = 0
@@ -86,7 +81,7 @@ class ProgressHook(TimedHook):
             steps / max(secs, 1e-9),
             self._logs,
             with_time_left=with_time_left and session.step != self._max_steps,
-            tasks_alive=self._tasks_alive() if self._tasks_alive else "",
+            tasks_alive=session.tasks_alive(),
         )
         # The cursor goes back, so that whatever comes next replaces the line.
         terminal = self._stream.isatty()

@@ -67,7 +67,10 @@ def export_saved_model(
             target = os.path.join(temporary, "assets.extra", destination)
             tf.io.gfile.makedirs(os.path.dirname(target))
             tf.io.gfile.copy(source, target)
-        serving.write(served, temporary)
+        if isinstance(served, Serving):
+            serving.write(served, temporary)
+        else:
+            served.export(temporary, format="tf_saved_model", verbose=False)
         return _publish(temporary, export_dir_base)
     finally:
         if tf.io.gfile.exists(temporary):
@@ -85,15 +88,18 @@ def list_exports(export_path: str) -> list[str]:
 
 def _served(
     model: keras.Model, serving_model_fn: ServingModelFn | None
-) -> Serving:
+) -> Serving | keras.Model:
+    """What to write; a model that does not know its inputs as it is."""
     served = model
     if serving_model_fn is not None:
         served = serving_model_fn(model)
-    elif hasattr(model, "serving"):
+    elif callable(getattr(model, "serving", None)):
         served = model.serving()
     if isinstance(served, keras.Model):
-        return Serving.of(served)
-    if not isinstance(served, Serving):
+        if serving.describes_itself(served):
+            return Serving.of(served)
+        serving.warn_of_no_examples(served, "it does not know its inputs")
+    elif not isinstance(served, Serving):
         raise TypeError(
             "The `serving_model_fn` must return a keras.Model or a "
             f"tfdist.Serving. Received: {served!r}."

@@ -85,6 +85,9 @@ class Serving:
         Args:
             model: The model.
             **kwargs: Attributes, where they shall differ.
+
+        Raises:
+            ValueError: the model does not know its inputs.
         """
         structure = _symbols(model)
         # Names: the keys of a dictionary, else those of the inputs.
@@ -119,18 +122,26 @@ class Serving:
         return cls(**{**made, **kwargs})
 
 
+def describes_itself(model: keras.Model) -> bool:
+    """Whether a model knows its inputs: a functional or sequential one does."""
+    if isinstance(model, keras.Sequential):
+        return True
+    try:
+        return model.input is not None
+    except (AttributeError, ValueError):
+        return False
+
+
 def _symbols(model: keras.Model) -> Any:
     """The symbolic inputs, in the structure in which the model takes them."""
-    if isinstance(model, keras.Sequential):
-        return model.inputs[0]
-    try:
-        return model.input
-    except (AttributeError, ValueError) as error:
+    if not describes_itself(model):
         raise ValueError(
             f"Model {model.name!r} does not say what its inputs are: it is "
-            "neither functional nor sequential. Give the exporter a "
-            "`serving_model_fn` that returns one, or a `tfdist.Serving`."
-        ) from error
+            "neither functional nor sequential."
+        )
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0]
+    return model.input
 
 
 def feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
@@ -223,12 +234,19 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
     if serving.examples:
         endpoints["predict"] = (predict, _strings("examples"))
     else:
-        _log.warning(
-            "Model %r gets no signature for tf.Examples: its inputs have "
-            "unknown dimensions.",
-            serving.model.name,
-        )
+        warn_of_no_examples(serving.model, "its inputs have unknown dimensions")
     return endpoints
+
+
+def warn_of_no_examples(model: keras.Model, reason: str) -> None:
+    """Says that a signature is missing, and why."""
+    _log.warning(
+        "The export of model %r gets no signature for tf.Examples: %s. A "
+        "`serving_model_fn` that returns a tfdist.Serving can say what they "
+        "hold.",
+        model.name,
+        reason,
+    )
 
 
 def _strings(name: str) -> tf.TensorSpec:

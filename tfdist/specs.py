@@ -7,6 +7,7 @@ computes is no part of them.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
+from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.variables import VariableSpec
 
 InputFn = Callable[..., tf.data.Dataset]
@@ -89,7 +91,7 @@ class RunConfig:
             ("session_creation_timeout_secs", 0),
             ("evaluator_timeout_secs", 0),
         ):
-            _check_at_least(name, getattr(self, name), least)
+            check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
 
     @property
@@ -112,19 +114,25 @@ class TrainSpec:
         max_steps: Step at which training ends; None: when the data ends.
         hooks: Run after tfdist's own; those written for TF1 that touch no
             graph run as they are.
+        saving_listeners: Told of each checkpoint, before it is evaluated.
     """
 
     input_fn: InputFn
     max_steps: int | None = None
     hooks: tuple[tf.compat.v1.train.SessionRunHook, ...] = ()
+    saving_listeners: tuple[CheckpointSaverListener, ...] = ()
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
-        _check_at_least("max_steps", self.max_steps, 1)
+        check_at_least("max_steps", self.max_steps, 1)
         hooks = tuple(self.hooks)
         for hook in hooks:
             check_type("hooks", hook, tf.compat.v1.train.SessionRunHook)
         object.__setattr__(self, "hooks", hooks)
+        listeners = tuple(self.saving_listeners)
+        for listener in listeners:
+            check_type("saving_listeners", listener, CheckpointSaverListener)
+        object.__setattr__(self, "saving_listeners", listeners)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +140,7 @@ class EvalSpec:
     """What to evaluate on, as `tf.estimator.EvalSpec`.
 
     Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches; takes nothing.
+        input_fn: Returns a `tf.data.Dataset` of batches.
         steps: Batches per evaluation at most; None: the whole dataset.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
         exporters: Exporters run after each evaluation.
@@ -150,13 +158,31 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
-        _check_at_least("steps", self.steps, 1)
-        _check_at_least("start_delay_secs", self.start_delay_secs, 0)
-        _check_at_least("throttle_secs", self.throttle_secs, 0)
+        check_at_least("steps", self.steps, 1)
+        check_at_least("start_delay_secs", self.start_delay_secs, 0)
+        check_at_least("throttle_secs", self.throttle_secs, 0)
         exporters = self.exporters
         if isinstance(exporters, Exporter):
             exporters = (exporters,)
         object.__setattr__(self, "exporters", _checked(exporters))
+
+
+def takes_context(input_fn: InputFn) -> bool:
+    """Whether an input function has an argument without a default."""
+    parameters = inspect.signature(input_fn).parameters.values()
+    return any(p.default is p.empty for p in parameters)
+
+
+def with_context(input_fn: InputFn) -> InputFn:
+    """The user's input function, made to take an `InputContext`."""
+    return input_fn if takes_context(input_fn) else lambda context: input_fn()
+
+
+def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
+    """The user's input function, made to take nothing."""
+    if not takes_context(input_fn):
+        return input_fn
+    return lambda: input_fn(tf.distribute.InputContext())
 
 
 def _directory(path: str | os.PathLike) -> str:
@@ -176,7 +202,8 @@ def _directory(path: str | os.PathLike) -> str:
     return path.rstrip("/") or "/"
 
 
-def _check_at_least(name: str, value: float | None, least: float) -> None:
+def check_at_least(name: str, value: float | None, least: float) -> None:
+    """Raises unless `value` is None or a number of at least `least`."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
