@@ -26,6 +26,7 @@ PUBLIC = [
     "PartitionedEmbedding",
     "Estimator",
     "train_and_evaluate",
+    "BestExporter",
     "Exporter",
     "FinalExporter",
     "LatestExporter",

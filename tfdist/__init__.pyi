@@ -8,6 +8,7 @@ from .early_stopping import stop_if_no_decrease_hook as stop_if_no_decrease_hook
 from .early_stopping import stop_if_no_increase_hook as stop_if_no_increase_hook
 from .embedding import PartitionedEmbedding as PartitionedEmbedding
 from .estimator import Estimator as Estimator
+from .exporters import BestExporter as BestExporter
 from .exporters import Exporter as Exporter
 from .exporters import FinalExporter as FinalExporter
 from .exporters import LatestExporter as LatestExporter

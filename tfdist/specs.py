@@ -94,6 +94,21 @@ class RunConfig:
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
 
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy in which some fields have other values.
+
+        As in TF1, a new `save_checkpoints_steps` drops
+        `save_checkpoints_secs`, and the other way round.
+
+        Raises:
+            TypeError: there is no such field.
+        """
+        one, other = "save_checkpoints_steps", "save_checkpoints_secs"
+        for given, dropped in ((one, other), (other, one)):
+            if changes.get(given) is not None:
+                changes.setdefault(dropped, None)
+        return dataclasses.replace(self, **changes)
+
     @property
     def checkpoint_secs(self) -> float | None:
         """Seconds between checkpoints; None where steps decide."""
