@@ -24,8 +24,8 @@ import tensorflow as tf
 from benchmarks.ps_harness import BATCH, DIM, IDS
 from tfdist import checkpoint, optimizers, servers
 from tfdist.cluster import Cluster
+from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.embedding import PartitionedEmbedding
-from tfdist.loop import CoordinatedLoop
 from tfdist.step import ModelStep
 from tfdist.strategy import parameter_server_strategy, placed_scope
 

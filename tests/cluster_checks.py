@@ -10,7 +10,8 @@ from small_models import examples, logistic
 
 from tfdist import checkpoint, optimizers, servers
 from tfdist.cluster import Cluster
-from tfdist.loop import CoordinatedLoop, EndOfInput
+from tfdist.coordinated_loop import CoordinatedLoop
+from tfdist.loop import EndOfInput
 from tfdist.step import ModelStep
 from tfdist.strategy import parameter_server_strategy, placed_scope
 

@@ -17,12 +17,19 @@ class CountingLoop:
     def __init__(self, global_step, loss, fail_at):
         self.global_step, self.loss, self.fail_at = global_step, loss, fail_at
 
-    def run(self, num_steps, watch=lambda: None):
+    @property
+    def step(self):
+        return int(self.global_step.numpy())
+
+    def run(self, num_steps, watch=lambda: None, ahead=0):
         step = int(self.global_step.assign_add(num_steps))
         if self.fail_at and step >= self.fail_at[0]:
             del self.fail_at[0]
             raise tf.errors.UnavailableError(None, None, "a server is gone")
         return {"loss": self.loss(step)}
+
+    def settle(self, watch=lambda: None):
+        pass
 
     def staleness(self):
         return None

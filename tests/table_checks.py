@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist import PartitionedEmbedding, checkpoint, optimizers, servers
 from tfdist._private import reset_object_names
 from tfdist.cluster import Cluster
-from tfdist.loop import CoordinatedLoop
+from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.placement import (
     GreedyLoadBalancingStrategy,
     RandomStrategy,

@@ -16,6 +16,12 @@ ROOT = Path(tfdist.__file__).parent.parent
 
 PUBLIC = [
     "KerasCallbackHook",
+    "DNNClassifier",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedRegressor",
+    "DNNRegressor",
+    "LinearClassifier",
+    "LinearRegressor",
     "Cluster",
     "replica_device_setter",
     "make_early_stopping_hook",
@@ -25,7 +31,6 @@ PUBLIC = [
     "stop_if_no_increase_hook",
     "PartitionedEmbedding",
     "Estimator",
-    "train_and_evaluate",
     "BestExporter",
     "Exporter",
     "FinalExporter",
@@ -47,6 +52,7 @@ PUBLIC = [
     "ProgressHook",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
+    "Serving",
     "MonitoredTrainingSession",
     "Trainable",
     "SecondOrStepTimer",
@@ -59,6 +65,7 @@ PUBLIC = [
     "StalenessHook",
     "StepCounterHook",
     "SummarySaverHook",
+    "train_and_evaluate",
 ]
 
 MODULES = sorted(

@@ -54,7 +54,10 @@ def test_when_to_save(kwargs, trigger):
 def test_replace():
     made = config(save_checkpoints_steps=5, log_step_count_steps=7)
     by_time = made.replace(save_checkpoints_secs=9)
-    assert (by_time.save_checkpoints_steps, by_time.checkpoint_secs) == (None, 9)
+    assert (by_time.save_checkpoints_steps, by_time.checkpoint_secs) == (
+        None,
+        9,
+    )
     assert by_time.log_step_count_steps == 7
     assert made.replace(model_dir="b/").model_dir == "b"
     with pytest.raises(ValueError, match="keep_checkpoint_max"):

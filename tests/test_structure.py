@@ -14,7 +14,7 @@ FLOORS = {
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels "
     "multi_optimizer model_parallel",
-    2: "step loop recovery checkpoint session_run_hook hooks saving_hooks "
+    2: "step loop coordinated_loop recovery checkpoint session_run_hook hooks saving_hooks "
     "summary_hooks events progress early_stopping callbacks",
     3: "session evaluation exporters saved_models serving specs",
     4: "estimator training canned launch supervisor vertex testing __init__ "

@@ -1,4 +1,14 @@
 from .callbacks import KerasCallbackHook as KerasCallbackHook
+from .canned import DNNClassifier as DNNClassifier
+from .canned import (
+    DNNLinearCombinedClassifier as DNNLinearCombinedClassifier,
+)
+from .canned import (
+    DNNLinearCombinedRegressor as DNNLinearCombinedRegressor,
+)
+from .canned import DNNRegressor as DNNRegressor
+from .canned import LinearClassifier as LinearClassifier
+from .canned import LinearRegressor as LinearRegressor
 from .cluster import Cluster as Cluster
 from .device_setter import replica_device_setter as replica_device_setter
 from .early_stopping import make_early_stopping_hook as make_early_stopping_hook
@@ -35,6 +45,7 @@ from .placement import byte_size_load_fn as byte_size_load_fn
 from .progress import ProgressHook as ProgressHook
 from .saving_hooks import CheckpointSaverHook as CheckpointSaverHook
 from .saving_hooks import CheckpointSaverListener as CheckpointSaverListener
+from .serving import Serving as Serving
 from .session import MonitoredTrainingSession as MonitoredTrainingSession
 from .session import Trainable as Trainable
 from .session_run_hook import SecondOrStepTimer as SecondOrStepTimer

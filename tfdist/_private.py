@@ -155,14 +155,6 @@ def schedule(
     coordinator._cluster.schedule(call, args=args, kwargs=None)
 
 
-def wait_for_dispatches(coordinator: ClusterCoordinator, secs: float) -> bool:
-    """As `coordinator.join()`, for so many seconds; whether all are done.
-
-    The public method waits for ever when a server is frozen.
-    """
-    return coordinator._cluster.closure_queue.wait(timeout=secs)
-
-
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:
     """Ends the coordinator's threads, as its destructor would.
 

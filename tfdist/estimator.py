@@ -22,9 +22,10 @@ import tensorflow as tf
 from tfdist import checkpoint, planner
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
+from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
 from tfdist.hooks import NanTensorHook, StopAtStepHook
-from tfdist.loop import CoordinatedLoop, LocalLoop, Loop
+from tfdist.loop import LocalLoop, Loop
 from tfdist.plans import Plan
 from tfdist.progress import ProgressHook
 from tfdist.saved_models import ServingModelFn, export_saved_model
@@ -237,10 +238,9 @@ class Estimator:
             ValueError: the output has no such key.
         """
         model = self._restored(checkpoint_path)
-        call = tf.function(lambda x: model(x, training=False))
+        call = tf.function(model.predict_step, reduce_retracing=True)
         for batch in without_context(input_fn)():
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            outputs = call(x)
+            outputs = call(batch)
             if predict_keys is not None:
                 outputs = _chosen(outputs, predict_keys)
             outputs = tf.nest.map_structure(lambda t: t.numpy(), outputs)

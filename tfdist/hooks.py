@@ -50,6 +50,8 @@ class StopAtStepHook(SessionRunHook):
         ValueError: both or neither are given, or one is not positive.
     """
 
+    wants_none_under_way = True
+
     def __init__(
         self, num_steps: int | None = None, last_step: int | None = None
     ) -> None:

@@ -57,6 +57,8 @@ class CheckpointSaverHook(TimedHook):
             or one is not positive.
     """
 
+    wants_none_under_way = True
+
     def __init__(
         self,
         checkpoint_dir: str,
@@ -102,6 +104,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves when the timer triggers."""
         session = run_context.session
         if self._timer.should_trigger_for_step(session.step):
+            session.settle()
             self._timer.update_last_triggered_step(session.step)
             if self._save(session):
                 run_context.request_stop()

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
+_NAME_BYTES = 1000
 _POLL_SECS = 0.2
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
@@ -233,7 +234,8 @@ def hold(cluster: Cluster) -> None:
                     "its own for this job.".format(**holder)
                 )
             own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            tf.io.write_file(_CHIEF, json.dumps(own))
+            # TensorFlow writes over such a file without cutting what is left.
+            tf.io.write_file(_CHIEF, json.dumps(own).ljust(_NAME_BYTES))
 
 
 def refuse_second_chief(cluster: Cluster) -> None:

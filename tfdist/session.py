@@ -74,6 +74,7 @@ _log = logging.getLogger(__name__)
 Hook = tf.compat.v1.train.SessionRunHook
 
 _CHUNK_SECS = 2.0
+_MANY = 1 << 60
 USE_DEFAULT: Any = object()
 """An argument that was not given, where None means something."""
 
@@ -286,6 +287,7 @@ class MonitoredTrainingSession:
         if self._closed:
             raise RuntimeError("The session is closed already.")
         try:
+            self.settle()
             for hook in self.hooks:
                 hook.end(self)
             self._coord.request_stop()
@@ -322,6 +324,11 @@ class MonitoredTrainingSession:
         """Updates by their staleness; None where there is none."""
         return self._loop.staleness()
 
+    def settle(self) -> None:
+        """Waits for the steps that are under way; `step` then counts them."""
+        self._loop.settle(self._watch)
+        self.step = self._loop.step
+
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
         return self._health.alive() if self._health else ""
@@ -355,7 +362,7 @@ class MonitoredTrainingSession:
             tf.compat.v1.train.SessionRunArgs(None), self
         )
         asked = [(hook, hook.before_run(context)) for hook in self.hooks]
-        first_step = int(self.global_step.numpy())
+        first_step = self._loop.step
         logs = self._run_steps(first_step)
         if self.step > first_step or not self._input_ended:
             for hook, args in asked:
@@ -370,6 +377,7 @@ class MonitoredTrainingSession:
             self.request_stop()
         self._failures.report(self.step)
         if self._sigterm.received:
+            self.settle()
             for hook in self.hooks:
                 if hasattr(hook, "on_preemption"):
                     hook.on_preemption(self)
@@ -379,11 +387,12 @@ class MonitoredTrainingSession:
     def _run_steps(self, first_step: int) -> dict[str, float]:
         start = time.monotonic()
         try:
-            logs = self._loop.run(self._num_steps(first_step), self._watch)
+            num_steps, ahead = self._num_steps(first_step)
+            logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
             self._input_ended = True
             logs = end.logs
-        self.step = int(self.global_step.numpy())
+        self.step = self._loop.step
         secs = time.monotonic() - start
         self.secs_in_steps += secs
         if self._input_ended:
@@ -391,15 +400,24 @@ class MonitoredTrainingSession:
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
 
-    def _num_steps(self, step: int) -> int:
-        """As many as every hook allows, and about two seconds' worth."""
+    def _num_steps(self, step: int) -> tuple[int, int]:
+        """Steps to run, and how many more may be under way then.
+
+        As many as every hook allows, and about two seconds' worth.
+        """
         if isinstance(self._loop, _FunctionLoop):
-            return 1
-        wishes = [max(100, int(self._steps_per_sec * _CHUNK_SECS))]
+            return 1, 0
+        soon = max(100, int(self._steps_per_sec * _CHUNK_SECS))
+        until = _MANY
         for hook in self.hooks:
             ask = getattr(hook, "steps_until_next", lambda step: None)
-            wishes.append(ask(step))
-        return min(wish for wish in wishes if wish is not None)
+            wish = ask(step)
+            if wish is None:
+                continue
+            soon = min(soon, wish)
+            if getattr(hook, "wants_none_under_way", False):
+                until = min(until, wish)
+        return soon, max(0, until - soon)
 
     def _watch(self) -> None:
         """What is looked at while others work."""
@@ -456,13 +474,13 @@ class MonitoredTrainingSession:
         trainable = self._build(strategy)
         self._check_same_variables(trainable)
         is_loop = hasattr(trainable.step, "run")
-        loop = trainable.step if is_loop else _FunctionLoop(trainable.step)
+        loop = trainable.step if is_loop else _FunctionLoop(trainable)
         self._loop, self._trainable = loop, trainable
         self._failures.lap("built")
         if self.checkpoint_dir:
             self._restore()
             self._failures.lap("restored")
-        self.step = int(self.global_step.numpy())
+        self.settle()
         for hook in self.hooks:
             hook.after_create_session(self, self._coord)
 
@@ -543,17 +561,29 @@ class _FunctionLoop:
 
     iterator = None
 
-    def __init__(self, step: Callable[[], Mapping[str, Any]]) -> None:
-        self._step = step
+    def __init__(self, trainable: Trainable) -> None:
+        self._function = trainable.step
+        self._global_step = trainable.global_step
+
+    @property
+    def step(self) -> int:
+        """The value of the step counter."""
+        return int(self._global_step.numpy())
 
     def run(
-        self, num_steps: int, watch: Callable[[], None] = lambda: None
+        self,
+        num_steps: int,
+        watch: Callable[[], None] = lambda: None,
+        ahead: int = 0,
     ) -> dict[str, float]:
         """Runs the function; returns what its last call did."""
         logs: Mapping[str, Any] = {}
         for _ in range(num_steps):
-            logs = self._step() or {}
+            logs = self._function() or {}
         return {name: float(value) for name, value in logs.items()}
+
+    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+        """No step is ever under way."""
 
     def staleness(self) -> None:
         """Not known."""

@@ -38,7 +38,14 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     When `before_run` returns None, `run_values.results` are the logs of the
     steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
     each leaf replaced by its value.
+
+    Attributes:
+        wants_none_under_way: Whether, after the steps that `steps_until_next`
+            allowed, no other step may be under way on a worker. Else some are,
+            so that workers need not wait for the slowest.
     """
+
+    wants_none_under_way = False
 
     def steps_until_next(self, step: int) -> int | None:
         """How many steps may run before the next call; None for any number.

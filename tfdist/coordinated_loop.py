@@ -1,0 +1,330 @@
+"""Steps on the workers of a `ParameterServerStrategy`."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _private
+from tfdist.fence import Generations
+from tfdist.loop import Dispatches, EndOfInput, dispatch_size, logs_of
+from tfdist.step import ModelStep
+
+InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+_WATCH_SECS = 0.5
+
+
+class CoordinatedLoop:
+    """Steps on the workers of a `ParameterServerStrategy`.
+
+    Workers take dispatches from one queue as they become free, so none waits
+    for another: a slow one holds the others up only where somebody wants no
+    step under way (`Loop.run`, `ahead`).
+
+    A dispatch runs once. If its worker dies, some of its steps may have been
+    applied: `global_step`, which counts where updates land, tells how many are
+    missing, and other dispatches make up for those. Their metrics are lost.
+    In the step in which it dies, a worker may have reached some servers and
+    not others; it counts if it reached the one that holds `global_step`.
+
+    Training goes on until the data of every worker has ended. The dispatch in
+    which a worker's data ends would lose its other steps, so data of finite or
+    unknown length runs one step per dispatch.
+
+    Args:
+        step: The step; the variables live on the parameter servers.
+        global_step: Scalar int64 variable on a parameter server.
+        input_fn: From an `InputContext` to the dataset of one worker; called
+            while the dataset is traced, `input_pipeline_id` is a scalar
+            tensor.
+        num_workers: Number of workers.
+        steps_per_dispatch: Steps in one dispatch. Default: by
+            `automatic_steps_per_dispatch`.
+        strategy: The strategy.
+    """
+
+    iterator = None  # Each worker has its own, which dies with it.
+
+    def __init__(
+        self,
+        step: ModelStep,
+        global_step: tf.Variable,
+        input_fn: InputFn,
+        *,
+        strategy: tf.distribute.ParameterServerStrategy,
+        num_workers: int,
+        steps_per_dispatch: int | None = None,
+    ) -> None:
+        tf.get_logger().addFilter(_is_news)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(
+            strategy
+        )
+        self._step = step
+        self._global_step = global_step
+        self._generations = Generations(_ps_devices())
+        example = input_fn(tf.distribute.InputContext())
+        self._dispatches = Dispatches(
+            step,
+            dispatch_size(step, example, steps_per_dispatch),
+            self._generations.fence,
+        )
+        dataset = self._coordinator.create_per_worker_dataset(
+            lambda: input_fn(worker_context(num_workers))
+        )
+        self._iterator = iter(dataset)
+        self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
+        self._crew = _Crew(num_workers)
+        self._most_ahead = 2 * num_workers * self._dispatches.full
+        self._pending: list[_Dispatch] = []
+        # Whether only `global_step` knows how many steps are applied: at the
+        # start, when it may yet be restored, and after a dispatch was lost.
+        self._uncertain = True
+        self._settled: Any = 0.0
+        self.step = self._next_step = 0
+
+    def run(
+        self,
+        num_steps: int,
+        watch: Callable[[], None] = lambda: None,
+        ahead: int = 0,
+    ) -> dict[str, float]:
+        """See `Loop.run`."""
+        if self._uncertain and not self._pending:
+            self._count_anew()
+        total, self._settled = self._settled, 0.0
+        target = self.step + num_steps
+        limit = target + min(ahead, self._most_ahead)
+        while self.step < target:
+            exhausted = self._crew.all_exhausted()
+            if exhausted and not self._pending:
+                raise EndOfInput(logs_of(total, self._step))
+            if not (exhausted or self._uncertain):
+                self._hand_out_up_to(limit)
+            total += self._collect(watch)
+        return logs_of(total, self._step)
+
+    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+        """See `Loop.settle`; the next run returns their metrics too."""
+        while self._pending or self._uncertain:
+            self._settled += self._collect(watch)
+
+    def staleness(self) -> np.ndarray:
+        """See `Loop.staleness`."""
+        return self._step.staleness.histogram()
+
+    def close(self) -> None:
+        """Ends the coordinator's threads."""
+        _private.stop_coordinator(self._coordinator)
+
+    def _hand_out_up_to(self, limit: int) -> None:
+        """Makes sure that the steps before `limit` are done or under way."""
+        under_way = sum(dispatch.size for dispatch in self._pending)
+        for size in self._dispatches.sizes(limit - self.step - under_way):
+            self._hand_out(self._next_step, size)
+            self._next_step += size
+
+    def _hand_out(self, first_step: int, size: int) -> None:
+        args = (
+            tf.constant(first_step, tf.int64),
+            tf.constant(float(self._generations.current)),
+        )
+        function = self._traced(size, *args)
+        dispatch = _Dispatch(self._crew, function, args, first_step, size)
+        self._crew.add()
+        self._pending.append(dispatch)
+        _private.schedule(self._coordinator, dispatch, self._iterator)
+
+    def _collect(self, watch: Callable[[], None]) -> Any:
+        """Waits for a dispatch to end; returns the states of its steps."""
+        if not self._pending:
+            self._count_anew()
+            return 0.0
+        self._crew.wait(lambda: any(d.outcome for d in self._pending))
+        watch()
+        self._coordinator.done()  # Raises what a dispatch has raised.
+        over = next((d for d in self._pending if d.outcome), None)
+        if over is None:
+            return 0.0
+        self._pending.remove(over)
+        if over.outcome is _Outcome.DONE:
+            self.step += over.size
+            return over.packed
+        if over.outcome is _Outcome.LOST:
+            self._uncertain = True
+        elif not self._crew.all_exhausted():
+            self._hand_out(over.first_step, over.size)
+        return 0.0
+
+    def _count_anew(self) -> None:
+        """Finds out what was applied, once nothing is under way any more.
+
+        A worker that is only believed dead may still have a part of a
+        dispatch: what it sends from now on is refused.
+        """
+        self._generations.advance()
+        self.step = self._next_step = int(self._global_step.numpy())
+        self._uncertain = False
+
+    def _traced(
+        self, size: int, *args: tf.Tensor
+    ) -> tf.types.experimental.ConcreteFunction:
+        """A dispatch of `size` steps, traced once on this thread."""
+        if size not in self._concrete:
+            self._concrete[size] = _private.trace(
+                self._coordinator,
+                self._dispatches[size],
+                self._iterator,
+                *args,
+            )
+        return self._concrete[size]
+
+
+class _Outcome(enum.Enum):
+    """How a dispatch ended."""
+
+    DONE = "its steps are applied"
+    SKIPPED = "its worker's data has ended; none of its steps is applied"
+    LOST = "its worker is gone; some of its steps may be applied"
+
+
+class _Crew:
+    """What the threads that carry out dispatches share with the loop.
+
+    The coordinator has one thread for each worker.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._changed = threading.Condition()
+        self._exhausted: set[int] = set()
+        self._under_way = 0
+        self._kept = 0
+
+    def add(self) -> None:
+        """A dispatch is handed out."""
+        with self._changed:
+            self._under_way += 1
+
+    def remove(self) -> None:
+        """A dispatch has ended."""
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition, for half a second at most."""
+        with self._changed:
+            self._changed.wait_for(condition, timeout=_WATCH_SECS)
+
+    def mark_exhausted(self) -> None:
+        """The data of the calling thread's worker has ended."""
+        self._exhausted.add(threading.get_ident())
+
+    def is_exhausted(self) -> bool:
+        """Whether the data of the calling thread's worker has ended."""
+        return threading.get_ident() in self._exhausted
+
+    def all_exhausted(self) -> bool:
+        """Whether the data of every worker has ended."""
+        return len(self._exhausted) >= self._num_workers
+
+    def leave_to_others(self) -> None:
+        """Keeps the calling thread from taking dispatches others could do."""
+        with self._changed:
+            self._kept += 1
+            self._changed.wait_for(
+                lambda: self._under_way <= self._kept or self.all_exhausted(),
+                timeout=_WATCH_SECS,
+            )
+            self._kept -= 1
+
+
+class _Dispatch:
+    """Some steps on whichever worker is free, at most once.
+
+    Attributes:
+        first_step: Number of the first of its steps.
+        size: How many.
+        outcome: How it ended; None until then.
+        packed: Metric states of the steps, if it is done.
+    """
+
+    def __init__(
+        self,
+        crew: _Crew,
+        function: tf.types.experimental.ConcreteFunction,
+        args: tuple[tf.Tensor, ...],
+        first_step: int,
+        size: int,
+    ) -> None:
+        self.first_step, self.size = first_step, size
+        self.outcome: _Outcome | None = None
+        self.packed: np.ndarray | None = None
+        self._crew = crew
+        self._function = function
+        self._args = args
+        self._started = False
+
+    def __call__(self, iterator: Iterator) -> None:
+        """Runs on a thread of the coordinator, for that thread's worker.
+
+        The coordinator calls again, for another worker, what has failed.
+        """
+        if self._started:
+            self._end(_Outcome.LOST)
+        elif self._crew.is_exhausted():
+            self._crew.leave_to_others()
+            self._end(_Outcome.SKIPPED)
+        else:
+            self._started = True
+            self._run(iterator)
+
+    def _run(self, iterator: Iterator) -> None:
+        try:
+            self.packed = self._function(iterator, *self._args).numpy()
+        except tf.errors.OutOfRangeError:
+            self._crew.mark_exhausted()
+            self._end(_Outcome.SKIPPED)
+        else:
+            self._end(_Outcome.DONE)
+
+    def _end(self, outcome: _Outcome) -> None:
+        self.outcome = outcome
+        self._crew.remove()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of TensorFlow's log says what is not said elsewhere.
+
+    The coordinator logs a lost task's error with the whole traceback, once for
+    each dispatch. A loss is reported by `tfdist.health` and `tfdist.session`,
+    any other error is raised.
+    """
+    return record.module != "cluster_coordinator"
+
+
+def worker_context(num_workers: int) -> tf.distribute.InputContext:
+    """Which part of the data a worker reads (design decision D11).
+
+    Must be called while a per-worker dataset is traced; `tf.distribute` itself
+    would say that every worker is pipeline 0 of 1.
+    """
+    index = tf.distribute.coordinator.experimental_get_current_worker_index()
+    return tf.distribute.InputContext(
+        num_input_pipelines=num_workers,
+        input_pipeline_id=index,
+        num_replicas_in_sync=1,
+    )
+
+
+def _ps_devices() -> list[str]:
+    """The device of each parameter server that this process is connected to."""
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+    return [name for name in devices if name.startswith("/job:ps/")]
