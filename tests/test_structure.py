@@ -12,14 +12,13 @@ FLOORS = {
     0: "cluster processes faults placement partition inputs variables lookups "
     "packing branch_and_bound splitting plans planner device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
-    "optimizers slots kernels "
-    "multi_optimizer model_parallel",
-    2: "step loop coordinated_loop recovery checkpoint session_run_hook hooks saving_hooks "
-    "summary_hooks events progress early_stopping callbacks",
+    "optimizers slots kernels multi_optimizer model_parallel",
+    2: "step loop coordinated_loop recovery checkpoint session_run_hook hooks "
+    "saving_hooks summary_hooks events progress early_stopping callbacks",
     3: "session evaluation exporters saved_models serving specs",
-    4: "estimator training canned launch supervisor vertex testing __init__ "
-    "canned_model estimator_checkpoint feature_columns heads keras_columns networks "
-    "vocabulary",
+    4: "estimator training canned canned_model heads networks vocabulary "
+    "feature_columns keras_columns estimator_checkpoint launch testing "
+    "supervisor vertex __init__",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
 
