@@ -18,8 +18,12 @@ from tfdist.fence import Fence
 from tfdist.step import ModelStep
 
 
-class EndOfInput(Exception):  # noqa: N818
-    """The input is exhausted; no error, as `StopIteration` is none. `logs` are those of the steps that ran."""
+class EndOfInput(Exception):
+    """The input is exhausted; no error, as `StopIteration` is none.
+
+    Attributes:
+        logs: Loss and metrics of the steps that ran.
+    """
 
     def __init__(self, logs: dict[str, float]) -> None:
         super().__init__("The training input is exhausted.")
