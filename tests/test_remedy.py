@@ -1,0 +1,102 @@
+"""What is decided about a failure, without a cluster."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist import recovery, staleness
+from tfdist._private import COORDINATOR_ERRORS
+from tfdist.fence import Generations
+from tfdist.health import Loss, ServerLostError
+from tfdist.recovery import Remedy
+
+DEAD, FROZEN = {"ps:0": Loss.DEAD}, {"ps:0": Loss.DEAD, "ps:1": Loss.FROZEN}
+
+
+def op_error(kind, message="m"):
+    return getattr(tf.errors, kind)(None, None, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "failures", "expected"),
+    [
+        (op_error("AbortedError"), {}, 0, Remedy.REBUILD),
+        (op_error("UnavailableError"), {}, 0, Remedy.REBUILD),
+        (ServerLostError(DEAD), DEAD, 0, Remedy.REBUILD),
+        (op_error("NotFoundError"), DEAD, 0, Remedy.REBUILD),
+        (op_error("NotFoundError"), FROZEN, 0, Remedy.RESTART),
+        (op_error("AbortedError"), {}, 3, Remedy.RESTART),
+        (op_error("AbortedError"), {}, 10, Remedy.RAISE),
+        (op_error("InvalidArgumentError"), {}, 0, Remedy.RAISE),
+        (
+            op_error("InvalidArgumentError", "Unable to find a context_id"),
+            {},
+            0,
+            Remedy.REBUILD,
+        ),
+        (ValueError("the user's"), DEAD, 0, Remedy.RAISE),
+        *(
+            (error(cause), {}, 0, expected)
+            for error in COORDINATOR_ERRORS
+            for cause, expected in [
+                (op_error("UnavailableError"), Remedy.REBUILD),
+                (op_error("DataLossError"), Remedy.RAISE),
+            ]
+        ),
+    ],
+)
+def test_remedy(error, lost, failures, expected):
+    assert recovery.remedy(error, lost, failures) is expected
+
+
+def test_an_interactive_process_is_not_replaced(monkeypatch):
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with pytest.raises(RuntimeError, match=r"ps:1 froze\. An interactive"):
+        recovery.restart_process("ps:1 froze")
+
+
+def test_a_server_is_named():
+    message = str(ServerLostError(FROZEN))
+    assert message == "ps:0 is not up; ps:1 does not answer"
+
+
+def test_only_the_current_generation_passes():
+    device = tf.constant(0).device
+    generations = Generations([device])
+
+    @tf.function
+    def update(variable, generation):
+        fence = generations.fence(generation)
+        with tf.control_dependencies([fence.check(device, generation)]):
+            variable.assign_add(1)
+
+    counter = tf.Variable(0)
+    first, second = tf.constant(0.0), tf.constant(1.0)
+    update(counter, first)
+    generations.advance()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="came back"):
+        update(counter, first)
+    update(counter, second)
+    assert counter.numpy() == 2
+
+
+@given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 100))
+def test_percentiles_are_those_of_numpy(values, percent):
+    histogram = np.bincount(values, minlength=12)
+    expected = np.percentile(values, percent, method="inverted_cdf")
+    assert staleness.percentile(histogram, percent) == expected
+
+
+def test_updates_of_others_are_counted():
+    global_step = tf.Variable(0, dtype=tf.int64)
+    counter = staleness.StalenessCounter(global_step)
+    for others in (0, 3, 3, 1000):
+        before = counter.read()
+        global_step.assign_add(others + 1)
+        counter.count(before)
+    histogram = counter.histogram()
+    assert histogram.sum() == 4
+    assert list(np.flatnonzero(histogram)) == [0, 3, staleness.MAX_STALENESS]
+    assert histogram[3] == 2
