@@ -66,6 +66,7 @@ PUBLIC = [
     "StepCounterHook",
     "SummarySaverHook",
     "train_and_evaluate",
+    "WarmStartSettings",
 ]
 
 MODULES = sorted(

@@ -15,7 +15,7 @@ FLOORS = {
     "optimizers slots kernels multi_optimizer model_parallel",
     2: "step loop coordinated_loop recovery checkpoint session_run_hook hooks "
     "saving_hooks summary_hooks events progress early_stopping callbacks",
-    3: "session evaluation exporters saved_models serving specs",
+    3: "session warm_start evaluation exporters saved_models serving specs",
     4: "estimator training canned canned_model heads networks vocabulary "
     "feature_columns keras_columns estimator_checkpoint launch testing "
     "supervisor vertex __init__",

@@ -59,3 +59,4 @@ from .summary_hooks import StalenessHook as StalenessHook
 from .summary_hooks import StepCounterHook as StepCounterHook
 from .summary_hooks import SummarySaverHook as SummarySaverHook
 from .training import train_and_evaluate as train_and_evaluate
+from .warm_start import WarmStartSettings as WarmStartSettings

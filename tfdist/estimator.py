@@ -49,6 +49,7 @@ from tfdist.summary_hooks import (
     SummarySaverHook,
 )
 from tfdist.variables import describe
+from tfdist.warm_start import WarmStartHook, WarmStartSettings
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +63,17 @@ class Estimator:
         model_fn: Returns a compiled, built Keras model. Called inside the
             strategy's scope, and again for each rebuilt copy.
         config: The configuration.
+        warm_start_from: Where a new job takes its weights from: a checkpoint,
+            a directory of such, or `WarmStartSettings`. Default: they are
+            initialized.
     """
 
-    def __init__(self, model_fn: ModelFn, config: RunConfig) -> None:
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        config: RunConfig,
+        warm_start_from: WarmStartSettings | str | None = None,
+    ) -> None:
         check_callable("model_fn", model_fn)
         if isinstance(model_fn, keras.Model):
             raise TypeError(
@@ -73,6 +82,7 @@ class Estimator:
                 f"the model {model_fn.name!r}."
             )
         check_type("config", config, RunConfig)
+        self._warm_start = warm_start_from and WarmStartHook(warm_start_from)
         self.model_fn = model_fn
         self.config = config
 
@@ -168,6 +178,8 @@ class Estimator:
             ),
             ProgressHook(every, max_steps=max_steps),
         ]
+        if self._warm_start:
+            hooks.append(self._warm_start)
         if self.config.save_summary_steps:
             hooks.append(
                 SummarySaverHook(

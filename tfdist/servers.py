@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
-_NAME_BYTES = 1000
 _POLL_SECS = 0.2
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
@@ -217,7 +216,9 @@ def hold(cluster: Cluster) -> None:
     }
     with tf.device("/job:ps/task:0/device:CPU:0"):
         try:
-            holder = json.loads(tf.io.read_file(_CHIEF).numpy())
+            # TensorFlow appends to a file in memory, whatever it is told.
+            names = tf.io.read_file(_CHIEF).numpy().splitlines()
+            holder = json.loads(names[-1])
         except tf.errors.NotFoundError:
             holder = {}
         if any(holder.get(key) != value for key, value in own.items()):
@@ -234,8 +235,7 @@ def hold(cluster: Cluster) -> None:
                     "its own for this job.".format(**holder)
                 )
             own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            # TensorFlow writes over such a file without cutting what is left.
-            tf.io.write_file(_CHIEF, json.dumps(own).ljust(_NAME_BYTES))
+            tf.io.write_file(_CHIEF, json.dumps(own) + "\n")
 
 
 def refuse_second_chief(cluster: Cluster) -> None:

@@ -1,0 +1,112 @@
+import keras
+import numpy as np
+import pytest
+from small_models import batches, logistic
+
+import tfdist
+from tfdist import checkpoint
+from tfdist.cluster import Cluster
+from tfdist.warm_start import WarmStartSettings
+
+KERNEL, BIAS = "sequential/dense/kernel", "sequential/dense/bias"
+
+
+def endless():
+    return batches().repeat()
+
+
+def model_fn(hidden=None):
+    layers = [keras.layers.Dense(4, name=hidden)] if hidden else []
+    return logistic(keras.optimizers.Adam(0.1), hidden=layers)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("old"))
+    config = tfdist.RunConfig(path, cluster=Cluster())
+    return tfdist.Estimator(model_fn, config).train(endless, steps=5)
+
+
+def started(path, warm_start_from, model_fn=model_fn):
+    """The weights of a new job before its first step."""
+    config = tfdist.RunConfig(path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config, warm_start_from=warm_start_from)
+    made.train(endless, steps=1)
+    first = tfdist.Estimator(model_fn, config)
+    saved = f"{path}/model.ckpt-0"
+    return {
+        name: checkpoint.load_variable(saved, name)
+        for name in first.get_variable_names()
+    }
+
+
+def test_all_weights_and_nothing_else(old, tmp_path):
+    values = started(tmp_path, old.model_dir)
+    for name in (KERNEL, BIAS):
+        assert np.array_equal(values[name], old.get_variable_value(name))
+    assert values["global_step"] == 0
+    assert values["adam/iteration"] == 0
+    assert not values[f"{KERNEL}/adam/momentum"].any()
+
+
+def test_some_of_them(old, tmp_path):
+    path = old.latest_checkpoint()
+    values = started(tmp_path, WarmStartSettings(path, [".*kernel"]))
+    assert np.array_equal(values[KERNEL], old.get_variable_value(KERNEL))
+    assert not values[BIAS].any()
+    assert old.get_variable_value(BIAS).any()
+
+
+def test_renamed(old, tmp_path):
+    def renamed():
+        output = keras.layers.Dense(1, "sigmoid", name="output")
+        model = keras.Sequential([keras.Input([4]), output], name="other")
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    names = {"other/output/kernel": KERNEL, "other/output/bias": BIAS}
+    settings = WarmStartSettings(old.model_dir, var_name_to_prev_var_name=names)
+    values = started(tmp_path, settings, renamed)
+    for new, before in names.items():
+        assert np.array_equal(values[new], old.get_variable_value(before))
+
+
+def test_a_job_that_goes_on_keeps_its_own(old, tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config, warm_start_from=old.model_dir)
+    made.train(endless, steps=3)
+    before = made.get_variable_value(KERNEL)
+    made.train(endless, max_steps=3)
+    assert np.array_equal(made.get_variable_value(KERNEL), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (lambda d: f"{d}/nothing", "no checkpoint to start warm from"),
+        (lambda d: WarmStartSettings(d, "nothing"), "must name variables"),
+        (
+            lambda d: WarmStartSettings(
+                d, var_name_to_prev_var_name={"nothing": KERNEL}
+            ),
+            "must name variables",
+        ),
+    ],
+)
+def test_bad_settings(old, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        started(tmp_path, settings(old.model_dir))
+
+
+def test_another_shape(old, tmp_path):
+    names = {"sequential/hidden/kernel": KERNEL}
+    settings = WarmStartSettings(
+        old.model_dir, "hidden/kernel", var_name_to_prev_var_name=names
+    )
+    with pytest.raises(ValueError, match=r"kernel: shape \(4, 4\) in the mo"):
+        started(tmp_path, settings, lambda: model_fn("hidden"))
+
+
+def test_no_path():
+    with pytest.raises(ValueError, match="`ckpt_to_initialize_from` must be"):
+        WarmStartSettings("")
