@@ -148,6 +148,7 @@ class CoordinatedLoop:
             return 0.0
         self._crew.wait(lambda: any(d.outcome for d in self._pending))
         watch()
+        self._crew.check()
         self._coordinator.done()  # Raises what a dispatch has raised.
         over = next((d for d in self._pending if d.outcome), None)
         if over is None:
@@ -203,6 +204,7 @@ class _Crew:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._changed = threading.Condition()
+        self._threads: set[threading.Thread] = set()
         self._exhausted: set[int] = set()
         self._under_way = 0
         self._kept = 0
@@ -222,6 +224,22 @@ class _Crew:
         """Waits for a condition, for half a second at most."""
         with self._changed:
             self._changed.wait_for(condition, timeout=_WATCH_SECS)
+
+    def enter(self) -> None:
+        """The calling thread carries out a dispatch."""
+        self._threads.add(threading.current_thread())
+
+    def check(self) -> None:
+        """Raises if no thread is left: the coordinator loses some to errors.
+
+        Raises:
+            UnavailableError: all have ended.
+        """
+        threads = tuple(self._threads)
+        if threads and not any(thread.is_alive() for thread in threads):
+            raise tf.errors.UnavailableError(
+                None, None, "Every thread of the coordinator has ended."
+            )
 
     def mark_exhausted(self) -> None:
         """The data of the calling thread's worker has ended."""
@@ -277,6 +295,7 @@ class _Dispatch:
 
         The coordinator calls again, for another worker, what has failed.
         """
+        self._crew.enter()
         if self._started:
             self._end(_Outcome.LOST)
         elif self._crew.is_exhausted():

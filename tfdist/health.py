@@ -135,6 +135,26 @@ class HealthMonitor:
         if lost := self.lost():
             raise ServerLostError(lost)
 
+    def wait_for_answers(self) -> None:
+        """Waits until every task answers, or is known not to.
+
+        TensorFlow sends each function that is traced, such as that of a
+        checkpoint, to every task, and waits for a silent one while it holds
+        Python's lock: nobody could cut the connection then. So whoever is
+        about to trace something asks first.
+
+        Raises:
+            ServerLostError: a parameter server is lost.
+        """
+        while True:
+            self._ask()
+            self.check()
+            records = self._records.values()
+            if not any(
+                r.state is TaskState.FROZEN and not r.handled for r in records
+            ):
+                return
+
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
         counts = {}

@@ -20,8 +20,8 @@ A ps freezes: after 15 s this process starts itself anew (same pid, same
   command), waits as above and restores.
 The chief dies: when it is started again it restores. The servers free what the
   dead one held after 60 s.
-The chief freezes: when it wakes up it goes on; after more than 60 s it builds
-  anew and restores.
+The chief freezes: when it wakes up it goes on; if the servers have given it up
+  meanwhile (after 60 s at the earliest), it builds anew and restores.
 A task is missing at the start: `TimeoutError`, as for a ps that stays away.
 A second chief starts: `RuntimeError` there, which names who holds the job.
 SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
@@ -328,6 +328,8 @@ class MonitoredTrainingSession:
         """Waits for the steps that are under way; `step` then counts them."""
         self._loop.settle(self._watch)
         self.step = self._loop.step
+        if self._health:
+            self._health.wait_for_answers()
 
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
