@@ -252,7 +252,7 @@ def main() -> None:
         "peak_bytes": {"chief0": peak_bytes()},
     }
     pathlib.Path(case["output"]).write_text(json.dumps(result))
-    servers.release(servers.server_tasks(cluster))
+    servers.release(cluster)
 
 
 if __name__ == "__main__":

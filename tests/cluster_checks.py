@@ -119,7 +119,7 @@ def main():
         return
     strategy = parameter_server_strategy(cluster, start_timeout_secs=60)
     report = check(strategy)
-    servers.release(servers.server_tasks(cluster))
+    servers.release(cluster)
     with open(sys.argv[1], "w") as file:
         json.dump(report, file)
 

@@ -323,7 +323,7 @@ def main():
         return
     strategy = parameter_server_strategy(cluster, start_timeout_secs=120)
     CHECKS[name](strategy, cluster, Path(directory), *map(int, numbers))
-    servers.release(servers.server_tasks(cluster))
+    servers.release(cluster)
 
 
 if __name__ == "__main__":

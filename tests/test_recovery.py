@@ -337,8 +337,11 @@ def frozen_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frozen_job(frozen_dir):
-    """A job whose tasks are not started again: nothing may be killed."""
-    with start(frozen_dir) as job:
+    """A job whose tasks are not started again: nothing may be killed.
+
+    It saves so often that a fault is bound to meet a checkpoint.
+    """
+    with start(frozen_dir, "--save_steps=20") as job:
         job.wait_until_step(SAVE_STEPS, timeout_secs=120)
         yield job
     assert_nothing_left(job)
@@ -371,18 +374,20 @@ def test_worker_frozen(frozen_job):
 def test_ps_frozen(frozen_job, ps):
     job = frozen_job
     goes_on(job, 1)
-    before, chief = [found(job, p) for p in (ANEW, CONTINUES)], job.pid(CHIEF)
+    waits = rf"Waiting for {ps} at .*\(connected, but"
+    before = [found(job, p) for p in (ANEW, waits, CONTINUES)]
+    chief = job.pid(CHIEF)
     watch = Stopwatch(f"{ps} frozen")
-    injection = job.freeze(ps, for_secs=40)
+    injection = job.freeze(ps)
     assert injection.effect == "every thread stopped"
     line = next_line(job, f".*{ANEW}.*", before[0])
     watch.say(line[0])
     assert watch.secs() < 30
     assert ps in line[0]
-    job.wait_for_line(CHIEF, rf"Waiting for {ps} at .*\(connected, but")
-    line = next_line(job, CONTINUES, before[1])
+    next_line(job, waits, before[1])
+    job.resume(ps)
+    line = next_line(job, CONTINUES, before[2])
     watch.say(line[0])
-    assert watch.secs() > 40
     assert int(line[1]) == last_saved(job.output(CHIEF)[: line.start()])
     assert goes_on(job, 1) > int(line[1])
     watch.say("first steps")

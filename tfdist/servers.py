@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import tensorflow as tf
@@ -175,24 +175,31 @@ def _wait_until_gone(address: str, timeout_secs: float) -> None:
         time.sleep(_POLL_SECS)
 
 
-def release(tasks: Iterable[tuple[str, int]]) -> None:
-    """Tells the servers of `tasks` that the job is done (see `serve`).
+def release(cluster: Cluster) -> None:
+    """Tells every worker and ps that the job is done (see `serve`).
+
+    One that is gone or does not answer is reported and skipped.
 
     Args:
-        tasks: `(job, index)` of each server; the process must be the chief and
-            connected to them. A server that is gone is reported and skipped.
+        cluster: The cluster; this process is its chief, connected to it.
     """
-    for job, index in tasks:
-        try:
-            with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
-                tf.io.write_file(_DONE, "")
-        except tf.errors.OpError as error:
-            _log.warning(
-                "Task %s:%d could not be told that the job is done: %s",
-                job,
-                index,
-                error.message.splitlines()[0],
-            )
+    tasks = server_tasks(cluster)
+    answers = ask([address_of(cluster, task) for task in tasks])
+    for (job, index), answer in zip(tasks, answers, strict=True):
+        problem = answer.state.value
+        if answer.state is TaskState.LIVE:
+            try:
+                with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
+                    tf.io.write_file(_DONE, "")
+                continue
+            except tf.errors.OpError as error:
+                problem = error.message.partition("\n")[0]
+        _log.warning(
+            "Task %s:%d could not be told that the job is done: %s.",
+            job,
+            index,
+            problem,
+        )
 
 
 def hold(cluster: Cluster) -> None:

@@ -70,7 +70,7 @@ def train_and_evaluate(
     result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
     if cluster.role == "chief":
         # Only now: after an error the servers wait for the chief's restart.
-        servers.release(servers.server_tasks(cluster))
+        servers.release(cluster)
     return result
 
 
