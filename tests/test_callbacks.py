@@ -27,11 +27,11 @@ def train(hooks, last_step, fail_at=(), optimizer=None, **kwargs):
         loop, global_step = local_loop(model, batches().repeat())
         run = loop.run
 
-        def failing(num_steps, watch=lambda: None):
+        def failing(num_steps, watch=lambda: None, ahead=0):
             if failures and int(global_step.numpy()) >= failures[0]:
                 del failures[0]
                 raise tf.errors.UnavailableError(None, None, "gone")
-            return run(num_steps, watch)
+            return run(num_steps, watch, ahead)
 
         loop.run = failing
         variables = checkpoint.named_variables(model)

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import tensorflow as tf
 
 from tfdist import processes, servers
 from tfdist.cluster import Cluster
