@@ -35,7 +35,7 @@ class CountingLoop:
         return None
 
     def close(self):
-        pass
+        return True
 
 
 def counting_session(

@@ -104,6 +104,11 @@ def test_coordinator():
         *("self", "function", "args", "kwargs")
     ]
     assert callable(module.Cluster.stop)
+    stop = inspect.getsource(module.WorkerPreemptionHandler.stop)
+    assert "self._should_preemption_thread_run = False" in stop
+    assert "with self._cluster_update_lock" in stop
+    assert "self._cluster_due_for_update_or_finish.set()" in stop
+    assert "failure_handler.stop()" in inspect.getsource(module.Cluster.stop)
     assert callable(module._select_worker_slice)
     assert callable(module._maybe_as_type_spec)
     for error in _private.COORDINATOR_ERRORS:

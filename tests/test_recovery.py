@@ -160,11 +160,14 @@ def test_ps_killed_comes_back(job, killed):
     assert killed[0] in line[0]
     line = next_line(job, CONTINUES, before[1])
     assert int(line[1]) == last_saved(job.output(CHIEF)[: line.start()])
-    watch.say(next_line(job, RECOVERED, before[2])[0])
+    if len(killed) == 1:
+        watch.say(next_line(job, RECOVERED, before[2])[0])
     assert goes_on(job) > int(line[1])
+    watch.say("first steps")
     assert len(found(job, FAILED)) == len(before[0]) + 1
     assert job.pid(CHIEF) == chief
-    assert ANEW not in job.output(CHIEF)
+    # With a worker gone as well, the process may have to start itself anew.
+    assert ANEW not in job.output(CHIEF) or len(killed) > 1
     assert all(job.pid(task) != old[task] for task in killed)
 
 
@@ -227,7 +230,7 @@ def second_life(job, model_dir):
 def test_sigterm_to_the_chief_loses_nothing(job, second_life):
     step, chief = second_life
     assert "Told to end (SIGTERM)" in job.output(CHIEF)
-    assert step == last_saved(job.output(CHIEF)) == job.step
+    assert step == last_saved(job.output(CHIEF)) >= job.step
     assert int(found(job, CONTINUES, chief)[0]) == step
 
 

@@ -119,9 +119,9 @@ class CoordinatedLoop:
         """See `Loop.staleness`."""
         return self._step.staleness.histogram()
 
-    def close(self) -> None:
-        """Ends the coordinator's threads."""
-        _private.stop_coordinator(self._coordinator)
+    def close(self) -> bool:
+        """Ends the coordinator's threads; see `Loop.close`."""
+        return _private.stop_coordinator(self._coordinator)
 
     def _hand_out_up_to(self, limit: int) -> None:
         """Makes sure that the steps before `limit` are done or under way."""

@@ -68,8 +68,13 @@ class Loop(Protocol):
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
 
-    def close(self) -> None:
-        """Ends what the loop has started. It cannot run any more."""
+    def close(self) -> bool:
+        """Ends what the loop has started. It cannot run any more.
+
+        Returns:
+            Whether it has ended, so that another loop may start in this
+            process.
+        """
 
 
 def automatic_steps_per_dispatch(num_variables: int) -> int:
@@ -201,8 +206,9 @@ class LocalLoop:
     def staleness(self) -> None:
         """One process reads nothing stale."""
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to end."""
+        return True
 
 
 def logs_of(total: Any, step: ModelStep) -> dict[str, float]:

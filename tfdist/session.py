@@ -13,11 +13,12 @@ A worker dies: the others go on at once. It costs its dispatch, whose steps are
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
   up. What it then still sends is refused.
 A parameter server (ps) dies and comes back: everything is built anew in this
-  process and restored. It costs the steps since the last checkpoint.
+  process and restored. It costs the steps since the last checkpoint. If a
+  worker is gone as well, this process starts itself anew (same pid).
 A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
   then raises a `TimeoutError` that names it.
-A ps freezes: after 15 s this process starts itself anew (same pid, same
-  command), waits as above and restores.
+A ps freezes: after 15 s this process starts itself anew, waits as above and
+  restores.
 The chief dies: when it is started again it restores. The servers free what the
   dead one held after 60 s.
 The chief freezes: when it wakes up it goes on; if the servers have given it up
@@ -460,9 +461,9 @@ class MonitoredTrainingSession:
             self.step,
             reason,
         )
-        if remedy is Remedy.RESTART and self._cluster:
+        ended = self._end()
+        if self._cluster and (remedy is Remedy.RESTART or not ended):
             recovery.restart_process(reason)
-        self._end()
         self._trainable = self._loop = self._health = None
 
     def _create(self) -> None:
@@ -550,12 +551,11 @@ class MonitoredTrainingSession:
         self._sigterm.restore()
         self._end()
 
-    def _end(self) -> None:
-        """Ends the threads that work for this session."""
+    def _end(self) -> bool:
+        """Ends the threads that work for this session, if they can end."""
         if self._health:
             self._health.stop()
-        if self._loop:
-            self._loop.close()
+        return self._loop.close() if self._loop else True
 
 
 class _FunctionLoop:
@@ -590,8 +590,9 @@ class _FunctionLoop:
     def staleness(self) -> None:
         """Not known."""
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to end."""
+        return True
 
 
 def _cadence(
