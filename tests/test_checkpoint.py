@@ -5,10 +5,12 @@ import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
 from tfdist import checkpoint, optimizers
+from tfdist._private import reset_object_names
 from tfdist.checkpoint import Checkpoints, named_variables, restore
 
 
 def model(optimizer="adagrad", units=3, dropout=True):
+    reset_object_names()  # Also before the layers, whatever ran before.
     layers = [keras.layers.Dense(units, name="hidden")]
     if dropout:
         layers.append(keras.layers.Dropout(0.5))

@@ -23,7 +23,11 @@ def test_a_hook_is_one_of_tf1s():
     theirs = tf.compat.v1.train.SessionRunHook
     assert issubclass(SessionRunHook, theirs)
     own = {name for name, _ in inspect.getmembers(SessionRunHook)}
-    assert own - set(dir(theirs)) == {"steps_until_next", "on_preemption"}
+    assert own - set(dir(theirs)) == {
+        "on_preemption",
+        "steps_until_next",
+        "wants_none_under_way",
+    }
 
 
 # --- SecondOrStepTimer -------------------------------------------------------
