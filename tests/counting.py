@@ -35,6 +35,9 @@ class CountingLoop:
         return None
 
     def close(self):
+        pass
+
+    def has_ended(self):
         return True
 
 

@@ -155,23 +155,16 @@ def schedule(
     coordinator._cluster.schedule(call, args=args, kwargs=None)
 
 
-def stop_coordinator(coordinator: ClusterCoordinator) -> bool:
-    """Ends the coordinator's threads, as its destructor would.
+def stop_coordinator(coordinator: ClusterCoordinator) -> None:
+    """Tells the coordinator's threads to end, as its destructor would.
 
     Somebody may still hold the coordinator (an exception's traceback, say),
     and its threads would go on talking to servers that were replaced.
-
-    Returns:
-        Whether they can end: False if one of them waits, in C, for a worker
-        that is gone. It must not meet a second coordinator there.
     """
     cluster = coordinator._cluster
     handler = cluster.failure_handler
     # Its `stop` waits for a lock that its thread holds while it waits for a
-    # worker that is gone, maybe for ever.
-    idle = handler._cluster_update_lock.acquire(timeout=1.0)
-    if idle:
-        handler._cluster_update_lock.release()
+    # task that is gone, maybe for ever.
     handler.stop = lambda: None
     handler._should_preemption_thread_run = False
     handler._cluster_due_for_update_or_finish.set()
@@ -179,4 +172,15 @@ def stop_coordinator(coordinator: ClusterCoordinator) -> bool:
     for worker in cluster.workers:
         # Else it is reported, once more, when the executor is deleted.
         worker.executor.clear_error()
-    return idle
+
+
+def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
+    """Whether a stopped coordinator waits for no task any more.
+
+    It does so in C, where it must not meet a second coordinator.
+    """
+    lock = coordinator._cluster.failure_handler._cluster_update_lock
+    ended = lock.acquire(timeout=secs)
+    if ended:
+        lock.release()
+    return ended

@@ -19,6 +19,7 @@ from tfdist.step import ModelStep
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 _WATCH_SECS = 0.5
+_END_SECS = 10.0
 
 
 class CoordinatedLoop:
@@ -119,9 +120,13 @@ class CoordinatedLoop:
         """See `Loop.staleness`."""
         return self._step.staleness.histogram()
 
-    def close(self) -> bool:
-        """Ends the coordinator's threads; see `Loop.close`."""
-        return _private.stop_coordinator(self._coordinator)
+    def close(self) -> None:
+        """See `Loop.close`."""
+        _private.stop_coordinator(self._coordinator)
+
+    def has_ended(self) -> bool:
+        """See `Loop.has_ended`."""
+        return _private.coordinator_has_ended(self._coordinator, _END_SECS)
 
     def _hand_out_up_to(self, limit: int) -> None:
         """Makes sure that the steps before `limit` are done or under way."""

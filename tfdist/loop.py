@@ -68,12 +68,13 @@ class Loop(Protocol):
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
 
-    def close(self) -> bool:
-        """Ends what the loop has started. It cannot run any more.
+    def close(self) -> None:
+        """Ends what the loop has started. It cannot run any more."""
 
-        Returns:
-            Whether it has ended, so that another loop may start in this
-            process.
+    def has_ended(self) -> bool:
+        """Whether, once closed, it allows for another loop in this process.
+
+        To be asked when every task is up; waits for ten seconds at most.
         """
 
 
@@ -206,8 +207,11 @@ class LocalLoop:
     def staleness(self) -> None:
         """One process reads nothing stale."""
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """Nothing to end."""
+
+    def has_ended(self) -> bool:
+        """Nothing is left."""
         return True
 
 

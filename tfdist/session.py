@@ -13,8 +13,8 @@ A worker dies: the others go on at once. It costs its dispatch, whose steps are
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
   up. What it then still sends is refused.
 A parameter server (ps) dies and comes back: everything is built anew in this
-  process and restored. It costs the steps since the last checkpoint. If a
-  worker is gone as well, this process starts itself anew (same pid).
+  process and restored. It costs the steps since the last checkpoint. Where
+  that fails, this process starts itself anew (same pid, same command).
 A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
   then raises a `TimeoutError` that names it.
 A ps freezes: after 15 s this process starts itself anew, waits as above and
@@ -199,6 +199,7 @@ class MonitoredTrainingSession:
         self._steps_per_sec = 0.0
         self._trainable: Trainable | None = None
         self._loop: Loop | None = None
+        self._ending: Loop | None = None
         self._health: HealthMonitor | None = None
         self._made: dict[str, tuple] | None = None
         self._failures = recovery.Failures()
@@ -461,9 +462,10 @@ class MonitoredTrainingSession:
             self.step,
             reason,
         )
-        ended = self._end()
-        if self._cluster and (remedy is Remedy.RESTART or not ended):
+        if remedy is Remedy.RESTART and self._cluster:
             recovery.restart_process(reason)
+        self._end()
+        self._ending = self._loop or self._ending
         self._trainable = self._loop = self._health = None
 
     def _create(self) -> None:
@@ -490,6 +492,9 @@ class MonitoredTrainingSession:
     def _connect(self, cluster: Cluster) -> tf.distribute.Strategy:
         """Waits for the tasks, connects to them and watches them."""
         servers.wait_until_up(cluster, self._max_wait_secs, self._sigterm.leave)
+        if self._ending and not self._ending.has_ended():
+            recovery.restart_process("The loop of before has not ended")
+        self._ending = None
         self._failures.lap("waited for tasks")
         strategy = parameter_server_strategy(
             cluster,
@@ -551,11 +556,12 @@ class MonitoredTrainingSession:
         self._sigterm.restore()
         self._end()
 
-    def _end(self) -> bool:
-        """Ends the threads that work for this session, if they can end."""
+    def _end(self) -> None:
+        """Ends the threads that work for this session."""
         if self._health:
             self._health.stop()
-        return self._loop.close() if self._loop else True
+        if self._loop:
+            self._loop.close()
 
 
 class _FunctionLoop:
@@ -590,8 +596,11 @@ class _FunctionLoop:
     def staleness(self) -> None:
         """Not known."""
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """Nothing to end."""
+
+    def has_ended(self) -> bool:
+        """Nothing is left."""
         return True
 
 
