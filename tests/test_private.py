@@ -126,5 +126,8 @@ def test_expire_remote_state_after(name, monkeypatch):
     ]
     assert parameter.name == "keep_alive_secs"
     monkeypatch.setattr(method, "__defaults__", method.__defaults__)
+    before = _private.context._KEEP_ALIVE_SECS
+    monkeypatch.setattr(_private.context, "_KEEP_ALIVE_SECS", before)
     _private.expire_remote_state_after(7)
     assert method.__defaults__ == (7,)
+    assert _private.context._KEEP_ALIVE_SECS == 7

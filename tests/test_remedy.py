@@ -36,6 +36,15 @@ def op_error(kind, message="m"):
             0,
             Remedy.REBUILD,
         ),
+        (
+            op_error(
+                "InvalidArgumentError",
+                "Unable to find the relevant tensor remote_handle: Op ID: 3",
+            ),
+            {},
+            0,
+            Remedy.REBUILD,
+        ),
         (ValueError("the user's"), DEAD, 0, Remedy.RAISE),
         *(
             (error(cause), {}, 0, expected)

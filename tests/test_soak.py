@@ -21,7 +21,7 @@ TASKS = ["chief:0", "ps:0", "ps:1", "worker:0", "worker:1", "worker:2"]
 SEED = 4
 MEGABYTE = 1 << 20
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 def cluster(model_dir):

@@ -111,10 +111,11 @@ def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
 def expire_remote_state_after(secs: int) -> None:
     """Sets after how long the servers free what a dead chief held there.
 
-    TensorFlow has 600 seconds as the default of two arguments that nobody
-    passes; until then each killed chief leaves a copy of the model in the
-    servers' memory.
+    TensorFlow has 600 seconds, as the default of two arguments that nobody
+    passes and for a runtime that is not yet initialized; until then each
+    killed chief leaves a copy of the model in the servers' memory.
     """
+    context._KEEP_ALIVE_SECS = secs
     for method in (
         context.Context.set_server_def,
         context.Context.update_server_def,

@@ -29,6 +29,10 @@ FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
 """What `remedy` may know a remedy for."""
 
 
+# What servers say to a chief whose state they have freed.
+_GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
+
+
 class Remedy(enum.Enum):
     """What becomes of a session after an error."""
 
@@ -66,7 +70,7 @@ def remedy(
         ServerLostError,
     )
     # Servers have given a chief up that was frozen, or cut off, for long.
-    given_up = "context_id" in str(error)
+    given_up = any(sign in str(error) for sign in _GIVEN_UP)
     if not (lost or given_up or isinstance(error, recoverable)):
         return Remedy.RAISE
     return Remedy.RESTART if failures >= MAX_REBUILDS else Remedy.REBUILD
