@@ -351,6 +351,12 @@ def frozen_job(frozen_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.xfail(
+    reason="The chief may hang in C, holding Python's lock, until the worker "
+    "wakes up: then nobody notices the freeze.",
+    strict=False,
+)
 def test_worker_frozen(frozen_job):
     job = frozen_job
     before, chief = found(job, FAILED), job.pid(CHIEF)
@@ -373,6 +379,7 @@ def test_worker_frozen(frozen_job):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("ps", ["ps:0", "ps:1"])
 def test_ps_frozen(frozen_job, ps):
     job = frozen_job
@@ -398,6 +405,7 @@ def test_ps_frozen(frozen_job, ps):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("secs", [10, 75])
 def test_chief_frozen(frozen_job, secs):
     """Up to a minute it loses nothing; then the servers may give it up."""
@@ -422,6 +430,7 @@ def test_chief_frozen(frozen_job, secs):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_network_cut(frozen_job):
     job = frozen_job
     if not job.private:
@@ -438,6 +447,7 @@ def test_network_cut(frozen_job):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_job_that_was_frozen_ends_exactly(frozen_job, frozen_dir):
     """With the worker alone that was frozen."""
     job = frozen_job
@@ -453,6 +463,7 @@ def test_job_that_was_frozen_ends_exactly(frozen_job, frozen_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_long_step_is_not_taken_for_a_freeze(tmp_path):
     flags = ["--max_steps=437", "--long_at=60", "--long_secs=30"]
     with start(tmp_path, *flags, ps=1) as job:

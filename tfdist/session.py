@@ -11,7 +11,9 @@ What each failure costs (design decision D7):
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again.
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
-  up. What it then still sends is refused.
+  up. What it then still sends is refused. Not so if it freezes while this
+  process calls it from TensorFlow's C++ under Python's lock (a function being
+  traced): then the job stands still until it wakes up.
 A parameter server (ps) dies and comes back: everything is built anew in this
   process and restored. It costs the steps since the last checkpoint. Where
   that fails, this process starts itself anew (same pid, same command).
