@@ -150,7 +150,36 @@ class Dispatches:
         return [self.full] * whole + [1] * rest
 
 
-class LocalLoop:
+class InProcessLoop:
+    """What all loops share whose steps run in this process, one by one.
+
+    Args:
+        global_step: Scalar int64 variable, incremented once per step.
+    """
+
+    def __init__(self, global_step: tf.Variable) -> None:
+        self._global_step = global_step
+
+    @property
+    def step(self) -> int:
+        """See `Loop`."""
+        return int(self._global_step.numpy())
+
+    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+        """No step is ever under way."""
+
+    def staleness(self) -> None:
+        """One process reads nothing stale."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def has_ended(self) -> bool:
+        """Nothing is left."""
+        return True
+
+
+class LocalLoop(InProcessLoop):
     """Steps in this process.
 
     Args:
@@ -169,17 +198,12 @@ class LocalLoop:
         dataset: tf.data.Dataset,
         steps_per_dispatch: int | None = None,
     ) -> None:
+        super().__init__(global_step)
         self._dispatches = Dispatches(
             step, dispatch_size(step, dataset, steps_per_dispatch)
         )
         self._step = step
-        self._global_step = global_step
         self.iterator = iter(dataset)
-
-    @property
-    def step(self) -> int:
-        """See `Loop`."""
-        return int(self._global_step.numpy())
 
     def run(
         self,
@@ -200,19 +224,6 @@ class LocalLoop:
             first_step += size
             total = total + packed.numpy()
         return logs_of(total, self._step)
-
-    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
-        """No step is ever under way."""
-
-    def staleness(self) -> None:
-        """One process reads nothing stale."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def has_ended(self) -> bool:
-        """Nothing is left."""
-        return True
 
 
 def logs_of(total: Any, step: ModelStep) -> dict[str, float]:

@@ -66,7 +66,7 @@ from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, resolve
-from tfdist.loop import EndOfInput, Loop
+from tfdist.loop import EndOfInput, InProcessLoop, Loop
 from tfdist.recovery import Remedy
 from tfdist.saving_hooks import CheckpointSaverHook
 from tfdist.strategy import parameter_server_strategy, placed_scope
@@ -566,19 +566,14 @@ class MonitoredTrainingSession:
             self._loop.close()
 
 
-class _FunctionLoop:
+class _FunctionLoop(InProcessLoop):
     """A user's step function as a loop."""
 
     iterator = None
 
     def __init__(self, trainable: Trainable) -> None:
+        super().__init__(trainable.global_step)
         self._function = trainable.step
-        self._global_step = trainable.global_step
-
-    @property
-    def step(self) -> int:
-        """The value of the step counter."""
-        return int(self._global_step.numpy())
 
     def run(
         self,
@@ -591,19 +586,6 @@ class _FunctionLoop:
         for _ in range(num_steps):
             logs = self._function() or {}
         return {name: float(value) for name, value in logs.items()}
-
-    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
-        """No step is ever under way."""
-
-    def staleness(self) -> None:
-        """Not known."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def has_ended(self) -> bool:
-        """Nothing is left."""
-        return True
 
 
 def _cadence(
