@@ -123,6 +123,37 @@ def expire_remote_state_after(secs: int) -> None:
         method.__defaults__ = (secs,)
 
 
+class CheckpointTracedOnce(tf.train.Checkpoint):
+    """A checkpoint that is written by one function, traced once.
+
+    Where variables are on several devices, TensorFlow traces a function for
+    each checkpoint, and calls every task of the cluster for each function: it
+    costs time, and hangs while a task is frozen.
+
+    The private method is the one that a `tf.train.CheckpointManager` calls.
+    """
+
+    _traced: Callable[[str], tf.Tensor] | None = None
+
+    def trace(self) -> None:
+        """Traces the function, before the first checkpoint."""
+        assert self.save_counter is not None  # A part of it, made when asked.
+        write = tf.function(super()._write, autograph=False)
+        concrete = write.get_concrete_function(tf.TensorSpec([], tf.string))
+        # Not the function itself: it would become a part of the checkpoint.
+        self._traced = lambda prefix: concrete(tf.constant(prefix))
+
+    def _write(
+        self, file_prefix: str, options: tf.train.CheckpointOptions
+    ) -> str:
+        if self._traced is None:
+            self.trace()
+        path = self._traced(file_prefix).numpy().decode()
+        for callback in options.experimental_write_callbacks:
+            callback(path)
+        return path
+
+
 def trace(
     coordinator: ClusterCoordinator,
     function: tf.types.experimental.PolymorphicFunction,

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import optimizers, slots
-from tfdist._private import ShardedVariable
+from tfdist._private import CheckpointTracedOnce, ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 
 _log = logging.getLogger(__name__)
@@ -144,8 +144,11 @@ class Checkpoints:
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
         self._iterator = iterator
         parts = {} if iterator is None else {"iterator": iterator}
+        self._checkpoint = CheckpointTracedOnce(
+            variables=dict(self._variables), **parts
+        )
         self._manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(variables=dict(self._variables), **parts),
+            self._checkpoint,
             self._directory,
             checkpoint_name=BASENAME,
             **self._keep,
@@ -155,6 +158,11 @@ class Checkpoints:
     def latest(self) -> str | None:
         """Path of the newest complete checkpoint, or None."""
         return self._manager.latest_checkpoint
+
+    def prepare(self) -> None:
+        """Does now what else the first save would do: traces a function."""
+        self._set_iterator(self._iterator_fn())
+        self._checkpoint.trace()
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path."""

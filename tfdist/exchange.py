@@ -15,7 +15,6 @@ gradients of rows travel without them.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -247,7 +246,7 @@ class Exchange:
         moving = [v for v, _ in moves]
         scalars = [*rates, tf.cast(iteration, tf.float32)]
         if fence:
-            scalars.append(tf.cast(fence.generation, tf.float32))
+            scalars = [fence.generation, *scalars]
         for device in self._devices([*self.dense, *moving]):
             whole = [i for i in _at(device, self.dense) if dense[i] is not None]
             moved, groups = _at(device, moving), self._groups_at(device)
@@ -268,16 +267,13 @@ class Exchange:
                     [count, self._groups[g].dim]
                     for g, count in zip(groups, counts, strict=True)
                 ]
-                sent = _send(sent, shapes, None, device)
-            with tf.device(device), contextlib.ExitStack() as passed:
-                if fence:
-                    check = fence.check(device, sent.pop(len(scalars) - 1))
-                    passed.enter_context(tf.control_dependencies([check]))
+                sent = _send(sent, shapes, None, device, fence)
+            with tf.device(device):
                 # Not the tensor itself: a control edge from the output of a
                 # function waits for its side effects alone.
                 arrived[device] = tf.identity(sent[-1])
                 self._apply(
-                    collections.deque(sent),
+                    collections.deque(sent[1:] if fence else sent),
                     [self.dense[i] for i in whole],
                     [moving[i] for i in moved],
                     {g: self._shards_at(device, g) for g in groups},
@@ -396,6 +392,7 @@ def _send(
     shapes: Sequence[list[Any]],
     source: str | None,
     target: str | None,
+    fence: Fence | None = None,
 ) -> list[tf.Tensor]:
     """Moves tensors from one device to another, in one message per dtype.
 
@@ -405,11 +402,14 @@ def _send(
             dimension is not static.
         source: Device.
         target: Device.
+        fence: What the messages must pass on `target`; the first of `tensors`
+            is then their generation.
 
     Returns:
         The tensors on `target`, in the same order.
     """
     received: list[tf.Tensor] = [None] * len(tensors)
+    generation = None
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         own = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         with tf.device(source):
@@ -417,6 +417,9 @@ def _send(
                 [tf.reshape(tensors[i], [-1]) for i in own], axis=0
             )
         with tf.device(target):
+            if fence:
+                generation = message[0] if generation is None else generation
+                message = fence.passed(target, generation, message)
             sizes = stacked([_size(shapes[i]) for i in own])
             pieces = tf.split(message, sizes, num=len(own))
             for i, piece in zip(own, pieces, strict=True):

@@ -54,9 +54,23 @@ class Fence:
     generation: tf.Tensor
     variables: Mapping[str, tf.Variable]
 
-    def check(self, device: str, generation: tf.Tensor) -> tf.Operation:
-        """An op on `device` that fails unless `generation` is current there."""
-        return tf.debugging.Assert(
-            tf.equal(self.variables[device], generation),
-            ["A dispatch that was given up came back: its update is refused."],
-        )
+    def passed(
+        self, device: str, generation: tf.Tensor, message: tf.Tensor
+    ) -> tf.Tensor:
+        """`message` as it is, if its generation is current on `device`.
+
+        No `tf.debugging.Assert`: TensorFlow runs a function's asserts one
+        after the other, so a server would wait for the other servers, and a
+        step for the one before.
+
+        Args:
+            device: Where `message` is; its parameter server.
+            generation: Scalar float32 on `device`.
+            message: One-dimensional.
+
+        Raises:
+            InvalidArgumentError: "Expected size[0] in ..., but got -2".
+        """
+        with tf.device(device):
+            current = tf.equal(self.variables[device], generation)
+            return tf.slice(message, [0], [tf.where(current, -1, -2)])

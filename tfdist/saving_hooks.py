@@ -94,6 +94,7 @@ class CheckpointSaverHook(TimedHook):
         self._checkpoints = session.checkpoints(self._directory, **self._keep)
         if _same(session.restored_from, self._checkpoints.latest):
             self._saved_step = session.step
+            self._checkpoints.prepare()
         else:
             self._save(session)
         self._timer.update_last_triggered_step(session.step)

@@ -197,11 +197,12 @@ class ModelStep:
         for counter in (self._global_step, *counters.values()):
             gradients = arrived.get(counter.device)
             needed = read if gradients is None else [gradients]
+            with tf.device(counter.device):
+                one = tf.ones([1], counter.dtype)
             if gradients is None and fence:
-                with tf.device(counter.device):
-                    needed.append(fence.check(counter.device, fence.generation))
-            with tf.control_dependencies(needed):
-                counter.assign_add(1)
+                one = fence.passed(counter.device, fence.generation, one)
+            with tf.device(counter.device), tf.control_dependencies(needed):
+                counter.assign_add(one[0])
 
     def _ids(self, x: Any) -> list[tf.Tensor]:
         """The ids of every table lookup, from a run on zeros."""
