@@ -12,6 +12,7 @@ import logging
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import tfdist
 
@@ -105,6 +106,19 @@ class UserHook(tfdist.SessionRunHook):
             raise LookupError("A mistake of the user's.")
 
 
+class FunctionsHook(tfdist.SessionRunHook):
+    """Says how many functions are traced, whenever there are more."""
+
+    def __init__(self):
+        self._known = 0
+
+    def after_run(self, run_context, run_values):
+        traced = len(context.context().list_function_names())
+        if traced > self._known:
+            print(f"{traced} functions are traced.", flush=True)
+        self._known = traced
+
+
 def flags():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_dir", required=True)
@@ -138,11 +152,13 @@ def main():
         steps_per_dispatch=args.steps_per_dispatch,
         session_creation_timeout_secs=args.wait_secs,
     )
-    hooks = [] if args.raise_at is None else [UserHook(args.raise_at)]
+    hooks = [FunctionsHook()]
+    if args.raise_at is not None:
+        hooks.append(UserHook(args.raise_at))
     tfdist.train_and_evaluate(
         tfdist.Estimator(model_fn, config),
         tfdist.TrainSpec(
-            lambda context: input_fn(args, context), args.max_steps, hooks
+            lambda pipeline: input_fn(args, pipeline), args.max_steps, hooks
         ),
         tfdist.EvalSpec(eval_input_fn, steps=None, throttle_secs=3600),
     )

@@ -181,14 +181,18 @@ class CoordinatedLoop:
     def _traced(
         self, size: int, *args: tf.Tensor
     ) -> tf.types.experimental.ConcreteFunction:
-        """A dispatch of `size` steps, traced once on this thread."""
-        if size not in self._concrete:
-            self._concrete[size] = _private.trace(
-                self._coordinator,
-                self._dispatches[size],
-                self._iterator,
-                *args,
-            )
+        """A dispatch of `size` steps.
+
+        All are traced before the first: TensorFlow calls every task for each
+        function, which must not be while one of them is being lost.
+        """
+        if not self._concrete:
+            self._concrete = {
+                each: _private.trace(
+                    self._coordinator, function, self._iterator, *args
+                )
+                for each, function in self._dispatches.functions.items()
+            }
         return self._concrete[size]
 
 

@@ -103,7 +103,13 @@ def dispatch_size(
 
 
 class Dispatches:
-    """The traced functions of a loop: one full dispatch and a single step."""
+    """The functions of a loop: one full dispatch and a single step.
+
+    Attributes:
+        step: The step.
+        full: Number of steps in a full dispatch.
+        functions: Number of steps to the function that runs them.
+    """
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class Dispatches:
         self.full = full
         self._fence = fence
         # As in Keras' own training function, autograph converts nothing.
-        self._functions = {
+        self.functions = {
             n: tf.function(self._unrolled(n), autograph=False)
             for n in {1, full}
         }
@@ -138,11 +144,6 @@ class Dispatches:
             return self.step.pack(states)
 
         return dispatch
-
-    def __getitem__(
-        self, num_steps: int
-    ) -> tf.types.experimental.GenericFunction:
-        return self._functions[num_steps]
 
     def sizes(self, num_steps: int) -> list[int]:
         """Sizes of the dispatches that make up `num_steps` steps."""
@@ -216,7 +217,7 @@ class LocalLoop(InProcessLoop):
         first_step = self.step
         for size in self._dispatches.sizes(num_steps):
             try:
-                packed = self._dispatches[size](
+                packed = self._dispatches.functions[size](
                     self.iterator, tf.constant(first_step, tf.int64)
                 )
             except tf.errors.OutOfRangeError:
