@@ -28,6 +28,7 @@ from tfdist.planner import plan
 from tfdist.step import ModelStep
 from tfdist.strategy import parameter_server_strategy, placed_scope
 from tfdist.variables import describe
+from tfdist.workers import Workers
 
 STEPS, BATCH = 30, 16
 _HERE = Path(__file__).parent
@@ -86,6 +87,11 @@ def batches(context=None):
     x = rng.integers(0, 20, (STEPS * BATCH, 3)).astype("int32")
     y = (x[:, :1] % 2).astype("float32")
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+
+
+def uneven_batches():
+    """Some batches, the last of which is smaller."""
+    return batches().take(9).unbatch().take(8 * BATCH + 3).batch(BATCH)
 
 
 def whole(variables):
@@ -244,6 +250,21 @@ def counters(strategy, cluster, directory):
     _write(directory, "counters", counts)
 
 
+def inference(strategy, cluster, directory):
+    """Evaluates and predicts on the workers."""
+    job = Job(strategy, cluster)
+    randomize(job.variables)
+    job.global_step.assign(7)
+    checkpoint.Checkpoints(str(directory), job.variables).save(7)
+    step, loop = job.step(), job.loop(steps_per_dispatch=1)
+    _write(directory, "metrics", loop.evaluate(uneven_batches()))
+    workers = Workers(strategy, cluster.num_workers)
+    predict = tf.function(step.predict)
+    outputs = list(workers.map(predict, uneven_batches()))
+    np.save(directory / "outputs.npy", np.concatenate(outputs))
+    workers.close()
+
+
 def placed(strategy, cluster, directory):
     """Builds the model under several placements."""
     specs = describe(table_model)
@@ -311,7 +332,15 @@ def _write(directory, name, found):
 
 CHECKS = {
     check.__name__: check
-    for check in (exchange, counters, placed, save, restore, save_forever)
+    for check in (
+        exchange,
+        counters,
+        inference,
+        placed,
+        save,
+        restore,
+        save_forever,
+    )
 }
 
 

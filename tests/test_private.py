@@ -103,6 +103,8 @@ def test_coordinator():
     assert list(inspect.signature(module.Cluster.schedule).parameters) == [
         *("self", "function", "args", "kwargs")
     ]
+    raises = inspect.getsource(queue._raise_if_error)
+    assert "self._cancel_all_closures()" in raises
     assert callable(module.Cluster.stop)
     stop = inspect.getsource(module.WorkerPreemptionHandler.stop)
     assert "self._should_preemption_thread_run = False" in stop

@@ -84,7 +84,7 @@ def test_only_the_current_generation_passes():
     first, second = tf.constant(0.0), tf.constant(1.0)
     update(counter, first)
     generations.advance()
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Expected size\[0\]"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Expected size"):
         update(counter, first)
     update(counter, second)
     assert counter.numpy() == 2

@@ -13,8 +13,9 @@ FLOORS = {
     "packing branch_and_bound splitting plans planner device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer model_parallel",
-    2: "step loop coordinated_loop recovery checkpoint session_run_hook hooks "
-    "saving_hooks summary_hooks events progress early_stopping callbacks",
+    2: "step loop workers coordinated_loop recovery checkpoint hooks "
+    "session_run_hook saving_hooks summary_hooks events progress "
+    "early_stopping callbacks",
     3: "session warm_start evaluation exporters saved_models serving specs",
     4: "estimator training canned canned_model heads networks vocabulary "
     "feature_columns keras_columns estimator_checkpoint launch testing "

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import enum
-import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _private
 from tfdist.fence import Generations
 from tfdist.loop import Dispatches, EndOfInput, dispatch_size, logs_of
 from tfdist.step import ModelStep
+from tfdist.workers import Crew, Workers
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
-
-_WATCH_SECS = 0.5
-_END_SECS = 10.0
 
 
 class CoordinatedLoop:
@@ -63,11 +58,10 @@ class CoordinatedLoop:
         num_workers: int,
         steps_per_dispatch: int | None = None,
     ) -> None:
-        tf.get_logger().addFilter(_is_news)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(
-            strategy
-        )
+        self._workers = Workers(strategy, num_workers)
+        self._crew = self._workers.crew
         self._step = step
+        self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         self._global_step = global_step
         self._generations = Generations(_ps_devices())
         example = input_fn(tf.distribute.InputContext())
@@ -76,12 +70,11 @@ class CoordinatedLoop:
             dispatch_size(step, example, steps_per_dispatch),
             self._generations.fence,
         )
-        dataset = self._coordinator.create_per_worker_dataset(
+        dataset = self._workers.coordinator.create_per_worker_dataset(
             lambda: input_fn(worker_context(num_workers))
         )
         self._iterator = iter(dataset)
         self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._crew = _Crew(num_workers)
         self._most_ahead = 2 * num_workers * self._dispatches.full
         self._pending: list[_Dispatch] = []
         # Whether only `global_step` knows how many steps are applied: at the
@@ -116,17 +109,31 @@ class CoordinatedLoop:
         while self._pending or self._uncertain:
             self._settled += self._collect(watch)
 
+    def evaluate(
+        self,
+        batches: tf.data.Dataset,
+        watch: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Loss and metrics of the current parameters, by all workers.
+
+        Exact: every batch counts once, whatever dies. To be called when no
+        step is under way; empty if there is no batch. For the arguments see
+        `Workers.map`.
+        """
+        packed = self._workers.map(self._evaluate, batches, watch)
+        return logs_of(sum(packed), self._step)
+
     def staleness(self) -> np.ndarray:
         """See `Loop.staleness`."""
         return self._step.staleness.histogram()
 
     def close(self) -> None:
         """See `Loop.close`."""
-        _private.stop_coordinator(self._coordinator)
+        self._workers.close()
 
     def has_ended(self) -> bool:
         """See `Loop.has_ended`."""
-        return _private.coordinator_has_ended(self._coordinator, _END_SECS)
+        return self._workers.has_ended()
 
     def _hand_out_up_to(self, limit: int) -> None:
         """Makes sure that the steps before `limit` are done or under way."""
@@ -142,19 +149,15 @@ class CoordinatedLoop:
         )
         function = self._traced(size, *args)
         dispatch = _Dispatch(self._crew, function, args, first_step, size)
-        self._crew.add()
         self._pending.append(dispatch)
-        _private.schedule(self._coordinator, dispatch, self._iterator)
+        self._workers.schedule(dispatch, self._iterator)
 
     def _collect(self, watch: Callable[[], None]) -> Any:
         """Waits for a dispatch to end; returns the states of its steps."""
         if not self._pending:
             self._count_anew()
             return 0.0
-        self._crew.wait(lambda: any(d.outcome for d in self._pending))
-        watch()
-        self._crew.check()
-        self._coordinator.done()  # Raises what a dispatch has raised.
+        self._workers.wait(lambda: any(d.outcome for d in self._pending), watch)
         over = next((d for d in self._pending if d.outcome), None)
         if over is None:
             return 0.0
@@ -188,9 +191,7 @@ class CoordinatedLoop:
         """
         if not self._concrete:
             self._concrete = {
-                each: _private.trace(
-                    self._coordinator, function, self._iterator, *args
-                )
+                each: self._workers.trace(function, self._iterator, *args)
                 for each, function in self._dispatches.functions.items()
             }
         return self._concrete[size]
@@ -202,75 +203,6 @@ class _Outcome(enum.Enum):
     DONE = "its steps are applied"
     SKIPPED = "its worker's data has ended; none of its steps is applied"
     LOST = "its worker is gone; some of its steps may be applied"
-
-
-class _Crew:
-    """What the threads that carry out dispatches share with the loop.
-
-    The coordinator has one thread for each worker.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._changed = threading.Condition()
-        self._threads: set[threading.Thread] = set()
-        self._exhausted: set[int] = set()
-        self._under_way = 0
-        self._kept = 0
-
-    def add(self) -> None:
-        """A dispatch is handed out."""
-        with self._changed:
-            self._under_way += 1
-
-    def remove(self) -> None:
-        """A dispatch has ended."""
-        with self._changed:
-            self._under_way -= 1
-            self._changed.notify_all()
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition, for half a second at most."""
-        with self._changed:
-            self._changed.wait_for(condition, timeout=_WATCH_SECS)
-
-    def enter(self) -> None:
-        """The calling thread carries out a dispatch."""
-        self._threads.add(threading.current_thread())
-
-    def check(self) -> None:
-        """Raises if no thread is left: the coordinator loses some to errors.
-
-        Raises:
-            UnavailableError: all have ended.
-        """
-        threads = tuple(self._threads)
-        if threads and not any(thread.is_alive() for thread in threads):
-            raise tf.errors.UnavailableError(
-                None, None, "Every thread of the coordinator has ended."
-            )
-
-    def mark_exhausted(self) -> None:
-        """The data of the calling thread's worker has ended."""
-        self._exhausted.add(threading.get_ident())
-
-    def is_exhausted(self) -> bool:
-        """Whether the data of the calling thread's worker has ended."""
-        return threading.get_ident() in self._exhausted
-
-    def all_exhausted(self) -> bool:
-        """Whether the data of every worker has ended."""
-        return len(self._exhausted) >= self._num_workers
-
-    def leave_to_others(self) -> None:
-        """Keeps the calling thread from taking dispatches others could do."""
-        with self._changed:
-            self._kept += 1
-            self._changed.wait_for(
-                lambda: self._under_way <= self._kept or self.all_exhausted(),
-                timeout=_WATCH_SECS,
-            )
-            self._kept -= 1
 
 
 class _Dispatch:
@@ -285,7 +217,7 @@ class _Dispatch:
 
     def __init__(
         self,
-        crew: _Crew,
+        crew: Crew,
         function: tf.types.experimental.ConcreteFunction,
         args: tuple[tf.Tensor, ...],
         first_step: int,
@@ -326,16 +258,6 @@ class _Dispatch:
     def _end(self, outcome: _Outcome) -> None:
         self.outcome = outcome
         self._crew.remove()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of TensorFlow's log says what is not said elsewhere.
-
-    The coordinator logs a lost task's error with the whole traceback, once for
-    each dispatch. A loss is reported by `tfdist.health` and `tfdist.session`,
-    any other error is raised.
-    """
-    return record.module != "cluster_coordinator"
 
 
 def worker_context(num_workers: int) -> tf.distribute.InputContext:

@@ -7,6 +7,7 @@ its variables from a checkpoint: what is in the directory is the state.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -19,11 +20,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, planner
+from tfdist import checkpoint, planner, servers
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
+from tfdist.health import HealthMonitor
 from tfdist.hooks import NanTensorHook, StopAtStepHook
 from tfdist.loop import LocalLoop, Loop
 from tfdist.plans import Plan
@@ -42,7 +44,11 @@ from tfdist.specs import (
     without_context,
 )
 from tfdist.step import ModelStep
-from tfdist.strategy import placed_scope, placement_by_name
+from tfdist.strategy import (
+    parameter_server_strategy,
+    placed_scope,
+    placement_by_name,
+)
 from tfdist.summary_hooks import (
     StalenessHook,
     StepCounterHook,
@@ -50,6 +56,7 @@ from tfdist.summary_hooks import (
 )
 from tfdist.variables import describe
 from tfdist.warm_start import WarmStartHook, WarmStartSettings
+from tfdist.workers import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +237,11 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Yields the model's outputs, in this process.
+        """Yields the model's outputs.
+
+        On the chief of a cluster the variables stay on the parameter servers
+        and the workers compute; the features are read here. A worker's death
+        costs nothing, that of a ps is an error.
 
         Args:
             input_fn: Returns a dataset of batches, as for training; only the
@@ -249,18 +260,56 @@ class Estimator:
         Raises:
             ValueError: the output has no such key.
         """
-        model = self._restored(checkpoint_path)
-        call = tf.function(model.predict_step, reduce_retracing=True)
-        for batch in without_context(input_fn)():
-            outputs = call(batch)
+        dataset = without_context(input_fn)()
+        path = checkpoint_path or self.latest_checkpoint()
+        here = self.config.cluster.role == "local"
+        predict = self._predict_here if here else self._predict_on_workers
+        for outputs in predict(dataset, path):
             if predict_keys is not None:
                 outputs = _chosen(outputs, predict_keys)
-            outputs = tf.nest.map_structure(lambda t: t.numpy(), outputs)
             if not yield_single_examples:
                 yield outputs
                 continue
             for i in range(len(tf.nest.flatten(outputs)[0])):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
+
+    def _predict_here(
+        self, dataset: tf.data.Dataset, path: str | None
+    ) -> Iterator[Any]:
+        model = self._restored(path)
+        call = tf.function(model.predict_step, reduce_retracing=True)
+        for batch in dataset:
+            yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
+
+    def _predict_on_workers(
+        self, dataset: tf.data.Dataset, path: str | None
+    ) -> Iterator[Any]:
+        config = self.config
+        servers.wait_until_up(
+            config.cluster, config.session_creation_timeout_secs
+        )
+        strategy = parameter_server_strategy(
+            config.cluster,
+            start_timeout_secs=config.session_creation_timeout_secs,
+        )
+        global_step, model = self._create_variables(strategy)
+        if path:
+            variables = checkpoint.named_variables(model, optimizer=False)
+            checkpoint.restore(path, variables)
+        step = ModelStep(
+            model,
+            dataset.element_spec,
+            global_step=global_step,
+            remote=True,
+            metrics=False,
+        )
+        call = tf.function(step.predict, autograph=False)
+        with contextlib.ExitStack() as started:
+            health = HealthMonitor(config.cluster)
+            started.callback(health.stop)
+            workers = Workers(strategy, config.cluster.num_workers)
+            started.callback(workers.close)
+            yield from workers.map(call, dataset, health.check)
 
     def export_saved_model(
         self,

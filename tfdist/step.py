@@ -9,8 +9,10 @@ changes by operations that the variable's own device executes atomically.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -45,6 +47,7 @@ class ModelStep:
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
         remote: Whether the variables live in other processes.
+        metrics: Whether batches have targets; False for `predict` alone.
 
     Attributes:
         model: The model.
@@ -63,31 +66,40 @@ class ModelStep:
         *,
         global_step: tf.Variable | None = None,
         remote: bool = False,
+        metrics: bool = True,
     ) -> None:
         _check_model(model)
         optimizers.check(model.optimizer)
         self.model = model
-        _build_metrics(model, element_spec)
+        if metrics:
+            _build_metrics(model, element_spec)
         self._metrics = list(model.metrics_variables)
         _check_metrics(model, self._metrics)
         self._global_step = global_step
+        self._remote = remote
         self.staleness: StalenessCounter | None = None
         if global_step is not None:
-            self._prepare_training(element_spec, remote)
+            self._prepare_training(element_spec)
 
-    def _prepare_training(self, element_spec: Any, remote: bool) -> None:
-        model = self.model
+    def _prepare_training(self, element_spec: Any) -> None:
+        model, remote = self.model, self._remote
         if remote:
             self.staleness = StalenessCounter(self._global_step)
-        self._tables: list[Any] = []
-        self._collect = tf.function(self._ids, autograph=False)
+        # Tables in the order of their lookups, in training and otherwise.
+        self._tables: dict[bool, list[Any]] = {}
+        self._collect = {
+            training: tf.function(
+                functools.partial(self._ids, training), autograph=False
+            )
+            for training in (True, False)
+        }
         self._compute = tf.function(self._gradients, autograph=False)
         # Tracing once tells which tables the model looks up, in which order.
         x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-        self._collect.get_concrete_function(x)
+        self._collect[True].get_concrete_function(x)
         self._parts = optimizers.parts(model.optimizer)
         self._exchange = Exchange(
-            model, list(dict.fromkeys(self._tables)), packed=remote
+            model, list(dict.fromkeys(self._tables[True])), packed=remote
         )
         held = {id(v) for v in self._exchange.shards}
         fixed = [v for v in model.non_trainable_variables if id(v) not in held]
@@ -127,10 +139,9 @@ class ModelStep:
         exchange = self._exchange
         before = self.staleness and self.staleness.read()
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        ids = self._collect(x) if self._tables else []
+        calls = self._lookups(x, training=True)
         pulled = exchange.pull(
-            [*exchange.dense, *self._moving, *self._rates],
-            list(zip(self._tables, ids, strict=True)),
+            [*exchange.dense, *self._moving, *self._rates], calls
         )
         values = iter(pulled.values)
         dense = list(itertools.islice(values, len(exchange.dense)))
@@ -143,7 +154,7 @@ class ModelStep:
             moving,
             pulled.rows,
             pulled.positions,
-            [lookups.length(each) for each in ids],
+            [lookups.length(ids) for _, ids in calls],
             states,
         )
         for part in self._parts:
@@ -204,7 +215,13 @@ class ModelStep:
             with tf.device(counter.device), tf.control_dependencies(needed):
                 counter.assign_add(one[0])
 
-    def _ids(self, x: Any) -> list[tf.Tensor]:
+    def _lookups(self, x: Any, training: bool) -> list[tuple[Any, tf.Tensor]]:
+        """Table and ids of every lookup that the model does for a batch."""
+        ids = self._collect[training](x) if self._tables[True] else []
+        tables = self._tables[training] if ids else []
+        return list(zip(tables, ids, strict=True))
+
+    def _ids(self, training: bool, x: Any) -> list[tf.Tensor]:
         """The ids of every table lookup, from a run on zeros."""
         collector = lookups.Collector()
         zeros = [
@@ -216,8 +233,8 @@ class ModelStep:
             if v.shape.num_elements() <= _MAX_ZEROS
         ]
         with keras.StatelessScope(zeros), lookups.at(collector):
-            self.model(x, training=True)
-        self._tables = [table for table, _ in collector.calls]
+            self.model(x, training=training)
+        self._tables[training] = [table for table, _ in collector.calls]
         return [ids for _, ids in collector.calls]
 
     def _gradients(
@@ -250,7 +267,7 @@ class ModelStep:
                 *((v, _fold_in(v, step)) for v in self._seeds),
             ],
         )
-        calls = list(zip(self._tables, lengths, strict=True))
+        calls = list(zip(self._tables[True], lengths, strict=True))
         with scope, tf.GradientTape() as tape:
             tape.watch([*dense, *rows])
             answers = self._exchange.answers(rows, positions, calls)
@@ -278,14 +295,44 @@ class ModelStep:
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        scope = self._scope(states)
-        with scope:
+        with self._reading(x, states) as scope:
             y_pred = self.model(x, training=False)
             loss = self.model.compute_loss(
                 x, y, y_pred, sample_weight, training=False
             )
             self.model.compute_metrics(x, y, y_pred, sample_weight)
         return self._states_after(scope, states, loss, x)
+
+    def evaluate_alone(self, batch: Batch) -> tf.Tensor:
+        """Packed metric states of one batch."""
+        return self.pack(self.evaluate(batch, self.zero_states()))
+
+    def predict(self, batch: Batch) -> Any:
+        """What the model's `predict_step` returns for one batch."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with self._reading(x, self.zero_states()):
+            return self.model.predict_step(batch)
+
+    @contextlib.contextmanager
+    def _reading(
+        self, x: Any, states: States
+    ) -> Iterator[keras.StatelessScope]:
+        """A scope for inference; from each server it reads one message."""
+        if not self._remote:
+            with self._scope(states) as scope:
+                yield scope
+            return
+        exchange, calls = self._exchange, self._lookups(x, training=False)
+        variables = [*exchange.dense, *self._moving]
+        pulled = exchange.pull(variables, calls)
+        answers = exchange.answers(
+            pulled.rows,
+            pulled.positions,
+            [(table, lookups.length(ids)) for table, ids in calls],
+        )
+        values = list(zip(variables, pulled.values, strict=True))
+        with self._scope(states, values) as scope, lookups.at(answers):
+            yield scope
 
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""

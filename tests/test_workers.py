@@ -1,0 +1,49 @@
+"""What a pool of workers computes, against one process."""
+
+import json
+
+import numpy as np
+import pytest
+import table_checks
+import tensorflow as tf
+
+from tfdist import checkpoint
+from tfdist.step import ModelStep
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the chief of 2 ps and 2 workers found."""
+    directory = tmp_path_factory.mktemp("workers")
+    table_checks.launched("inference", directory, ps=2, workers=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(found):
+    """The model in this process, with the same weights."""
+    model = table_checks.table_model()
+    checkpoint.restore(
+        tf.train.latest_checkpoint(found),
+        checkpoint.named_variables(model, optimizer=False),
+    )
+    return model
+
+
+def test_metrics_are_exact(found, model):
+    batches = table_checks.uneven_batches()
+    step = ModelStep(model, batches.element_spec)
+    states = step.zero_states()
+    for batch in batches:
+        states = step.evaluate(batch, states)
+    expected = step.result(step.pack(states).numpy())
+    metrics = json.loads((found / "metrics.json").read_text())
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_predictions_are_in_order(found, model):
+    expected = model.predict(table_checks.uneven_batches(), verbose=0)
+    assert len(expected) == 8 * table_checks.BATCH + 3
+    np.testing.assert_allclose(
+        np.load(found / "outputs.npy"), expected, rtol=1e-5
+    )
