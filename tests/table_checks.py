@@ -253,10 +253,9 @@ def counters(strategy, cluster, directory):
 def inference(strategy, cluster, directory):
     """Evaluates and predicts on the workers."""
     job = Job(strategy, cluster)
-    randomize(job.variables)
-    job.global_step.assign(7)
-    checkpoint.Checkpoints(str(directory), job.variables).save(7)
     step, loop = job.step(), job.loop(steps_per_dispatch=1)
+    loop.run(7)
+    checkpoint.Checkpoints(str(directory), job.variables).save(7)
     _write(directory, "metrics", loop.evaluate(uneven_batches()))
     workers = Workers(strategy, cluster.num_workers)
     predict = tf.function(step.predict)

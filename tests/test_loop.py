@@ -1,10 +1,18 @@
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
-from tfdist.loop import EndOfInput, automatic_steps_per_dispatch
+from tfdist.loop import (
+    Dispatches,
+    EndOfInput,
+    automatic_steps_per_dispatch,
+)
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7])
@@ -19,6 +27,15 @@ def test_number_of_steps_is_exact(steps_per_dispatch):
         total += num_steps
         assert int(global_step.numpy()) == total
         assert int(model.optimizer.iterations.numpy()) == total
+
+
+@given(*3 * [st.integers(0, 60)])
+def test_full_dispatches_begin_at_multiples(full, num_steps, first_step):
+    sizes = Dispatches(None, full + 1).sizes(num_steps, first_step)
+    assert sum(sizes) == num_steps
+    starts = itertools.accumulate(sizes, initial=first_step)
+    for start, size in zip(starts, sizes, strict=False):
+        assert size == 1 or (size == full + 1 and start % size == 0)
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [0, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,7 @@ class CoordinatedLoop:
                 raise EndOfInput(logs_of(total, self._step))
             if not (exhausted or self._uncertain):
                 self._hand_out_up_to(limit)
-            total += self._collect(watch)
+            total += self._collect(watch, target)
         return logs_of(total, self._step)
 
     def settle(self, watch: Callable[[], None] = lambda: None) -> None:
@@ -136,29 +137,56 @@ class CoordinatedLoop:
         return self._workers.has_ended()
 
     def _hand_out_up_to(self, limit: int) -> None:
-        """Makes sure that the steps before `limit` are done or under way."""
+        """Makes sure that the steps before `limit` are done or under way.
+
+        The first go one by one: a function of one step is traced in a tenth
+        of the time. While they run, that of a full dispatch is traced; from
+        then on nothing is, since TensorFlow calls every task for each function
+        and would hang with one that froze.
+        """
         under_way = sum(dispatch.size for dispatch in self._pending)
-        for size in self._dispatches.sizes(limit - self.step - under_way):
+        missing = limit - self.step - under_way
+        if missing <= 0:
+            return
+        if not self._concrete:
+            self._trace(1)
+            sizes = [1] * min(missing, self._most_ahead)
+        else:
+            sizes = self._dispatches.sizes(missing, self._next_step)
+            if not self._concrete.keys() >= set(sizes):
+                self._trace(self._dispatches.full)
+        for size in sizes:
             self._hand_out(self._next_step, size)
             self._next_step += size
+
+    def _trace(self, size: int) -> None:
+        self._concrete[size] = self._workers.trace(
+            self._dispatches.functions[size],
+            self._iterator,
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([], tf.float32),
+        )
 
     def _hand_out(self, first_step: int, size: int) -> None:
         args = (
             tf.constant(first_step, tf.int64),
             tf.constant(float(self._generations.current)),
         )
-        function = self._traced(size, *args)
-        dispatch = _Dispatch(self._crew, function, args, first_step, size)
+        dispatch = _Dispatch(
+            self._crew, self._concrete[size], args, first_step, size
+        )
         self._pending.append(dispatch)
         self._workers.schedule(dispatch, self._iterator)
 
-    def _collect(self, watch: Callable[[], None]) -> Any:
+    def _collect(
+        self, watch: Callable[[], None], target: float = math.inf
+    ) -> Any:
         """Waits for a dispatch to end; returns the states of its steps."""
         if not self._pending:
             self._count_anew()
             return 0.0
-        self._workers.wait(lambda: any(d.outcome for d in self._pending), watch)
-        over = next((d for d in self._pending if d.outcome), None)
+        self._workers.wait(lambda: self._next_over(target), watch)
+        over = self._next_over(target)
         if over is None:
             return 0.0
         self._pending.remove(over)
@@ -171,6 +199,14 @@ class CoordinatedLoop:
             self._hand_out(over.first_step, over.size)
         return 0.0
 
+    def _next_over(self, target: float) -> _Dispatch | None:
+        """A dispatch that has ended; none that goes beyond `target`.
+
+        Unless only such are left.
+        """
+        within = [d for d in self._pending if self.step + d.size <= target]
+        return next((d for d in within or self._pending if d.outcome), None)
+
     def _count_anew(self) -> None:
         """Finds out what was applied, once nothing is under way any more.
 
@@ -180,21 +216,6 @@ class CoordinatedLoop:
         self._generations.advance()
         self.step = self._next_step = int(self._global_step.numpy())
         self._uncertain = False
-
-    def _traced(
-        self, size: int, *args: tf.Tensor
-    ) -> tf.types.experimental.ConcreteFunction:
-        """A dispatch of `size` steps.
-
-        All are traced before the first: TensorFlow calls every task for each
-        function, which must not be while one of them is being lost.
-        """
-        if not self._concrete:
-            self._concrete = {
-                each: self._workers.trace(function, self._iterator, *args)
-                for each, function in self._dispatches.functions.items()
-            }
-        return self._concrete[size]
 
 
 class _Outcome(enum.Enum):

@@ -145,10 +145,15 @@ class Dispatches:
 
         return dispatch
 
-    def sizes(self, num_steps: int) -> list[int]:
-        """Sizes of the dispatches that make up `num_steps` steps."""
-        whole, rest = divmod(num_steps, self.full)
-        return [self.full] * whole + [1] * rest
+    def sizes(self, num_steps: int, first_step: int = 0) -> list[int]:
+        """Sizes of the dispatches that make up `num_steps` steps.
+
+        Full ones begin at multiples of their size, as what happens every so
+        many steps does.
+        """
+        lead = min(-first_step % self.full, num_steps)
+        whole, rest = divmod(num_steps - lead, self.full)
+        return [1] * lead + [self.full] * whole + [1] * rest
 
 
 class InProcessLoop:

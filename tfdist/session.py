@@ -414,6 +414,8 @@ class MonitoredTrainingSession:
         if isinstance(self._loop, _FunctionLoop):
             return 1, 0
         soon = max(100, int(self._steps_per_sec * _CHUNK_SECS))
+        if self._cluster and not self._steps_per_sec:
+            soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
             ask = getattr(hook, "steps_until_next", lambda step: None)
@@ -478,6 +480,7 @@ class MonitoredTrainingSession:
         strategy = tf.distribute.get_strategy()
         if self._cluster:
             strategy = self._connect(self._cluster)
+        self._steps_per_sec = 0.0
         trainable = self._build(strategy)
         self._check_same_variables(trainable)
         is_loop = hasattr(trainable.step, "run")
