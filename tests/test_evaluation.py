@@ -1,5 +1,5 @@
 import json
-import os
+import logging
 import threading
 import time
 from pathlib import Path
@@ -10,11 +10,12 @@ import pytest
 import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
-from tfdist import evaluation, optimizers
+from tfdist import hooks, optimizers, results
 from tfdist.checkpoint import Checkpoints, named_variables
-from tfdist.evaluation import Evaluator
+from tfdist.evaluation import DamagedCheckpointError, Evaluator
 from tfdist.events import read_scalars
-from tfdist.exporters import Exporter
+from tfdist.exporters import Exporter, FinalExporter
+from tfdist.session_run_hook import SessionRunArgs, SessionRunHook
 
 DEADLINE = 60.0
 
@@ -30,23 +31,26 @@ def input_fn():
 class Recorder(Exporter):
     """Writes down what it is called with."""
 
-    def __init__(self):
-        super().__init__("recorder")
+    def __init__(self, name="recorder", fail_at=None):
+        super().__init__(name)
         self.calls = []
+        self._fail_at = fail_at
 
     def export(self, model, export_path, eval_result, is_the_final_export):
         self.calls.append((eval_result["global_step"], is_the_final_export))
+        if eval_result["global_step"] == self._fail_at:
+            raise RuntimeError("as a user's exporter may")
         return f"{export_path}/{len(self.calls)}"
 
 
 class Job:
     """Checkpoints of a model in training, made one step at a time."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, seed=0):
         self.dir = str(directory)
         self.model = model_fn()
         optimizers.build(self.model.optimizer, self.model.trainable_variables)
-        self.loop, step = local_loop(self.model, batches().repeat())
+        self.loop, step = local_loop(self.model, batches(seed=seed).repeat())
         self._checkpoints = Checkpoints(
             self.dir, named_variables(self.model, step), max_to_keep=2
         )
@@ -57,14 +61,28 @@ class Job:
         self.step += steps
         return self._checkpoints.save(self.step)
 
+    def published(self):
+        return json.loads(Path(self.dir, "eval", "latest.json").read_text())
+
+    def failure(self):
+        path = Path(self.dir, "eval", "failure.json")
+        return json.loads(path.read_text())["error"] if path.exists() else None
+
 
 @pytest.fixture
 def job(tmp_path):
     return Job(tmp_path)
 
 
-def evaluator_of(job, **kwargs):
+def evaluator_of(job, input_fn=input_fn, model_fn=model_fn, **kwargs):
     return Evaluator(model_fn, input_fn, job.dir, **kwargs)
+
+
+def evaluator_task(job, max_steps, throttle_secs=0.0, **kwargs):
+    """A whole life of the evaluator task; returns the evaluator."""
+    evaluator = evaluator_of(job, **kwargs)
+    evaluator.run_continuously(max_steps, 0.0, throttle_secs)
+    return evaluator
 
 
 def wait_for(condition):
@@ -77,15 +95,15 @@ def wait_for(condition):
 class Background(threading.Thread):
     """A function in a thread, whose error is not lost."""
 
-    def __init__(self, function, *args):
+    def __init__(self, function, *args, **kwargs):
         super().__init__(daemon=True)
-        self._call, self.error = (function, args), None
+        self._call, self.error = (function, args, kwargs), None
         self.start()
 
     def run(self):
-        function, args = self._call
+        function, args, kwargs = self._call
         try:
-            self.result = function(*args)
+            self.result = function(*args, **kwargs)
         except BaseException as error:
             self.error = error
 
@@ -127,11 +145,10 @@ def test_steps_limit_the_batches(job):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_empty_input(job):
-    path = job.save_after(1)
-    evaluator = Evaluator(model_fn, lambda: input_fn().take(0), job.dir)
-    with pytest.raises(ValueError, match="evaluation input has no batch"):
-        evaluator.evaluate(path)
+def test_without_a_checkpoint_the_initial_model_is_evaluated(job):
+    expected = job.model.evaluate(input_fn(), verbose=0, return_dict=True)
+    got = evaluator_of(job).evaluate(None)
+    assert got == pytest.approx({**expected, "global_step": 0}, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,24 +166,259 @@ def test_summaries(job, name, directory):
     assert set(losses) == {3, 6}
 
 
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("compile", "loss"),
+        ("weighted", "loss"),
+        ("attribute", "loss"),
+        ("compile", "global_step"),
+    ],
+)
+def test_a_metric_with_a_reserved_name(job, where, name):
+    metric = keras.metrics.MeanAbsoluteError(name=name)
+
+    def reserved():
+        model = logistic(metrics=[metric] if where == "compile" else [])
+        if where == "weighted":
+            model.compile("sgd", "mse", weighted_metrics=[metric])
+        if where == "attribute":
+            model.mine = metric
+        return model
+
+    evaluator = evaluator_of(job, model_fn=reserved)
+    with pytest.raises(ValueError, match=f"has a metric called '{name}'"):
+        evaluator.evaluate(None)
+
+
+def test_metrics_with_almost_reserved_names(job):
+    def two_losses():
+        names = ["my_loss", "Loss", "global_steps"]
+        return logistic(metrics=[keras.metrics.AUC(name=n) for n in names])
+
+    got = evaluator_of(job, model_fn=two_losses).evaluate(None)
+    assert set(got) == {
+        "loss",
+        "my_loss",
+        "Loss",
+        "global_steps",
+        "global_step",
+    }
+
+
+def test_a_tracker_in_the_place_of_keras_own(job):
+    """As in Keras' guide to `compute_loss`."""
+
+    class Tracks(keras.Model):
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            self.tracker.update_state(loss)
+            return loss
+
+    def tracks():
+        base = logistic()
+        model = Tracks(base.inputs[0], base.outputs[0])
+        model.tracker = keras.metrics.Mean(name="loss")
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    expected = evaluator_of(job).evaluate(None)["loss"]
+    got = evaluator_of(job, model_fn=tracks).evaluate(None)
+    assert got == {"loss": pytest.approx(expected), "global_step": 0}
+
+
+def empty():
+    return input_fn().take(0)
+
+
+def dropped():
+    return batches(5).unbatch().batch(8, drop_remainder=True)
+
+
+@pytest.mark.parametrize("input_fn", [empty, dropped])
+def test_no_batch(job, input_fn):
+    evaluator = evaluator_of(job, input_fn, name="test")
+    message = r"no batch to evaluate: the `input_fn` of the EvalSpec .*/eval_t"
+    with pytest.raises(ValueError, match=message):
+        evaluator.evaluate(job.save_after(1))
+
+
+# --- Hooks -------------------------------------------------------------------
+
+
+class Calls(SessionRunHook):
+    """Writes down its calls; may ask to stop after some batches."""
+
+    def __init__(self, stop_after=None, error=None):
+        self.calls, self.results = [], []
+        self._stop_after, self._error = stop_after, error
+        self._runs = 0
+
+    def begin(self):
+        self.calls.append("begin")
+        self._runs = 0
+
+    def after_create_session(self, session, coord):
+        self.calls.append("after_create_session")
+        self.session = session
+
+    def before_run(self, run_context):
+        self.calls.append("before_run")
+
+    def after_run(self, run_context, run_values):
+        self.calls.append("after_run")
+        self.results.append(run_values.results)
+        self._runs += 1
+        if self._runs == self._stop_after:
+            run_context.request_stop()
+            if self._error:
+                raise self._error
+
+    def end(self, session):
+        self.calls.append("end")
+
+
+def tf1_calls(**kwargs):
+    """What TF1's session, in which Estimator evaluated, calls."""
+    hook = Calls(**kwargs)
+    with tf.Graph().as_default():
+        iterator = tf.compat.v1.data.make_one_shot_iterator(input_fn())
+        batch = iterator.get_next()
+        with tf.compat.v1.train.MonitoredSession(hooks=[hook]) as session:
+            while not session.should_stop():
+                session.run(batch)
+    return hook.calls
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"stop_after": 2},
+        {"stop_after": 2, "error": StopIteration()},
+        {
+            "stop_after": 2,
+            "error": tf.errors.OutOfRangeError(None, None, "as in TF1"),
+        },
+    ],
+    ids=["input ends", "request", "StopIteration", "OutOfRangeError"],
+)
+def test_hooks_are_called_as_in_tf1(job, kwargs):
+    hook = Calls(**kwargs)
+    evaluator = evaluator_of(job, hooks=[hook])
+    evaluator.evaluate(job.save_after(1))
+    expected = tf1_calls(**kwargs)
+    assert hook.calls == expected
+    evaluator.evaluate(job.save_after(1))
+    assert hook.calls == 2 * expected
+
+
+def test_steps_stop_before_another_run(job):
+    """As Estimator's own hook did, which came after the user's."""
+    hook = Calls()
+    evaluator_of(job, hooks=[hook], steps=2).evaluate(job.save_after(1))
+    assert hook.calls[2:] == 2 * ["before_run", "after_run"] + ["end"]
+
+
+def test_hooks_are_not_ended_after_an_error(job):
+    hook = Calls(stop_after=1, error=LookupError("a mistake"))
+    with pytest.raises(LookupError):
+        evaluator_of(job, hooks=[hook]).evaluate(job.save_after(1))
+    assert "end" not in hook.calls
+
+
+def test_a_stop_cuts_the_evaluation_short(job):
+    path = job.save_after(1)
+    cut = evaluator_of(job, hooks=[Calls(stop_after=2)]).evaluate(path)
+    assert cut == evaluator_of(job, steps=2).evaluate(path)
+    assert cut != evaluator_of(job).evaluate(path)
+
+
+def test_a_stop_before_the_first_batch(job):
+    class Stop(SessionRunHook):
+        def after_create_session(self, session, coord):
+            coord.request_stop()
+
+    with pytest.raises(ValueError, match="or a hook stopped before the first"):
+        evaluator_of(job, hooks=[Stop()]).evaluate(job.save_after(1))
+
+
+def test_what_hooks_see(job):
+    hook = Calls()
+    path = job.save_after(3)
+    metrics = evaluator_of(job, hooks=[hook]).evaluate(path)
+    session = hook.session
+    assert session.step == 4
+    assert int(session.global_step) == 3
+    assert session.restored_from == path
+    assert session.model.name == job.model.name
+    kernel = session.variables["sequential/dense/kernel"]
+    np.testing.assert_array_equal(kernel, job.model.weights[0])
+    last = {**hook.results[-1], "global_step": 3}
+    assert last == metrics
+    first = evaluator_of(job, steps=1).evaluate(path)
+    assert {**hook.results[0], "global_step": 3} == first
+
+
+def test_hooks_fetch_by_name(job):
+    class Fetch(Calls):
+        def before_run(self, run_context):
+            return SessionRunArgs({"a": "loss", "b": ["global_step"]})
+
+    hook = Fetch()
+    metrics = evaluator_of(job, hooks=[hook]).evaluate(job.save_after(2))
+    assert hook.results[-1] == {"a": metrics["loss"], "b": [2]}
+
+
+def test_hooks_of_training_that_only_look(job, caplog):
+    final = hooks.FinalOpsHook(["sequential/dense/bias", "global_step"])
+    nan = hooks.NanTensorHook()
+    line = hooks.LoggingTensorHook(["accuracy"], every_n_iter=3)
+    with caplog.at_level(logging.INFO, "tfdist.hooks"):
+        evaluator = evaluator_of(job, hooks=[final, nan, line])
+        evaluator.evaluate(job.save_after(2))
+    bias, step = final.final_ops_values
+    assert bias == job.model.weights[1].numpy()
+    assert step == 2
+    lines = [r for r in caplog.records if r.name == "tfdist.hooks"]
+    assert len(lines) == 2  # Of batches 1 and 4.
+
+
+def test_threads_of_hooks_are_joined(job):
+    class Thread(SessionRunHook):
+        def after_create_session(self, session, coord):
+            self.thread = threading.Thread(target=coord.wait_for_stop)
+            coord.register_thread(self.thread)
+            self.thread.start()
+
+    hook = Thread()
+    evaluator_of(job, hooks=[hook]).evaluate(job.save_after(1))
+    assert not hook.thread.is_alive()
+
+
 # --- The evaluator task ------------------------------------------------------
 
 
 def test_evaluates_the_last_checkpoint_of_a_finished_job(job):
-    job.save_after(4)
+    path = job.save_after(4)
     recorder = Recorder()
     evaluator = evaluator_of(job, exporters=[recorder])
     evaluator.run_continuously(4, start_delay_secs=1e6, throttle_secs=1e6)
     assert recorder.calls == [(4, True)]
-    result = json.loads(Path(job.dir, "eval", "latest.json").read_text())
+    assert evaluator.evaluated == path
+    result = job.published()
+    assert result["metrics"] == evaluator.metrics
     assert result["metrics"]["global_step"] == 4
     assert result["exports"] == [f"{job.dir}/export/recorder/1"]
 
 
 def test_follows_the_checkpoints(job):
     recorder = Recorder()
-    evaluator = evaluator_of(job, exporters=[recorder])
-    thread = Background(evaluator.run_continuously, 9, 0.0, 0.0)
+    thread = Background(evaluator_task, job, 9, exporters=[recorder])
     for _ in range(3):
         job.save_after(3)
         wait_for(lambda: len(recorder.calls) == job.step // 3)
@@ -176,8 +428,7 @@ def test_follows_the_checkpoints(job):
 
 def test_throttle_delays_all_but_the_last(job):
     recorder = Recorder()
-    evaluator = evaluator_of(job, exporters=[recorder])
-    thread = Background(evaluator.run_continuously, 9, 0.0, 1e6)
+    thread = Background(evaluator_task, job, 9, 1e6, exporters=[recorder])
     for _ in range(3):
         job.save_after(3)
         if job.step == 3:
@@ -187,60 +438,274 @@ def test_throttle_delays_all_but_the_last(job):
 
 
 def test_ends_when_the_chief_says_so(job):
+    """The last checkpoint was not known to be the last when it came."""
     job.save_after(3)
-    evaluation.announce_end(job.dir, 3)  # Of an earlier run of this job.
-    recorder = Recorder()
-    evaluator = evaluator_of(job, exporters=[recorder])
-    thread = Background(evaluator.run_continuously, None, 0.0, 0.0)
+    results.announce_end(job.dir, 3)  # Of an earlier run of this job.
+    recorder, batches_seen = Recorder(), Calls()
+    thread = Background(
+        evaluator_task, job, None, exporters=[recorder], hooks=[batches_seen]
+    )
     wait_for(lambda: recorder.calls == [(3, False)])
-    assert thread.is_alive()
     job.save_after(2)
-    evaluation.announce_end(job.dir, 5)
+    wait_for(lambda: job.published()["metrics"]["global_step"] == 5)
+    assert thread.is_alive()
+    assert not job.published()["final"]
+    results.announce_end(job.dir, 5)
     thread.get()
-    assert recorder.calls[-1] == (5, True) or recorder.calls[-1] == (5, False)
-    assert evaluator.metrics["global_step"] == 5
+    assert recorder.calls == [(3, False), (5, False), (5, True)]
+    assert batches_seen.calls.count("end") == 2
+    assert job.published()["final"]
 
 
 def test_an_evaluator_that_starts_after_the_end_is_reminded(job, monkeypatch):
-    monkeypatch.setattr(evaluation, "_REMIND_SECS", 0.2)
+    monkeypatch.setattr(results, "_REMIND_SECS", 0.2)
     job.save_after(3)
-    evaluation.announce_end(job.dir, 3)
-    evaluator = evaluator_of(job)
-    thread = Background(evaluator.run_continuously, None, 0.0, 0.0)
-    result = evaluation.wait_for_result(job.dir, None, 3, DEADLINE)
+    results.announce_end(job.dir, 3)
+    thread = Background(evaluator_task, job, None)
+    result = results.wait_for_result(job.dir, None, 3, DEADLINE)
     assert result["metrics"]["global_step"] == 3
     thread.get()
 
 
-def test_a_checkpoint_deleted_meanwhile_is_skipped(job, caplog):
-    old = job.save_after(1)
-    evaluator = evaluator_of(job)
+# --- An evaluator that is started again --------------------------------------
+
+
+def test_nothing_is_evaluated_twice(job):
+    job.save_after(3)
+    first = evaluator_task(job, 3, exporters=[Recorder()])
+    recorder, batches_seen = Recorder(), Calls()
+    again = evaluator_task(job, 3, exporters=[recorder], hooks=[batches_seen])
+    assert (again.metrics, again.exports) == (first.metrics, first.exports)
+    assert recorder.calls == batches_seen.calls == []
+
+
+def test_a_missing_final_export_is_made(job):
+    """Of an evaluator that died before it knew that training had ended."""
+    path = job.save_after(3)
+    dead = evaluator_of(job, exporters=[FinalExporter("final")])
+    metrics = dead.evaluate(path)
+    assert dead.export(is_the_final_export=False) == [None]
+    dead.publish()
+    batches_seen = Calls()
+    again = evaluator_task(
+        job, 3, exporters=[FinalExporter("final")], hooks=[batches_seen]
+    )
+    assert batches_seen.calls == []
+    assert again.metrics == metrics
+    (export,) = again.exports
+    serve = tf.saved_model.load(export).signatures["serving_default"]
+    x, _ = next(iter(input_fn()))
+    (outputs,) = serve(x).values()
+    np.testing.assert_allclose(outputs, job.model(x), rtol=1e-5)
+    assert job.published()["exports"] == [export]
+
+
+def test_what_another_exporter_made_is_kept(job):
+    class Once(Recorder):
+        def export(self, *args):
+            path = super().export(*args)
+            return path if len(self.calls) == 1 else None
+
+    once, final = Once("once"), Recorder("final")
+    evaluator = evaluator_of(job, exporters=[once, final])
+    evaluator.evaluate(job.save_after(3))
+    evaluator.export(is_the_final_export=False)
+    evaluator.publish()
+    evaluator.run_continuously(3, 0.0, 0.0)
+    assert once.calls == final.calls == [(3, False), (3, True)]
+    assert evaluator.exports == [
+        f"{job.dir}/export/once/1",
+        f"{job.dir}/export/final/2",
+    ]
+
+
+def test_a_new_exporter_exports(job):
+    job.save_after(3)
+    evaluator_task(job, 3, exporters=[Recorder("a")])
+    recorders = [Recorder("a"), Recorder("b")]
+    evaluator_task(job, 3, exporters=recorders)
+    assert [r.calls for r in recorders] == 2 * [[(3, True)]]
+
+
+def test_another_job_in_the_directory_is_evaluated(tmp_path):
+    """Its checkpoints were deleted, its evaluation was not."""
+    old = Job(tmp_path)
+    old.save_after(3)
+    before = evaluator_task(old, 3).metrics
+    for path in tmp_path.glob("*"):
+        if path.is_file():
+            path.unlink()
+    new = Job(tmp_path, seed=7)
+    new.save_after(3)
+    assert results.wait_for_result(new.dir, None, 3, 0.1) is None
+    assert evaluator_task(new, 3).metrics["loss"] != before["loss"]
+    assert results.wait_for_result(new.dir, None, 3, 0.1)
+
+
+# --- Damaged checkpoints -----------------------------------------------------
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "no data": ("data*", Path.unlink),
+    "half the data": ("data*", cut),
+    "no index": ("index", Path.unlink),
+    "half the index": ("index", cut),
+    "another index": ("index", lambda path: path.write_bytes(b"x" * 999)),
+}
+
+
+def damage(path, how):
+    pattern, act = DAMAGES[how]
+    for file in Path(path).parent.glob(f"{Path(path).name}.{pattern}"):
+        act(file)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_the_newest_is_damaged(job, caplog, how):
     job.save_after(1)
-    for name in os.listdir(job.dir):
-        if name.startswith("model.ckpt-1."):
-            os.remove(os.path.join(job.dir, name))
-    assert not evaluator._take(old, None, at_once=True)
-    assert "was deleted before it was evaluated" in caplog.text
-
-
-def test_a_broken_newest_checkpoint_is_an_error(job):
     path = job.save_after(1)
-    for name in os.listdir(job.dir):
-        if name.startswith("model.ckpt-1.data"):
-            os.remove(os.path.join(job.dir, name))
-    with pytest.raises(tf.errors.OpError):
-        evaluator_of(job)._take(path, None, at_once=True)
+    damage(path, how)
+    recorder = Recorder()
+    thread = Background(evaluator_task, job, 5, exporters=[recorder])
+    wait_for(lambda: recorder.calls == [(1, False)])
+    job.save_after(3)
+    thread.get()
+    assert recorder.calls == [(1, False), (5, True)]
+    assert caplog.text.count(f"{path} is damaged or gone.") == 1
+    assert job.failure() is None
+
+
+@pytest.mark.parametrize("how", ["half the data", "no index"])
+def test_the_last_is_damaged(job, how):
+    job.save_after(1)
+    damage(job.save_after(1), how)
+    recorder = Recorder()
+    with pytest.raises(
+        DamagedCheckpointError, match=r"ckpt-2 is damaged .* the job's last one"
+    ):
+        evaluator_task(job, 2, exporters=[recorder])
+    assert recorder.calls == []
+    assert "DamagedCheckpointError: " in job.failure()
+
+
+def test_the_newest_is_damaged_and_turns_out_to_be_the_last(job, caplog):
+    job.save_after(1)
+    damage(job.save_after(1), "half the data")
+    thread = Background(evaluator_task, job, None)
+    wait_for(lambda: "passed over" in caplog.text)
+    results.announce_end(job.dir, 2)
+    with pytest.raises(DamagedCheckpointError, match="the job's last one"):
+        thread.get()
+
+
+def test_a_checkpoint_deleted_meanwhile_is_skipped(job, caplog):
+    """While the model is built, the first time."""
+    job.save_after(1)
+
+    def slow_model_fn():
+        if job.step == 1:
+            job.save_after(1)
+            job.save_after(1)
+        return model_fn()
+
+    recorder = Recorder()
+    evaluator_task(job, 3, model_fn=slow_model_fn, exporters=[recorder])
+    assert recorder.calls == [(3, True)]
+    assert "was deleted before it was evaluated" in caplog.text
+    assert "damaged" not in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_not_called_damaged(job):
+    job.save_after(1)
+
+    def wider():
+        return logistic(hidden=[keras.layers.Dense(3, name="wide")])
+
+    with pytest.raises(ValueError, match="does not fit the model"):
+        evaluator_task(job, 1, model_fn=wider)
+    assert job.failure().startswith("ValueError: Checkpoint ")
+
+
+# --- Errors, and the chief that waits ----------------------------------------
+
+
+def test_an_exporter_that_raises(job):
+    """The error is there until the evaluator is; then it starts over."""
+    job.save_after(3)
+    with pytest.raises(RuntimeError, match="as a user's exporter may"):
+        evaluator_task(job, 3, exporters=[Recorder(fail_at=3)])
+    assert job.failure() == "RuntimeError: as a user's exporter may"
+    assert not Path(job.dir, "eval", "latest.json").exists()
+    recorder = Recorder()
+    evaluator_task(job, 3, exporters=[recorder])
+    assert recorder.calls == [(3, True)]
+    assert job.failure() is None
+
+
+def failing_evaluator(job, times):
+    """Dies so many times, as if it were started again each time."""
+    for _ in range(times):
+        with pytest.raises(ValueError, match="no batch"):
+            evaluator_task(job, 3, input_fn=empty)
+        time.sleep(2 * results.POLL_SECS)
+    return evaluator_task(job, 3)
+
+
+def test_a_chief_does_not_give_up_at_the_first_failure(job, caplog):
+    job.save_after(3)
+    thread = Background(failing_evaluator, job, 2)
+    result = results.wait_for_result(job.dir, None, 3, DEADLINE)
+    assert result["metrics"] == thread.get().metrics
+    assert caplog.text.count("may be started again: ValueError: There") >= 1
+
+
+def test_a_chief_gives_up_at_the_third_failure(job, caplog):
+    job.save_after(3)
+    thread = Background(failing_evaluator, job, 3)
+    start = time.monotonic()
+    assert results.wait_for_result(job.dir, None, 3, DEADLINE) is None
+    assert time.monotonic() - start < DEADLINE / 2
+    assert "The evaluator failed: ValueError: There is no batch" in caplog.text
+    thread.get()
+
+
+def test_a_chief_gives_up_an_evaluator_that_does_not_come_back(
+    job, monkeypatch, caplog
+):
+    monkeypatch.setattr(results, "_COME_BACK_SECS", 1.0)
+    job.save_after(3)
+    with pytest.raises(ValueError, match="no batch"):
+        evaluator_task(job, 3, input_fn=empty)
+    start = time.monotonic()
+    assert results.wait_for_result(job.dir, None, 3, DEADLINE) is None
+    assert 1 <= time.monotonic() - start < 5
+    assert caplog.text.count("may be started again") == 1
+
+
+def test_a_result_that_is_not_the_last_is_waited_for(job):
+    path = job.save_after(3)
+    evaluator = evaluator_of(job, exporters=[Recorder()])
+    evaluator.evaluate(path)
+    for final in (False, True):
+        evaluator.export(final)
+        evaluator.publish()
+        result = results.wait_for_result(job.dir, None, 3, 0.1)
+        assert (result is not None) == final
 
 
 def test_waiting_for_a_result_ends(tmp_path, caplog):
-    result = evaluation.wait_for_result(str(tmp_path), "test", 5, 0.1)
+    result = results.wait_for_result(str(tmp_path), "test", 5, 0.1)
     assert result is None
     assert "evaluator_timeout_secs" in caplog.text
 
 
 def test_a_file_is_replaced_at_once(tmp_path):
     path = tmp_path / "deep" / "result.json"
-    evaluation.write_json(str(path), {"a": 1})
-    evaluation.write_json(str(path), {"a": 2})
+    results.write_json(str(path), {"a": 1})
+    results.write_json(str(path), {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert list(path.parent.iterdir()) == [path]

@@ -1,12 +1,15 @@
 import json
 import os
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import logistic
+from small_models import batches, logistic
 
-from tfdist import exporters, serving
+import tfdist
+from tfdist import checkpoint, exporters, serving
+from tfdist.cluster import Cluster
 from tfdist.exporters import (
     BestExporter,
     Exporter,
@@ -142,6 +145,75 @@ def test_best_exporter_without_a_loss(model, tmp_path):
     exporter.export(model, str(tmp_path), {"auc": 1.0}, False)
     with pytest.raises(ValueError, match="no loss is found in it"):
         exporter.export(model, str(tmp_path), {"loss": 1.0}, False)
+
+
+# What raises.
+
+
+@pytest.fixture
+def unservable():
+    """A model that can be trained and not exported."""
+
+    class Broken(keras.layers.Layer):
+        exporting = False
+
+        def call(self, x):
+            if self.exporting:
+                raise RuntimeError("as a user's layer may")
+            return x
+
+    broken = Broken()
+    yield logistic(hidden=[broken]), broken
+    broken.exporting = False
+
+
+@pytest.mark.parametrize(
+    "exporter",
+    [LatestExporter("e"), FinalExporter("e"), BestExporter("e")],
+    ids=["latest", "final", "best"],
+)
+def test_a_failed_export_leaves_earlier_ones(unservable, exporter, tmp_path):
+    model, broken = unservable
+    first = exporter.export(model, str(tmp_path), {"loss": 0.5}, True)
+    before = sorted(tmp_path.rglob("*"))
+    broken.exporting = True
+    with pytest.raises(RuntimeError, match="as a user's layer may"):
+        exporter.export(model, str(tmp_path), {"loss": 0.4}, True)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert list_exports(str(tmp_path)) == [first]
+    broken.exporting = False
+    second = exporter.export(model, str(tmp_path), {"loss": 0.4}, True)
+    assert list_exports(str(tmp_path)) == [first, second]
+
+
+def train(model_dir, max_steps, exporter):
+    return tfdist.train_and_evaluate(
+        tfdist.Estimator(
+            logistic,
+            tfdist.RunConfig(
+                model_dir, save_checkpoints_steps=10, cluster=Cluster()
+            ),
+        ),
+        tfdist.TrainSpec(lambda: batches().repeat(), max_steps=max_steps),
+        tfdist.EvalSpec(batches, throttle_secs=0, exporters=exporter),
+    )
+
+
+def test_training_ends_with_the_error_of_an_exporter(tmp_path):
+    """Where the chief evaluates; it goes on from the last checkpoint."""
+
+    def fail(model):
+        raise LookupError("as a user's function may")
+
+    with pytest.raises(LookupError, match="as a user's function may"):
+        train(tmp_path, 30, LatestExporter("latest", serving_model_fn=fail))
+    assert checkpoint.step_of(tf.train.latest_checkpoint(tmp_path)) == 10
+    assert list_exports(str(tmp_path / "export" / "latest")) == []
+    metrics, (path,) = train(tmp_path, 30, LatestExporter("latest"))
+    assert metrics["global_step"] == 30
+    exports = list_exports(str(tmp_path / "export" / "latest"))
+    assert exports[-1] == path
+    assert len(exports) == 2
 
 
 # Arguments.

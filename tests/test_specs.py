@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import pytest
@@ -44,20 +45,33 @@ def test_bad_model_dir(model_dir, error):
         ({}, (600, None)),
         ({"save_checkpoints_secs": 5}, (5, None)),
         ({"save_checkpoints_steps": 7}, (None, 7)),
+        ({"save_checkpoints_steps": 0}, (None, 0)),
+        ({"save_checkpoints_secs": None}, (None, None)),
     ],
 )
 def test_when_to_save(kwargs, trigger):
     made = config(**kwargs)
-    assert (made.checkpoint_secs, made.save_checkpoints_steps) == trigger
+    assert (made.save_checkpoints_secs, made.save_checkpoints_steps) == trigger
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "saves"),
+    [
+        ({}, True),
+        ({"save_checkpoints_steps": 7}, True),
+        ({"save_checkpoints_steps": 0}, False),
+        ({"save_checkpoints_secs": None}, False),
+    ],
+)
+def test_whether_to_save(kwargs, saves):
+    assert config(**kwargs).saves_checkpoints == saves
 
 
 def test_replace():
     made = config(save_checkpoints_steps=5, log_step_count_steps=7)
     by_time = made.replace(save_checkpoints_secs=9)
-    assert (by_time.save_checkpoints_steps, by_time.checkpoint_secs) == (
-        None,
-        9,
-    )
+    assert by_time.save_checkpoints_steps is None
+    assert by_time.save_checkpoints_secs == 9
     assert by_time.log_step_count_steps == 7
     assert made.replace(model_dir="b/").model_dir == "b"
     with pytest.raises(ValueError, match="keep_checkpoint_max"):
@@ -71,21 +85,49 @@ def test_replace():
     [
         ({"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError),
         ({"save_summary_steps": -1}, ValueError),
-        ({"save_checkpoints_steps": 0}, ValueError),
-        ({"save_checkpoints_secs": 0}, ValueError),
+        ({"save_checkpoints_steps": -1}, ValueError),
+        ({"save_checkpoints_secs": -0.5}, ValueError),
         ({"keep_checkpoint_max": -1}, ValueError),
         ({"keep_checkpoint_every_n_hours": 0}, ValueError),
         ({"log_step_count_steps": 0}, ValueError),
         ({"steps_per_dispatch": 0}, ValueError),
-        ({"session_creation_timeout_secs": -1}, ValueError),
+        ({"session_creation_timeout_secs": 0}, ValueError),
         ({"evaluator_timeout_secs": float("nan")}, ValueError),
         ({"log_step_count_steps": "100"}, TypeError),
         ({"log_step_count_steps": True}, TypeError),
+        ({"tf_random_seed": "1"}, TypeError),
+        ({"train_distribute": "a strategy"}, ValueError),
+        ({"experimental_distribute": "both"}, ValueError),
+        ({"device_fn": lambda op: "/cpu:0"}, ValueError),
+        ({"protocol": "grpc+verbs"}, ValueError),
     ],
 )
 def test_bad_run_config(kwargs, error):
     with pytest.raises(error, match=next(iter(kwargs))):
         config(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"session_config": tf.compat.v1.ConfigProto()}, "by `tf.config`"),
+        ({"eval_distribute": "a strategy"}, "where evaluations run"),
+        ({"experimental_max_worker_delay_secs": 9}, "hands out the steps"),
+        ({"checkpoint_save_graph_def": True}, "no graph to save"),
+    ],
+)
+def test_ignored_once_with_the_reason(kwargs, reason, caplog):
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        config(**kwargs).replace(tf_random_seed=1)
+    (record,) = caplog.records
+    assert f"RunConfig ignores `{next(iter(kwargs))}`" in record.message
+    assert reason in record.message
+
+
+def test_nothing_to_say(caplog):
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        config(protocol="grpc", checkpoint_save_graph_def=False)
+    assert not caplog.records
 
 
 def test_run_config_wants_a_cluster():
@@ -109,6 +151,7 @@ def test_run_config_reads_the_environment(monkeypatch):
         ({"max_steps": 0}, ValueError, "`max_steps` must be at least 1"),
         ({"max_steps": -5}, ValueError, "max_steps=-5"),
         ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
+        ({"hooks": 1}, TypeError, "`hooks` must be a sequence"),
     ],
 )
 def test_bad_train_spec(kwargs, error, message):
@@ -123,6 +166,8 @@ def test_bad_train_spec(kwargs, error, message):
         ({"steps": 0}, ValueError, "`steps` must be at least 1"),
         ({"start_delay_secs": -1}, ValueError, "must be not negative"),
         ({"throttle_secs": -1}, ValueError, "must be not negative"),
+        ({"name": 3}, TypeError, "`name` must be a string"),
+        ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
         ({"exporters": ["a"]}, TypeError, r"tfdist\.Exporter"),
         (
             {"exporters": [tfdist.FinalExporter("a")] * 2},
@@ -138,19 +183,13 @@ def test_bad_eval_spec(kwargs, error, message):
 
 def test_sequences_become_tuples():
     exporter, hook = tfdist.FinalExporter("a"), tfdist.SessionRunHook()
-    assert tfdist.EvalSpec(input_fn, exporters=exporter).exporters == (
-        exporter,
-    )
+    spec = tfdist.EvalSpec(input_fn, hooks=[hook], exporters=exporter)
+    assert (spec.hooks, spec.exporters) == ((hook,), (exporter,))
     assert tfdist.TrainSpec(input_fn, hooks=[hook]).hooks == (hook,)
 
 
-def test_defaults_are_those_of_tf1():
-    spec = tfdist.EvalSpec(input_fn)
-    assert (spec.steps, spec.start_delay_secs, spec.throttle_secs) == (
-        100,
-        120,
-        600,
-    )
-    run = config()
-    assert (run.save_summary_steps, run.log_step_count_steps) == (100, 100)
-    assert run.keep_checkpoint_max == 5
+def test_none_is_no_hook_listener_or_exporter():
+    train = tfdist.TrainSpec(input_fn, hooks=None, saving_listeners=None)
+    evaluation = tfdist.EvalSpec(input_fn, hooks=None, exporters=None)
+    assert train.hooks == train.saving_listeners == ()
+    assert evaluation.hooks == evaluation.exporters == ()

@@ -9,14 +9,16 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 
 # design.md, section 3; every new module needs a floor.
 FLOORS = {
-    0: "cluster processes faults placement partition inputs variables lookups "
-    "packing branch_and_bound splitting plans planner device_setter _private",
+    0: "cluster connections processes faults placement partition inputs "
+    "variables lookups packing branch_and_bound splitting plans planner "
+    "device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer model_parallel",
     2: "step loop workers coordinated_loop recovery checkpoint hooks "
     "session_run_hook saving_hooks summary_hooks events progress "
     "early_stopping callbacks",
-    3: "session warm_start evaluation exporters saved_models serving specs",
+    3: "session warm_start evaluation results exporters saved_models serving "
+    "specs",
     4: "estimator training canned canned_model heads networks vocabulary "
     "feature_columns keras_columns estimator_checkpoint launch testing "
     "supervisor vertex __init__",

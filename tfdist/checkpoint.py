@@ -30,7 +30,7 @@ GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
-_NO_DAMAGE = (
+NO_DAMAGE = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.PermissionDeniedError,
@@ -201,7 +201,7 @@ class Checkpoints:
                 restore(path, self._variables)
                 self._restore_iterator(path)
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
-                if isinstance(error, _NO_DAMAGE):
+                if isinstance(error, NO_DAMAGE):
                     raise
                 if older is None:
                     raise ValueError(

@@ -27,7 +27,7 @@ from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
 from tfdist.health import HealthMonitor
 from tfdist.hooks import NanTensorHook, StopAtStepHook
-from tfdist.loop import LocalLoop, Loop
+from tfdist.loop import LocalLoop, Loop, logs_of
 from tfdist.plans import Plan
 from tfdist.progress import ProgressHook
 from tfdist.saved_models import ServingModelFn, export_saved_model
@@ -144,15 +144,17 @@ class Estimator:
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoint.step_of(path) if path else 0)
-        saver = CheckpointSaverHook(
-            self.model_dir,
-            save_steps=config.save_checkpoints_steps,
-            save_secs=config.checkpoint_secs,
-            listeners=list(saving_listeners or ()),
-            max_to_keep=config.keep_checkpoint_max,
-            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
-        )
-        hooks = [*self._own_hooks(max_steps), saver, *(hooks or ())]
+        listeners = list(saving_listeners or ())
+        savers = []
+        if config.saves_checkpoints:
+            savers.append(self._saver(listeners))
+        elif listeners:
+            raise ValueError(
+                "Argument `saving_listeners` has listeners, and there are no "
+                "checkpoints. Set `save_checkpoints_steps` or "
+                "`save_checkpoints_secs` of the RunConfig."
+            )
+        hooks = [*self._own_hooks(max_steps), *savers, *(hooks or ())]
         session = MonitoredTrainingSession(
             lambda strategy: self._build(strategy, input_fn),
             checkpoint_dir=self.model_dir,
@@ -170,6 +172,19 @@ class Estimator:
                 session.run()
         return self
 
+    def _saver(
+        self, listeners: Sequence[CheckpointSaverListener]
+    ) -> CheckpointSaverHook:
+        config = self.config
+        return CheckpointSaverHook(
+            self.model_dir,
+            save_steps=config.save_checkpoints_steps or None,
+            save_secs=config.save_checkpoints_secs or None,
+            listeners=listeners,
+            max_to_keep=config.keep_checkpoint_max,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+        )
+
     def _own_hooks(self, max_steps: int | None) -> list[SessionRunHook]:
         """All of the chief's hooks but the one that saves.
 
@@ -177,14 +192,14 @@ class Estimator:
         they cut the steps into the same pieces as the checkpoints.
         """
         directory, every = self.model_dir, self.config.log_step_count_steps
-        hooks: list[SessionRunHook] = [
-            _LogStart(max_steps),
-            NanTensorHook(),
-            StepCounterHook(
-                every, output_dir=directory, at_first_step=False, log=False
-            ),
-            ProgressHook(every, max_steps=max_steps),
-        ]
+        hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook()]
+        if every is not None:
+            hooks.append(
+                StepCounterHook(
+                    every, output_dir=directory, at_first_step=False, log=False
+                )
+            )
+            hooks.append(ProgressHook(every, max_steps=max_steps))
         if self._warm_start:
             hooks.append(self._warm_start)
         if self.config.save_summary_steps:
@@ -195,7 +210,7 @@ class Estimator:
                     at_first_step=False,
                 )
             )
-        if self.config.cluster.role == "chief":
+        if every is not None and self.config.cluster.role == "chief":
             hooks.append(StalenessHook(directory, every))
         if max_steps is not None:
             hooks.append(StopAtStepHook(last_step=max_steps))
@@ -205,15 +220,20 @@ class Estimator:
         self,
         input_fn: InputFn,
         steps: int | None = None,
+        hooks: Iterable[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, float]:
-        """Metrics of a checkpoint, in this process.
+        """Metrics of a checkpoint.
+
+        On the chief of a cluster the workers compute, as for `predict`, unless
+        there are hooks.
 
         Args:
             input_fn: Returns the dataset, one pass over which is an
                 evaluation.
             steps: Batches to read at most; None for all.
+            hooks: As for `EvalSpec`.
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized.
             name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
@@ -227,8 +247,18 @@ class Estimator:
             self.model_dir,
             steps=steps,
             name=name,
+            hooks=tuple(hooks or ()),
         )
-        return evaluator.evaluate(checkpoint_path or self.latest_checkpoint())
+        path = checkpoint_path or self.latest_checkpoint()
+        if path is None or self.config.cluster.role == "local":
+            return evaluator.evaluate(path)
+
+        def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
+            with self._workers(path, batches, metrics=True) as (step, calls):
+                packed = calls(step.evaluate_alone)
+                return logs_of(sum(packed), step)
+
+        return evaluator.evaluate(path, elsewhere=on_workers)
 
     def predict(
         self,
@@ -284,13 +314,22 @@ class Estimator:
     def _predict_on_workers(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> Iterator[Any]:
-        config = self.config
-        servers.wait_until_up(
-            config.cluster, config.session_creation_timeout_secs
-        )
+        with self._workers(path, dataset, metrics=False) as (step, calls):
+            yield from calls(step.predict)
+
+    @contextlib.contextmanager
+    def _workers(
+        self, path: str | None, dataset: tf.data.Dataset, metrics: bool
+    ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
+        """A step with the weights of a checkpoint, on the parameter servers.
+
+        And what yields a function's value for each batch, by the workers.
+        """
+        cluster = self.config.cluster
+        wait_secs = self.config.session_creation_timeout_secs
+        servers.wait_until_up(cluster, wait_secs)
         strategy = parameter_server_strategy(
-            config.cluster,
-            start_timeout_secs=config.session_creation_timeout_secs,
+            cluster, start_timeout_secs=wait_secs
         )
         global_step, model = self._create_variables(strategy)
         if path:
@@ -301,15 +340,21 @@ class Estimator:
             dataset.element_spec,
             global_step=global_step,
             remote=True,
-            metrics=False,
+            metrics=metrics,
         )
-        call = tf.function(step.predict, autograph=False)
         with contextlib.ExitStack() as started:
-            health = HealthMonitor(config.cluster)
+            health = HealthMonitor(cluster)
             started.callback(health.stop)
-            workers = Workers(strategy, config.cluster.num_workers)
+            workers = Workers(strategy, cluster.num_workers)
             started.callback(workers.close)
-            yield from workers.map(call, dataset, health.check)
+            yield (
+                step,
+                lambda function: workers.map(
+                    tf.function(function, autograph=False),
+                    dataset,
+                    health.check,
+                ),
+            )
 
     def export_saved_model(
         self,

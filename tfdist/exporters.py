@@ -38,6 +38,14 @@ class Exporter:
     instead of an estimator and a checkpoint path, and `serving_model_fn`
     replaces `serving_input_receiver_fn`. There is no `as_text`.
 
+    What `export` raises is raised, as there: a model that cannot be served is
+    not kept for the end. Earlier exports stay, and `export_saved_model` leaves
+    nothing half-written. An evaluator task ends with the error; started again
+    it evaluates and exports that checkpoint once more (see
+    `tfdist.evaluation`), while training goes on. Where the chief evaluates,
+    training ends with the error; started again it goes on from the checkpoint
+    that was evaluated, which is the last one.
+
     Args:
         name: Directory under `<model_dir>/export`.
         serving_model_fn: From the trained model to what to export: a Keras

@@ -9,6 +9,7 @@ server: a step that takes minutes does not delay it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 from tfdist import servers
 from tfdist.cluster import Cluster
+from tfdist.connections import Sentinel, cut_connections
 from tfdist.servers import TaskState
 
 _log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class HealthMonitor:
         self._thread = threading.Thread(
             target=self._run, name="tfdist-health", daemon=True
         )
+        self._sentinel = Sentinel(frozen_secs)
         self._ask()
         self._thread.start()
 
@@ -135,26 +138,6 @@ class HealthMonitor:
         if lost := self.lost():
             raise ServerLostError(lost)
 
-    def wait_for_answers(self) -> None:
-        """Waits until every task answers, or is known not to.
-
-        TensorFlow sends each function that is traced, such as that of a
-        checkpoint, to every task, and waits for a silent one while it holds
-        Python's lock: nobody could cut the connection then. So whoever is
-        about to trace something asks first.
-
-        Raises:
-            ServerLostError: a parameter server is lost.
-        """
-        while True:
-            self._ask()
-            self.check()
-            records = self._records.values()
-            if not any(
-                r.state is TaskState.FROZEN and not r.handled for r in records
-            ):
-                return
-
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
         counts = {}
@@ -168,8 +151,14 @@ class HealthMonitor:
         )
 
     def _run(self) -> None:
+        with contextlib.closing(self._sentinel):
+            self._watch()
+
+    def _watch(self) -> None:
         stuck_since = None
         while not self._stopped.wait(_ROUND_SECS):
+            for record in self._records.values():
+                self._sentinel.tell(record.address)
             self._ask()
             self._cut_frozen_workers()
             lost = self.lost()
@@ -225,7 +214,7 @@ class HealthMonitor:
                     index,
                     time.monotonic() - record.since,
                 )
-                servers.cut_connections(record.address)
+                cut_connections(record.address)
                 record.handled = True
 
 

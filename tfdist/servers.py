@@ -15,7 +15,6 @@ import enum
 import json
 import logging
 import os
-import pathlib
 import signal
 import socket
 import threading
@@ -333,34 +332,6 @@ def _answer(call: grpc.Future) -> Answer:
 def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
     """The state of the task at `address`; see `ask`."""
     return ask([address], timeout_secs)[0].state
-
-
-def cut_connections(address: str) -> int:
-    """Closes this process's TCP connections to `address`, from our side.
-
-    A call to a frozen server waits for ever; without its connection it fails
-    as a call to a dead one does. Linux only: elsewhere nothing is cut.
-
-    Returns:
-        How many connections were cut.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port))
-    except OSError:
-        infos = []
-    peers = {info[4][:2] for info in infos}
-    peers |= {(f"::ffff:{ip}", port) for ip, port in peers if ":" not in ip}
-    cut = 0
-    for path in pathlib.Path("/proc/self/fd").glob("*") if peers else ():
-        with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
-            if not os.readlink(path).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                if connection.getpeername()[:2] in peers:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-    return cut
 
 
 def wait_until_up(

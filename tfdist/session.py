@@ -11,9 +11,7 @@ What each failure costs (design decision D7):
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again.
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
-  up. What it then still sends is refused. Not so if it freezes while this
-  process calls it from TensorFlow's C++ under Python's lock (a function being
-  traced): then the job stands still until it wakes up.
+  up. What it then still sends is refused.
 A parameter server (ps) dies and comes back: everything is built anew in this
   process and restored. It costs the steps since the last checkpoint. Where
   that fails, this process starts itself anew (same pid, same command).
@@ -332,8 +330,14 @@ class MonitoredTrainingSession:
         """Waits for the steps that are under way; `step` then counts them."""
         self._loop.settle(self._watch)
         self.step = self._loop.step
-        if self._health:
-            self._health.wait_for_answers()
+
+    def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
+        """Loss and metrics of the current parameters, by a cluster's workers.
+
+        Exact, whatever worker dies. No step may be under way (`settle`), as is
+        so when a checkpoint is saved. Empty if there is no batch.
+        """
+        return self._loop.evaluate(batches, self._watch)
 
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""

@@ -8,27 +8,62 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
 from tfdist.saving_hooks import CheckpointSaverListener
+from tfdist.session import USE_DEFAULT
 from tfdist.variables import VariableSpec
+
+_log = logging.getLogger(__name__)
 
 InputFn = Callable[..., tf.data.Dataset]
 
 _DEFAULT_SAVE_SECS = 600
+
+# Fields of TF 2.15 that change nothing, and why.
+_IGNORED = {
+    "session_config": "there is no session to configure: threads and devices "
+    "are set by `tf.config`",
+    "eval_distribute": "the cluster decides where evaluations run",
+    "experimental_max_worker_delay_secs": "the chief hands out the steps, so "
+    "no worker begins before the others",
+    "checkpoint_save_graph_def": "a Keras model has no graph to save",
+}
+# Those whose loss would change what a job does, and what there is instead.
+_REFUSED = {
+    "train_distribute": "The cluster decides how training is distributed",
+    "device_fn": "Use `placement`, which says for each variable which "
+    "parameter server holds it",
+    "protocol": "Tasks speak grpc with each other",
+    "experimental_distribute": "The cluster decides how a job is distributed",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """How a job runs; what it computes is the model function's matter.
 
-    As `tf.estimator.RunConfig`, for the fields it shares with it.
+    As `tf.estimator.RunConfig`, with these differences:
+
+    * `model_dir` must be given, and `TF_CONFIG` cannot give it. (Without it
+      each task of a cluster would have got a temporary directory of its own.)
+    * `session_creation_timeout_secs` is ten minutes instead of two hours.
+    * Which task this is comes from `cluster`, which reads the environment:
+      `tfdist.Cluster` says what is accepted. A blank `TF_CONFIG` is none; an
+      evaluator needs no cluster, may stand beside a `master`, and has the index
+      0; `cluster_spec` never holds it; `master` is called `chief`; other jobs
+      are refused. There is no `master`, `evaluation_master`, `device_filters`
+      and `service`, for there is no session that they configured.
+    * What is ignored is neither checked nor kept. A value of a wrong type and
+      a field that does not exist are `TypeError`s.
 
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
@@ -36,11 +71,13 @@ class RunConfig:
         tf_random_seed: Seeds Python, NumPy and the initializers. Default: none.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
         save_checkpoints_steps: Steps between checkpoints.
-        save_checkpoints_secs: Seconds between checkpoints. At most one of the
-            two; neither means every 600 s.
+        save_checkpoints_secs: Seconds between checkpoints. Default: 600, unless
+            the other is given. At most one of the two; None or 0: there are no
+            checkpoints, and `train_and_evaluate` refuses the configuration.
         keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
-        keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        log_step_count_steps: Steps between progress lines.
+        keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
+            the default, which is over a year: none.
+        log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request (decision D4).
             Default: up to ten, fewer for models of many variables.
         placement: Which parameter server holds a variable: "round_robin",
@@ -51,48 +88,78 @@ class RunConfig:
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
         cluster: Default: from the environment.
+        session_config: Ignored, with a warning that says why, as are
+            `eval_distribute`, `experimental_max_worker_delay_secs` and
+            `checkpoint_save_graph_def`.
+        train_distribute: Refused, with what there is instead, as are
+            `device_fn`, `experimental_distribute`, and a `protocol` other than
+            "grpc".
 
     Raises:
-        ValueError: a value out of range, or both `save_checkpoints_*`.
+        ValueError: a value out of range, both `save_checkpoints_*`, or a field
+            that is refused.
+        TypeError: a value of a wrong type.
     """
 
     model_dir: str
     _: dataclasses.KW_ONLY
     tf_random_seed: int | None = None
     save_summary_steps: int = 100
-    save_checkpoints_steps: int | None = None
-    save_checkpoints_secs: float | None = None
+    save_checkpoints_steps: int | None = USE_DEFAULT
+    save_checkpoints_secs: float | None = USE_DEFAULT
     keep_checkpoint_max: int | None = 5
-    keep_checkpoint_every_n_hours: float | None = None
-    log_step_count_steps: int = 100
+    keep_checkpoint_every_n_hours: float | None = 10000
+    log_step_count_steps: int | None = 100
     steps_per_dispatch: int | None = None
     placement: str | Callable[[VariableSpec], int] = "round_robin"
     session_creation_timeout_secs: float = 600.0
     evaluator_timeout_secs: float = 600.0
     cluster: Cluster = dataclasses.field(default_factory=Cluster.from_env)
+    session_config: dataclasses.InitVar[Any] = None
+    eval_distribute: dataclasses.InitVar[Any] = None
+    experimental_max_worker_delay_secs: dataclasses.InitVar[Any] = None
+    checkpoint_save_graph_def: dataclasses.InitVar[bool] = False
+    train_distribute: dataclasses.InitVar[Any] = None
+    device_fn: dataclasses.InitVar[Any] = None
+    protocol: dataclasses.InitVar[str | None] = None
+    experimental_distribute: dataclasses.InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *without_meaning: Any) -> None:
+        names = (*_IGNORED, *_REFUSED)
+        _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
         object.__setattr__(self, "model_dir", _directory(self.model_dir))
-        if self.save_checkpoints_steps and self.save_checkpoints_secs:
-            raise ValueError(
-                "Only one of `save_checkpoints_steps` and "
-                "`save_checkpoints_secs` can be set. Received: "
-                f"save_checkpoints_steps={self.save_checkpoints_steps}, "
-                f"save_checkpoints_secs={self.save_checkpoints_secs}."
-            )
+        self._resolve_defaults()
+        _check_integer("tf_random_seed", self.tf_random_seed)
         for name, least in (
             ("save_summary_steps", 0),
-            ("save_checkpoints_steps", 1),
-            ("save_checkpoints_secs", 1e-9),
+            ("save_checkpoints_steps", 0),
+            ("save_checkpoints_secs", 0),
             ("keep_checkpoint_max", 0),
             ("keep_checkpoint_every_n_hours", 1e-9),
             ("log_step_count_steps", 1),
             ("steps_per_dispatch", 1),
-            ("session_creation_timeout_secs", 0),
+            ("session_creation_timeout_secs", 1e-9),
             ("evaluator_timeout_secs", 0),
         ):
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
+
+    def _resolve_defaults(self) -> None:
+        """Seconds between checkpoints, unless one of the two was given."""
+        steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is USE_DEFAULT and secs is USE_DEFAULT:
+            secs = _DEFAULT_SAVE_SECS
+        steps = None if steps is USE_DEFAULT else steps
+        secs = None if secs is USE_DEFAULT else secs
+        if steps is not None and secs is not None:
+            raise ValueError(
+                "Only one of `save_checkpoints_steps` and "
+                "`save_checkpoints_secs` can be set. Received: "
+                f"save_checkpoints_steps={steps}, "
+                f"save_checkpoints_secs={secs}."
+            )
+        object.__setattr__(self, "save_checkpoints_steps", steps)
+        object.__setattr__(self, "save_checkpoints_secs", secs)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which some fields have other values.
@@ -110,11 +177,60 @@ class RunConfig:
         return dataclasses.replace(self, **changes)
 
     @property
-    def checkpoint_secs(self) -> float | None:
-        """Seconds between checkpoints; None where steps decide."""
-        if self.save_checkpoints_steps:
+    def saves_checkpoints(self) -> bool:
+        """Whether there is any checkpoint."""
+        return bool(self.save_checkpoints_steps or self.save_checkpoints_secs)
+
+    @property
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """The training tasks; none where this is the evaluator."""
+        return tf.train.ClusterSpec(self._tasks)
+
+    @property
+    def task_type(self) -> str:
+        """This process's job; "worker" where there is no cluster."""
+        alone = self.cluster.role == "local" and not self._tasks
+        return "worker" if alone else self.cluster.task_type
+
+    @property
+    def task_id(self) -> int:
+        """This process's index in its job."""
+        return self.cluster.task_index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process leads; true where there is no cluster."""
+        return self.cluster.is_chief
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """Parameter servers; 0 where this is the evaluator."""
+        return len(self._tasks.get("ps", ()))
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """Workers and the chief; 0 where this is the evaluator.
+
+        Unlike in TF1 the chief of a cluster trains nothing itself: there are
+        `cluster.num_workers` that do.
+        """
+        if not self._tasks:
+            return int(self.cluster.role == "local")
+        return sum(len(self._tasks.get(job, ())) for job in ("chief", "worker"))
+
+    @property
+    def global_id_in_cluster(self) -> int | None:
+        """This task's place among chief, workers and ps; None: evaluator."""
+        if self.cluster.role == "evaluator":
             return None
-        return self.save_checkpoints_secs or _DEFAULT_SAVE_SECS
+        tasks = [(job, i) for job, ids in self._tasks.items() for i in ids]
+        return tasks.index((self.task_type, self.task_id)) if tasks else 0
+
+    @property
+    def _tasks(self) -> dict[str, dict[int, str]]:
+        """Job to its addresses by index, as this task may see them."""
+        evaluator = self.cluster.role == "evaluator"
+        return {} if evaluator else self.cluster.training_spec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +246,10 @@ class TrainSpec:
         hooks: Run after tfdist's own; those written for TF1 that touch no
             graph run as they are.
         saving_listeners: Told of each checkpoint, before it is evaluated.
+
+    Raises:
+        TypeError: an attribute of another type.
+        ValueError: `max_steps` is not positive.
     """
 
     input_fn: InputFn
@@ -140,14 +260,8 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
         check_at_least("max_steps", self.max_steps, 1)
-        hooks = tuple(self.hooks)
-        for hook in hooks:
-            check_type("hooks", hook, tf.compat.v1.train.SessionRunHook)
-        object.__setattr__(self, "hooks", hooks)
-        listeners = tuple(self.saving_listeners)
-        for listener in listeners:
-            check_type("saving_listeners", listener, CheckpointSaverListener)
-        object.__setattr__(self, "saving_listeners", listeners)
+        _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
+        _make_tuple(self, "saving_listeners", CheckpointSaverListener)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,15 +272,22 @@ class EvalSpec:
         input_fn: Returns a `tf.data.Dataset` of batches.
         steps: Batches per evaluation at most; None: the whole dataset.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
-        exporters: Exporters run after each evaluation.
+        hooks: Run during each evaluation, the same objects each time.
+        exporters: Exporters, or one, run after each evaluation.
         start_delay_secs: Seconds an evaluator task waits before it begins.
         throttle_secs: Least seconds between two evaluations; the final one is
             never delayed.
+
+    Raises:
+        TypeError: an attribute of another type.
+        ValueError: a number out of range; two exporters of one name, or one
+            without a name.
     """
 
     input_fn: InputFn
     steps: int | None = 100
     name: str | None = None
+    hooks: tuple[tf.compat.v1.train.SessionRunHook, ...] = ()
     exporters: tuple[Exporter, ...] = ()
     start_delay_secs: float = 120
     throttle_secs: float = 600
@@ -174,12 +295,17 @@ class EvalSpec:
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
         check_at_least("steps", self.steps, 1)
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(
+                f"Argument `name` must be a string. Received: {self.name!r}."
+            )
         check_at_least("start_delay_secs", self.start_delay_secs, 0)
         check_at_least("throttle_secs", self.throttle_secs, 0)
-        exporters = self.exporters
-        if isinstance(exporters, Exporter):
-            exporters = (exporters,)
-        object.__setattr__(self, "exporters", _checked(exporters))
+        _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
+        if isinstance(self.exporters, Exporter):
+            object.__setattr__(self, "exporters", (self.exporters,))
+        _make_tuple(self, "exporters", Exporter)
+        _check_names(self.exporters)
 
 
 def takes_context(input_fn: InputFn) -> bool:
@@ -251,14 +377,52 @@ def check_callable(name: str, value: Any) -> None:
         )
 
 
-def _checked(exporters: Iterable[Exporter]) -> tuple[Exporter, ...]:
-    exporters = tuple(exporters or ())
-    for exporter in exporters:
-        check_type("exporters", exporter, Exporter)
-    names = [exporter.name for exporter in exporters]
-    if len(set(names)) != len(names):
-        raise ValueError(
-            "Argument `exporters` must have unique names. Received: "
-            f"names={names}."
+def _check_integer(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is None or an integer."""
+    if value is not None and not isinstance(value, int | np.integer):
+        raise TypeError(
+            f"Argument `{name}` must be an integer. Received: {name}={value!r} "
+            f"of type {type(value).__name__}."
         )
-    return exporters
+
+
+def _refuse_or_ignore(fields: dict[str, Any]) -> None:
+    """Says of each field without a meaning that was given why it has none."""
+    for name, value in fields.items():
+        if value is None or value is False:
+            continue
+        received = f"Received: {name}={value!r}."
+        if name in _IGNORED:
+            _log.warning(
+                "RunConfig ignores `%s`: %s. %s", name, _IGNORED[name], received
+            )
+        elif (name, value) != ("protocol", "grpc"):
+            raise ValueError(
+                f"Argument `{name}` has no meaning in tfdist. "
+                f"{_REFUSED[name]}. {received}"
+            )
+
+
+def _make_tuple(spec: Any, name: str, wanted: type) -> None:
+    """Makes an attribute a tuple, empty for None, and checks its elements."""
+    values = getattr(spec, name)
+    values = () if values is None else values
+    if not isinstance(values, Iterable):
+        raise TypeError(
+            f"Argument `{name}` must be a sequence of tfdist.{wanted.__name__}."
+            f" Received: {name}={values!r}."
+        )
+    values = tuple(values)
+    for value in values:
+        check_type(name, value, wanted)
+    object.__setattr__(spec, name, values)
+
+
+def _check_names(exporters: tuple[Exporter, ...]) -> None:
+    names = [getattr(exporter, "name", None) for exporter in exporters]
+    strings = all(name and isinstance(name, str) for name in names)
+    if not strings or len(set(names)) != len(names):
+        raise ValueError(
+            "Argument `exporters` must have unique names, which are strings. "
+            f"Received: names={names}."
+        )

@@ -73,6 +73,7 @@ class ModelStep:
         self.model = model
         if metrics:
             _build_metrics(model, element_spec)
+            _check_metric_names(model)
         self._metrics = list(model.metrics_variables)
         _check_metrics(model, self._metrics)
         self._global_step = global_step
@@ -430,10 +431,22 @@ def _build_metrics(model: keras.Model, element_spec: Any) -> None:
     )
     y_pred = tf.nest.map_structure(
         lambda t: tf.zeros(t.shape, t.dtype),
-        model.compute_output_spec(symbols, training=False),
+        _output_spec(model, symbols),
     )
     model.compute_loss(x, y, y_pred, sample_weight, training=False)
     model.compute_metrics(x, y, y_pred, sample_weight)
+
+
+def _output_spec(model: keras.Model, x: Any) -> Any:
+    """Like what the model returns.
+
+    `keras.Model(x, [y])` returns the tensor, and says that it returns a list.
+    """
+    spec = model.compute_output_spec(x, training=False)
+    is_functional = getattr(model, "outputs", None) is not None
+    if is_functional and isinstance(spec, list | tuple) and len(spec) == 1:
+        return spec[0]
+    return spec
 
 
 def _check_metrics(
@@ -446,6 +459,30 @@ def _check_metrics(
                 f"has aggregation={variable.aggregation!r}, so its values on "
                 "several workers cannot be added up. Metrics whose variables "
                 'have aggregation="sum" (all of Keras\') can.'
+            )
+
+
+def _check_metric_names(model: keras.Model) -> None:
+    """Raises if a metric has a name that results use for something else.
+
+    Args:
+        model: A model whose metrics are built, as `ModelStep` builds them.
+
+    Raises:
+        ValueError: a metric is called "loss" or "global_step".
+    """
+    names: list[str] = []
+    for metric in model.metrics:
+        result = metric.result()
+        names += result if isinstance(result, Mapping) else [metric.name]
+    # One is Keras' own, or replaces it.
+    for name, most in (("loss", 1), ("global_step", 0)):
+        if names.count(name) > most:
+            raise ValueError(
+                f"Model {model.name!r} has a metric called {name!r}. Results "
+                "of training and evaluation use the names 'loss' (the mean "
+                "loss) and 'global_step' themselves. Give the metric another "
+                "`name`."
             )
 
 

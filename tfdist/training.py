@@ -7,16 +7,19 @@ are the layers below, each usable alone.
 
 from __future__ import annotations
 
+import logging
 import time
 
 import tensorflow as tf
 
-from tfdist import checkpoint, evaluation, servers
+from tfdist import checkpoint, results, servers
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession
 from tfdist.specs import EvalSpec, TrainSpec, check_type, without_context
+
+_log = logging.getLogger(__name__)
 
 
 def train_and_evaluate(
@@ -24,10 +27,32 @@ def train_and_evaluate(
 ) -> tuple[dict[str, float] | None, list[str | None]]:
     """Does this process's part of the job.
 
-    As `tf.estimator.train_and_evaluate`. The chief (or the only process)
-    trains; a separate evaluator task evaluates, else the chief does so after
-    each checkpoint; workers and parameter servers serve and, unlike in TF1,
-    end by themselves when the chief is done. The chief leaves last.
+    The chief (or the only process) trains; a separate evaluator task evaluates.
+    Where there is none, each checkpoint but the initial one is evaluated before
+    training goes on: by the workers on the variables where they are, or, if the
+    EvalSpec has hooks, in the chief's process, which also exports. Workers and
+    parameter servers serve. The chief leaves last.
+
+    As `tf.estimator.train_and_evaluate`, in the same order, but:
+
+    * Workers and parameter servers end by themselves, and so does the evaluator
+      where training ends before `max_steps`.
+    * The export of the last checkpoint is always the final one; TF told the
+      exporters so only at `max_steps`, so that a `FinalExporter` never exported
+      when the data ended first. One that was exported before it was known to
+      be the last is exported again.
+    * A job that has reached `max_steps` already is evaluated and exported, for
+      its last process may have died before that; hooks and listeners begin and
+      end around no step. TF returned `(None, None)`.
+    * What was restored is not saved again at once.
+    * A training hook is called around runs of many steps, unless its
+      `steps_until_next` asks for fewer.
+    * Exporters get the evaluated model instead of an estimator and the path of
+      a checkpoint.
+    * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
+      which ends an evaluator, and `latest.json` in the evaluation's directory.
+    * The chief of a cluster and the evaluator return what a single process
+      does; TF returned None there.
 
     Args:
         estimator: The model and configuration.
@@ -35,19 +60,26 @@ def train_and_evaluate(
         eval_spec: What to evaluate on.
 
     Returns:
-        The final metrics and the paths of the last exports, on the chief and
-        in a single process; `(None, [])` in the other tasks (and on the chief
-        when the evaluator did not finish in time).
+        The final metrics and the paths of the last exports, from the chief, the
+        evaluator and a single process; `(None, [])` from the other tasks (and
+        from the chief when the evaluator failed or did not finish in time).
 
     Raises:
         TypeError: an argument of another type.
+        ValueError: the estimator's configuration has no checkpoints.
     """
     for name, value, wanted in (
+        ("eval_spec", eval_spec, EvalSpec),
         ("estimator", estimator, Estimator),
         ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
     ):
         check_type(name, value, wanted)
+    if not estimator.config.saves_checkpoints:
+        raise ValueError(
+            "`train_and_evaluate` evaluates checkpoints, and there are none. "
+            "Set `save_checkpoints_steps` or `save_checkpoints_secs` of the "
+            "RunConfig. Received: None or 0 for both."
+        )
     cluster = estimator.config.cluster
     if cluster.role in ("worker", "ps"):
         servers.serve(cluster)
@@ -58,6 +90,7 @@ def train_and_evaluate(
         estimator.model_dir,
         steps=eval_spec.steps,
         name=eval_spec.name,
+        hooks=eval_spec.hooks,
         exporters=eval_spec.exporters,
     )
     if cluster.role == "evaluator":
@@ -86,7 +119,12 @@ def _train_and_evaluate(
     listeners = [*train_spec.saving_listeners]
     if not separate:
         listeners.append(
-            _EvaluateAfterSave(evaluator, eval_spec, train_spec.max_steps)
+            _EvaluateAfterSave(
+                evaluator,
+                eval_spec,
+                train_spec.max_steps,
+                has_workers=config.cluster.role == "chief",
+            )
         )
     estimator.train(
         train_spec.input_fn,
@@ -95,19 +133,15 @@ def _train_and_evaluate(
         saving_listeners=listeners,
     )
     last_step = checkpoint.step_of(estimator.latest_checkpoint())
-    evaluation.announce_end(config.model_dir, last_step)
+    results.announce_end(config.model_dir, last_step)
     if separate:
-        result = evaluation.wait_for_result(
+        result = results.wait_for_result(
             config.model_dir,
             eval_spec.name,
             last_step,
             config.evaluator_timeout_secs,
         )
         return (result["metrics"], result["exports"]) if result else (None, [])
-    if evaluator.evaluated != estimator.latest_checkpoint():
-        evaluator.evaluate(estimator.latest_checkpoint())
-    evaluator.export(is_the_final_export=True)
-    evaluator.publish()
     return evaluator.metrics, evaluator.exports
 
 
@@ -115,23 +149,51 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     """Evaluates on the chief, where there is no evaluator task."""
 
     def __init__(
-        self, evaluator: Evaluator, eval_spec: EvalSpec, max_steps: int | None
+        self,
+        evaluator: Evaluator,
+        eval_spec: EvalSpec,
+        max_steps: int | None,
+        has_workers: bool,
     ) -> None:
         self._evaluator = evaluator
+        self._has_workers = has_workers
         self._max_steps = max_steps
         self._throttle_secs = eval_spec.throttle_secs
         self._not_before = 0.0
+        self._exported_the_last = False
 
     def after_save(
         self, session: MonitoredTrainingSession, global_step_value: int
     ) -> None:
-        """Evaluates what was saved, unless it is the last one or too soon."""
-        at_start = not session.secs_in_steps
-        at_end = session.should_stop() or global_step_value == self._max_steps
-        if at_start or at_end or time.monotonic() < self._not_before:
+        """Evaluates what was saved, but no initial state and not too often."""
+        if not session.secs_in_steps:
             return
-        self._not_before = time.monotonic() + self._throttle_secs
+        at_end = session.should_stop() or global_step_value == self._max_steps
+        if time.monotonic() >= self._not_before:
+            self._not_before = time.monotonic() + self._throttle_secs
+            self._evaluate(session, is_the_last=at_end)
+        elif not at_end:
+            _log.info(
+                "The checkpoint of step %d is not evaluated: throttle_secs is "
+                "%g.",
+                global_step_value,
+                self._throttle_secs,
+            )
+
+    def end(
+        self, session: MonitoredTrainingSession, global_step_value: int
+    ) -> None:
+        """Evaluates and exports the last checkpoint, unless that is done."""
+        if not self._exported_the_last:
+            self._evaluate(session, is_the_last=True)
+
+    def _evaluate(
+        self, session: MonitoredTrainingSession, is_the_last: bool
+    ) -> None:
         path = tf.train.latest_checkpoint(session.checkpoint_dir)
-        self._evaluator.evaluate(path)
-        self._evaluator.export(is_the_final_export=False)
+        if self._evaluator.evaluated != path:
+            on_workers = session.evaluate if self._has_workers else None
+            self._evaluator.evaluate(path, elsewhere=on_workers)
+        self._evaluator.export(is_the_final_export=is_the_last)
         self._evaluator.publish()
+        self._exported_the_last = is_the_last

@@ -82,7 +82,7 @@ flags.DEFINE_float(
     600.0,
     "Seconds the chief waits for workers and parameter servers that are "
     "missing, at the start and after one was lost.",
-    lower_bound=0.0,
+    lower_bound=1.0,
 )
 flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
 

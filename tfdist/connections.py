@@ -1,0 +1,173 @@
+"""This process's connections to tasks, which are cut when a task freezes.
+
+A call to a frozen server waits for ever; without its connection it fails, as a
+call to a dead one does. While such a call holds Python's lock (TensorFlow's
+does that when it sends a function that was traced to every task), no thread of
+this process can cut anything. So a second process, the sentinel, is handed the
+connections as well. This file is its program: it imports the standard library
+alone, and it can share file descriptors only on Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+_log = logging.getLogger(__name__)
+
+# How long the sentinel hears nothing before it looks after the tasks itself.
+_SILENCE_SECS = 3.0
+_PROBE_SECS = 3.0
+_MOST_CONNECTIONS = 100
+
+
+def connections(address: str) -> Iterator[socket.socket]:
+    """This process's TCP connections to `host:port`; none but on Linux."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError:
+        return
+    peers = {info[4][:2] for info in infos}
+    peers |= {(f"::ffff:{ip}", port) for ip, port in peers if ":" not in ip}
+    for path in pathlib.Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                if connection.getpeername()[:2] in peers:
+                    yield connection
+
+
+def cut_connections(address: str) -> int:
+    """Closes this process's connections to `host:port`, from our side.
+
+    Returns:
+        How many there were.
+    """
+    cut = 0
+    for connection in connections(address):
+        connection.shutdown(socket.SHUT_RDWR)
+        cut += 1
+    return cut
+
+
+class Sentinel:
+    """A process that cuts the connections to frozen tasks when we cannot.
+
+    It ends with this process, however that ends.
+
+    Args:
+        frozen_secs: Seconds without a sign of life after which a task counts
+            as frozen.
+    """
+
+    def __init__(self, frozen_secs: float) -> None:
+        self._process: subprocess.Popen | None = None
+        if sys.platform != "linux":
+            return
+        self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-ISu", __file__, str(frozen_secs)],
+                stdin=theirs,
+                start_new_session=True,
+            )
+
+    def tell(self, address: str) -> None:
+        """Hands over the connections to a task; to be repeated every second."""
+        if self._process is None:
+            return
+        # Not `socket.dup`, which would make gRPC's sockets blocking.
+        fds = [os.dup(c.fileno()) for c in connections(address)]
+        try:
+            socket.send_fds(
+                self._channel, [address.encode()], fds[:_MOST_CONNECTIONS]
+            )
+        except ConnectionError:
+            _log.warning(
+                "The process that watches over this one has ended: a task that "
+                "freezes may from now on hold up the job until it wakes up."
+            )
+            self.close()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._channel.close()
+            self._process.wait()
+            self._process = None
+
+
+def _watch(channel: socket.socket, frozen_secs: float) -> None:
+    """The sentinel: returns when the process that started it has ended."""
+    held: dict[str, list[int]] = {}
+    silent_since: dict[str, float] = {}
+    channel.settimeout(_SILENCE_SECS)
+    while True:
+        try:
+            message, fds, _, _ = socket.recv_fds(
+                channel, 1024, _MOST_CONNECTIONS
+            )
+        except TimeoutError:
+            for address in held:
+                _look_after(address, held[address], silent_since, frozen_secs)
+            continue
+        if not message:
+            return
+        for fd in held.get(message.decode(), ()):
+            os.close(fd)
+        held[message.decode()] = fds
+        silent_since.clear()
+
+
+def _look_after(
+    address: str,
+    fds: list[int],
+    silent_since: dict[str, float],
+    frozen_secs: float,
+) -> None:
+    if not _is_silent(address):
+        silent_since.pop(address, None)
+        return
+    since = silent_since.setdefault(address, time.monotonic())
+    if time.monotonic() - since >= frozen_secs:
+        for fd in fds:
+            # It may be closed by the other side.
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(fd)) as connection,
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_silent(address: str) -> bool:
+    """Whether a server accepts a connection, but does not speak.
+
+    A gRPC server sends its settings before anything is asked.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=_PROBE_SECS
+        ) as connection:
+            connection.recv(1)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False  # Nobody is there: calls to it fail by themselves.
+    return False
+
+
+if __name__ == "__main__":
+    _watch(socket.socket(fileno=os.dup(0)), float(sys.argv[1]))
