@@ -66,6 +66,17 @@ def test_states_of_parts_add_up(with_metrics, cuts):
     assert step.result(sum(parts)) == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [list, tuple, lambda x: x[0]])
+def test_every_example_counts_if_the_only_output_is_in_a_list(wrap):
+    x = keras.Input([4])
+    model = keras.Model(x, wrap([keras.layers.Dense(1, "sigmoid")(x)]))
+    model.compile("sgd", "binary_crossentropy", metrics=["mae"])
+    expected = model.evaluate(batches(), verbose=0, return_dict=True)
+    step = ModelStep(model, batches().element_spec)
+    result = step.result(evaluated(step, batches()))
+    assert result == pytest.approx(expected, rel=1e-5)
+
+
 def test_no_example_gives_no_result(with_metrics):
     step = ModelStep(with_metrics, batches().element_spec)
     assert step.result(step.pack(step.zero_states()).numpy()) == {}

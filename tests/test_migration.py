@@ -1,0 +1,212 @@
+"""The page says what is so: names, arguments, snippets."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import checkpoint, saved_models
+
+PAGE = Path(tfdist.__file__).with_name("MIGRATION.md").read_text()
+_, _, _TABLE = PAGE.partition("| TF 1, TF 2.15 |")
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+ROWS = [cells(line) for line in _TABLE.splitlines()[2:] if line[:1] == "|"]
+BLOCKS = re.findall(r"^```(.*)\n([\s\S]*?)^```$", PAGE, re.M)
+
+
+def quoted(text):
+    return re.findall(r"`([^`]+)`", text)
+
+
+def has(root, path):
+    """Whether `root` has the attribute that `path` names, part by part."""
+    for name in path.split("."):
+        if not hasattr(root, name):
+            return False
+        root = getattr(root, name)
+    return True
+
+
+def looked_up(path):
+    """The object with a full name, in a module or a class."""
+    names = path.split(".")
+    module, rest = importlib.import_module(names[0]), names[1:]
+    while rest:
+        name, *rest = rest
+        if not hasattr(module, name) and inspect.ismodule(module):
+            module = importlib.import_module(f"{module.__name__}.{name}")
+        elif name in getattr(module, "__dataclass_fields__", ()):
+            return module.__dataclass_fields__[name]
+        else:
+            module = getattr(module, name)
+    return module
+
+
+def calls(text):
+    """`(name, arguments by position, arguments by name)` of what is quoted."""
+    for code in quoted(text):
+        if not re.match(r"tfdist\.\w", code):
+            continue
+        node = ast.parse(code, mode="eval").body
+        args, keywords = [], {}
+        if isinstance(node, ast.Call):
+            args = [ast.unparse(argument) for argument in node.args]
+            keywords = {k.arg: ... for k in node.keywords}
+            node = node.func
+        yield ast.unparse(node), args, keywords
+
+
+def listed(text, label):
+    """The arguments that a row lists after `label`, up to the full stop."""
+    _, _, rest = text.partition(label)
+    return quoted(re.sub(r"\(.*?\)", "", re.split(r"\.( |$)", rest)[0]))
+
+
+def symbol(row):
+    return row[0].split(",")[0].strip("` ")
+
+
+rows = pytest.mark.parametrize("row", ROWS, ids=symbol)
+
+
+def test_the_table_is_read():
+    assert len(ROWS) > 40
+    assert {len(row) for row in ROWS} == {4}
+
+
+@rows
+def test_what_tensorflow_still_has(row):
+    names = [name for name in quoted(row[0]) if name.startswith("tf.")]
+    for name in (name.removeprefix("tf.") for name in names):
+        found = "v1" if has(tf.compat.v1, name) else "no"
+        found = "yes" if has(tf, name) else found
+        assert row[1] == found, name
+
+
+@rows
+def test_tfdist_has_it_and_takes_these_arguments(row):
+    for name, args, keywords in calls(row[2] + row[3]):
+        target = looked_up(name)
+        if args or keywords:
+            signature = inspect.signature(target)
+            bound = signature.bind_partial(*args, **keywords)
+            wrong = [n for n, a in bound.arguments.items() if a not in (..., n)]
+            assert not wrong, f"{name}: by position, but of another name"
+
+
+@rows
+def test_arguments_that_are_new_and_that_are_gone(row):
+    new, gone = (listed(row[3], label) for label in ("New: ", "Not taken: "))
+    if new or gone:
+        taken = {
+            argument
+            for name, _, _ in calls(row[2])
+            for argument in inspect.signature(looked_up(name)).parameters
+        }
+        assert taken >= {*new}
+        assert not taken & {*gone}
+
+
+def test_arguments_that_are_ignored_and_refused(caplog):
+    [text] = [row[3] for row in ROWS if symbol(row) == "tf.estimator.RunConfig"]
+    ignored = listed(text, "Ignored, with a warning: ")
+    refused = listed(text, "Refused: ")
+    assert len(ignored) + len(refused) == 8
+    for argument in ignored:
+        caplog.clear()
+        tfdist.RunConfig("m", **{argument: True})
+        assert argument in caplog.text
+    for argument in refused:
+        with pytest.raises(ValueError, match=argument):
+            tfdist.RunConfig("m", **{argument: "any"})
+
+
+@rows
+def test_the_rest_names_what_exists(row):
+    for code in quoted(row[2] + row[3]):
+        if code.startswith("tf."):
+            assert has(tf, code.removeprefix("tf.")), code
+        if code.startswith("keras."):
+            assert has(keras, code.removeprefix("keras.")), code
+        if code.startswith("python -m "):
+            assert importlib.util.find_spec(code.split()[2]), code
+
+
+def test_every_public_name_is_on_the_page():
+    on_page = {n.split(".")[1] for n, _, _ in calls(PAGE.replace("```", ""))}
+    assert not set(tfdist.__all__) - on_page
+
+
+@pytest.mark.parametrize("name", tfdist.__all__)
+def test_what_reproduces_a_symbol_is_in_the_table(name):
+    documentation = getattr(tfdist, name).__doc__ or ""
+    if re.search(r"tf\.(estimator|contrib|compat\.v1)\.", documentation):
+        counterparts = {n for row in ROWS for n, _, _ in calls(row[2])}
+        assert f"tfdist.{name}" in counterparts
+
+
+def test_the_old_snippet_uses_what_the_table_explains():
+    [before] = [code for kind, code in BLOCKS if kind == "python tf2.15"]
+    used = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(before))
+        if isinstance(node, ast.Attribute)
+    }
+    old = {name for name in used if re.match(r"tf\.estimator\.\w+$", name)}
+    assert old
+    assert old <= {name for row in ROWS for name in quoted(row[0])}
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    size = rng.normal(size=[64, 1]).astype("float32")
+    features = {"item": rng.integers(0, 9, 64), "size": size}
+    labels = (size > 0).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((features, labels)).batch(8)
+
+
+def old_checkpoint(directory):
+    """What TF 2.15's `LinearRegressor` of one number leaves behind."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for name, value in (("size/weights", [[3.0]]), ("bias_weights", [1.0])):
+            name = f"linear/linear_model/{name}"
+            tf.compat.v1.Variable(value, name=name)
+        session.run(tf.compat.v1.global_variables_initializer())
+        path = str(directory / "model.ckpt")
+        tf.compat.v1.train.Saver().save(session, path, global_step=500)
+
+
+def test_the_snippets_run(tmp_path):
+    old_checkpoint(tmp_path)
+    names = {
+        "model_dir": str(tmp_path / "a"),
+        "new_model_dir": str(tmp_path / "b"),
+        "old_model_dir": str(tmp_path),
+        "train_input_fn": examples,
+        "eval_input_fn": examples,
+    }
+    for kind, code in BLOCKS:
+        if kind == "python":
+            exec(compile(code, "MIGRATION.md", "exec"), names)
+    assert saved_models.list_exports(str(tmp_path / "a/export/serving"))
+    for directory in "ab":
+        path = tf.train.latest_checkpoint(str(tmp_path / directory))
+        assert checkpoint.step_of(path) == 8  # Then the data ends.
+    weights = [v.numpy().ravel() for v in names["warm_model_fn"]().weights]
+    assert sorted(np.concatenate(weights)) == [1, 3]
+    trained = names["estimator"]
+    for name in ("linear/size/kernel", "linear/bias_weights"):
+        value = trained.get_variable_value(name)
+        assert 0.5 < value / {"size": 3.0}.get(name.split("/")[1], 1.0) < 1.5
