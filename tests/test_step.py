@@ -193,11 +193,6 @@ def test_sample_weights():
 # --- What is refused ---------------------------------------------------------
 
 
-class OwnTrainStep(keras.Model):
-    def train_step(self, data):
-        return {}
-
-
 class RunningMaximum(keras.metrics.Metric):
     def __init__(self):
         super().__init__(name="maximum")
@@ -221,20 +216,12 @@ def unbuilt():
     return model
 
 
-def own_train_step():
-    inputs = keras.Input([4])
-    model = OwnTrainStep(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse")
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: 5, TypeError, "must return a `keras.Model`. Received: 5"),
         (uncompiled, ValueError, "must be compiled"),
         (unbuilt, ValueError, "has no variables yet"),
-        (own_train_step, ValueError, "overrides `train_step`"),
         (
             lambda: logistic(metrics=[RunningMaximum()]),
             ValueError,

@@ -14,8 +14,8 @@ FLOORS = {
     "device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer model_parallel",
-    2: "step loop workers coordinated_loop recovery checkpoint hooks "
-    "session_run_hook saving_hooks summary_hooks events progress "
+    2: "step keras_step loop workers coordinated_loop recovery checkpoint "
+    "hooks session_run_hook saving_hooks summary_hooks events progress "
     "early_stopping callbacks",
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",

@@ -138,8 +138,15 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     def trace(self) -> None:
         """Traces the function, before the first checkpoint."""
         assert self.save_counter is not None  # A part of it, made when asked.
-        write = tf.function(super()._write, autograph=False)
-        concrete = write.get_concrete_function(tf.TensorSpec([], tf.string))
+        here, write = tf.constant(0).device, super()._write
+
+        @tf.function(autograph=False)
+        def written(prefix: tf.Tensor) -> tf.Tensor:
+            # In a graph "CPU:0" is no full name, and would get a file alone.
+            with tf.device(here):
+                return write(prefix)
+
+        concrete = written.get_concrete_function(tf.TensorSpec([], tf.string))
         # Not the function itself: it would become a part of the checkpoint.
         self._traced = lambda prefix: concrete(tf.constant(prefix))
 

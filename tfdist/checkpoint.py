@@ -198,7 +198,7 @@ class Checkpoints:
         paths = list(reversed(self._manager.checkpoints))
         for path, older in itertools.zip_longest(paths, paths[1:]):
             try:
-                restore(path, self._variables)
+                restore(path, self._variables, exact=True)
                 self._restore_iterator(path)
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if isinstance(error, NO_DAMAGE):
@@ -244,10 +244,15 @@ class Checkpoints:
             tf.io.gfile.rmtree(path)
 
 
-def restore(path: str, variables: Mapping[str, Saveable]) -> None:
+def restore(
+    path: str, variables: Mapping[str, Saveable], exact: bool = False
+) -> None:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
-    The checkpoint may hold more than `variables`.
+    Args:
+        path: The checkpoint.
+        variables: Name to variable.
+        exact: Whether the checkpoint must hold nothing but `variables`.
 
     Raises:
         ValueError: `path` lacks some of `variables` or holds them in another
@@ -261,6 +266,13 @@ def restore(path: str, variables: Mapping[str, Saveable]) -> None:
         for name, v in variables.items()
         if saved.get(name) != list(v.shape)
     ]
+    if exact:
+        problems += [
+            f"  {name}: missing in the model, shape {tuple(shape)} in the "
+            "checkpoint"
+            for name, shape in saved.items()
+            if name not in variables
+        ]
     if problems:
         raise ValueError(
             f"Checkpoint {path} does not fit the model:\n"

@@ -27,6 +27,15 @@ from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
 from tfdist.health import HealthMonitor
 from tfdist.hooks import NanTensorHook, StopAtStepHook
+from tfdist.inputs import (
+    InputFn,
+    check_batches,
+    described,
+    named,
+    with_context,
+    without_context,
+)
+from tfdist.keras_step import KerasStep
 from tfdist.loop import LocalLoop, Loop, logs_of
 from tfdist.plans import Plan
 from tfdist.progress import ProgressHook
@@ -35,15 +44,12 @@ from tfdist.saving_hooks import CheckpointSaverHook, CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession, Trainable
 from tfdist.session_run_hook import SessionRunHook
 from tfdist.specs import (
-    InputFn,
     RunConfig,
     check_at_least,
     check_callable,
     check_type,
-    with_context,
-    without_context,
 )
-from tfdist.step import ModelStep
+from tfdist.step import ModelStep, checked_model, overrides
 from tfdist.strategy import (
     parameter_server_strategy,
     placed_scope,
@@ -68,7 +74,10 @@ class Estimator:
 
     Args:
         model_fn: Returns a compiled, built Keras model. Called inside the
-            strategy's scope, and again for each rebuilt copy.
+            strategy's scope, and again for each rebuilt copy. Its own
+            `train_step`, `test_step` and `predict_step` are used in one
+            process (`tfdist.keras_step`); on a cluster the first two are
+            refused.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
             a directory of such, or `WarmStartSettings`. Default: they are
@@ -115,7 +124,8 @@ class Estimator:
         Must be called on the chief of a cluster or in a single process.
 
         Args:
-            input_fn: As for `TrainSpec`.
+            input_fn: As for `TrainSpec`. A dataset without any batch trains
+                nothing, and a warning says so, as in TF.
             hooks: As for `TrainSpec`.
             steps: Steps to run from the latest checkpoint on. A process that
                 dies and is started again begins to count anew: jobs that may
@@ -128,8 +138,10 @@ class Estimator:
             This estimator.
 
         Raises:
+            TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
-                checkpoint of another model.
+                checkpoint of another model, with what differs; a model that
+                is not compiled, or does not read what the dataset has.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -167,9 +179,17 @@ class Estimator:
             max_to_keep=config.keep_checkpoint_max,
             cluster=config.cluster,
         )
-        with session:
+        with named(input_fn), session:
+            first_step, no_steps = session.step, session.should_stop()
             while not session.should_stop():
                 session.run()
+        if session.step == first_step and not no_steps:
+            _log.warning(
+                "No step was run: the dataset of input function %s has no "
+                "batch. Are its files empty, or smaller than one batch with "
+                "drop_remainder=True?",
+                described(input_fn),
+            )
         return self
 
     def _saver(
@@ -192,7 +212,10 @@ class Estimator:
         they cut the steps into the same pieces as the checkpoints.
         """
         directory, every = self.model_dir, self.config.log_step_count_steps
-        hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook()]
+        hooks: list[SessionRunHook] = [
+            _LogStart(max_steps),
+            NanTensorHook(None),
+        ]
         if every is not None:
             hooks.append(
                 StepCounterHook(
@@ -307,6 +330,7 @@ class Estimator:
         self, dataset: tf.data.Dataset, path: str | None
     ) -> Iterator[Any]:
         model = self._restored(path)
+        check_batches(model, dataset.element_spec, targets=False)
         call = tf.function(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
@@ -415,7 +439,7 @@ class Estimator:
     def _restored(self, path: str | None) -> keras.Model:
         """The model in this process, from a checkpoint if there is one."""
         reset_object_names()
-        model = self.model_fn()
+        model = checked_model(self.model_fn())
         path = path or self.latest_checkpoint()
         if path:
             variables = checkpoint.named_variables(model, optimizer=False)
@@ -438,9 +462,14 @@ class Estimator:
     ) -> Trainable:
         """Everything that training needs, made in the strategy's scope."""
         global_step, model = self._create_variables(strategy)
+        dataset = with_context(input_fn)(tf.distribute.InputContext())
+        with named(input_fn):
+            step = self._step(model, dataset.element_spec, global_step)
         variables = checkpoint.named_variables(model, global_step)
+        if isinstance(step, KerasStep):
+            variables = step.variables(variables)
         _log.info("%s", describe_placement(variables))
-        loop = self._loop(strategy, model, global_step, input_fn)
+        loop = self._loop(strategy, step, global_step, dataset, input_fn)
         return Trainable(loop, global_step, variables, model=model)
 
     def _create_variables(
@@ -465,25 +494,29 @@ class Estimator:
         with placed_scope(
             strategy, num_ps=num_ps, placement=placement, specs=specs
         ):
-            model = self.model_fn()
+            model = checked_model(self.model_fn())
             optimizers_lib.build(model.optimizer, model.trainable_variables)
         return global_step, model
+
+    def _step(
+        self, model: keras.Model, element_spec: Any, global_step: tf.Variable
+    ) -> ModelStep | KerasStep:
+        """A step of a model, by its own `train_step` where that can be."""
+        remote = self.config.cluster.role == "chief"
+        if overrides(model, "train_step") and not remote:
+            return KerasStep(model, element_spec, global_step=global_step)
+        return ModelStep(
+            model, element_spec, global_step=global_step, remote=remote
+        )
 
     def _loop(
         self,
         strategy: tf.distribute.Strategy,
-        model: keras.Model,
+        step: ModelStep | KerasStep,
         global_step: tf.Variable,
+        dataset: tf.data.Dataset,
         input_fn: InputFn,
     ) -> Loop:
-        input_fn = with_context(input_fn)
-        dataset = input_fn(tf.distribute.InputContext())
-        step = ModelStep(
-            model,
-            dataset.element_spec,
-            global_step=global_step,
-            remote=self.config.cluster.role == "chief",
-        )
         if self.config.cluster.role == "local":
             return LocalLoop(
                 step, global_step, dataset, self.config.steps_per_dispatch
@@ -491,7 +524,7 @@ class Estimator:
         return CoordinatedLoop(
             step,
             global_step,
-            input_fn,
+            with_context(input_fn),
             strategy=strategy,
             num_workers=self.config.cluster.num_workers,
             steps_per_dispatch=self.config.steps_per_dispatch,

@@ -35,7 +35,8 @@ from tfdist._private import reset_object_names
 from tfdist.events import EventFile, event_file
 from tfdist.exporters import Exporter
 from tfdist.hooks import resolve
-from tfdist.step import ModelStep, States
+from tfdist.keras_step import KerasStep
+from tfdist.step import ModelStep, States, checked_model, overrides
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Evaluator:
         self._input_fn = input_fn
         self._model_fn = model_fn
         self.eval_dir = results.eval_dir(model_dir, name)
-        self._step: ModelStep | None = None
+        self._step: ModelStep | KerasStep | None = None
         self._writer: EventFile | None = None
         self._loaded: str | None = None
         self.evaluated: str | None = None
@@ -353,7 +354,9 @@ class Evaluator:
         if self._step is not None:
             return
         reset_object_names()
-        self._step = ModelStep(self._model_fn(), element_spec)
+        model = checked_model(self._model_fn())
+        own = overrides(model, "test_step")
+        self._step = (KerasStep if own else ModelStep)(model, element_spec)
         self._evaluate_batch = tf.function(
             self._step.evaluate, reduce_retracing=True
         )

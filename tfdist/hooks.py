@@ -207,7 +207,9 @@ class NanTensorHook(SessionRunHook):
     after the last good one.
 
     Args:
-        loss_tensor: Name of the loss in the logs, or of a variable.
+        loss_tensor: Name of the loss in the logs, or of a variable. None:
+            "loss", or where nothing of that name is logged, as by a model's
+            own `train_step`, all that is.
         fail_on_nan_loss: Whether to raise; else a stop is requested.
 
     Raises:
@@ -215,7 +217,9 @@ class NanTensorHook(SessionRunHook):
     """
 
     def __init__(
-        self, loss_tensor: str = "loss", fail_on_nan_loss: bool = True
+        self,
+        loss_tensor: str | None = "loss",
+        fail_on_nan_loss: bool = True,
     ) -> None:
         self._loss = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
@@ -227,8 +231,12 @@ class NanTensorHook(SessionRunHook):
         session = run_context.session
         if not run_values.results:
             return
-        loss = resolve(self._loss, run_values.results, session.variables)
-        if not np.isnan(loss):
+        names: Any = self._loss
+        if names is None:
+            logged = run_values.results
+            names = "loss" if "loss" in logged else list(logged)
+        loss = resolve(names, run_values.results, session.variables)
+        if not np.isnan(loss).any():
             return
         level = logging.ERROR if self._fail_on_nan_loss else logging.WARNING
         _log.log(level, "The loss is NaN at step %d.", session.step)

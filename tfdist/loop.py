@@ -228,7 +228,7 @@ class LocalLoop(InProcessLoop):
             except tf.errors.OutOfRangeError:
                 raise EndOfInput(logs_of(total, self._step)) from None
             first_step += size
-            total = total + packed.numpy()
+            total = self._step.joined(total, packed.numpy())
         return logs_of(total, self._step)
 
 

@@ -7,7 +7,6 @@ computes is no part of them.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -18,13 +17,12 @@ import tensorflow as tf
 
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
+from tfdist.inputs import InputFn
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import USE_DEFAULT
 from tfdist.variables import VariableSpec
 
 _log = logging.getLogger(__name__)
-
-InputFn = Callable[..., tf.data.Dataset]
 
 _DEFAULT_SAVE_SECS = 600
 
@@ -306,24 +304,6 @@ class EvalSpec:
             object.__setattr__(self, "exporters", (self.exporters,))
         _make_tuple(self, "exporters", Exporter)
         _check_names(self.exporters)
-
-
-def takes_context(input_fn: InputFn) -> bool:
-    """Whether an input function has an argument without a default."""
-    parameters = inspect.signature(input_fn).parameters.values()
-    return any(p.default is p.empty for p in parameters)
-
-
-def with_context(input_fn: InputFn) -> InputFn:
-    """The user's input function, made to take an `InputContext`."""
-    return input_fn if takes_context(input_fn) else lambda context: input_fn()
-
-
-def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
-    """The user's input function, made to take nothing."""
-    if not takes_context(input_fn):
-        return input_fn
-    return lambda: input_fn(tf.distribute.InputContext())
 
 
 def _directory(path: str | os.PathLike) -> str:

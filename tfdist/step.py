@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import lookups, optimizers
+from tfdist import inputs, lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
 from tfdist.exchange import Exchange
 from tfdist.fence import Fence
@@ -41,7 +41,8 @@ class ModelStep:
 
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
-            `compute_metrics` are used; its `train_step` is not.
+            `compute_metrics` are used. One that overrides `train_step` or
+            `test_step` is for `tfdist.keras_step`.
         element_spec: `tf.TypeSpec` structure of one batch, as
             `dataset.element_spec` gives it; metrics are built from it.
         global_step: Scalar int64 variable that counts applied steps; only
@@ -55,8 +56,9 @@ class ModelStep:
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: `model` is not compiled or not built, or overrides
-            `train_step`.
+        ValueError: `model` is not compiled or not built; it overrides
+            `train_step`, and is to be trained; the batches are not what it
+            reads.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class ModelStep:
         remote: bool = False,
         metrics: bool = True,
     ) -> None:
-        _check_model(model)
+        self.model = checked_model(model)
+        inputs.check_batches(model, element_spec, targets=metrics)
+        if global_step is not None and metrics:
+            _refuse_own(model, "train_step", "compute_loss")
         optimizers.check(model.optimizer)
-        self.model = model
         if metrics:
             _build_metrics(model, element_spec)
             _check_metric_names(model)
@@ -294,7 +298,12 @@ class ModelStep:
         )
 
     def evaluate(self, batch: Batch, states: States) -> States:
-        """Updates metric states by one batch; changes nothing else."""
+        """Updates metric states by one batch; changes nothing else.
+
+        Raises:
+            ValueError: the model overrides `test_step`.
+        """
+        _refuse_own(self.model, "test_step", "compute_metrics")
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with self._reading(x, states) as scope:
             y_pred = self.model(x, training=False)
@@ -341,6 +350,10 @@ class ModelStep:
             [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
         )
 
+    def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
+        """Packed states of two dispatches in one; 0.0 is of none."""
+        return earlier + later
+
     def result(self, packed: np.ndarray) -> dict[str, float]:
         """Values of loss and metrics from (a sum of) packed states.
 
@@ -359,7 +372,7 @@ class ModelStep:
             variable.value.assign(tf.cast(value, variable.dtype))
         results = self.model.get_metrics_result()
         results["loss"] = loss.item() / weight.item()
-        return _flat_floats(results)
+        return flat_floats(results)
 
     def _offsets(self) -> np.ndarray:
         sizes = [1, 1] + [int(np.prod(v.shape)) for v in self._metrics]
@@ -387,7 +400,29 @@ class ModelStep:
         return [loss_sum, states[1] + weight, *metrics]
 
 
-def _check_model(model: Any) -> None:
+def overrides(model: keras.Model, method: str) -> bool:
+    """Whether a model has another `method` than `keras.Model`."""
+    own = getattr(getattr(model, method), "__func__", None)
+    return own is not getattr(keras.Model, method)
+
+
+def _refuse_own(model: keras.Model, method: str, instead: str) -> None:
+    if overrides(model, method):
+        raise ValueError(
+            f"{type(model).__name__} overrides `{method}`, which cannot be "
+            "used where the variables are on parameter servers: gradients are "
+            "applied and metrics added up there, which tfdist does itself. "
+            f"Override `{instead}` instead, or train in one process."
+        )
+
+
+def checked_model(model: Any) -> keras.Model:
+    """What a model function has returned, if it can be used.
+
+    Raises:
+        TypeError: it is no Keras model.
+        ValueError: it is not compiled or has no variables yet.
+    """
     if not isinstance(model, keras.Model):
         raise TypeError(
             "The model function must return a `keras.Model`. Received: "
@@ -399,18 +434,15 @@ def _check_model(model: Any) -> None:
             "loss. Call `model.compile(optimizer=..., loss=...)` in the model "
             "function."
         )
-    if not model.built:
+    # An adversarial network has no `call`; only its parts are ever built.
+    steps_itself = overrides(model, "train_step") and model.trainable_variables
+    if not (model.built or steps_itself):
         raise ValueError(
             f"Model {model.name!r} has no variables yet. Give it its input "
             "shape in the model function: start it with `keras.Input(...)` or "
             "call `model.build(input_shape)`."
         )
-    if type(model).train_step is not keras.Model.train_step:
-        raise ValueError(
-            f"{type(model).__name__} overrides `train_step`, which tfdist "
-            "does not call: it owns the training loop. Override "
-            "`compute_loss` and `compute_metrics` instead."
-        )
+    return model
 
 
 def _build_metrics(model: keras.Model, element_spec: Any) -> None:
@@ -501,16 +533,21 @@ def _fold_in(seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
     return tf.cast(folded, seed_state.dtype)
 
 
-def _flat_floats(
+def flat_floats(
     results: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, float]:
+    """Results by name, one number each.
+
+    >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
+    {'loss': 1.0, 'auc/a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
+    """
     flat = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
-            flat |= _flat_floats(value, f"{prefix}{name}/")
+            flat |= flat_floats(value, f"{prefix}{name}/")
         elif np.ndim(value):
             parts = {str(i): part for i, part in enumerate(value)}
-            flat |= _flat_floats(parts, f"{prefix}{name}/")
+            flat |= flat_floats(parts, f"{prefix}{name}/")
         else:
             flat[prefix + name] = float(value)
     return flat

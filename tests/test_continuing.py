@@ -1,0 +1,169 @@
+"""A job goes on where its last checkpoint is."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from small_models import batches, logistic
+
+import tfdist
+from tfdist import checkpoint
+from tfdist.cluster import Cluster
+
+STEP = "global_step"
+ITERATIONS = "adam/iteration"
+
+
+def model_fn():
+    return logistic(keras.optimizers.Adam(0.01))
+
+
+def other_model():
+    return logistic(
+        keras.optimizers.Adam(0.01), hidden=[keras.layers.Dense(7, name="more")]
+    )
+
+
+def estimator(model_dir, model_fn=model_fn):
+    return tfdist.Estimator(
+        model_fn, tfdist.RunConfig(model_dir, cluster=Cluster())
+    )
+
+
+def endless():
+    return batches().repeat()
+
+
+def counters(made):
+    return [int(made.get_variable_value(n)) for n in (STEP, ITERATIONS)]
+
+
+def all_values(made):
+    return {n: made.get_variable_value(n) for n in made.get_variable_names()}
+
+
+def assert_equal(some, others):
+    assert set(some) == set(others)
+    for name in some:
+        np.testing.assert_allclose(
+            some[name], others[name], rtol=1e-6, atol=1e-8, err_msg=name
+        )
+
+
+# --- The same model ----------------------------------------------------------
+
+
+def test_steps_add_up_exactly(tmp_path):
+    made = estimator(tmp_path)
+    for total in (100, 200):
+        made.train(endless, steps=100)
+        assert counters(made) == [total, total]
+    once = estimator(tmp_path / "once").train(endless, steps=200)
+    assert_equal(all_values(made), all_values(once))
+
+
+def test_max_steps_is_of_the_job(tmp_path):
+    made = estimator(tmp_path).train(endless, max_steps=100)
+    made.train(endless, max_steps=150)
+    assert counters(made) == [150, 150]
+
+
+@pytest.mark.parametrize("max_steps", [20, 7])
+def test_max_steps_reached_already(tmp_path, caplog, max_steps):
+    made = estimator(tmp_path).train(endless, max_steps=20)
+    before, files = all_values(made), sorted(tmp_path.glob("model.ckpt-*"))
+
+    class Counter(tfdist.SessionRunHook):
+        runs = 0
+
+        def after_run(self, run_context, run_values):
+            self.runs += 1
+
+    counter = Counter()
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        made.train(endless, hooks=[counter], max_steps=max_steps)
+    assert counter.runs == 0
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "This job is finished already" in line
+    assert f"is at step 20, and max_steps is {max_steps}. No step is" in line
+    assert sorted(tmp_path.glob("model.ckpt-*")) == files
+    assert_equal(all_values(made), before)
+
+
+def test_new_data_after_the_end(tmp_path):
+    """The result is that of one job on the old data and then the new."""
+    made = estimator(tmp_path)
+    old, new = batches(40, 8, seed=0), batches(56, 8, seed=1)
+    for dataset, total in ((old, 5), (new, 12)):
+        made.train(lambda dataset=dataset: dataset)
+        assert counters(made) == [total, total]
+    once = estimator(tmp_path / "once").train(lambda: old.concatenate(new))
+    assert_equal(all_values(made), all_values(once))
+
+
+def test_no_new_data(tmp_path, caplog):
+    made = estimator(tmp_path).train(batches)
+    before = all_values(made)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        made.train(lambda: batches().take(0))
+    assert "No step was run" in caplog.text
+    assert_equal(all_values(made), before)
+
+
+# --- Another model -----------------------------------------------------------
+
+LINES = {
+    # What the directory holds, and what is trained in it.
+    "more": (
+        (model_fn, other_model),
+        [
+            r"sequential/more/kernel: shape \(4, 7\) in the model, missing in",
+            r"sequential/dense/kernel: shape \(7, 1\) in the model, \(4, 1\)",
+        ],
+    ),
+    "fewer": (
+        (other_model, model_fn),
+        [
+            r"sequential/more/bias: missing in the model, shape \(7,\) in the",
+            r"sequential/dense/kernel: shape \(4, 1\) in the model, \(7, 1\)",
+        ],
+    ),
+    "optimizer": (
+        (model_fn, lambda: logistic(keras.optimizers.Adagrad(0.01))),
+        [
+            r"kernel/adagrad/accumulator: shape \(4, 1\) in the model, missing",
+            r"kernel/adam/momentum: missing in the model, shape \(4, 1\) in",
+        ],
+    ),
+    "subset": (
+        (model_fn, lambda: logistic(keras.optimizers.Adam(0.01, amsgrad=True))),
+        [r"kernel/adam/velocity_hat: shape \(4, 1\) in the model, missing in"],
+    ),
+    "superset": (
+        (lambda: logistic(keras.optimizers.Adam(0.01, amsgrad=True)), model_fn),
+        [r"kernel/adam/velocity_hat: missing in the model, shape \(4, 1\) in"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", LINES)
+def test_every_difference_is_listed(tmp_path, change):
+    (first, second), lines = LINES[change]
+    made = estimator(tmp_path, first).train(endless, steps=2)
+    before = all_values(made)
+    with pytest.raises(ValueError, match="does not fit the model") as raised:
+        estimator(tmp_path, second).train(endless, steps=2)
+    for line in lines:
+        assert raised.match(line)
+    assert "choose another model_dir" in str(raised.value)
+    assert_equal(all_values(made), before)
+
+
+def test_weights_alone_may_be_fewer(tmp_path):
+    """To evaluate and to predict take no more than they need."""
+    made = estimator(tmp_path).train(endless, steps=2)
+    other = estimator(tmp_path, lambda: logistic(keras.optimizers.SGD(1.0)))
+    assert other.evaluate(batches)[STEP] == 2
+    assert len(list(other.predict(batches))) == 64
+    assert checkpoint.step_of(made.latest_checkpoint()) == 2
