@@ -76,8 +76,9 @@ class Estimator:
         model_fn: Returns a compiled, built Keras model. Called inside the
             strategy's scope, and again for each rebuilt copy. Its own
             `train_step`, `test_step` and `predict_step` are used in one
-            process (`tfdist.keras_step`); on a cluster the first two are
-            refused.
+            process (`tfdist.keras_step`). A cluster's workers use the third
+            alone: the first is refused; `train_and_evaluate` uses the second,
+            in its evaluator or chief.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
             a directory of such, or `WarmStartSettings`. Default: they are

@@ -4,7 +4,8 @@ A dead server is noticed by whoever talks to it. A frozen one is not: its
 connections stay open and every call to it waits for ever. So a thread of the
 chief asks each worker and parameter server for its status (`servers.ask`),
 whatever the job is doing. The answer comes from a thread of TensorFlow's C++
-server: a step that takes minutes does not delay it.
+server: a step that takes minutes does not delay it. A process of its own cuts
+connections where even that thread is held up (`tfdist.connections`).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from tfdist.inputs import without_context
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession
 from tfdist.specs import EvalSpec, TrainSpec, check_type
+from tfdist.step import overrides
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ def train_and_evaluate(
     The chief (or the only process) trains; a separate evaluator task evaluates.
     Where there is none, each checkpoint but the initial one is evaluated before
     training goes on: by the workers on the variables where they are, or, if the
-    EvalSpec has hooks, in the chief's process, which also exports. Workers and
-    parameter servers serve. The chief leaves last.
+    EvalSpec has hooks or the model its own `test_step`, in the chief's process,
+    which also exports. Workers and parameter servers serve. The chief leaves
+    last.
 
     As `tf.estimator.train_and_evaluate`, in the same order, but:
 
@@ -193,8 +195,11 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     ) -> None:
         path = tf.train.latest_checkpoint(session.checkpoint_dir)
         if self._evaluator.evaluated != path:
-            on_workers = session.evaluate if self._has_workers else None
-            self._evaluator.evaluate(path, elsewhere=on_workers)
+            here = overrides(session.model, "test_step")
+            elsewhere = self._has_workers and not here
+            self._evaluator.evaluate(
+                path, elsewhere=session.evaluate if elsewhere else None
+            )
         self._evaluator.export(is_the_final_export=is_the_last)
         self._evaluator.publish()
         self._exported_the_last = is_the_last
