@@ -6,6 +6,7 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,7 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     ) -> str:
         if self._traced is None:
             self.trace()
+        tf.io.gfile.makedirs(os.path.dirname(file_prefix))
         path = self._traced(file_prefix).numpy().decode()
         for callback in options.experimental_write_callbacks:
             callback(path)
