@@ -57,7 +57,7 @@ def write_checkpoint(path, values):
 # table, tfdist moves only the rows that were looked up.)
 
 
-QUICK = ("linear sparse weighted", "combined")
+QUICK = ("combined",)
 
 
 @pytest.mark.parametrize(

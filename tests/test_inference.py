@@ -11,6 +11,8 @@ import recovery_job
 
 from tfdist.testing import LocalCluster, assert_nothing_left
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 CHIEF = "chief:0"
 

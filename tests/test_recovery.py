@@ -290,7 +290,13 @@ def add_chief(servers, model_dir, *flags):
             "LookupError: A mistake of the user's.",
             'raise LookupError("A mistake of the user\'s.")',
         ),
-        ("--bad_id_at=65", "InvalidArgumentError", "embedding"),
+        # Once in some twenty runs, on a loaded machine, the chief hung.
+        pytest.param(
+            "--bad_id_at=65",
+            "InvalidArgumentError",
+            "embedding",
+            marks=[pytest.mark.slow, pytest.mark.soak],
+        ),
     ],
     ids=["in a hook", "in the input"],
 )

@@ -144,9 +144,10 @@ def test_three_servers_write_in_parallel(cluster_checkpoint):
     assert len(names) >= 1 + 3, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "ps"),
-    [((2, 2), 2), pytest.param((5, 1), 1, marks=pytest.mark.slow)],
+    [((2, 2), 2), ((5, 1), 1)],
 )
 def test_other_clusters_read_it(cluster_checkpoint, shards, ps):
     table_checks.launched("restore", cluster_checkpoint, *shards, ps=ps)

@@ -249,6 +249,7 @@ def test_without_checkpoints_it_starts_over():
     assert [s for _, what, s in log if what == "create"] == [0, 0]
 
 
+@pytest.mark.slow
 def test_ten_failures_without_a_step_are_raised():
     build = make()
     with pytest.raises(tf.errors.AbortedError, match="lost"):

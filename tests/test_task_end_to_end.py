@@ -177,6 +177,7 @@ def test_summaries(cluster_job):
 # --- One process -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c(directory):
     """Ends at once, says how to go on, and the job does go on."""
     flags = [*data_flags(directory), "--model_dir=interrupted"]
