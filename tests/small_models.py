@@ -24,6 +24,16 @@ def logistic(optimizer=None, metrics=(), hidden=()):
     return model
 
 
+def uncompiled():
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+
+def unbuilt():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
 def examples(size, seed=0):
     """`size` examples whose label depends on the features, with noise."""
     rng = np.random.default_rng(seed)

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import batches, examples, logistic
+from small_models import batches, examples, logistic, unbuilt, uncompiled
 
 import tfdist
-from tfdist import checkpoint, inputs
+from tfdist import checkpoint, input_fns
 from tfdist.cluster import Cluster
 from tfdist.testing import LocalCluster, assert_nothing_left
 
@@ -88,7 +88,7 @@ def returns_nothing_to_a_worker(context):
 def test_no_dataset(tmp_path, input_fn, message):
     with pytest.raises(TypeError, match=message) as raised:
         trained(tmp_path, input_fn)
-    assert inputs.described(input_fn) in str(raised.value)
+    assert input_fns.described(input_fn) in str(raised.value)
     assert f"{__file__}:" in str(raised.value)
     made = estimator(tmp_path)
     for use in (made.evaluate, lambda given: list(made.predict(given))):
@@ -110,7 +110,7 @@ def test_empty_from_the_start(tmp_path, caplog):
         metrics, _ = trained(tmp_path, input_fn)
     assert metrics["global_step"] == 0
     (line,) = [r.getMessage() for r in caplog.records if "No step" in r.msg]
-    assert inputs.described(input_fn) in line
+    assert input_fns.described(input_fn) in line
     assert "drop_remainder=True" in line
 
 
@@ -171,7 +171,9 @@ def test_features_that_the_model_does_not_read(tmp_path, wrong):
     )
     with pytest.raises(ValueError, match=message) as raised:
         trained(tmp_path, input_fn, by_key)
-    note = f"The batches come from input function {inputs.described(input_fn)}."
+    note = (
+        f"The batches come from input function {input_fns.described(input_fn)}."
+    )
     assert raised.value.__notes__ == [note]
     made = estimator(tmp_path, by_key)
     for use in (made.evaluate, lambda given: list(made.predict(given))):
@@ -192,7 +194,7 @@ def test_features_that_the_model_does_not_read(tmp_path, wrong):
 )
 def test_what_fits_is_read(model_fn, wanted):
     spec = wanted().element_spec
-    inputs.check_batches(model_fn(), spec)
+    input_fns.check_batches(model_fn(), spec)
 
 
 def test_no_targets(tmp_path):
@@ -246,22 +248,12 @@ def test_another_number_of_features_later(tmp_path, caplog, signature):
         made.train(input_fn)
     assert "(8, 5)" in str(raised.value) or "[8,5]" in str(raised.value)
     (note,) = raised.value.__notes__
-    assert inputs.described(input_fn) in note
+    assert input_fns.described(input_fn) in note
     assert "Failed at step" not in caplog.text
     assert checkpoint.step_of(made.latest_checkpoint()) == 0
 
 
 # --- Model functions ---------------------------------------------------------
-
-
-def uncompiled():
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-
-
-def unbuilt():
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def recv_with_pythons_lock(connection, secs):
 
 def test_the_connections_of_a_task_are_found_and_cut(task, connection):
     with connection.dup() as another:
-        ports = {c.getsockname()[1] for c in connections(task.address)}
+        ports = {c.getsockname()[1] for _, c in connections([task.address])}
         assert ports == {another.getsockname()[1]}
     assert cut_connections(task.address) == 1
     assert connection.recv(1) == b""
@@ -78,14 +78,14 @@ def test_the_connections_of_a_task_are_found_and_cut(task, connection):
 
 def test_sentinel_cuts_while_python_stands_still(task, connection, sentinel):
     task.send_signal(signal.SIGSTOP)
-    sentinel.tell(task.address)
+    sentinel.tell([task.address])
     start = time.monotonic()
     assert recv_with_pythons_lock(connection, DEADLINE_SECS) == 0
     assert time.monotonic() - start < DEADLINE_SECS / 2
 
 
 def test_sentinel_leaves_a_task_alone_that_answers(task, connection, sentinel):
-    sentinel.tell(task.address)
+    sentinel.tell([task.address])
     assert recv_with_pythons_lock(connection, 10) == -1
     assert cut_connections(task.address) == 1
 
@@ -93,7 +93,7 @@ def test_sentinel_leaves_a_task_alone_that_answers(task, connection, sentinel):
 def test_sockets_stay_as_they_are(task, connection, sentinel):
     """gRPC's threads would hang in a socket that blocks."""
     connection.setblocking(False)
-    sentinel.tell(task.address)
+    sentinel.tell([task.address])
     assert cut_connections(task.address) == 1
     assert not os.get_blocking(connection.fileno())
 
@@ -102,7 +102,7 @@ def test_sentinel_that_was_killed(task, sentinel, caplog):
     sentinel._process.kill()
     sentinel._process.wait()
     for _ in range(2):
-        sentinel.tell(task.address)
+        sentinel.tell([task.address])
     assert caplog.text.count("watches over this one has ended") == 1
 
 

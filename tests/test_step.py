@@ -4,7 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import batches, examples, local_loop, logistic
+from small_models import (
+    batches,
+    examples,
+    local_loop,
+    logistic,
+    unbuilt,
+    uncompiled,
+)
 
 from tfdist import optimizers
 from tfdist.step import ModelStep
@@ -204,16 +211,6 @@ class RunningMaximum(keras.metrics.Metric):
 
     def result(self):
         return self.maximum
-
-
-def uncompiled():
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-
-
-def unbuilt():
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 # design.md, section 3; every new module needs a floor.
 FLOORS = {
     0: "cluster connections processes faults placement partition inputs "
+    "input_fns audit chooser "
     "variables lookups packing branch_and_bound splitting plans planner "
     "device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
@@ -21,7 +22,7 @@ FLOORS = {
     "specs",
     4: "estimator training canned canned_model heads networks vocabulary "
     "feature_columns keras_columns estimator_checkpoint launch testing "
-    "supervisor vertex __init__",
+    "supervisor vertex kubernetes __init__",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
 

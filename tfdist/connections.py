@@ -11,6 +11,7 @@ alone, and it can share file descriptors only on Linux.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pathlib
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -28,22 +29,37 @@ _PROBE_SECS = 3.0
 _MOST_CONNECTIONS = 100
 
 
-def connections(address: str) -> Iterator[socket.socket]:
-    """This process's TCP connections to `host:port`; none but on Linux."""
-    host, _, port = address.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port))
-    except OSError:
-        return
-    peers = {info[4][:2] for info in infos}
-    peers |= {(f"::ffff:{ip}", port) for ip, port in peers if ":" not in ip}
+def connections(
+    addresses: Iterable[str],
+) -> Iterator[tuple[str, socket.socket]]:
+    """This process's TCP connections to tasks; none but on Linux.
+
+    Args:
+        addresses: `host:port` of each task.
+
+    Yields:
+        The address, and a connection to it, which is closed afterwards.
+    """
+    tasks = {peer: a for a in addresses for peer in _peers(a)}
     for path in pathlib.Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
             if not os.readlink(path).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                if connection.getpeername()[:2] in peers:
-                    yield connection
+                peer = connection.getpeername()[:2]
+                if peer in tasks:
+                    yield tasks[peer], connection
+
+
+def _peers(address: str) -> set[tuple[str, int]]:
+    """IP addresses and port of a task, as `getpeername` tells them."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError:
+        return set()
+    peers = {info[4][:2] for info in infos}
+    return peers | {(f"::ffff:{ip}", p) for ip, p in peers if ":" not in ip}
 
 
 def cut_connections(address: str) -> int:
@@ -53,7 +69,7 @@ def cut_connections(address: str) -> int:
         How many there were.
     """
     cut = 0
-    for connection in connections(address):
+    for _, connection in connections([address]):
         connection.shutdown(socket.SHUT_RDWR)
         cut += 1
     return cut
@@ -81,16 +97,19 @@ class Sentinel:
                 start_new_session=True,
             )
 
-    def tell(self, address: str) -> None:
-        """Hands over the connections to a task; to be repeated every second."""
+    def tell(self, addresses: Sequence[str]) -> None:
+        """Hands over the connections to tasks; to be repeated every second."""
         if self._process is None:
             return
-        # Not `socket.dup`, which would make gRPC's sockets blocking.
-        fds = [os.dup(c.fileno()) for c in connections(address)]
+        held: dict[str, list[int]] = {address: [] for address in addresses}
+        for address, connection in connections(addresses):
+            # Not `socket.dup`, which would make gRPC's sockets blocking.
+            held[address].append(os.dup(connection.fileno()))
         try:
-            socket.send_fds(
-                self._channel, [address.encode()], fds[:_MOST_CONNECTIONS]
-            )
+            for address, fds in held.items():
+                socket.send_fds(
+                    self._channel, [address.encode()], fds[:_MOST_CONNECTIONS]
+                )
         except ConnectionError:
             _log.warning(
                 "The process that watches over this one has ended: a task that "
@@ -98,7 +117,7 @@ class Sentinel:
             )
             self.close()
         finally:
-            for fd in fds:
+            for fd in itertools.chain.from_iterable(held.values()):
                 os.close(fd)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
 from tfdist.health import HealthMonitor
 from tfdist.hooks import NanTensorHook, StopAtStepHook
-from tfdist.inputs import (
+from tfdist.input_fns import (
     InputFn,
     check_batches,
     described,

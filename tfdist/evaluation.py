@@ -34,7 +34,7 @@ from tfdist import checkpoint, results
 from tfdist._private import reset_object_names
 from tfdist.events import EventFile, event_file
 from tfdist.exporters import Exporter
-from tfdist.hooks import resolve
+from tfdist.hooks import Round
 from tfdist.keras_step import KerasStep
 from tfdist.step import ModelStep, States, checked_model, overrides
 
@@ -420,22 +420,11 @@ class Evaluator:
         states: States,
         session: EvaluationSession,
     ) -> States:
-        context = tf.compat.v1.train.SessionRunContext(
-            tf.compat.v1.train.SessionRunArgs(None), session
-        )
-        asked = [(hook, hook.before_run(context)) for hook in self._hooks]
+        around = Round(self._hooks, session)
         states = self._evaluate_batch(next(batches), states)
         session.step += 1
-        logs = self._result(states) if asked else {}
-        for hook, args in asked:
-            results = logs
-            if args is not None:
-                results = resolve(args.fetches, logs, session.variables)
-            hook.after_run(
-                context,
-                tf.compat.v1.train.SessionRunValues(results, None, None),
-            )
-        if context.stop_requested:
+        around.end(self._result(states) if self._hooks else {})
+        if around.stop_requested:
             session.request_stop()
         return states
 

@@ -158,8 +158,7 @@ class HealthMonitor:
     def _watch(self) -> None:
         stuck_since = None
         while not self._stopped.wait(_ROUND_SECS):
-            for record in self._records.values():
-                self._sentinel.tell(record.address)
+            self._sentinel.tell([r.address for r in self._records.values()])
             self._ask()
             self._cut_frozen_workers()
             lost = self.lost()

@@ -160,6 +160,42 @@ class LoggingTensorHook(TimedHook):
         _log.info("%s", line)
 
 
+class Round:
+    """Calls hooks around a run, as TF1's sessions did.
+
+    Args:
+        hooks: Their `before_run` is called at once.
+        session: What they get as their session.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[tf.compat.v1.train.SessionRunHook],
+        session: Any,
+    ) -> None:
+        self._session = session
+        self._context = tf.compat.v1.train.SessionRunContext(
+            tf.compat.v1.train.SessionRunArgs(None), session
+        )
+        self._asked = [(hook, hook.before_run(self._context)) for hook in hooks]
+
+    def end(self, logs: Mapping[str, float]) -> None:
+        """Calls `after_run` with what each hook asked for; default: `logs`."""
+        for hook, args in self._asked:
+            results = logs
+            if args is not None:
+                results = resolve(args.fetches, logs, self._session.variables)
+            hook.after_run(
+                self._context,
+                tf.compat.v1.train.SessionRunValues(results, None, None),
+            )
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a hook asked to stop."""
+        return self._context.stop_requested
+
+
 def resolve(
     fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
 ) -> Any:

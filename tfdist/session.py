@@ -63,7 +63,7 @@ from tfdist import recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.health import HealthMonitor, ServerLostError
-from tfdist.hooks import NanTensorHook, resolve
+from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, InProcessLoop, Loop
 from tfdist.recovery import Remedy
 from tfdist.saving_hooks import CheckpointSaverHook
@@ -368,22 +368,12 @@ class MonitoredTrainingSession:
 
     def _run(self) -> dict[str, float]:
         """One round of hooks and steps."""
-        context = tf.compat.v1.train.SessionRunContext(
-            tf.compat.v1.train.SessionRunArgs(None), self
-        )
-        asked = [(hook, hook.before_run(context)) for hook in self.hooks]
+        around = Round(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step)
         if self.step > first_step or not self._input_ended:
-            for hook, args in asked:
-                results = logs
-                if args is not None:
-                    results = resolve(args.fetches, logs, self.variables)
-                hook.after_run(
-                    context,
-                    tf.compat.v1.train.SessionRunValues(results, None, None),
-                )
-        if context.stop_requested or self._input_ended:
+            around.end(logs)
+        if around.stop_requested or self._input_ended:
             self.request_stop()
         self._failures.report(self.step)
         if self._sigterm.received:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
-from tfdist.inputs import InputFn
+from tfdist.input_fns import InputFn
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import USE_DEFAULT
 from tfdist.variables import VariableSpec

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import inputs, lookups, optimizers
+from tfdist import input_fns, lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
 from tfdist.exchange import Exchange
 from tfdist.fence import Fence
@@ -71,7 +71,7 @@ class ModelStep:
         metrics: bool = True,
     ) -> None:
         self.model = checked_model(model)
-        inputs.check_batches(model, element_spec, targets=metrics)
+        input_fns.check_batches(model, element_spec, targets=metrics)
         if global_step is not None and metrics:
             _refuse_own(model, "train_step", "compute_loss")
         optimizers.check(model.optimizer)

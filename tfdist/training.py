@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist import checkpoint, results, servers
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
-from tfdist.inputs import without_context
+from tfdist.input_fns import without_context
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession
 from tfdist.specs import EvalSpec, TrainSpec, check_type

@@ -84,7 +84,8 @@ class Workers:
         Args:
             function: Of one batch.
             batches: The batches.
-            watch: As for `run`.
+            watch: Called at least every second while the workers are busy;
+                ends the wait by raising.
 
         Yields:
             What `function` returns for each batch, in order, as NumPy arrays.
@@ -114,7 +115,7 @@ class Workers:
 
 
 class Crew:
-    """What the threads that carry out dispatches share with the loop.
+    """What the coordinator's threads share with the one that waits for them.
 
     The coordinator has one thread for each worker.
 
@@ -131,12 +132,12 @@ class Crew:
         self._kept = 0
 
     def add(self) -> None:
-        """A dispatch is handed out."""
+        """A call is handed out."""
         with self._changed:
             self._under_way += 1
 
     def remove(self) -> None:
-        """A dispatch has ended."""
+        """A call has ended."""
         with self._changed:
             self._under_way -= 1
             self._changed.notify_all()
@@ -147,7 +148,7 @@ class Crew:
             self._changed.wait_for(condition, timeout=_WATCH_SECS)
 
     def enter(self) -> None:
-        """The calling thread carries out a dispatch."""
+        """The calling thread carries out a call."""
         self._threads.add(threading.current_thread())
 
     def check(self) -> None:
@@ -175,7 +176,7 @@ class Crew:
         return len(self._exhausted) >= self.num_workers
 
     def leave_to_others(self) -> None:
-        """Keeps the calling thread from taking dispatches others could do."""
+        """Keeps the calling thread from taking calls others could do."""
         with self._changed:
             self._kept += 1
             self._changed.wait_for(
