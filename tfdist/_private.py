@@ -234,3 +234,27 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
     if ended:
         lock.release()
     return ended
+
+
+def tell_cluster(key: str, value: str) -> None:
+    """Writes down a value for all processes of a `MultiWorkerMirroredStrategy`.
+
+    Its coordination service keeps keys and values in the memory of the first
+    process; public TensorFlow shows it in `tf.experimental.dtensor` alone. A
+    key can be written once.
+    """
+    context.context().set_config_key_value(f"tfdist/{key}", value)
+
+
+def ask_cluster(key: str, timeout_secs: float) -> str | None:
+    """Reads what `tell_cluster` wrote in any process; None: not in time.
+
+    Raises:
+        OpError: the process that keeps it is gone, or another one is.
+    """
+    try:
+        return context.context().get_config_key_value(
+            f"tfdist/{key}", max(1, int(timeout_secs * 1000))
+        )
+    except tf.errors.DeadlineExceededError:
+        return None

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizers, slots
+from tfdist import optimizers, slots, storage
 from tfdist._private import CheckpointTracedOnce, ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 
@@ -33,6 +33,7 @@ BASENAME = "model.ckpt"
 NO_DAMAGE = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
+    tf.errors.FailedPreconditionError,  # The store's host is not found.
     tf.errors.PermissionDeniedError,
     tf.errors.UnavailableError,
 )
@@ -196,6 +197,8 @@ class Checkpoints:
         """
         self._remove_unfinished()
         paths = list(reversed(self._manager.checkpoints))
+        if not paths:
+            _check_there_is_none(self._directory)
         for path, older in itertools.zip_longest(paths, paths[1:]):
             try:
                 restore(path, self._variables, exact=True)
@@ -241,7 +244,33 @@ class Checkpoints:
         """Deletes the folders of saves that did not come to their end."""
         pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
         for path in tf.io.gfile.glob(pattern):
-            tf.io.gfile.rmtree(path)
+            storage.remove_tree(path)
+
+
+def latest(directory: str) -> str | None:
+    """Path of the newest complete checkpoint in `directory`, or None.
+
+    As `tf.train.latest_checkpoint`, which says None also where the directory
+    cannot be read: a job would begin anew.
+
+    Raises:
+        OpError: the directory cannot be read.
+        ValueError: the list of its checkpoints cannot.
+    """
+    path = tf.train.latest_checkpoint(directory)
+    if path is None:
+        _check_there_is_none(directory)
+    return path
+
+
+def _check_there_is_none(directory: str) -> None:
+    """Raises unless `directory` can be read and lists no checkpoint."""
+    path = os.path.join(directory, "checkpoint")
+    if storage.read_text(path):
+        raise ValueError(
+            f"{path!r} lists checkpoints, and none of them can be found, or "
+            "the list is damaged. Delete it to train anew."
+        )
 
 
 def restore(

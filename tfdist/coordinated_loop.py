@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Generations
-from tfdist.loop import Dispatches, EndOfInput, dispatch_size, logs_of
+from tfdist.loop import (
+    Dispatches,
+    EndOfInput,
+    dispatch_size,
+    logs_of,
+    run_steps,
+)
 from tfdist.step import ModelStep
 from tfdist.workers import Crew, Workers
 
@@ -67,7 +74,7 @@ class CoordinatedLoop:
         self._generations = Generations(_ps_devices())
         example = input_fn(tf.distribute.InputContext())
         self._dispatches = Dispatches(
-            step,
+            functools.partial(run_steps, step),
             dispatch_size(step, example, steps_per_dispatch),
             self._generations.fence,
         )

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import checkpoint, results
+from tfdist import checkpoint, results, storage
 from tfdist._private import reset_object_names
 from tfdist.events import EventFile, event_file
 from tfdist.exporters import Exporter
@@ -241,8 +241,10 @@ class Evaluator:
             throttle_secs: Least seconds between the starts of two evaluations.
 
         Raises:
+            ValueError: `model_dir` cannot be written.
             Exception: whatever an evaluation or an exporter raises.
         """
+        storage.check_writable(self._model_dir)
         failure = os.path.join(self.eval_dir, results.FAILURE_FILE)
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process is back from it.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -67,14 +67,16 @@ class Exchange:
     Args:
         model: A built model with a built optimizer.
         tables: Its `PartitionedEmbedding` layers.
-        packed: Whether to pack messages; worth it only across processes.
+        remote: Whether the variables live in other processes, the tasks of
+            which are told apart by device, and get one packed message each.
+            Else all are where the step runs.
     """
 
     def __init__(
-        self, model: keras.Model, tables: Sequence[Any], packed: bool
+        self, model: keras.Model, tables: Sequence[Any], remote: bool
     ) -> None:
         self._optimizer = model.optimizer
-        self._packed = packed
+        self._remote = remote
         by_width = collections.defaultdict(list)
         for table in tables:
             part = optimizers.owner(self._optimizer, table.shards[0])
@@ -88,7 +90,8 @@ class Exchange:
             )
             by_width[key].append(table)
         self._groups = [
-            Group(tables, part) for (_, _, part, _), tables in by_width.items()
+            Group(tables, part, self.device_of)
+            for (_, _, part, _), tables in by_width.items()
         ]
         self.shards = [s for g in self._groups for s in g.shards]
         held = {id(v) for v in self.shards}
@@ -99,6 +102,11 @@ class Exchange:
                 if id(shard) in self._trained:
                     part = optimizers.parts(self._optimizer)[group.part]
                     optimizers.check_rows(part, shard)
+
+    def device_of(self, variable: keras.Variable | tf.Variable) -> str:
+        """The server that holds a variable; "" is where the step runs."""
+        variable = getattr(variable, "value", variable)
+        return variable.device if self._remote else ""
 
     def answers(
         self,
@@ -125,38 +133,88 @@ class Exchange:
                 answers[i] = piece
         return lookups.Answers(answers)
 
-    def clipped(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
+    def clipped(
+        self, dense: Sequence[Any], rows: Sequence[Any]
+    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor | None]]:
         """Clips the gradients of each part of the optimizer together.
 
         Args:
-            gradients: Of `dense`, then of each group's rows; `IndexedSlices`
-                are summed up, row by row.
+            dense: Gradient of each of `dense`, None where there is none.
+            rows: Of each group's rows.
 
         Returns:
-            Tensors; None where the loss does not depend on a variable.
+            The same, clipped.
+        """
+        owners = [optimizers.owner(self._optimizer, v) for v in self.dense]
+        owners += [group.part for group in self._groups]
+        clipped = [*dense, *rows]
+        for index, part in enumerate(optimizers.parts(self._optimizer)):
+            own = [
+                i
+                for i, gradient in enumerate(clipped)
+                if owners[i] == index and gradient is not None
+            ]
+            values = optimizers.clip(part, [clipped[i] for i in own])
+            for i, value in zip(own, values, strict=True):
+                clipped[i] = value
+        return clipped[: len(self.dense)], clipped[len(self.dense) :]
+
+    def summed(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
+        """Gradients as tensors: `IndexedSlices` are summed up, row by row.
+
+        Args:
+            gradients: Of `dense`, then of each group's rows.
 
         Raises:
-            ValueError: it depends on none.
+            ValueError: the loss depends on no variable: all are None.
         """
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
                 f"None. Variables: {[v.path for v in self.dense]}."
             )
-        owners = [optimizers.owner(self._optimizer, v) for v in self.dense]
-        owners += [group.part for group in self._groups]
-        clipped = list(gradients)
-        for index, part in enumerate(optimizers.parts(self._optimizer)):
-            own = [
-                i
-                for i, gradient in enumerate(gradients)
-                if owners[i] == index and gradient is not None
-            ]
-            values = [tf.convert_to_tensor(gradients[i]) for i in own]
-            values = optimizers.clip(part, values)
-            for i, value in zip(own, values, strict=True):
-                clipped[i] = value
-        return clipped
+        return [
+            None if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient in gradients
+        ]
+
+    def over_replicas(
+        self,
+        pulled: Pulled,
+        rows: Sequence[tf.Tensor | None],
+        gather: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tuple[Pulled, list[tf.Tensor | None]]:
+        """What `push` needs where every replica has looked up other rows.
+
+        Args:
+            pulled: What this replica has read.
+            rows: For each group, the gradients of this replica's rows.
+            gather: Concatenates a tensor of every replica along axis 0.
+
+        Returns:
+            As if one replica had looked up all rows: their gradients are
+            sums over the replicas.
+        """
+        routes, sums = [], []
+        for group, route, gradient, values in zip(
+            self._groups, pulled.routes, rows, pulled.rows, strict=True
+        ):
+            merged = group.routed(gather(group.numbered(route)))
+            routes.append(merged)
+            if gradient is None:
+                gradient = tf.zeros_like(values)
+            sums.append(
+                tf.math.unsorted_segment_sum(
+                    gather(gradient),
+                    merged.positions,
+                    tf.reduce_sum(merged.sizes),
+                )
+            )
+        there = {"": self._ask("", routes)} if routes else pulled.there
+        merged = dataclasses.replace(
+            pulled, rows=sums, routes=routes, there=there
+        )
+        return merged, sums
 
     def pull(
         self,
@@ -180,7 +238,7 @@ class Exchange:
         rows: list[list[tf.Tensor]] = [[] for _ in self._groups]
         there: dict[str, dict[int, _Asked]] = {}
         for device in self._devices(reads):
-            whole = _at(device, reads)
+            whole = self._at(device, reads)
             groups = self._groups_at(device)
             there[device] = asked = self._ask(device, routes)
             with tf.device(device):
@@ -204,7 +262,7 @@ class Exchange:
                 [_at_device(routes[g], device), self._groups[g].dim]
                 for g in groups
             ]
-            if self._packed:
+            if self._remote:
                 read = _send(read, shapes, device, None)
             values.update(zip(whole, read[: len(whole)], strict=True))
             for g, block in zip(groups, read[len(whole) :], strict=True):
@@ -248,8 +306,9 @@ class Exchange:
         if fence:
             scalars = [fence.generation, *scalars]
         for device in self._devices([*self.dense, *moving]):
-            whole = [i for i in _at(device, self.dense) if dense[i] is not None]
-            moved, groups = _at(device, moving), self._groups_at(device)
+            whole = self._at(device, self.dense)
+            whole = [i for i in whole if dense[i] is not None]
+            moved, groups = self._at(device, moving), self._groups_at(device)
             asked = pulled.there[device]
             sent = [
                 *scalars,
@@ -257,7 +316,7 @@ class Exchange:
                 *(moves[i][1] for i in moved),
                 *(blocks[g][device] for g in groups),
             ]
-            if self._packed:
+            if self._remote:
                 with tf.device(device):
                     counts = [tf.reduce_sum(asked[g].counts) for g in groups]
                 shapes = [[] for _ in scalars]
@@ -328,7 +387,7 @@ class Exchange:
         ids = [routes[g].ids[device] for g in groups]
         if not groups:
             return {}
-        if self._packed:
+        if self._remote:
             message = tf.concat(
                 [tf.cast(count, tf.int64) for count in counts] + ids, axis=0
             )
@@ -365,7 +424,15 @@ class Exchange:
 
     def _devices(self, variables: Sequence[keras.Variable]) -> list[str]:
         """Servers that hold one of `variables` or a shard."""
-        return sorted({v.value.device for v in [*variables, *self.shards]})
+        return sorted({self.device_of(v) for v in [*variables, *self.shards]})
+
+    def _at(
+        self, device: str, variables: Sequence[keras.Variable]
+    ) -> list[int]:
+        """Indices of the variables that live on `device`."""
+        return [
+            i for i, v in enumerate(variables) if self.device_of(v) == device
+        ]
 
     def _groups_at(self, device: str) -> list[int]:
         """Groups that have a shard on a server."""
@@ -374,17 +441,12 @@ class Exchange:
     def _shards_at(self, device: str, group: int) -> list[keras.Variable]:
         """A group's shards on a server, by rank."""
         shards = self._groups[group].shards
-        return [shards[i] for i in _at(device, shards)]
+        return [shards[i] for i in self._at(device, shards)]
 
 
 def _at_device(route: Route, device: str) -> tf.Tensor:
     """How many rows of a route are on a server."""
     return route.sizes[list(route.ids).index(device)]
-
-
-def _at(device: str, variables: Sequence[keras.Variable]) -> list[int]:
-    """Indices of the variables that live on `device`."""
-    return [i for i, v in enumerate(variables) if v.value.device == device]
 
 
 def _send(

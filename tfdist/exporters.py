@@ -6,7 +6,6 @@ When to export and what to keep; `tfdist.saved_models` does the writing.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import os
@@ -14,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 
 import keras
-import tensorflow as tf
 
+from tfdist import results, storage
 from tfdist.saved_models import (
     ServingModelFn,
     check_serving_model_fn,
@@ -256,24 +255,22 @@ class BestExporter(Exporter):
 def _keep_newest(export_path: str, exports_to_keep: int | None) -> None:
     if exports_to_keep is not None:
         for old in list_exports(export_path)[:-exports_to_keep]:
-            tf.io.gfile.rmtree(old)
+            storage.remove_tree(old)
 
 
 def _read_best(export_path: str) -> dict[str, float] | None:
     """The best result so far, if its export is still there."""
-    path = os.path.join(export_path, _BEST_FILE)
-    if not list_exports(export_path) or not tf.io.gfile.exists(path):
+    if not list_exports(export_path):
         return None
-    with tf.io.gfile.GFile(path) as file:
-        return json.loads(file.read())["best_eval_result"]
+    best = results.read_json(os.path.join(export_path, _BEST_FILE))
+    return best and best["best_eval_result"]
 
 
 def _write_best(export_path: str, eval_result: dict[str, float]) -> None:
-    path = os.path.join(export_path, _BEST_FILE)
     numbers = {name: float(value) for name, value in eval_result.items()}
-    with tf.io.gfile.GFile(f"{path}.temp", "w") as file:
-        file.write(json.dumps({"best_eval_result": numbers}))
-    tf.io.gfile.rename(f"{path}.temp", path, overwrite=True)
+    results.write_json(
+        os.path.join(export_path, _BEST_FILE), {"best_eval_result": numbers}
+    )
 
 
 def _check_exports_to_keep(exports_to_keep: int | None) -> None:

@@ -106,14 +106,20 @@ class Dispatches:
     """The functions of a loop: one full dispatch and a single step.
 
     Attributes:
-        step: The step.
         full: Number of steps in a full dispatch.
         functions: Number of steps to the function that runs them.
+
+    Args:
+        steps: From a number of steps, an iterator, the number of the first
+            step and a fence to the packed metric states of the steps, which
+            it runs; see `run_steps`.
+        full: Number of steps in a full dispatch.
+        fence: From a generation to what each update must pass; None: nothing.
     """
 
     def __init__(
         self,
-        step: ModelStep,
+        steps: Callable[..., tf.Tensor],
         full: int,
         fence: Callable[[tf.Tensor], Fence] | None = None,
     ) -> None:
@@ -122,8 +128,8 @@ class Dispatches:
                 "Argument `steps_per_dispatch` must be positive. Received: "
                 f"steps_per_dispatch={full}."
             )
-        self.step = step
         self.full = full
+        self._steps = steps
         self._fence = fence
         # As in Keras' own training function, autograph converts nothing.
         self.functions = {
@@ -136,12 +142,7 @@ class Dispatches:
             iterator: Iterator, first_step: tf.Tensor, *generation: tf.Tensor
         ) -> tf.Tensor:
             fence = self._fence(*generation) if self._fence else None
-            states = self.step.zero_states()
-            for i in range(num_steps):
-                states = self.step.train(
-                    iterator.get_next(), first_step + i, states, fence
-                )
-            return self.step.pack(states)
+            return self._steps(num_steps, iterator, first_step, fence)
 
         return dispatch
 
@@ -154,6 +155,20 @@ class Dispatches:
         lead = min(-first_step % self.full, num_steps)
         whole, rest = divmod(num_steps - lead, self.full)
         return [1] * lead + [self.full] * whole + [1] * rest
+
+
+def run_steps(
+    step: ModelStep,
+    num_steps: int,
+    iterator: Iterator,
+    first_step: tf.Tensor,
+    fence: Fence | None = None,
+) -> tf.Tensor:
+    """Runs steps, unrolled; returns their packed metric states."""
+    states = step.zero_states()
+    for i in range(num_steps):
+        states = step.train(iterator.get_next(), first_step + i, states, fence)
+    return step.pack(states)
 
 
 class InProcessLoop:
@@ -206,10 +221,19 @@ class LocalLoop(InProcessLoop):
     ) -> None:
         super().__init__(global_step)
         self._dispatches = Dispatches(
-            step, dispatch_size(step, dataset, steps_per_dispatch)
+            self._steps, dispatch_size(step, dataset, steps_per_dispatch)
         )
         self._step = step
         self.iterator = iter(dataset)
+
+    def _steps(
+        self,
+        num_steps: int,
+        iterator: Iterator,
+        first_step: tf.Tensor,
+        fence: None = None,
+    ) -> tf.Tensor:
+        return run_steps(self._step, num_steps, iterator, first_step)
 
     def run(
         self,

@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import storage
+
 _log = logging.getLogger(__name__)
 
 RESULT_FILE = "latest.json"
@@ -146,11 +148,8 @@ def write_json(path: str, value: object) -> None:
 
 def read_json(path: str) -> dict[str, Any] | None:
     """What `write_json` wrote; None if there is no file."""
-    try:
-        with tf.io.gfile.GFile(path) as file:
-            return json.loads(file.read())
-    except tf.errors.NotFoundError:
-        return None
+    text = storage.read_text(path)
+    return None if text is None else json.loads(text)
 
 
 def identity_of(path: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,12 @@ class Group:
     neighbours in every tensor.
     """
 
-    def __init__(self, tables: Sequence[Any], part: int) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        part: int,
+        device_of: Callable[[keras.Variable], str],
+    ) -> None:
         self.tables = list(tables)
         self.part = part
         self.dim = tables[0].output_dim
@@ -41,9 +46,10 @@ class Group:
                 shards.append((shard, start + offset))
             start += table.input_dim
         self._starts = np.array([start for _, start in shards], np.int64)
-        devices = [shard.value.device for shard, _ in shards]
+        devices = [device_of(shard) for shard, _ in shards]
         ranked = sorted(range(len(shards)), key=lambda i: (devices[i], i))
         self._rank = np.argsort(ranked).astype(np.int32)
+        self._ranked_starts = self._starts[ranked]
         self.shards = [shards[i][0] for i in ranked]
         self.at = collections.Counter(sorted(devices))
 
@@ -53,7 +59,11 @@ class Group:
 
     def route(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> Route:
         """Finds each unique row once, and the shard that holds it."""
-        unique, inverse = tf.unique(self._numbered(calls))
+        return self.routed(self._numbered(calls))
+
+    def routed(self, ids: tf.Tensor) -> Route:
+        """As `route`, for ids that are numbered through the group."""
+        unique, inverse = tf.unique(ids)
         shard = tf.searchsorted(self._starts, unique, side="right") - 1
         rank = tf.gather(self._rank, shard)
         num = len(self.shards)
@@ -73,6 +83,12 @@ class Group:
             sizes,
             tf.gather(tf.math.invert_permutation(order), inverse),
         )
+
+    def numbered(self, route: Route) -> tf.Tensor:
+        """The rows of a route, numbered through the group; int64 `(n,)`."""
+        counts = tf.concat(list(route.counts.values()), axis=0)
+        local = tf.concat(list(route.ids.values()), axis=0)
+        return local + tf.repeat(self._ranked_starts, counts)
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
         """All ids, numbered through the group, each in its own table."""

@@ -4,7 +4,8 @@ Which signatures they have is `tfdist.serving`'s matter. A directory appears
 under its final name when it is complete, and TensorFlow Serving takes the one
 with the largest number; an export that fails leaves nothing behind. (On an
 object store, where a directory cannot be renamed at once, `saved_model.pb`
-arrives after the files it needs.)
+arrives after the files it needs, and two processes that export at the same
+second need two directories.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 import keras
 import tensorflow as tf
 
-from tfdist import serving
+from tfdist import serving, storage
 from tfdist.serving import Serving
 
 ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
@@ -25,6 +26,8 @@ ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
 # Seconds after which a temporary directory belongs to a process that died.
 _ABANDONED_SECS = 3600
 _ATTEMPTS = 10
+_NUMBER = r"\d{10}"
+_LAST_FILE = "saved_model.pb"
 
 
 def export_saved_model(
@@ -73,17 +76,24 @@ def export_saved_model(
             served.export(temporary, format="tf_saved_model", verbose=False)
         return _publish(temporary, export_dir_base)
     finally:
-        if tf.io.gfile.exists(temporary):
-            tf.io.gfile.rmtree(temporary)
+        storage.remove_tree(temporary)
 
 
 def list_exports(export_path: str) -> list[str]:
     """The complete exports under `export_path`, oldest first."""
-    return [
+    paths = [
         os.path.join(export_path, name)
         for name in sorted(_names(export_path))
-        if re.fullmatch(r"\d{10}", name)
+        if re.fullmatch(_NUMBER, name)
     ]
+    return [path for path in paths if _is_complete(path)]
+
+
+def _is_complete(path: str) -> bool:
+    """Whether a numbered directory has all its files."""
+    return not storage.is_object_store(path) or tf.io.gfile.exists(
+        os.path.join(path, _LAST_FILE)
+    )
 
 
 def _served(
@@ -118,7 +128,8 @@ def _next_number(export_path: str) -> int:
 
     Always later than any other, for the latest is the one that is served.
     """
-    numbers = [int(os.path.basename(p)) for p in list_exports(export_path)]
+    names = _names(export_path)
+    numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
     return max([int(time.time()), *(number + 1 for number in numbers)])
 
 
@@ -138,8 +149,11 @@ def _publish(temporary: str, export_path: str) -> str:
     for _ in range(_ATTEMPTS):
         number = _next_number(export_path)
         final = os.path.join(export_path, f"{number:010d}")
+        if storage.is_object_store(final):
+            _move_files(temporary, final)
+            return final
         try:
-            _move(temporary, final)
+            tf.io.gfile.rename(temporary, final)
         except tf.errors.OpError:
             # Another process may have taken the number: then take the next.
             if not tf.io.gfile.exists(final):
@@ -152,29 +166,29 @@ def _publish(temporary: str, export_path: str) -> str:
     )
 
 
-def _move(temporary: str, final: str) -> None:
-    """Renames; where files move one by one, the one that is looked for last."""
-    if "://" not in final:
-        tf.io.gfile.rename(temporary, final)
-        return
-    found = [
-        os.path.join(directory, name)
-        for directory, _, names in tf.io.gfile.walk(temporary)
-        for name in names
-    ]
-    for path in sorted(found, key=lambda p: p.endswith("/saved_model.pb")):
-        target = final + path.removeprefix(temporary)
-        tf.io.gfile.makedirs(os.path.dirname(target))
-        tf.io.gfile.rename(path, target)
-    tf.io.gfile.rmtree(temporary)
+def _move_files(temporary: str, final: str) -> None:
+    """Moves all files; what fails leaves nothing behind."""
+    found = []
+    try:
+        for directory, _, names in tf.io.gfile.walk(temporary):
+            tf.io.gfile.makedirs(final + directory.removeprefix(temporary))
+            found += [os.path.join(directory, name) for name in names]
+        # The one that is looked for last.
+        for path in sorted(found, key=lambda p: p.endswith(f"/{_LAST_FILE}")):
+            tf.io.gfile.rename(path, final + path.removeprefix(temporary))
+    except tf.errors.OpError:
+        storage.remove_tree(final)
+        raise
 
 
 def _remove_abandoned(export_path: str) -> None:
     """Removes what processes left that died while they exported."""
     for name in _names(export_path):
-        match = re.fullmatch(r"temp-(\d{10})", name)
+        match = re.fullmatch(rf"(?:temp-)?({_NUMBER})", name)
         if match and int(match[1]) < time.time() - _ABANDONED_SECS:
-            tf.io.gfile.rmtree(os.path.join(export_path, name))
+            path = os.path.join(export_path, name)
+            if name.startswith("temp-") or not _is_complete(path):
+                storage.remove_tree(path)
 
 
 def check_serving_model_fn(serving_model_fn: ServingModelFn | None) -> None:

@@ -383,10 +383,14 @@ def wait_until_up(
 
 
 def server_tasks(cluster: Cluster) -> list[tuple[str, int]]:
-    """`(job, index)` of every task that runs a server for the chief."""
+    """`(job, index)` of every task that runs a server for the chief.
+
+    Without parameter servers each of the others does.
+    """
+    jobs = ("ps", "worker") if cluster.num_ps else ("chief", "worker")
     return [
         (job, index)
-        for job in ("ps", "worker")
+        for job in jobs
         for index in cluster.training_spec().get(job, {})
     ]
 

@@ -10,9 +10,10 @@ changes by operations that the variable's own device executes atomically.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,8 +22,9 @@ import tensorflow as tf
 
 from tfdist import input_fns, lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
-from tfdist.exchange import Exchange
+from tfdist.exchange import Exchange, Pulled
 from tfdist.fence import Fence
+from tfdist.replicas import Replicas, times
 from tfdist.staleness import StalenessCounter
 
 # Above this size a stand-in for a variable is not worth making.
@@ -30,6 +32,27 @@ _MAX_ZEROS = 1 << 24
 
 Batch = Any
 States = list[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a step has found out, before it changes anything.
+
+    Attributes:
+        pulled: What it has read.
+        gradients: Of the variables read as a whole, None where there is none.
+        rows: Gradients of the rows of each group of tables.
+        deltas: What to add to each moving average.
+        rates: Learning rate of each part of the optimizer.
+        iteration: The optimizer's iteration.
+    """
+
+    pulled: Pulled
+    gradients: list[tf.Tensor | None]
+    rows: list[tf.Tensor | None]
+    deltas: list[tf.Tensor]
+    rates: list[tf.Tensor]
+    iteration: tf.Tensor
 
 
 class ModelStep:
@@ -48,6 +71,8 @@ class ModelStep:
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
         remote: Whether the variables live in other processes.
+        replicas: Those that run each step together with this one; None for
+            none. Then a step runs in the context of a replica.
         metrics: Whether batches have targets; False for `predict` alone.
 
     Attributes:
@@ -68,6 +93,7 @@ class ModelStep:
         *,
         global_step: tf.Variable | None = None,
         remote: bool = False,
+        replicas: Replicas | None = None,
         metrics: bool = True,
     ) -> None:
         self.model = checked_model(model)
@@ -82,6 +108,7 @@ class ModelStep:
         _check_metrics(model, self._metrics)
         self._global_step = global_step
         self._remote = remote
+        self._replicas = replicas
         self.staleness: StalenessCounter | None = None
         if global_step is not None:
             self._prepare_training(element_spec)
@@ -98,14 +125,14 @@ class ModelStep:
             )
             for training in (True, False)
         }
-        self._compute = tf.function(self._gradients, autograph=False)
         # Tracing once tells which tables the model looks up, in which order.
         x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
         self._collect[True].get_concrete_function(x)
         self._parts = optimizers.parts(model.optimizer)
         self._exchange = Exchange(
-            model, list(dict.fromkeys(self._tables[True])), packed=remote
+            model, list(dict.fromkeys(self._tables[True])), remote=remote
         )
+        self._compute = self._computation(element_spec)
         held = {id(v) for v in self._exchange.shards}
         fixed = [v for v in model.non_trainable_variables if id(v) not in held]
         self._seeds = [v for v in fixed if _is_seed(v)]
@@ -162,21 +189,54 @@ class ModelStep:
             [lookups.length(ids) for _, ids in calls],
             states,
         )
-        for part in self._parts:
-            optimizers.begin_step(part, iteration)
-        arrived = exchange.push(
-            pulled,
-            gradients,
-            rows,
-            list(zip(self._moving, deltas, strict=True)),
-            rates,
-            iteration,
-            fence,
-        )
-        self._count(arrived, batch, fence)
+        found = _Found(pulled, gradients, rows, deltas, rates, iteration)
+        if self._replicas:
+            found = self._over_replicas(found, _num_examples(x))
+            self._replicas.update(
+                lambda found: self._update(found, batch), found
+            )
+        else:
+            self._update(found, batch, fence)
         if self.staleness:
             self.staleness.count(before)
         return states
+
+    def _over_replicas(self, found: _Found, size: tf.Tensor) -> _Found:
+        """What one replica would have found in the global batch."""
+        known = [g for g in found.gradients if g is not None]
+        sums, total = self._replicas.mean([*known, *found.deltas], size)
+        summed = iter(sums)
+        gradients = [g if g is None else next(summed) for g in found.gradients]
+        pulled, rows = self._exchange.over_replicas(
+            found.pulled,
+            [g if g is None else times(g, size) / total for g in found.rows],
+            self._replicas.gather,
+        )
+        return dataclasses.replace(
+            found,
+            pulled=pulled,
+            gradients=gradients,
+            rows=rows,
+            deltas=list(summed),
+        )
+
+    def _update(
+        self, found: _Found, batch: Batch, fence: Fence | None = None
+    ) -> None:
+        """Applies and counts what a step has found."""
+        for part in self._parts:
+            optimizers.begin_step(part, found.iteration)
+        gradients, rows = self._exchange.clipped(found.gradients, found.rows)
+        arrived = self._exchange.push(
+            found.pulled,
+            gradients,
+            rows,
+            list(zip(self._moving, found.deltas, strict=True)),
+            found.rates,
+            found.iteration,
+            fence,
+        )
+        self._count(arrived, batch, fence)
 
     def _learning_rates(
         self, step: tf.Tensor, values: list[tf.Tensor]
@@ -211,13 +271,14 @@ class ModelStep:
         }
         read = tf.nest.flatten(batch, expand_composites=True)
         for counter in (self._global_step, *counters.values()):
-            gradients = arrived.get(counter.device)
+            device = self._exchange.device_of(counter)
+            gradients = arrived.get(device)
             needed = read if gradients is None else [gradients]
-            with tf.device(counter.device):
+            with tf.device(device):
                 one = tf.ones([1], counter.dtype)
             if gradients is None and fence:
-                one = fence.passed(counter.device, fence.generation, one)
-            with tf.device(counter.device), tf.control_dependencies(needed):
+                one = fence.passed(device, fence.generation, one)
+            with tf.device(device), tf.control_dependencies(needed):
                 counter.assign_add(one[0])
 
     def _lookups(self, x: Any, training: bool) -> list[tuple[Any, tf.Tensor]]:
@@ -258,9 +319,9 @@ class ModelStep:
         """The part of a step that touches no variable.
 
         Returns:
-            Clipped gradients of `dense` (None where the loss does not depend
-            on one) and of `rows`, what to add to each of `moving`, and the
-            new metric states.
+            Gradients of `dense` (None where the loss does not depend on one)
+            and of `rows`, what to add to each of `moving`, and the new metric
+            states.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = self.model
@@ -269,7 +330,7 @@ class ModelStep:
             [
                 *zip(self._exchange.dense, dense, strict=True),
                 *zip(self._moving, moving, strict=True),
-                *((v, _fold_in(v, step)) for v in self._seeds),
+                *((v, self._seed(v, step)) for v in self._seeds),
             ],
         )
         calls = list(zip(self._tables[True], lengths, strict=True))
@@ -281,11 +342,14 @@ class ModelStep:
             loss = model.compute_loss(
                 x, y, y_pred, sample_weight, training=True
             )
+            if self._replicas:
+                # Keras divides its losses by the number of replicas.
+                loss *= self._replicas.num
             scaled_loss = model.optimizer.scale_loss(loss)
             with tape.stop_recording():
                 model.compute_metrics(x, y, y_pred, sample_weight)
         gradients = tape.gradient(scaled_loss, [*dense, *rows])
-        gradients = self._exchange.clipped(gradients)
+        gradients = self._exchange.summed(gradients)
         deltas = [
             scope.get_current_value(v) - before
             for v, before in zip(self._moving, moving, strict=True)
@@ -296,6 +360,28 @@ class ModelStep:
             deltas,
             self._states_after(scope, states, loss, x),
         )
+
+    def _computation(self, element_spec: Any) -> Callable:
+        """`_gradients`, compiled by XLA if the model says so.
+
+        Where the number of rows differs from step to step it would be compiled
+        again and again, and XLA knows no strings.
+        """
+        specs = tf.nest.flatten(element_spec)
+        strings = any(spec.dtype == tf.string for spec in specs)
+        compiled = self.model.jit_compile and not (
+            self._tables[True] or strings
+        )
+        if self._replicas and not compiled:
+            # Layers may speak with their replicas, which no function may.
+            return self._gradients
+        return tf.function(
+            self._gradients, autograph=False, jit_compile=compiled or None
+        )
+
+    def _seed(self, seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
+        """This step's seed of one generator; no replica has another's."""
+        return _fold_in(seed_state, step, self._replicas)
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -367,10 +453,12 @@ class ModelStep:
         loss, weight, *rest = np.split(packed, self._offsets())
         if not weight.item():
             return {}
-        for variable, value in zip(self._metrics, rest, strict=True):
-            value = value.reshape(variable.shape)
-            variable.value.assign(tf.cast(value, variable.dtype))
-        results = self.model.get_metrics_result()
+        values = [
+            (variable, tf.cast(value.reshape(variable.shape), variable.dtype))
+            for variable, value in zip(self._metrics, rest, strict=True)
+        ]
+        with keras.StatelessScope(values):
+            results = self.model.get_metrics_result()
         results["loss"] = loss.item() / weight.item()
         return flat_floats(results)
 
@@ -394,8 +482,8 @@ class ModelStep:
         x: Any,
     ) -> States:
         """As Keras does, batches weigh by their number of examples."""
-        weight = tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
-        loss_sum = states[0] + tf.cast(loss, tf.float32) * weight
+        weight = _num_examples(x)
+        loss_sum = states[0] + times(tf.cast(loss, tf.float32), weight)
         metrics = [scope.get_current_value(v) for v in self._metrics]
         return [loss_sum, states[1] + weight, *metrics]
 
@@ -518,11 +606,18 @@ def _check_metric_names(model: keras.Model) -> None:
             )
 
 
+def _num_examples(x: Any) -> tf.Tensor:
+    """Scalar float32."""
+    return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+
 def _is_seed(variable: keras.Variable) -> bool:
     return variable.path.endswith(SEED_STATE_NAME)
 
 
-def _fold_in(seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
+def _fold_in(
+    seed_state: keras.Variable, step: tf.Tensor, replicas: Replicas | None
+) -> tf.Tensor:
     """This step's seed of one generator, from its state at the start.
 
     The state is read once, while the step is traced: it never changes.
@@ -530,6 +625,8 @@ def _fold_in(seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
     with tf.init_scope():
         start = seed_state.numpy()
     folded = tf.random.fold_in(tf.cast(start, tf.int64), step)
+    if replicas:
+        folded = tf.random.fold_in(folded, replicas.index())
     return tf.cast(folded, seed_state.dtype)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +29,8 @@ from tfdist.placement import (
 )
 from tfdist.planner import plan
 from tfdist.variables import VariableSpec, creation_spec
+
+_log = logging.getLogger(__name__)
 
 Placement = Callable[[VariableSpec], int]
 
@@ -79,6 +83,147 @@ def parameter_server_strategy(
     strategy = _connect(resolver)
     servers.hold(cluster)
     return strategy
+
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps", "tpu")
+"""What `RunConfig(strategy=...)` may name, beside "auto"."""
+
+
+def automatic(cluster: Cluster) -> str:
+    """The strategy where the user did not choose.
+
+    What the cluster is made for, as its shape says; in one process, all GPUs
+    that it sees.
+    """
+    if cluster.num_ps:
+        return "ps"
+    if cluster.is_distributed:
+        return "multi_worker_mirrored"
+    several = len(tf.config.list_logical_devices("GPU")) > 1
+    return "mirrored" if several else "one_device"
+
+
+def check_strategy(name: str, cluster: Cluster) -> None:
+    """Refuses a strategy that the cluster is not made for.
+
+    Raises:
+        ValueError: naming what there is and what is needed.
+    """
+    needs = {
+        "ps": bool(cluster.num_ps),
+        "multi_worker_mirrored": cluster.is_distributed and not cluster.num_ps,
+    }
+    fits = needs.get(name, cluster.role in ("local", "evaluator"))
+    if not fits:
+        raise ValueError(
+            f"Strategy {name!r} does not fit the cluster, which is: {cluster}. "
+            "'ps' needs a chief, workers and parameter servers, "
+            "'multi_worker_mirrored' a chief and workers without any, the "
+            "others one process."
+        )
+
+
+def local_strategy(name: str) -> tf.distribute.Strategy:
+    """A strategy whose replicas are all driven by this process alone.
+
+    Args:
+        name: "one_device", "mirrored" (every GPU, or, where there is none,
+            every logical CPU) or "tpu" (the slice that `TPU_NAME` names or
+            this machine has).
+
+    Raises:
+        RuntimeError: there is no TPU.
+    """
+    if name == "mirrored":
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        devices = tf.config.list_logical_devices(kind)
+        return tf.distribute.MirroredStrategy([d.name for d in devices])
+    if name == "tpu":
+        return _tpu_strategy()
+    return tf.distribute.get_strategy()
+
+
+def _tpu_strategy() -> tf.distribute.TPUStrategy:
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise RuntimeError(
+            "There is no TPU that this process can use. TensorFlow's build for "
+            "TPUs and a TPU VM are needed; TensorFlow says: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def multi_worker_strategy(
+    cluster: Cluster, start_timeout_secs: float = 600.0
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Connects this process to the others of an all-reduce job.
+
+    TensorFlow waits for them in C, for ever and deaf to signals. Where one is
+    missing for too long this process ends, with exit code 1 and a message that
+    names it.
+
+    Args:
+        cluster: A cluster without ps; each of its tasks calls this.
+        start_timeout_secs: Seconds to wait for every task to be up.
+
+    Returns:
+        The strategy.
+    """
+    servers.reconnect_quickly()
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.training_spec()),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+    connected = threading.Event()
+    watchdog = threading.Thread(
+        target=_end_unless,
+        args=(connected, cluster, start_timeout_secs),
+        daemon=True,
+    )
+    watchdog.start()
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    finally:
+        connected.set()
+        watchdog.join()
+
+
+def _end_unless(
+    connected: threading.Event, cluster: Cluster, secs: float
+) -> None:
+    """Says every ten seconds who is missing; ends the process in the end."""
+    deadline = time.monotonic() + secs
+    while not connected.wait(min(10.0, max(0.1, secs / 2))):
+        own = (cluster.task_type, cluster.task_index)
+        tasks = [t for t in servers.server_tasks(cluster) if t != own]
+        answers = servers.ask([servers.address_of(cluster, t) for t in tasks])
+        missing = ", ".join(
+            f"{job}:{index} at {servers.address_of(cluster, (job, index))} "
+            f"({answer.state.value})"
+            for (job, index), answer in zip(tasks, answers, strict=True)
+            if answer.state is not servers.TaskState.LIVE
+        )
+        left = deadline - time.monotonic()
+        if left > 0:
+            _log.warning(
+                "Waiting for %s; %.0f s left.", missing or "the others", left
+            )
+        elif not connected.is_set():
+            _log.error(
+                "This process could not join the others within %g s. Not up: "
+                "%s. Start every task with the same cluster in TF_CONFIG and "
+                "check that the addresses are right and can be reached. "
+                "RunConfig(session_creation_timeout_secs=...) sets the limit.",
+                secs,
+                missing or "none, but they do not answer",
+            )
+            logging.shutdown()
+            os._exit(1)
 
 
 def _connect(
@@ -142,8 +287,7 @@ def placed_scope(
     and nobody updates them remotely.
 
     Args:
-        strategy: Any strategy; without parameter servers its scope is entered
-            unchanged.
+        strategy: Any strategy; without parameter servers its scope is entered.
         num_ps: Number of parameter servers, 0 for none.
         placement: From a variable's description to the index of the parameter
             server that shall hold it. Default: round robin.
@@ -160,7 +304,7 @@ def placed_scope(
             not exist; at its end, when not every one of `specs` was created.
     """
     if not num_ps:
-        with strategy.scope():
+        with tf.variable_creator_scope(_alike_on_all), strategy.scope():
             yield
         return
     placement = placement or RoundRobinStrategy(num_ps)
@@ -187,6 +331,18 @@ def placed_scope(
             f"called. The placement was made for {expected[0].name!r} of shape "
             f"{expected[0].shape}, which was not created in its turn."
         )
+
+
+def _alike_on_all(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """Makes a metric's variables like any other.
+
+    They hold what was summed up already, and reading the sum of those of all
+    replicas would be one more message.
+    """
+    if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+    return next_creator(**kwargs)
 
 
 def _is_same(expected: VariableSpec, created: VariableSpec) -> bool:

@@ -1,13 +1,20 @@
 """Trains, evaluates and exports a model: `python -m trainer.task`.
 
 The same command is every task of a cluster; which one it is, is read from
-`TF_CONFIG`. This file holds the flags and nothing else of substance: the data
-is `trainer/data.py`, the model `trainer/model.py`, the job `tfdist`.
+`TF_CONFIG` or `CLUSTER_SPEC`. This file holds the flags and what differs in the
+cloud: the data is `trainer/data.py`, the model `trainer/model.py`, the job
+`tfdist`.
+
+Exit codes: 0 the job is done; 134 something failed that may go well another
+time, which Vertex AI, Kubeflow and `tfdist.launch` take as a reason to start
+the task again; 143 it was told to end; 1 anything else, which they do not try
+again.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import signal
@@ -21,10 +28,20 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import tfdist
+from tfdist.tuning import report_metrics
 from trainer import data, model
 from trainer.source import Source
 
 FLAGS = flags.FLAGS
+
+_RETRY = 134
+_PASSING = (
+    TimeoutError,
+    ConnectionError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
 
 flags.DEFINE_string(
     "model_dir",
@@ -85,6 +102,12 @@ flags.DEFINE_float(
     lower_bound=1.0,
 )
 flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
+flags.DEFINE_bool(
+    "json_logs",
+    None,
+    "Whether log lines are JSON on stdout, as Cloud Logging reads severities. "
+    "Default: on Vertex AI, which shows all of stderr as errors.",
+)
 
 
 def source() -> Source:
@@ -240,22 +263,56 @@ class _PlainFormatter(logging.Formatter):
         return f"\x1b[K{text}" if sys.stderr.isatty() else text
 
 
-def _quiet_all_but_tfdist() -> None:
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line, as Cloud Logging reads it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(
+            {
+                "severity": record.levelname,
+                "message": super().format(record),
+                "time": f"{record.created:.3f}",
+                "logger": record.name,
+            }
+        )
+
+
+def _set_up_logs() -> None:
     """TensorFlow tells of every file it writes; shown with --verbosity."""
-    if not FLAGS["verbosity"].present:
+    handler = absl_logging.get_absl_handler()
+    quiet = not FLAGS["verbosity"].present
+    as_json = FLAGS.json_logs
+    if as_json is None:
+        as_json = bool(os.environ.get("CLUSTER_SPEC"))
+    if quiet:
         absl_logging.set_verbosity(absl_logging.ERROR)
-        absl_logging.get_absl_handler().setFormatter(_PlainFormatter())
         tf.get_logger().setLevel(logging.ERROR)
+    if as_json:
+        handler.python_handler.stream = sys.stdout
+        handler.setFormatter(_JsonFormatter())
+    elif quiet:
+        handler.setFormatter(_PlainFormatter())
     for package in ("tfdist", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 
+def _exit_code(error: BaseException) -> int:
+    """Whether another try may help.
+
+    >>> _exit_code(TimeoutError("a task is missing"))
+    134
+    >>> _exit_code(ValueError("no such column"))
+    1
+    """
+    return _RETRY if isinstance(error, _PASSING) else 1
+
+
 def main(argv: Sequence[str]) -> None:
-    """Runs the job; a user's mistake ends in one message and exit code 1."""
+    """Runs the job; a user's mistake ends in one message."""
     start = time.monotonic()
     if len(argv) > 1:
         raise app.UsageError(f"Unexpected arguments: {' '.join(argv[1:])}")
-    _quiet_all_but_tfdist()
+    _set_up_logs()
     try:
         examples = source()
         config = tfdist.RunConfig(
@@ -268,15 +325,22 @@ def main(argv: Sequence[str]) -> None:
             session_creation_timeout_secs=FLAGS.session_creation_timeout_secs,
         )
         metrics, exports = train_and_evaluate(examples, config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, *_PASSING) as error:
         logging.debug("Traceback of the error below:", exc_info=True)
-        sys.exit(f"error: {error}\n(--verbosity=1 shows the traceback.)")
+        print(
+            f"error: {error}\n(--verbosity=1 shows the traceback.)",
+            file=sys.stderr,
+        )
+        sys.exit(_exit_code(error))
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues where it has saved.")
         sys.exit(128 + signal.SIGINT)
     if config.cluster.role in ("local", "chief") and metrics:
         secs = time.monotonic() - start
         print(report(examples, config, metrics, exports, secs))
+        if path := os.environ.get("CLOUD_ML_HP_METRIC_FILE"):
+            trial = os.environ.get("CLOUD_ML_TRIAL_ID", "")
+            report_metrics(metrics, path, trial)
 
 
 if __name__ == "__main__":

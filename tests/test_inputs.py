@@ -1,0 +1,435 @@
+"""tfdist/inputs.py, reading.py, csv_records.py and record_files.py."""
+
+import gzip
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import inputs, record_files
+from tfdist.reading import shards_by_file
+
+FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
+
+
+def write(path, data):
+    data = data.encode() if isinstance(data, str) else data
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def example(**values):
+    feature = {
+        name: tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+        for name, value in values.items()
+    }
+    features = tf.train.Features(feature=feature)
+    return tf.train.Example(features=features).SerializeToString()
+
+
+def write_records(path, records):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+    return str(path)
+
+
+def numbered(folder, sizes):
+    """TFRecord files of so many examples each, which count x from 0."""
+    count = itertools.count()
+    return [
+        write_records(
+            folder / f"{i:04}.tfrecord",
+            [example(x=next(count)) for _ in range(size)],
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+def column(dataset, name="x"):
+    """All values of a column, in order."""
+    parts = [batch[name] for batch in dataset.as_numpy_iterator()]
+    return np.concatenate(parts).tolist() if parts else []
+
+
+def of_worker(input_fn, worker, workers, as_tensor):
+    """A worker's dataset, with its index as the strategies give it."""
+
+    def dataset(worker):
+        return input_fn(tf.distribute.InputContext(workers, worker, workers))
+
+    if not as_tensor:
+        return dataset(worker)
+    spec = dataset(0).element_spec
+    # As a parameter-server job has it: traced once, the index a tensor.
+    traced = tf.function(lambda i: tf.data.experimental.to_variant(dataset(i)))
+    variant = traced(tf.constant(worker))
+    return tf.data.experimental.from_variant(variant, spec)
+
+
+@pytest.fixture(autouse=True)
+def _no_global_seed():
+    yield
+    tf.random.set_seed(None)
+
+
+# --- Which examples a worker reads -------------------------------------------
+
+
+def shares(paths, workers, as_tensor=False, **options):
+    def input_fn(context):
+        return inputs.read_tfrecords(
+            paths, FEATURES, 4, context=context, num_epochs=1, **options
+        )
+
+    return [
+        column(of_worker(input_fn, worker, workers, as_tensor))
+        for worker in range(workers)
+    ]
+
+
+CASES = [
+    (1, 2, False),
+    (3, 2, True),
+    (4, 4, False),
+    (16, 3, True),
+]
+ALL_CASES = itertools.product(range(1, 17), (2, 3, 4), (False, True))
+
+
+def check_shares(tmp_path, num_files, workers, as_tensor):
+    sizes = [3 + 5 * i % 7 for i in range(num_files)]
+    found = shares(numbered(tmp_path, sizes), workers, as_tensor)
+    assert sorted(itertools.chain(*found)) == list(range(sum(sizes)))
+    assert all(found)
+
+
+@pytest.mark.parametrize(("num_files", "workers", "as_tensor"), CASES)
+def test_workers_share_the_examples(tmp_path, num_files, workers, as_tensor):
+    check_shares(tmp_path, num_files, workers, as_tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_files", "workers", "as_tensor"), sorted({*ALL_CASES} - {*CASES})
+)
+def test_all_share_the_examples(tmp_path, num_files, workers, as_tensor):
+    check_shares(tmp_path, num_files, workers, as_tensor)
+
+
+@pytest.mark.parametrize("num_files", [2, 4])
+def test_the_lecture_s_mistake(tmp_path, num_files):
+    """Same files, same seed: every worker sees the same batch."""
+    paths = numbered(tmp_path, [12] * num_files)
+
+    def input_fn(context):
+        tf.random.set_seed(7)  # As RunConfig's does in every process.
+        files = tf.data.TFRecordDataset(paths).shuffle(100).batch(4)
+        return files.map(lambda r: tf.io.parse_example(r, FEATURES))
+
+    first, second = (column(of_worker(input_fn, w, 2, False)) for w in (0, 1))
+    assert first == second
+    first, second = shares(paths, 2)
+    assert not set(first) & set(second)
+
+
+def test_shares_by_example_are_even_whatever_the_files(tmp_path):
+    paths = numbered(tmp_path, [1] * 3 + [2] * 4)
+    found = shares(paths, 3, shard_by="example", shuffle=False)
+    assert max(map(len, found)) - min(map(len, found)) <= 4
+    assert sorted(itertools.chain(*found)) == list(range(11))
+    # One file and no rest: the first to the first, and so on.
+    (tmp_path / "one").mkdir()
+    one = numbered(tmp_path / "one", [6])
+    assert shares(one, 3, shuffle=False) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_by_file_or_by_example():
+    with pytest.raises(ValueError, match="2 files for 3 workers"):
+        shards_by_file(2, 3, "file")
+    assert shards_by_file(5, 4, "file")
+    assert not shards_by_file(8, 4, "example")
+
+
+def test_a_worker_without_examples_is_an_error(tmp_path):
+    paths = numbered(tmp_path, [2, 0])
+    context = tf.distribute.InputContext(4, 3, 4)
+    dataset = inputs.read_tfrecords(paths, FEATURES, 2, context=context)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="Worker 3 of 4 has no example"
+    ):
+        next(iter(dataset))
+
+
+def test_a_thousand_files(tmp_path):
+    paths = numbered(tmp_path, [1] * 1000)
+    (share,) = shares([str(tmp_path / "*.tfrecord")], 1)
+    assert sorted(share) == list(range(len(paths)))
+
+
+# --- Shuffling ---------------------------------------------------------------
+
+
+def test_order(tmp_path):
+    paths = numbered(tmp_path, [300, 40])
+
+    def order(size=340, **options):
+        dataset = inputs.read_tfrecords(paths, FEATURES, 20, **options)
+        return column(dataset.take(size // 20))
+
+    first = order(680, seed=1)
+    assert first == order(680, seed=1)
+    assert first != order(680, seed=2)
+    assert first[:340] != first[340:]
+    assert sorted(first[:340]) == sorted(first[340:]) == list(range(340))
+    assert order(shuffle=False, num_epochs=1) == list(range(340))
+    # None set: by chance; set for all of TensorFlow: as that says.
+    assert order() != order()
+    tf.random.set_seed(5)
+    seeded = order()
+    assert seeded == order()
+    context = tf.distribute.InputContext(2, 1, 2)
+    other = order(160, context=context)
+    assert [x for x in seeded if x in other] != other
+
+
+def test_settings_of_the_dataset(tmp_path):
+    paths = numbered(tmp_path, [10])
+
+    def read(**options):
+        return inputs.read_tfrecords(paths, FEATURES, 4, **options)
+
+    endless = read(seed=1)
+    assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
+    assert endless.element_spec["x"].shape == [4]
+    settings = endless.options()
+    assert settings.experimental_distribute.auto_shard_policy == (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    assert settings.deterministic
+    assert read(num_epochs=1).element_spec["x"].shape == [None]
+    static = read(num_epochs=1, drop_remainder=True)
+    assert static.element_spec["x"].shape == [4]
+    assert len(column(static)) == 8
+    user = tf.data.Options()
+    user.deterministic = False
+    assert not endless.with_options(user).options().deterministic
+
+
+def test_fewer_examples_than_a_batch(tmp_path):
+    paths = numbered(tmp_path, [3])
+    endless = inputs.read_tfrecords(paths, FEATURES, 8)
+    assert len(column(endless.take(2))) == 16
+    once = inputs.read_tfrecords(paths, FEATURES, 8, num_epochs=1)
+    assert sorted(column(once)) == [0, 1, 2]
+
+
+def test_transform_sees_labels(tmp_path):
+    paths = numbered(tmp_path, [3])
+    dataset = inputs.read_tfrecords(
+        paths,
+        FEATURES,
+        3,
+        label_key="x",
+        num_epochs=1,
+        transform=lambda features, label: ({"y": label + 1}, label),
+    )
+    ((features, label),) = dataset.as_numpy_iterator()
+    assert features["y"].tolist() == (label + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_epochs": 0}, ValueError, "`num_epochs` must be positive"),
+        ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
+        ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
+        ({"batch_size": 0}, ValueError, "`batch_size` must be positive"),
+        ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),
+        ({"sead": 1}, TypeError, "sead"),
+    ],
+)
+def test_bad_options(tmp_path, options, error, message):
+    paths = numbered(tmp_path, [3])
+    with pytest.raises(error, match=message):
+        inputs.read_tfrecords(paths, FEATURES, **{"batch_size": 2, **options})
+
+
+# --- CSV ---------------------------------------------------------------------
+
+
+def rows(paths, **options):
+    dataset = inputs.read_csv(
+        paths, 100, shuffle=False, num_epochs=1, **options
+    )
+    return list(dataset.as_numpy_iterator())
+
+
+def test_csv(tmp_path):
+    write(
+        tmp_path / "a.csv",
+        '\ufeffn,s,f,y\r\n1,"a\r\nb",nan,0\r\n\r\n2,"c ""d"", e",,1\r\n',
+    )
+    write(tmp_path / "b.csv.gz", '"n",s , f,y\n3,"\n\n",-inf,0\n\n')
+    write(tmp_path / "c.csv", "n,s,f,y\n")
+    write(tmp_path / "d.csv", "")
+    ((features, label),) = rows(str(tmp_path / "*.csv*"), label_name="y")
+    assert features["n"].tolist() == [1, 2, 3]
+    assert features["n"].dtype == label.dtype == np.int64
+    assert features["s"].tolist() == [b"a\nb", b'c "d", e', b"\n\n"]
+    np.testing.assert_array_equal(features["f"], [np.nan, np.nan, -np.inf])
+    assert label.tolist() == [0, 1, 0]
+
+
+def test_csv_without_header(tmp_path):
+    path = write(tmp_path / "a.csv", '\ufeff1;x"y;NA\n2;z;5\n')
+    (features,) = rows(
+        path,
+        column_names=["a", "b", "c"],
+        column_defaults={"c": 7},
+        select_columns=["c", "b"],
+        field_delim=";",
+        use_quote_delim=False,
+        na_value="NA",
+    )
+    assert sorted(features) == ["b", "c"]
+    assert features["b"].tolist() == [b'x"y', b"z"]
+    assert features["c"].tolist() == [7, 5]
+
+
+def test_csv_with_long_quotes_across_blocks(tmp_path):
+    """Records of several lines are shared out as records, not as lines."""
+    text = "".join(f'{i},"{i}\n\n{"z" * (i % 5)}"\n' for i in range(700))
+    path = write(tmp_path / "a.csv", "x,s\n" + text)
+
+    def input_fn(context):
+        return inputs.read_csv(path, 50, num_epochs=1, context=context)
+
+    found = [column(of_worker(input_fn, w, 3, False)) for w in range(3)]
+    assert sorted(itertools.chain(*found)) == list(range(700))
+    assert {len(share) for share in found} == {233, 234}
+    (features,) = rows(path, transform=lambda f: f, select_columns=["s"])[:1]
+    assert features["s"][7] == b"7\n\nzz"
+
+
+HEADER = "a,b,y\n"
+GOOD = "1,x,0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (HEADER + GOOD + "2,y\n", 3, "expected 3 fields.*Received: 2,y"),
+        (HEADER + GOOD * 400 + "2,y,0,9\n", 402, "expected 3 fields: a .int64"),
+        (HEADER + GOOD * 1500 + ",y,0\n", 1502, r"a \(int64, required\)"),
+        (HEADER + GOOD * 1500 + "1.5,y,0\n", 1502, "Received: 1.5,y,0"),
+        (HEADER + '"1\n",x,0\n\n3,"z"z,0\n', 5, 'Received: 3,"z"z,0'),
+        (HEADER + GOOD + '2,"y,0\n' + GOOD, 3, "a quote is opened there"),
+        ("b,a,y\n" + GOOD, 1, "the columns a,b,y, in this order.*: b,a,y"),
+        ("a,b\n" + GOOD, 1, "the columns a,b,y"),
+        (GOOD, 1, "expected a header.*Received: 1,x,0"),
+    ],
+)
+def test_bad_csv(tmp_path, text, line, message):
+    good = write(tmp_path / "good.csv", HEADER + GOOD * 1200)
+    bad = write(tmp_path / "bad.csv", text)
+    dataset = inputs.read_csv([good, bad], 32, num_epochs=1)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match=rf"{bad}, line {line}: .*{message}",
+    ):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", {}, "line 1: expected a header"),
+        ("a,a\n1,2\n", {}, r"names, each another. Received: \['a', 'a'\]"),
+        (HEADER, {"label_name": "z"}, "`label_name` must name a column.*'z'"),
+        (HEADER, {"select_columns": ["z"]}, "`select_columns` must name"),
+        (HEADER, {"column_defaults": {"z": 1}}, r"name columns.*\['z'\]"),
+        (HEADER, {"column_defaults": [1]}, "each of the 3.*Received: 1 entr"),
+    ],
+)
+def test_bad_csv_arguments(tmp_path, text, options, message):
+    path = write(tmp_path / "a.csv", text)
+    with pytest.raises(ValueError, match=message):
+        inputs.read_csv(path, 2, **options)
+
+
+# --- Files -------------------------------------------------------------------
+
+
+def test_no_file_matches(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No file matches.*none-\*"):
+        inputs.read_text([str(tmp_path / "none-*")], 2)
+    with pytest.raises(ValueError, match="`file_pattern` must be a path"):
+        inputs.read_text([], 2)
+
+
+def test_text(tmp_path):
+    paths = [write(tmp_path / "a", "1\n\n2"), write(tmp_path / "b.gz", "3\r\n")]
+    (lines,) = inputs.read_text(paths, 9, shuffle=False, num_epochs=1)
+    assert lines.numpy().tolist() == [b"1", b"", b"2", b"3"]
+
+
+def damaged(path, data, kind):
+    data = bytearray(data)
+    if kind == "cut off":
+        del data[-7:]
+    elif kind == "damaged":
+        data[len(data) // 2] ^= 255
+    elif kind == "not compressed":
+        path = path.with_suffix(".gz")
+    elif kind == "compressed":
+        data = gzip.compress(data)
+    path.write_bytes(data)
+    return str(path)
+
+
+# 251 records are a block, of which TensorFlow tells whether it was the last.
+@pytest.mark.parametrize("size", [1, 250, 251, 252, 502])
+@pytest.mark.parametrize("kind", ["whole", "cut off", "damaged", "compressed"])
+def test_damaged_tfrecords(tmp_path, size, kind):
+    (path,) = numbered(tmp_path, [size])
+    data = (tmp_path / "0000.tfrecord").read_bytes()
+    path = damaged(tmp_path / "other.tfrecord", data, kind)
+    dataset = inputs.read_tfrecords(path, FEATURES, 16, num_epochs=1)
+    if kind == "whole":
+        assert len(column(dataset)) == size
+        return
+    place = {"cut off": size, "damaged": size // 2 + 1, "compressed": 1}[kind]
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match=f"{path}, record {place}: the file cannot be read from there on",
+    ):
+        list(dataset)
+
+
+def test_a_record_that_is_no_such_example(tmp_path):
+    records = [example(x=1)] * 20 + [example(z=1)] + [example(x=1)] * 20
+    path = write_records(tmp_path / "a", records)
+    dataset = inputs.read_tfrecords(path, FEATURES, 4)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match=f"{path}, record 21: expected a tf.train.Example with x: Fixed",
+    ):
+        list(dataset.take(20))
+
+
+@pytest.mark.parametrize("kind", ["cut off", "damaged", "not compressed"])
+def test_damaged_gzip(tmp_path, kind, caplog, monkeypatch):
+    text = "".join(f"{i}\n" for i in range(1000)).encode()
+    data = text if kind == "not compressed" else gzip.compress(text)
+    path = damaged(tmp_path / "a.gz", data, kind)
+    with pytest.raises(ValueError, match=f"{path} is no whole gzip file"):
+        inputs.read_text(path, 10)
+    inputs.read_text(path, 10, check_gzip=False)
+    # Too many to be checked unasked.
+    monkeypatch.setattr(record_files, "CHECKED_GZIP_BYTES", 10)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        inputs.read_text(path, 10)
+    assert "1 gzip files of 0.0 GB are not checked" in caplog.text

@@ -1,0 +1,117 @@
+"""The processes of an all-reduce job, and how they keep in step.
+
+Each has replicas of its own and runs the same functions in the same order, or
+their collectives would wait for each other for ever. So one process leads: it
+decides how many steps come next, and the others do what it says. It says so
+through TensorFlow's coordination service, which also notices who is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist import _private
+from tfdist.cluster import Cluster
+
+_POLL_SECS = 1.0
+
+
+class Peers:
+    """What the processes of a job tell each other.
+
+    To be made once they are connected (`strategy.multi_worker_strategy`).
+
+    Args:
+        cluster: The cluster, without parameter servers.
+
+    Attributes:
+        leads: Whether this process does.
+        name: This task's, such as "worker:1".
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.leads = cluster.is_chief
+        self.name = f"{cluster.task_type}:{cluster.task_index}"
+        self._others = [n for n in names(cluster) if n != self.name]
+        self._count = 0
+
+    def tell(self, **command: Any) -> None:
+        """Tells the others what comes next."""
+        self._count += 1
+        _private.tell_cluster(f"command/{self._count}", json.dumps(command))
+
+    def next(self, watch: Callable[[], None]) -> dict[str, Any]:
+        """Waits for what the leader tells.
+
+        Args:
+            watch: Called every second; ends the wait by raising.
+
+        Raises:
+            OpError: the leader is gone.
+        """
+        self._count += 1
+        return json.loads(self._wait_for(f"command/{self._count}", watch))
+
+    def announce(self, what: str, value: str = "") -> None:
+        """Lets the others know that this process has come so far."""
+        _private.tell_cluster(f"{what}/{self.name}", value)
+
+    def wait_for_others(
+        self, what: str, watch: Callable[[], None]
+    ) -> dict[str, str]:
+        """What every other process has announced, by its name.
+
+        Raises:
+            OpError: one of them is gone.
+        """
+        return {
+            name: self._wait_for(f"{what}/{name}", watch)
+            for name in self._others
+        }
+
+    def check_same_program(
+        self, program: Mapping[str, str], watch: Callable[[], None]
+    ) -> None:
+        """Compares what the processes are about to run.
+
+        A difference would have them wait for each other for ever.
+
+        Args:
+            program: Name to description of each part.
+            watch: As for `next`.
+
+        Raises:
+            ValueError: they differ; the message says who, and in what.
+        """
+        self.announce("program", json.dumps(program))
+        for name, text in self.wait_for_others("program", watch).items():
+            other = json.loads(text)
+            differences = [
+                f"  {part}: {program.get(part, 'missing')} in {self.name}, "
+                f"{other.get(part, 'missing')} in {name}"
+                for part in {**program, **other}
+                if program.get(part) != other.get(part)
+            ]
+            if differences:
+                raise ValueError(
+                    "Every process of an all-reduce job must run the same "
+                    "program. They differ:\n" + "\n".join(differences)
+                )
+
+    def _wait_for(self, key: str, watch: Callable[[], None]) -> str:
+        while True:
+            value = _private.ask_cluster(key, _POLL_SECS)
+            if value is not None:
+                return value
+            watch()
+
+
+def names(cluster: Cluster) -> list[str]:
+    """Every training task of a cluster."""
+    return [
+        f"{job}:{index}"
+        for job, tasks in cluster.training_spec().items()
+        for index in tasks
+    ]

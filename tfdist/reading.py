@@ -1,0 +1,478 @@
+"""From files to batches: one pipeline for every format.
+
+    files -> blocks of records -> this worker's share -> shuffle -> repeat
+          -> parse many at once -> batches
+
+It consists of TensorFlow operations alone, so a parameter-server job can build
+it in the chief and run it on its workers, each with its own index, there a
+tensor. A record travels with its place, (file, number), so that an error can
+name it; files are read in blocks, so that what there is to do for a block costs
+a record next to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+Parse = Callable[[tf.Tensor], Any]
+
+# A place: the number of the file times this, plus that of the record in it.
+_MOST_RECORDS = 1 << 40
+# Primes: the end of a file whose length is a multiple is read twice.
+_BLOCKS = (13, 61, 251)
+_BLOCK_BYTES = 1 << 20
+_BUFFER_BYTES = 256 << 20
+_BUFFER_RECORDS = 10_000
+_PARSED_BYTES = 4 << 20
+_PARSED_RECORDS = 2048
+# Files by which the share of one worker may exceed that of another.
+_UNEVEN = 1.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How records become batches: the keyword arguments of every `read_*`.
+
+    Attributes:
+        context: which of several workers reads: what `tf.distribute`, or
+            `tfdist.Estimator`, gives the input function. `input_pipeline_id`
+            may be a tensor. Default: the only one.
+        num_epochs: passes over this worker's share. Default: without end.
+        shuffle: whether in random order, another one in every pass: the files,
+            then the records within a buffer. If not, one file after another,
+            sorted by name.
+        shuffle_buffer_size: records in the buffer. Default: 10,000, or as many
+            as fit in 256 MB.
+        seed: of the order; each worker adds its index. Default: that of
+            `tf.random.set_seed`, and by chance if none is set.
+        deterministic: whether the same seed gives the same order, at the price
+            of waiting for a slow file while others are ready. Default: where a
+            seed is set, or nothing is shuffled.
+        drop_remainder: whether the last batch of a finite dataset is left out
+            if it is not full, so that the shapes of all are static, as a TPU
+            needs them. Without end, every batch is full.
+        shard_by: "file": each worker reads files of its own; "example": all
+            read every file, and each keeps every n-th record. Default: by file
+            if no worker gets over 1.25 times the files of another, else by
+            example.
+        num_parallel_reads: files that are read at the same time.
+        transform: a function of what was parsed, which treats each example by
+            itself: it gets more than one batch at once. Use `dataset.map` for
+            one that does not.
+        check_gzip: whether compressed files are unpacked once before, since
+            TensorFlow takes one that was cut off for whole. Default: where
+            they have at most 1 GiB together.
+
+    Raises:
+        ValueError: a number out of range, or an unknown `shard_by`.
+    """
+
+    context: tf.distribute.InputContext | None = None
+    num_epochs: int | None = None
+    shuffle: bool = True
+    shuffle_buffer_size: int | None = None
+    seed: int | None = None
+    deterministic: bool | None = None
+    drop_remainder: bool = False
+    shard_by: str | None = None
+    num_parallel_reads: int = 16
+    transform: Callable[[Any], Any] | None = None
+    check_gzip: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"Argument `{name}` must be positive. "
+                    f"Received: {name}={value}."
+                )
+        if self.shard_by not in (None, "file", "example"):
+            raise ValueError(
+                'Argument `shard_by` must be "file" or "example". '
+                f"Received: shard_by={self.shard_by!r}."
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """How many pipelines share the records."""
+        return self.context.num_input_pipelines if self.context else 1
+
+    @property
+    def worker(self) -> tf.Tensor:
+        """Which of them this one is, int64."""
+        index = self.context.input_pipeline_id if self.context else 0
+        return tf.cast(index, tf.int64)
+
+
+class State(NamedTuple):
+    """How far the reading of a file is.
+
+    Attributes:
+        lines: how many there were before this block, int64.
+        records: how many they made.
+        held: the beginning of a record that goes on in this block, or "".
+        held_number: the number of its first line.
+    """
+
+    lines: tf.Tensor
+    records: tf.Tensor
+    held: tf.Tensor
+    held_number: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Files, and how records are read from one of them.
+
+    Attributes:
+        paths: their names, for errors.
+        sources: a structure of sequences as long as `paths`: what `read` gets.
+        read: from the slice of `sources` for a file to a dataset of records,
+            scalar strings.
+        frame: turns the lines of a block into records, if they are not the
+            same: from `(state, lines, numbers, path, ended)` to `(state,
+            records, numbers)`. `numbers` are int64 and count lines from 0;
+            `ended` tells that no line follows.
+        unit: what a record is called.
+        expected: what a record must be, for errors.
+        is_text: whether an error can show the record.
+    """
+
+    paths: Sequence[str]
+    sources: Any
+    read: Callable[..., tf.data.Dataset]
+    frame: Callable[..., tuple[State, tf.Tensor, tf.Tensor]] | None = None
+    unit: str = "record"
+    expected: str = ""
+    is_text: bool = False
+
+
+def batches(
+    files: Files, parse: Parse, batch_size: int, options: ReadOptions
+) -> tf.data.Dataset:
+    """Batches of one worker's share of the records.
+
+    Args:
+        files: where the records are.
+        parse: from a vector of records to examples, the batch first.
+        batch_size: examples in a batch.
+        options: all else.
+
+    Returns:
+        A dataset of what `parse` and `options.transform` return, which
+        `tf.distribute` will not shard again.
+
+    Raises:
+        ValueError: `batch_size` is not positive, or the share of a worker can
+            only be empty.
+    """
+    if batch_size < 1:
+        raise ValueError(
+            "Argument `batch_size` must be positive. "
+            f"Received: batch_size={batch_size}."
+        )
+    with tf.init_scope():
+        size = _record_bytes(files)
+    deterministic = options.deterministic
+    seed = _seed(options)
+    if deterministic is None:
+        deterministic = seed is not None or not options.shuffle
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(31)
+    # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
+    seed = seed + 1_000_003 * options.worker
+    endless = options.num_epochs is None
+
+    records = _records(files, options, size, seed)
+    if options.shuffle:
+        buffer = options.shuffle_buffer_size or min(
+            _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
+        )
+        records = records.shuffle(buffer, seed=seed)
+    records = records.repeat(options.num_epochs)
+    if endless:
+        records = records.concatenate(_empty_share(files, options))
+    together = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size) // batch_size
+    together = max(1, together)
+    full = endless or options.drop_remainder
+    dataset = records.batch(
+        together * batch_size, drop_remainder=full and together == 1
+    ).map(_Parser(files, parse, options), num_parallel_calls=tf.data.AUTOTUNE)
+    if together > 1:
+        dataset = dataset.rebatch(batch_size, drop_remainder=full)
+    if endless:
+        # What reads it may take many steps at once only if it has no end.
+        dataset = dataset.apply(
+            tf.data.experimental.assert_cardinality(
+                tf.data.INFINITE_CARDINALITY
+            )
+        )
+    settings = tf.data.Options()
+    settings.deterministic = deterministic
+    settings.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(settings)
+
+
+def shards_by_file(
+    num_files: int, num_workers: int, shard_by: str | None = None
+) -> bool:
+    """Whether workers get files of their own, or all read every file.
+
+    >>> [shards_by_file(n, 4) for n in (1, 4, 5, 8, 17, 1000)]
+    [False, True, False, True, True, True]
+
+    Raises:
+        ValueError: by file, where there are fewer files than workers.
+    """
+    if shard_by == "file" and num_files < num_workers:
+        raise ValueError(
+            "Argument `shard_by` can be 'file' only if every worker gets one. "
+            f"Received: {num_files} files for {num_workers} workers."
+        )
+    if shard_by is not None:
+        return shard_by == "file"
+    least, rest = divmod(num_files, num_workers)
+    return least > 0 and (least + bool(rest)) / least <= _UNEVEN
+
+
+def _seed(options: ReadOptions) -> int | None:
+    """The user's seed, for this input or for all of TensorFlow."""
+    if options.seed is not None:
+        return options.seed
+    return tf.compat.v1.get_seed(None)[0]
+
+
+def _record_bytes(files: Files) -> int:
+    """Mean length of some records at the start of the first files."""
+    starts = (
+        tf.data.Dataset.from_tensor_slices(files.sources)
+        .take(3)
+        .flat_map(lambda *source: files.read(*source).take(16))
+        .ignore_errors(log_warning=False)
+    )
+    lengths = [len(record) for record in starts.as_numpy_iterator()]
+    return 1 + sum(lengths) // max(1, len(lengths))
+
+
+def _records(
+    files: Files, options: ReadOptions, size: int, seed: tf.Tensor
+) -> tf.data.Dataset:
+    """A worker's (record, place), once, with shuffled file names."""
+    number = len(files.paths)
+    workers = options.num_workers
+    by_file = shards_by_file(number, workers, options.shard_by)
+    sources = tf.data.Dataset.from_tensor_slices(
+        (list(files.paths), files.sources)
+    ).enumerate()
+    if by_file and workers > 1:
+        sources = sources.shard(workers, options.worker)
+    cycle_length = 1
+    if options.shuffle:
+        # Which files a worker has never changes, their order does.
+        sources = sources.shuffle(number, seed=seed)
+        cycle_length = min(options.num_parallel_reads, number)
+    fitting = [block for block in _BLOCKS if block * size <= _BLOCK_BYTES]
+    block = max([_BLOCKS[0], *fitting])
+    # Each keeps every n-th record, the first file from its own index on.
+    every = 1 if by_file else workers
+
+    @tf.autograph.experimental.do_not_convert
+    def read(
+        index: tf.Tensor, source: tuple[tf.Tensor, Any]
+    ) -> tf.data.Dataset:
+        offset = 0 if by_file else options.worker - index
+        return _blocks(files, block, index, *source, every, offset)
+
+    return sources.interleave(
+        read,
+        cycle_length=cycle_length,
+        block_length=1,
+        num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
+    ).unbatch()
+
+
+def _blocks(
+    files: Files,
+    block: int,
+    index: tf.Tensor,
+    path: tf.Tensor,
+    source: Any,
+    every: int,
+    offset: tf.Tensor | int,
+) -> tf.data.Dataset:
+    """The records of a file, in blocks, with their places."""
+    source = source if isinstance(source, tuple) else (source,)
+    # An error has no file's name in it. So it is ignored here, and an empty
+    # block at the end asks whether there was one: only after a full block.
+    lines = (
+        files.read(*source)
+        .batch(block)
+        .ignore_errors(log_warning=False)
+        .concatenate(tf.data.Dataset.from_tensors(tf.constant([], tf.string)))
+    )
+
+    def step(state: State, lines: tf.Tensor) -> tuple[State, tuple]:
+        size = tf.size(lines, tf.int64)
+        ended = size == 0
+        tf.cond(
+            ended & (state.lines % block == 0),
+            lambda: _check_whole(files, source, path, state.lines),
+            tf.no_op,
+        )
+        numbers = tf.range(state.lines, state.lines + size)
+        if files.frame is not None:
+            state, lines, numbers = files.frame(
+                state, lines, numbers, path, ended
+            )
+        first = (offset - state.records) % every
+        state = state._replace(
+            lines=state.lines + size,
+            records=state.records + tf.size(lines, tf.int64),
+        )
+        places = index * _MOST_RECORDS + numbers
+        if every > 1:
+            lines, places = lines[first::every], places[first::every]
+        return state, (lines, places)
+
+    zero = tf.constant(0, tf.int64)
+    return lines.scan(State(zero, zero, tf.constant(""), zero), step)
+
+
+def _check_whole(
+    files: Files, source: tuple, path: tf.Tensor, number: tf.Tensor
+) -> tf.Operation:
+    """Raises an error unless a file has so many lines and ends well."""
+
+    def count(_: tf.Tensor) -> tf.Tensor:
+        return files.read(*source).reduce(tf.constant(0, tf.int64), _plus_one)
+
+    whole = (
+        tf.data.Dataset.from_tensors(0)
+        .map(count)
+        .ignore_errors(log_warning=False)
+        .concatenate(tf.data.Dataset.from_tensors(tf.constant(-1, tf.int64)))
+        .take(1)
+        .get_single_element()
+    )
+    good = (
+        files.read(*source)
+        .ignore_errors(log_warning=False)
+        .reduce(tf.constant(0, tf.int64), _plus_one)
+    )
+    return check(
+        tf.equal(whole, number),
+        where(path, files.unit, good),
+        "the file cannot be read from there on. It was cut off or damaged, it "
+        "is compressed in another way than its name says, or it is no such "
+        "file at all.",
+    )
+
+
+def check(condition: tf.Tensor, *message: tf.Tensor | str) -> tf.Operation:
+    """An assertion for dataset functions, whose message may have tensors."""
+    return tf.debugging.Assert(condition, [tf.strings.join(message)])
+
+
+def where(path: tf.Tensor, unit: str, number: tf.Tensor) -> tf.Tensor:
+    """The beginning of a message about a record; `number` counts from 0."""
+    counted = tf.strings.as_string(number + 1)
+    return tf.strings.join([path, f", {unit} ", counted, ": "])
+
+
+def _plus_one(count: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+    return count + 1
+
+
+def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:
+    """An error for who gets there: nothing follows what repeats for ever."""
+
+    def fail(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        checked = check(
+            tf.constant(False),
+            "Worker ",
+            tf.strings.as_string(options.worker),
+            f" of {options.num_workers} has no example: there are "
+            f"{len(files.paths)} files (the first is {files.paths[0]}), and "
+            "too few with an example in them. Every worker needs one.",
+        )
+        with tf.control_dependencies([checked]):
+            return tf.constant(""), tf.constant(0, tf.int64)
+
+    return tf.data.Dataset.from_tensors(0).map(fail)
+
+
+class _Parser:
+    """Parses a batch of records, or says which one it is that cannot be."""
+
+    def __init__(
+        self, files: Files, parse: Parse, options: ReadOptions
+    ) -> None:
+        self._files = files
+        self._parse = parse
+        self._transform = options.transform
+
+    def __call__(self, records: tf.Tensor, places: tf.Tensor) -> Any:
+        examples = (
+            self._attempt(records)
+            .concatenate(
+                tf.data.Dataset.from_tensors((records, places)).map(
+                    self._explain
+                )
+            )
+            .take(1)
+            .get_single_element()
+        )
+        if self._transform is not None:
+            if isinstance(examples, tuple):
+                return self._transform(*examples)
+            return self._transform(examples)
+        return examples
+
+    def _attempt(self, records: tf.Tensor) -> tf.data.Dataset:
+        """A dataset of the examples, or of nothing."""
+        return (
+            tf.data.Dataset.from_tensors(records)
+            .map(self._parse)
+            .ignore_errors(log_warning=False)
+        )
+
+    def _explain(self, records: tf.Tensor, places: tf.Tensor) -> Any:
+        """Raises an error about the first record that cannot be parsed."""
+
+        def is_bad(record: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            zero = tf.constant(0, tf.int64)
+            good = self._attempt(record[tf.newaxis])
+            return good.reduce(zero, lambda n, *_: n + 1) == 0
+
+        record, place = (
+            tf.data.Dataset.from_tensor_slices((records, places))
+            .filter(is_bad)
+            .concatenate(
+                tf.data.Dataset.from_tensors(("", tf.constant(-1, tf.int64)))
+            )
+            .take(1)
+            .get_single_element()
+        )
+        path = tf.gather(
+            list(self._files.paths), tf.maximum(place // _MOST_RECORDS, 0)
+        )
+        shown = ""
+        if self._files.is_text:
+            shown = ". Received: " + tf.strings.substr(record, 0, 200)
+        checked = check(
+            place < 0,
+            where(path, self._files.unit, place % _MOST_RECORDS),
+            f"expected {self._files.expected}",
+            shown,
+        )
+        with tf.control_dependencies([checked]):
+            # No single one is bad: then this raises TensorFlow's own error.
+            return self._parse(tf.identity(records))

@@ -1,0 +1,138 @@
+"""Replicas that run each step together, and all-reduce what they found.
+
+A replica has a copy of every variable, computes the gradients of its share of
+the global batch, and learns the mean over all shares: so all copies are updated
+alike and stay equal (`tf.distribute`'s synchronous strategies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Replicas:
+    """What a step asks of the replicas beside its own.
+
+    Each method is called by every replica, in its context.
+
+    Args:
+        strategy: A synchronous `tf.distribute` strategy.
+        anchor: Any variable that was made in its scope.
+
+    Attributes:
+        num: Number of replicas, on all machines together.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, anchor: tf.Variable
+    ) -> None:
+        self.num = strategy.num_replicas_in_sync
+        self._anchor = anchor
+
+    def index(self) -> tf.Tensor:
+        """Which replica this is, a scalar int32 from 0."""
+        return tf.convert_to_tensor(_context().replica_id_in_sync_group)
+
+    def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over all replicas, in one message for each dtype."""
+        sums: list[Any] = [None] * len(tensors)
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            own = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            flat = [tf.reshape(tensors[i], [-1]) for i in own]
+            total = _context().all_reduce(
+                tf.distribute.ReduceOp.SUM, tf.concat(flat, axis=0)
+            )
+            pieces = tf.split(total, [tf.size(f) for f in flat], num=len(own))
+            for i, piece in zip(own, pieces, strict=True):
+                sums[i] = tf.reshape(piece, tensors[i].shape)
+        return sums
+
+    def mean(
+        self, tensors: Sequence[tf.Tensor], size: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Means over all examples, whatever the share of each replica.
+
+        Args:
+            tensors: Means over this replica's examples, of static shapes.
+            size: Scalar float32: how many these are; maybe none.
+
+        Returns:
+            The means, and how many examples there are.
+        """
+        weighted = [times(t, size) for t in tensors]
+        *sums, total = self.sum([*weighted, size])
+        return [t / tf.cast(total, t.dtype) for t in sums], total
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensors of all replicas, one after the other along axis 0."""
+        return _context().all_gather(tensor, axis=0)
+
+    def update(self, function: Callable[[Any], None], args: Any) -> None:
+        """Calls `function(args)` where each variable is this replica's copy.
+
+        A replica by itself may not assign to a copy.
+
+        Args:
+            function: Updates variables.
+            args: Structure of this replica's tensors.
+        """
+
+        def update_all(strategy: tf.distribute.Strategy, args: Any) -> None:
+            strategy.extended.update(
+                self._anchor, lambda _, args: function(args), args=(args,)
+            )
+
+        _context().merge_call(update_all, args=(args,))
+
+
+def times(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """The sum of which a mean over `size` examples was made.
+
+    The mean over none is no number; their sum is zero.
+    """
+    total = mean * tf.cast(size, mean.dtype)
+    return tf.where(size > 0, total, tf.zeros_like(total))
+
+
+def share(batch: Any, index: int, num: int) -> Any:
+    """One of `num` shares of a batch, which differ by one example at most.
+
+    >>> [share(tf.range(5), i, 2).numpy().tolist() for i in range(2)]
+    [[0, 1], [2, 3, 4]]
+
+    Args:
+        batch: Structure of tensors (ragged and sparse ones too).
+        index: Which share. Where the size of the batch is static and divides
+            by `num`, so is that of the share.
+        num: Number of shares.
+    """
+    leaf = tf.nest.flatten(batch)[0]
+    size = leaf.shape[0]
+    if size is None:
+        size = tf.cast(
+            leaf.dense_shape[0]
+            if isinstance(leaf, tf.SparseTensor)
+            else tf.shape(leaf, tf.int64)[0],
+            tf.int64,
+        )
+    start, end = size * index // num, size * (index + 1) // num
+    return tf.nest.map_structure(lambda t: _rows(t, start, end), batch)
+
+
+def _rows(tensor: Any, start: Any, end: Any) -> Any:
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[start:end]
+    shape = tensor.dense_shape
+    start, end = tf.cast(start, tf.int64), tf.cast(end, tf.int64)
+    return tf.sparse.slice(
+        tensor,
+        tf.concat([[start], tf.zeros_like(shape[1:])], axis=0),
+        tf.concat([[end - start], shape[1:]], axis=0),
+    )
+
+
+def _context() -> tf.distribute.ReplicaContext:
+    return tf.distribute.get_replica_context()

@@ -1,0 +1,90 @@
+"""Steps on several replicas in sync: devices of this process, or of several.
+
+Each replica gets a share of the global batch and the mean of what all of them
+found (`tfdist.replicas`), so the weights are those of one device that had the
+whole batch. Layers that look at their whole batch do not know of the others:
+`BatchNormalization` normalizes by its replica's share, unless it is
+`synchronized`, and moves its averages by the mean over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.loop import LocalLoop
+from tfdist.replicas import Replicas, share
+from tfdist.step import ModelStep
+
+
+class ReplicatedLoop(LocalLoop):
+    """Steps on the replicas of a synchronous strategy.
+
+    Args:
+        step: The step, made with `replicas`.
+        global_step: Scalar int64 variable, incremented once per step.
+        dataset: In order, the global batches, or, with `own_batches`, those of
+            this process's replicas alone. A batch that the number of replicas
+            does not divide gives some of them one example less; what all
+            learn is still the mean over examples.
+        strategy: The strategy.
+        replicas: The replicas.
+        own_batches: See `dataset`.
+        steps_per_dispatch: As for `LocalLoop`.
+    """
+
+    def __init__(
+        self,
+        step: ModelStep,
+        global_step: tf.Variable,
+        dataset: tf.data.Dataset,
+        *,
+        strategy: tf.distribute.Strategy,
+        replicas: Replicas,
+        own_batches: bool = False,
+        steps_per_dispatch: int | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._replicas = replicas
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        here = strategy.experimental_local_results(ids)
+        # First of the replicas that share a batch of the dataset; how many.
+        self._sharing = (
+            (here[0], len(here)) if own_batches else (0, replicas.num)
+        )
+        super().__init__(step, global_step, dataset, steps_per_dispatch)
+
+    def _steps(
+        self,
+        num_steps: int,
+        iterator: Iterator,
+        first_step: tf.Tensor,
+        fence: None = None,
+    ) -> tf.Tensor:
+        """Runs steps; returns packed metric states of all replicas."""
+        first, num = self._sharing
+        batches = [iterator.get_next() for _ in range(num_steps)]
+        of_replicas = (
+            self._strategy.experimental_distribute_values_from_function(
+                lambda context: [
+                    share(batch, context.replica_id_in_sync_group - first, num)
+                    for batch in batches
+                ]
+            )
+        )
+        states = self._strategy.run(self._train, (of_replicas, first_step))
+        local = self._strategy.experimental_local_results
+        return self._step.pack([local(state)[0] for state in states])
+
+    def _train(
+        self, batches: Sequence[Any], first_step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """One replica's part."""
+        states = self._step.zero_states()
+        for i, batch in enumerate(batches):
+            states = self._step.train(batch, first_step + i, states)
+        return self._replicas.sum(states)
