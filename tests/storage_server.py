@@ -222,6 +222,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
+        self.close_connection = False  # Whatever HTTP the proxy is asked in.
         self.connection = self.server.tls.wrap_socket(
             self.connection, server_side=True
         )
@@ -296,14 +297,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(length)
-        body = b""
+        body = bytearray()
         while size := int(self.rfile.readline(), 16):
             body += self.rfile.read(size)
             self.rfile.readline()
             if len(body) > length:  # It is to be cut here.
-                return body[:length]
+                return bytes(body[:length])
         self.rfile.readline()
-        return body
+        return bytes(body)
 
     def _answer(self, status, headers, body, cut):
         self.send_response(status)

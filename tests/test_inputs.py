@@ -65,7 +65,7 @@ def of_worker(input_fn, worker, workers, as_tensor):
     spec = dataset(0).element_spec
     # As a parameter-server job has it: traced once, the index a tensor.
     traced = tf.function(lambda i: tf.data.experimental.to_variant(dataset(i)))
-    variant = traced(tf.constant(worker))
+    variant = traced(tf.constant(worker, tf.int64))
     return tf.data.experimental.from_variant(variant, spec)
 
 

@@ -7,12 +7,17 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.utils import naming
+
+# Describes the processes of an all-reduce job, for `leave_together`.
+from tensorflow.python.distribute.collective_all_reduce_strategy import (
+    coordination_config_pb2,
+)
 
 # A coordinator's threads and queue, for `schedule` and what follows it.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
@@ -258,3 +263,26 @@ def ask_cluster(key: str, timeout_secs: float) -> str | None:
         )
     except tf.errors.DeadlineExceededError:
         return None
+
+
+def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
+    """Has the processes of an all-reduce job wait for each other at their end.
+
+    Else the first one, which all others talk to, may be gone before they have
+    said goodbye, and they look for it for half a minute. To be called before
+    the strategy is made, which would configure the service without this.
+
+    Args:
+        jobs: Job to its number of tasks.
+        leader: The device name of the first task.
+        secs: How long to wait.
+    """
+    context.context().configure_coordination_service(
+        "standalone",
+        service_leader=leader,
+        shutdown_barrier_timeout_in_ms=int(secs * 1000),
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=num)
+            for job, num in jobs.items()
+        ],
+    )

@@ -123,6 +123,7 @@ class Checkpoints:
         keep_every_n_hours: In addition keeps one per so many hours.
         iterator_fn: Returns the iterator of the input, whose position is
             saved too, or None. Where it cannot be saved, a warning says so.
+        before_save: Called with the step before anything is saved.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Checkpoints:
         max_to_keep: int | None = 5,
         keep_every_n_hours: float | None = None,
         iterator_fn: Callable[[], tf.data.Iterator | None] = lambda: None,
+        before_save: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._directory = directory
         self._variables = dict(variables)
@@ -140,6 +142,7 @@ class Checkpoints:
             "keep_checkpoint_every_n_hours": keep_every_n_hours,
         }
         self._iterator_fn = iterator_fn
+        self._before_save = before_save
         self._set_iterator(None)
 
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
@@ -167,6 +170,7 @@ class Checkpoints:
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path."""
+        self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
             self._set_iterator(iterator)
@@ -222,6 +226,31 @@ class Checkpoints:
             else:
                 return path
         return None
+
+    def save_position(self, step: int) -> None:
+        """Writes where the input is, and no variable.
+
+        One that cannot be saved is left out, as `save` does.
+        """
+        iterator = self._iterator_fn()
+        if iterator is None:
+            return
+        manager = tf.train.CheckpointManager(
+            tf.train.Checkpoint(iterator=iterator),
+            self._directory,
+            checkpoint_name=BASENAME,
+            **self._keep,
+        )
+        try:
+            manager.save(checkpoint_number=step)
+        except tf.errors.FailedPreconditionError as error:
+            _log.warning("The position is not saved. %s", error.message)
+
+    def restore_from(self, path: str, position: str) -> None:
+        """Restores one checkpoint, and the input's position from another."""
+        restore(path, self._variables, exact=True)
+        if tf.train.checkpoint_exists(position):
+            self._restore_iterator(position)
 
     def _restore_iterator(self, path: str) -> None:
         """Goes to the saved position, in an input that is the same."""

@@ -1,6 +1,6 @@
 """Which strategy to choose, and why.
 
-    python -m tfdist.chooser --model=trainer.model:model_fn --machines=8
+    python -m tfdist.chooser --model=package.module:model_fn --machines=8
 
 prints an estimate of every way to distribute a model, the advised one, and the
 reasons:
@@ -228,42 +228,51 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    of_model = {"rows_per_step": args.rows_per_step, "measure": args.measure}
-    of_numbers = {
-        name: getattr(args, name)
-        for name in ("dense_mb", "table_mb", "rows_mb", "slots")
-    }
-    wrong = of_numbers if args.model else of_model
-    wrong = [f"--{k}" for k, v in wrong.items() if v not in (None, False)]
-    if bool(args.model) == (args.dense_mb is not None) or wrong:
+    numbers = ("dense_mb", "table_mb", "rows_mb", "slots")
+    told = [f"--{name}" for name in numbers if getattr(args, name) is not None]
+    if args.model and told:
         raise ValueError(
-            "Give --model, or --dense_mb and numbers. "
-            f"Received: --model={args.model}, --dense_mb={args.dense_mb}"
-            + "".join(f", and {flag}" for flag in wrong if "dense" not in flag)
-            + "."
+            f"--model tells what {' and '.join(told)} would. Leave one out."
         )
-    known = {"compute_secs": args.compute_secs, "input_secs": args.input_secs}
     if args.model:
-        model_fn = _model_fn(args.model)
-        step = Workload.of(
-            model_fn,
-            args.batch_size,
-            rows_per_step=dict(args.rows_per_step or ()),
-        )
-        if args.measure:
-            measured = measure(model_fn, args.batch_size)
-            known["compute_secs"] = measured.compute_secs
-        return dataclasses.replace(step, **known)
-    tables = 1e6 * (args.table_mb or 0.0)
-    dense = 1e6 * args.dense_mb
+        return _of_model(args)
+    if args.dense_mb is None:
+        raise ValueError("Give --model, or --dense_mb and other numbers.")
+    if args.measure or args.rows_per_step:
+        raise ValueError("--measure and --rows_per_step need --model.")
+    dense, table, rows = (
+        1e6 * (number or 0.0)
+        for number in (args.dense_mb, args.table_mb, args.rows_mb)
+    )
+    slots = 2.0 if args.slots is None else args.slots
     return Workload(
         batch_size=args.batch_size,
         dense_bytes=dense,
-        table_bytes=tables,
-        rows_bytes=1e6 * (args.rows_mb or 0.0),
-        slot_bytes=(2.0 if args.slots is None else args.slots)
-        * (dense + tables),
-        **known,
+        table_bytes=table,
+        rows_bytes=rows,
+        slot_bytes=slots * (dense + table),
+        compute_secs=args.compute_secs,
+        input_secs=args.input_secs,
+    )
+
+
+def _of_model(args: argparse.Namespace) -> Workload:
+    model_fn = _model_fn(args.model)
+    step = Workload.of(
+        model_fn, args.batch_size, rows_per_step=dict(args.rows_per_step or ())
+    )
+    compute_secs = args.compute_secs
+    if args.measure:
+        if compute_secs is not None:
+            raise ValueError("--measure tells --compute_secs. Leave one out.")
+        measured = measure(model_fn, args.batch_size)
+        compute_secs = measured.compute_secs
+        print(
+            f"Measured here: a step {secs_text(compute_secs)}, "
+            f"a matrix product {measured.flops / 1e9:.3g} GFLOP/s."
+        )
+    return dataclasses.replace(
+        step, compute_secs=compute_secs, input_secs=args.input_secs
     )
 
 

@@ -64,9 +64,12 @@ class Estimate:
 
     @property
     def secs_per_step(self) -> float:
-        """Seconds from the begin of a replica's step to the next one's."""
+        """Seconds from one step of a replica to its next; infinite if never."""
+        if self.why_not:
+            return math.inf
         busy = max(self.compute_secs, self.input_secs)
-        return busy + self.wait_secs + self.wire_secs
+        # A step that needs nothing would take no time.
+        return max(busy + self.wait_secs + self.wire_secs, 1e-12)
 
     @property
     def bound(self) -> str:
@@ -89,8 +92,7 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
 
     Returns:
         Six estimates: one_device, mirrored, tpu, multi_worker_mirrored, ps,
-        model_parallel. One that is impossible says `why_not`, and has no
-        seconds.
+        model_parallel. One that is impossible says `why_not`.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, compute_secs=0.1)
@@ -318,6 +320,6 @@ def _served(step: Workload, machines: Machines, num_ps: int) -> Estimate:
 
 def _with_rate(estimate: Estimate, step: Workload) -> Estimate:
     examples = estimate.replicas * step.batch_size * estimate.kept
-    # A step that needs nothing would take no time.
-    secs = max(estimate.secs_per_step, 1e-12)
-    return dataclasses.replace(estimate, examples_per_sec=examples / secs)
+    return dataclasses.replace(
+        estimate, examples_per_sec=examples / estimate.secs_per_step
+    )

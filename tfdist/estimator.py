@@ -32,13 +32,18 @@ from tfdist.input_fns import (
     check_batches,
     described,
     named,
+    takes_context,
     with_context,
     without_context,
 )
 from tfdist.keras_step import KerasStep
 from tfdist.loop import LocalLoop, Loop, logs_of
+from tfdist.peers import Peers
+from tfdist.peers import names as task_names
 from tfdist.plans import Plan
 from tfdist.progress import ProgressHook
+from tfdist.replicas import Replicas
+from tfdist.replicated_loop import ReplicatedLoop
 from tfdist.saved_models import ServingModelFn, export_saved_model
 from tfdist.saving_hooks import CheckpointSaverHook, CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession, Trainable
@@ -51,6 +56,8 @@ from tfdist.specs import (
 )
 from tfdist.step import ModelStep, checked_model, overrides
 from tfdist.strategy import (
+    SYNCHRONOUS,
+    local_strategy,
     parameter_server_strategy,
     placed_scope,
     placement_by_name,
@@ -167,7 +174,8 @@ class Estimator:
                 "checkpoints. Set `save_checkpoints_steps` or "
                 "`save_checkpoints_secs` of the RunConfig."
             )
-        hooks = [*self._own_hooks(max_steps), *savers, *(hooks or ())]
+        own = [*self._own_hooks(max_steps), *savers]
+        hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
         session = MonitoredTrainingSession(
             lambda strategy: self._build(strategy, input_fn),
             checkpoint_dir=self.model_dir,
@@ -179,6 +187,7 @@ class Estimator:
             max_wait_secs=config.session_creation_timeout_secs,
             max_to_keep=config.keep_checkpoint_max,
             cluster=config.cluster,
+            strategy=self._local_strategy(),
         )
         with named(input_fn), session:
             first_step, no_steps = session.step, session.should_stop()
@@ -234,7 +243,7 @@ class Estimator:
                     at_first_step=False,
                 )
             )
-        if every is not None and self.config.cluster.role == "chief":
+        if every is not None and self.config.strategy_name == "ps":
             hooks.append(StalenessHook(directory, every))
         if max_steps is not None:
             hooks.append(StopAtStepHook(last_step=max_steps))
@@ -274,7 +283,7 @@ class Estimator:
             hooks=tuple(hooks or ()),
         )
         path = checkpoint_path or self.latest_checkpoint()
-        if path is None or self.config.cluster.role == "local":
+        if path is None or self.config.strategy_name != "ps":
             return evaluator.evaluate(path)
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
@@ -316,7 +325,7 @@ class Estimator:
         """
         dataset = without_context(input_fn)()
         path = checkpoint_path or self.latest_checkpoint()
-        here = self.config.cluster.role == "local"
+        here = self.config.strategy_name != "ps"
         predict = self._predict_here if here else self._predict_on_workers
         for outputs in predict(dataset, path):
             if predict_keys is not None:
@@ -462,16 +471,84 @@ class Estimator:
         self, strategy: tf.distribute.Strategy, input_fn: InputFn
     ) -> Trainable:
         """Everything that training needs, made in the strategy's scope."""
+        context = self._input_context(strategy)
+        together = self.config.strategy_name == "multi_worker_mirrored"
+        if together:
+            self._seed_alike(context if takes_context(input_fn) else None)
+        dataset = with_context(input_fn)(context)
+        if together:
+            self._check_same_program(strategy, dataset)
         global_step, model = self._create_variables(strategy)
-        dataset = with_context(input_fn)(tf.distribute.InputContext())
+        replicas = None
+        if isinstance(strategy, SYNCHRONOUS):
+            replicas = Replicas(strategy, global_step)
         with named(input_fn):
-            step = self._step(model, dataset.element_spec, global_step)
+            step = self._step(
+                model, dataset.element_spec, global_step, replicas
+            )
         variables = checkpoint.named_variables(model, global_step)
         if isinstance(step, KerasStep):
             variables = step.variables(variables)
         _log.info("%s", describe_placement(variables))
-        loop = self._loop(strategy, step, global_step, dataset, input_fn)
+        loop = self._loop(
+            strategy, step, global_step, dataset, input_fn, replicas
+        )
         return Trainable(loop, global_step, variables, model=model)
+
+    def _local_strategy(self) -> tf.distribute.Strategy | None:
+        """The one that this process drives alone; None where others help."""
+        config = self.config
+        if isinstance(config.strategy, tf.distribute.Strategy):
+            return config.strategy
+        if config.strategy_name in ("ps", "multi_worker_mirrored"):
+            return None
+        return local_strategy(config.strategy_name)
+
+    def _input_context(
+        self, strategy: tf.distribute.Strategy
+    ) -> tf.distribute.InputContext:
+        """Which part of the data this process reads, where it trains itself."""
+        cluster, several = self.config.cluster, {}
+        if self.config.strategy_name == "multi_worker_mirrored":
+            tasks = task_names(cluster)
+            own = f"{cluster.task_type}:{cluster.task_index}"
+            several = {
+                "num_input_pipelines": len(tasks),
+                "input_pipeline_id": tasks.index(own),
+            }
+        return tf.distribute.InputContext(
+            num_replicas_in_sync=strategy.num_replicas_in_sync, **several
+        )
+
+    def _seed_alike(self, own: tf.distribute.InputContext | None) -> None:
+        """Gives every process of an all-reduce job the same random numbers.
+
+        They read the same global batches only if they shuffle them alike.
+
+        Args:
+            own: Where each reads batches of its own: then they differ.
+        """
+        seed = self.config.tf_random_seed
+        if seed is None:
+            seed = random.SystemRandom().randrange(1 << 30)
+        peers = Peers(self.config.cluster)
+        seed = int(peers.leaders("seed", str(seed), lambda: None))
+        keras.utils.set_random_seed(seed)
+        if own:
+            tf.random.set_seed(seed + own.input_pipeline_id)
+
+    def _check_same_program(
+        self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
+    ) -> None:
+        """Raises if another process of an all-reduce job does other things."""
+        program = {
+            "number of replicas": str(len(strategy.extended.worker_devices)),
+            "batch": str(dataset.element_spec),
+            "steps_per_dispatch": str(self.config.steps_per_dispatch),
+        }
+        for spec in describe(self.model_fn):
+            program[f"variable {spec.name}"] = f"{spec.dtype} {spec.shape}"
+        Peers(self.config.cluster).check_same_program(program, lambda: None)
 
     def _create_variables(
         self, strategy: tf.distribute.Strategy
@@ -500,14 +577,22 @@ class Estimator:
         return global_step, model
 
     def _step(
-        self, model: keras.Model, element_spec: Any, global_step: tf.Variable
+        self,
+        model: keras.Model,
+        element_spec: Any,
+        global_step: tf.Variable,
+        replicas: Replicas | None,
     ) -> ModelStep | KerasStep:
         """A step of a model, by its own `train_step` where that can be."""
-        remote = self.config.cluster.role == "chief"
-        if overrides(model, "train_step") and not remote:
+        remote = self.config.strategy_name == "ps"
+        if overrides(model, "train_step") and not (remote or replicas):
             return KerasStep(model, element_spec, global_step=global_step)
         return ModelStep(
-            model, element_spec, global_step=global_step, remote=remote
+            model,
+            element_spec,
+            global_step=global_step,
+            remote=remote,
+            replicas=replicas,
         )
 
     def _loop(
@@ -517,8 +602,19 @@ class Estimator:
         global_step: tf.Variable,
         dataset: tf.data.Dataset,
         input_fn: InputFn,
+        replicas: Replicas | None,
     ) -> Loop:
-        if self.config.cluster.role == "local":
+        if replicas:
+            return ReplicatedLoop(
+                step,
+                global_step,
+                dataset,
+                strategy=strategy,
+                replicas=replicas,
+                own_batches=takes_context(input_fn),
+                steps_per_dispatch=self.config.steps_per_dispatch,
+            )
+        if self.config.strategy_name != "ps":
             return LocalLoop(
                 step, global_step, dataset, self.config.steps_per_dispatch
             )

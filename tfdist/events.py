@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
+from tfdist import storage
+
 _counter = itertools.count()
 
 
@@ -73,7 +75,7 @@ class EventFile:
 
     def _write(self, event: tf.compat.v1.Event) -> None:
         if self._writer is None:
-            tf.io.gfile.makedirs(self._directory)
+            storage.make_directory(self._directory)
             self._writer = tf.io.TFRecordWriter(
                 os.path.join(self._directory, _file_name())
             )

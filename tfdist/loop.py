@@ -176,7 +176,13 @@ class InProcessLoop:
 
     Args:
         global_step: Scalar int64 variable, incremented once per step.
+
+    Attributes:
+        own_batches: Whether the data are this process's alone, and others have
+            others.
     """
+
+    own_batches = False
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step

@@ -3,11 +3,7 @@
 A model too large for one device is cut into stages, each on a device of its
 own: its variables, their optimizer slots and every op of the stage. By itself
 that lets one device work at a time, so a batch goes through in micro-batches:
-while the second stage has the first of them, the first stage has the next. All
-go forward before any goes back, as in GPipe (Huang et al., 2019):
-
-    stage 0   F0 F1 F2 F3                 B0 B1 B2 B3
-    stage 1      F0 F1 F2 F3  loss  B0 B1 B2 B3
+while the second stage has the first of them, the first stage has the next.
 
 No code here sends a tensor. A stage is a `tf.device` scope of one graph, and
 TensorFlow sends what another device needs, as it did for the translator of the
@@ -17,47 +13,30 @@ process: `/job:worker/task:1/device:GPU:0`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist import optimizers
-from tfdist._private import SEED_STATE_NAME
-
-Gradient = tf.Tensor | tf.IndexedSlices | None
-# Of one stage: values of the trainable variables, and of the others.
-Values = tuple[list[tf.Tensor], list[tf.Tensor]]
-# Inputs, targets and sample weights.
-Batch = tuple[Any, Any, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a device does without a break: a stage, for one micro-batch.
-
-    Attributes:
-        device: Full name of the device.
-        replica: Index of the row of `devices`.
-        stage: Index of the stage.
-        micro_batch: Index among the micro-batches of the replica.
-        forward: Whether it is the forward pass.
-        start: Seconds since the first work of the batch began.
-        end: Seconds since then.
-    """
-
-    device: str
-    replica: int
-    stage: int
-    micro_batch: int
-    forward: bool
-    start: float = 0.0
-    end: float = 0.0
+from tfdist.micro_batches import (
+    Gradient,
+    Passes,
+    Turns,
+    Work,
+    forward_and_back,
+    set_masks,
+)
+from tfdist.stages import (
+    Devices,
+    Layers,
+    Stage,
+    check_disjoint,
+    resolve_devices,
+)
 
 
 class Pipeline(keras.Model):
@@ -65,11 +44,11 @@ class Pipeline(keras.Model):
 
     A Keras model: `fit`, `evaluate`, `predict`, `export`, `tfdist.Estimator`
     and checkpoints work. Training gives the weights that the same layers have
-    on one device, but for rounding: loss and metrics are computed on the
-    predictions for the whole batch, and the gradients of the micro-batches add
-    up to its gradient. Three layers differ by nature: BatchNorm normalizes
-    over a micro-batch, Dropout draws a mask for each, and what layers
-    `add_loss` is the mean over them.
+    on one device, but for rounding: the loss is that of the whole batch, and
+    the gradients of the micro-batches add up to its gradient. Three kinds of
+    layers differ by nature: BatchNorm normalizes over a micro-batch, Dropout
+    draws a mask for each, and what a layer adds by `add_loss` is the mean over
+    them.
 
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
@@ -78,8 +57,9 @@ class Pipeline(keras.Model):
     replicas go to the first one's last device. What layers change themselves
     (moving averages) becomes the mean over replicas.
 
-    The optimizer is applied by `tfdist.optimizers`; the gradient of an
-    embedding is as large as its table.
+    The optimizer's rule is applied by `tfdist.optimizers`. The gradient of an
+    embedding is as large as its table, and the ids that a batch repeats count
+    once, with their sum; Keras' own Adam squares each apart.
 
     >>> model = Pipeline(
     ...     keras.Input([4]),
@@ -109,7 +89,7 @@ class Pipeline(keras.Model):
         name: Name of the model.
 
     Attributes:
-        stages: Tuples of layers.
+        stages: Tuple of `tfdist.stages.Stage`.
         devices: A tuple of full device names for each replica.
         num_micro_batches: As given.
 
@@ -124,44 +104,35 @@ class Pipeline(keras.Model):
     def __init__(
         self,
         inputs: Any,
-        stages: Sequence[keras.layers.Layer | Sequence[keras.layers.Layer]],
-        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        stages: Sequence[Layers],
+        devices: Devices | None = None,
         *,
         num_micro_batches: int = 4,
         name: str = "pipeline",
     ) -> None:
-        if tf.distribute.has_strategy():
-            raise ValueError(
-                "A Pipeline does its own data parallelism, so it cannot be "
-                "made in the scope of a strategy. Received: "
-                f"{tf.distribute.get_strategy()!r}. Give `devices` a list for "
-                "each replica instead."
-            )
-        if num_micro_batches < 1:
-            raise ValueError(
-                "Argument `num_micro_batches` must be positive. Received: "
-                f"num_micro_batches={num_micro_batches}."
-            )
-        layers = _layers(stages)
-        rows = resolve_devices(devices, len(layers))
+        _check_arguments(stages, num_micro_batches)
+        rows = resolve_devices(devices, len(stages))
+        own = tuple(map(Stage, range(len(stages)), stages, rows[0]))
         outputs = inputs
-        for stage, device in zip(layers, rows[0], strict=True):
-            with tf.device(device):  # Layers make their variables here.
-                outputs = _call(stage, outputs)
+        for stage in own:
+            with tf.device(stage.device):  # Layers make their variables here.
+                outputs = stage.call(outputs)
+        check_disjoint(own)
+        for stage in own:
+            stage.check_device()
         super().__init__(inputs=inputs, outputs=outputs, name=name)
-        self.stages = layers
+        self.stages = own
         self.devices = rows
         self.num_micro_batches = num_micro_batches
         self.supports_jit = False  # XLA compiles for one device.
-        self._check_variables()
 
     @property
     def losses(self) -> list[tf.Tensor]:
         """Those of all layers, each computed on the device of its stage."""
         losses = []
-        for stage, device in self._on_devices():
-            with tf.device(device):
-                losses += [loss for layer in stage for loss in layer.losses]
+        for stage in self.stages:
+            with tf.device(stage.device):
+                losses += [x for layer in stage.layers for x in layer.losses]
         return losses
 
     def call(
@@ -169,9 +140,9 @@ class Pipeline(keras.Model):
     ) -> Any:
         """Runs the stages one after the other, on the batch as a whole."""
         del mask  # Layers find it with the tensors.
-        for stage, device in self._on_devices():
-            with tf.device(device):
-                inputs = _call(stage, inputs, training)
+        for stage in self.stages:
+            with tf.device(stage.device):
+                inputs = stage.call(inputs, training)
         return inputs
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -193,25 +164,21 @@ class Pipeline(keras.Model):
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
         batch = keras.utils.unpack_x_y_sample_weight(data)
-        done = self._forward_and_back(batch, _Turns())
-        with tf.device(self.devices[0][-1]):
-            logs = self._logs(*batch, done)
-        self._update(done.gradients)
-        for (stage, device), states in zip(
-            self._on_devices(), done.states, strict=True
-        ):
-            with tf.device(device):
+        passes = self._passes(*batch, Turns())
+        with tf.device(self.stages[-1].device):
+            logs = self._logs(*batch, passes)
+        self._update(passes.gradients)
+        for stage, states in zip(self.stages, passes.states, strict=True):
+            with tf.device(stage.device):
                 for i, value in states.items():
-                    _variables(stage)[1][i].assign(value)
+                    stage.states[i].assign(value)
         return logs
 
     def timeline(self, data: Any) -> list[Work]:
-        """Measures which device does what when, for one batch; trains nothing.
+        """Measures which device does what when, for a batch; trains nothing.
 
-        The clock of the device's machine is read when the inputs of a work
-        have arrived and its turn has come, and when its outputs are there. The
-        clocks of several machines should agree. A GPU's work ends here when it
-        is queued, not when it is done: there, use `tf.profiler`.
+        The clocks of several machines should agree. What a GPU does ends here
+        when it is queued, not when it is done: use `tf.profiler` there.
 
         Args:
             data: A batch, as for `train_step`.
@@ -219,73 +186,62 @@ class Pipeline(keras.Model):
         Returns:
             What was done, in the order of `start`.
         """
-        turns = _Turns(timed=True)
+        turns = Turns(timed=True)
 
         @tf.function(autograph=False)
-        def passes() -> list[tf.Tensor]:
+        def times() -> list[tf.Tensor]:
             batch = keras.utils.unpack_x_y_sample_weight(data)
-            return self._forward_and_back(batch, turns).times
+            return self._passes(*batch, turns).times
 
-        passes()  # The first run also allocates.
-        times = [float(time) for time in passes()]
-        measured = [
-            dataclasses.replace(
-                work, start=start - min(times), end=end - min(times)
-            )
-            for work, start, end in zip(
-                turns.work, times[::2], times[1::2], strict=True
-            )
-        ]
-        return sorted(measured, key=lambda work: work.start)
+        times()  # The first run also allocates.
+        seconds = [float(time) for time in times()]
+        zero = min(seconds)
+        spans = zip(turns.work, seconds[::2], seconds[1::2], strict=True)
+        return sorted(
+            (
+                dataclasses.replace(work, start=start - zero, end=end - zero)
+                for work, start, end in spans
+            ),
+            key=lambda work: work.start,
+        )
 
     def variable_devices(self) -> dict[str, str]:
-        """Path of every variable, slot and counter to its device."""
+        """Path of every variable, slot and counter to its device.
+
+        Ops are told by `tfdist.stages.op_devices`.
+        """
         variables = list(self.variables)
         if self.optimizer is not None:
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
-    def _on_devices(self) -> Iterator[tuple[tuple, str]]:
-        """Each stage with the device of its variables."""
-        return zip(self.stages, self.devices[0], strict=True)
+    def _passes(
+        self, x: Any, y: Any, sample_weight: Any, turns: Turns
+    ) -> Passes:
+        """Takes a batch forward and back; changes no variable."""
 
-    def _check_variables(self) -> None:
-        """Raises unless every stage has its own variables on its device."""
-        stage_of: dict[int, int] = {}
-        for i, (stage, device) in enumerate(self._on_devices()):
-            for variable in itertools.chain(*_variables(stage)):
-                first = stage_of.setdefault(id(variable), i)
-                if first != i:
-                    raise ValueError(
-                        "Argument `stages` must not share variables. Received: "
-                        f"{variable.path!r} in stages {first} and {i}. Layers "
-                        "that share one belong into one stage."
-                    )
-                # A seed is made with its layer, which may be anywhere.
-                is_seed = variable.path.endswith(SEED_STATE_NAME)
-                if variable.value.device != device and not is_seed:
-                    raise ValueError(
-                        f"Stage {i} must have its variables on {device}. "
-                        f"Received: {variable.path!r} on "
-                        f"{variable.value.device}. Pass layers that have no "
-                        "variables yet, or make them in "
-                        f"`with tf.device({device!r})`."
-                    )
+        def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
+            def loss(y_pred: Any) -> tf.Tensor:
+                pairs = zip(self.stages, values, strict=True)
+                known = [v for stage, own in pairs for v in stage.known(own)]
+                # Metrics that a loss updates wait for `_logs`.
+                with keras.StatelessScope(known):
+                    return self.compute_loss(x, y, y_pred, sample_weight)
 
-    def _forward_and_back(self, batch: Batch, turns: _Turns) -> _Result:
-        """Runs both passes of a batch; changes no variable."""
-        batch = (self._divisible(batch[0]), *batch[1:])
-        values = []
-        for stage, device in self._on_devices():
-            with tf.device(device):
-                values.append(
-                    tuple(
-                        [tf.convert_to_tensor(v.value) for v in variables]
-                        for variables in _variables(stage)
-                    )
-                )
-        passes = functools.partial(_passes, self, turns)
-        return _in_any_order(passes, values, batch)
+            return forward_and_back(
+                self.stages,
+                self.devices,
+                self.num_micro_batches,
+                turns,
+                self.optimizer.scale_loss,
+                loss,
+                values,
+                x,
+            )
+
+        values = [stage.values() for stage in self.stages]
+        x = self._divisible(x)
+        return _in_any_order(passes, values, x, y, sample_weight)
 
     def _divisible(self, x: Any) -> Any:
         """The inputs, if they can be cut."""
@@ -307,50 +263,44 @@ class Pipeline(keras.Model):
                 x = tf.nest.map_structure(tf.identity, x)
         return x
 
+    def _logs(
+        self, x: Any, y: Any, sample_weight: Any, passes: Passes
+    ) -> dict[str, tf.Tensor]:
+        """Loss and metrics of the whole batch, as Keras computes them."""
+        set_masks(passes.y_pred, passes.masks)
+        loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
+        mean_loss = next(m for m in self.metrics if m.name == "loss")
+        mean_loss.update_state(
+            loss + tf.cast(passes.added_loss, loss.dtype),
+            sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
+        )
+        return self.compute_metrics(x, y, passes.y_pred, sample_weight)
+
     def _update(self, gradients: list[list[Gradient]]) -> None:
         """Applies each gradient on the device of its variable."""
         optimizer = self.optimizer
         parts = optimizers.parts(optimizer)
         iteration = tf.convert_to_tensor(optimizer.iterations.value)
-        all_updates = [
-            _Update(device, variable, gradient)
-            for (stage, device), own in zip(
-                self._on_devices(), gradients, strict=True
-            )
-            for variable, gradient in zip(
-                _variables(stage)[0], own, strict=True
-            )
+        updates = [
+            _Update(stage.device, variable, gradient)
+            for stage, own in zip(self.stages, gradients, strict=True)
+            for variable, gradient in zip(stage.weights, own, strict=True)
             if gradient is not None
         ]
         for i, part in enumerate(parts):
-            updates = [
-                u
-                for u in all_updates
-                if optimizers.owner(optimizer, u.variable) == i
-            ]
             rate = optimizers.learning_rate(part, iteration, [])
             optimizers.begin_step(part, iteration)
-            for device, variable, gradient in _clipped(part, updates):
+            own = [
+                update
+                for update in updates
+                if optimizers.owner(optimizer, update.variable) == i
+            ]
+            for device, variable, gradient in _clipped(part, own):
                 with tf.device(device):
                     optimizers.update(part, variable, gradient, rate, iteration)
         counters = [o.iterations for o in (optimizer, *parts)]
         for counter in {id(c): c for c in counters}.values():
             counter.assign_add(1)
-
-    def _logs(
-        self, x: Any, y: Any, sample_weight: Any, done: _Result
-    ) -> dict[str, tf.Tensor]:
-        """Loss and metrics of the whole batch, as Keras computes them."""
-        _set_masks(done.y_pred, done.masks)
-        loss = self.compute_loss(
-            x, y, done.y_pred, sample_weight, training=True
-        )
-        mean_loss = next(m for m in self.metrics if m.name == "loss")
-        mean_loss.update_state(
-            loss + tf.cast(done.added_loss, loss.dtype),
-            sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
-        )
-        return self.compute_metrics(x, y, done.y_pred, sample_weight)
 
 
 def bubble(num_stages: int, num_micro_batches: int) -> float:
@@ -365,123 +315,24 @@ def bubble(num_stages: int, num_micro_batches: int) -> float:
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def op_devices(function: Any) -> dict[str, str]:
-    """The device that each op of a traced function asks for.
-
-    Args:
-        function: A `ConcreteFunction`, as of `model.train_function`.
-
-    Returns:
-        `function name/op name` to device, of ops in nested functions too (the
-        body of a loop); "" where TensorFlow chooses.
-    """
-    graph = function.graph.as_graph_def()
-    nested = [(f.signature.name, f.node_def) for f in graph.library.function]
-    return {
-        f"{name}/{node.name}": node.device
-        for name, nodes in [(function.name, graph.node), *nested]
-        for node in nodes
-    }
-
-
-def resolve_devices(
-    devices: Sequence[str] | Sequence[Sequence[str]] | None, num_stages: int
-) -> tuple[tuple[str, ...], ...]:
-    """Full names of a `Pipeline`'s devices, a row for each replica.
-
-    Args:
-        devices: As for `Pipeline`.
-        num_stages: Devices in a row.
-
-    Raises:
-        ValueError: a row has another length; a device does not exist.
-    """
-    here = tf.DeviceSpec.from_string(tf.zeros([]).device).replace(
-        device_type=None, device_index=None
-    )
-    existing = [
-        here.make_merged_spec(tf.DeviceSpec.from_string(device.name))
-        for device in tf.config.list_logical_devices()
-    ]
-    if devices is None:
-        own = [d for d in existing if (d.job, d.task) == (here.job, here.task)]
-        own = [d for d in own if d.device_type == "GPU"] or own
-        used = min(len(own), num_stages)
-        row = [own[i * used // num_stages] for i in range(num_stages)]
-        return (tuple(device.to_string() for device in row),)
-    rows = [devices] if all(isinstance(d, str) for d in devices) else devices
-    for row in rows:
-        if isinstance(row, str) or len(row) != num_stages:
-            raise ValueError(
-                "Argument `devices` must name a device for each of the "
-                f"{num_stages} stages, in one list or in a list for each "
-                f"replica. Received: {row!r} in devices={devices!r}."
-            )
-    names = [device.to_string() for device in existing]
-    return tuple(
-        tuple(_existing(name, here, names) for name in row) for row in rows
-    )
-
-
-def _existing(name: str, here: tf.DeviceSpec, names: list[str]) -> str:
-    """The full name of a device. TensorFlow would silently take another."""
-    with contextlib.suppress(ValueError):  # It is no device name.
-        spec = tf.DeviceSpec.from_string(name)
-        if (full := here.make_merged_spec(spec).to_string()) in names:
-            return full
-    raise ValueError(
-        f"Argument `devices` names {name!r}, which does not exist. There are: "
-        f"{', '.join(names)}."
-    )
-
-
-def _layers(
-    stages: Sequence[Any],
-) -> tuple[tuple[keras.layers.Layer, ...], ...]:
-    """The layers of each stage."""
-    layers = tuple(
-        tuple(stage) if isinstance(stage, list | tuple) else (stage,)
-        for stage in stages
-    )
-    for i, stage in enumerate(layers):
-        for layer in stage:
-            if not isinstance(layer, keras.layers.Layer):
-                raise TypeError(
-                    "Argument `stages` must hold Keras layers, or lists of "
-                    f"them. Received: {layer!r} of type {type(layer).__name__} "
-                    f"in stage {i}."
-                )
-    if not layers or not all(layers):
+def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
+    if tf.distribute.has_strategy():
         raise ValueError(
-            "Argument `stages` must hold a layer at least, and no empty list. "
-            f"Received: stages={stages!r}."
+            "A Pipeline does its own data parallelism, so it cannot be made in "
+            "the scope of a strategy. Received: "
+            f"{tf.distribute.get_strategy()!r}. Give `devices` a list for each "
+            "replica instead."
         )
-    return layers
-
-
-def _call(
-    stage: tuple[keras.layers.Layer, ...],
-    inputs: Any,
-    training: bool | None = None,
-) -> Any:
-    for layer in stage:
-        inputs = layer(inputs, training=training)
-    return inputs
-
-
-def _variables(
-    stage: tuple[keras.layers.Layer, ...],
-) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """Those that training updates, and those that layers update themselves."""
-    own = {id(v): v for layer in stage for v in layer.variables}
-    trainable = {id(v): v for layer in stage for v in layer.trainable_variables}
-    return (
-        list(trainable.values()),
-        [v for key, v in own.items() if key not in trainable],
-    )
-
-
-# --- The update --------------------------------------------------------------
+    if num_micro_batches < 1:
+        raise ValueError(
+            "Argument `num_micro_batches` must be positive. Received: "
+            f"num_micro_batches={num_micro_batches}."
+        )
+    if not stages:
+        raise ValueError(
+            "Argument `stages` must have a stage at least. Received: "
+            f"stages={stages!r}."
+        )
 
 
 class _Update(NamedTuple):
@@ -512,407 +363,7 @@ def _clipped(
     ]
 
 
-# --- The passes, as a function of the values of all variables ----------------
-
-
-class _Result(NamedTuple):
-    """What both passes of a batch give.
-
-    Attributes:
-        gradients: Of each stage's trainable variables.
-        states: Of each stage, index to new value of its other variables, if
-            they have changed.
-        y_pred: Predictions for the whole batch.
-        masks: Keras' mask of each of them, or None.
-        added_loss: What layers have added, a scalar.
-        times: Start and end of all work, in turn, if `_Turns` are timed.
-    """
-
-    gradients: list[list[Gradient]]
-    states: list[dict[int, tf.Tensor]]
-    y_pred: Any
-    masks: list[tf.Tensor | None]
-    added_loss: tf.Tensor
-    times: list[tf.Tensor]
-
-
-class _Turns:
-    """Has each device do one work after the other, as the schedule says.
-
-    Else it would begin all that it can, and the first micro-batch would leave
-    the first stage as late as the last one.
-
-    Args:
-        timed: Whether to read the clock.
-
-    Attributes:
-        work: What was traced.
-        times: Start and end of each.
-    """
-
-    def __init__(self, timed: bool = False) -> None:
-        self._timed = timed
-        self._last: dict[str, list[tf.Tensor]] = {}
-        self.work: list[Work] = []
-        self.times: list[tf.Tensor] = []
-
-    @contextlib.contextmanager
-    def turn(self, work: Work, needed: Any) -> Iterator[list[Any]]:
-        """Traces a work on its device, after the one before.
-
-        Args:
-            work: What will be traced.
-            needed: Structure of tensors that the work waits for.
-
-        Yields:
-            A list to which the caller adds what the work gives.
-        """
-        given: list[Any] = []
-        self.work.append(work)
-        with tf.device(work.device):
-            with tf.control_dependencies(self._last.get(work.device, [])):
-                start = self._now(needed)
-                with tf.control_dependencies(start):
-                    yield given
-            self._last[work.device] = _tensors(given) + self._now(given)
-
-    def _now(self, needed: Any) -> list[tf.Tensor]:
-        """The time when all that is needed is there, if it is asked for."""
-        if not self._timed:
-            return []
-        with tf.control_dependencies(_tensors(needed)):
-            time = tf.timestamp()
-        self.times.append(time)
-        return [time]
-
-
-class _Forward(NamedTuple):
-    """What the backward pass of a stage needs of the forward pass."""
-
-    tape: tf.GradientTape
-    inputs: list[tf.Tensor]
-    outputs: list[tf.Tensor]
-    losses: list[tf.Tensor]
-
-
-class _Replica:
-    """One copy of the pipeline, at work on its share of a batch.
-
-    Gradients are taken stage by stage: the backward ops of a single tape would
-    all be on one device.
-
-    Args:
-        model: The pipeline.
-        index: Row of `model.devices`.
-        values: Values of the variables of each stage.
-        turns: Keeps the devices in order.
-        weight: Of a loss that a layer adds for one micro-batch.
-
-    Attributes:
-        states: Of each stage, values of the variables that its layers change.
-        gradients: Of each stage, the sum so far for its trainable variables.
-        losses: What layers have added, for each micro-batch and stage.
-    """
-
-    def __init__(
-        self,
-        model: Pipeline,
-        index: int,
-        values: list[Values],
-        turns: _Turns,
-        weight: tf.Tensor,
-    ) -> None:
-        self._model = model
-        self._index = index
-        self._turns = turns
-        self._weight = weight
-        self._weights: list[list[tf.Tensor]] = []
-        self._kept: dict[tuple[int, int], _Forward] = {}
-        self.states: list[list[tf.Tensor]] = []
-        self.gradients: list[list[Gradient]] = []
-        self.losses: list[tf.Tensor] = []
-        for stage, device, (weights, states) in zip(
-            model.stages, model.devices[index], values, strict=True
-        ):
-            if index:
-                with tf.device(device):
-                    weights = [tf.identity(value) for value in weights]
-                    states = [
-                        _state_of_replica(variable, value, index)
-                        for variable, value in zip(
-                            _variables(stage)[1], states, strict=True
-                        )
-                    ]
-            self._weights.append(weights)
-            self.states.append(list(states))
-            self.gradients.append([None] * len(weights))
-
-    def forward(self, micro_batch: int, x: Any) -> Any:
-        """Runs all stages for a micro-batch; returns the predictions."""
-        for stage in range(len(self._weights)):
-            x = self._stage_forward(stage, micro_batch, x)
-        return x
-
-    def backward(self, micro_batch: int, gradients: list[Gradient]) -> None:
-        """Adds a micro-batch to `gradients`, given those of its predictions."""
-        for stage in reversed(range(len(self._weights))):
-            gradients = self._stage_backward(stage, micro_batch, gradients)
-
-    def _turn(
-        self, stage: int, micro_batch: int, forward: bool, needed: Any
-    ) -> contextlib.AbstractContextManager[list[Any]]:
-        device = self._model.devices[self._index][stage]
-        work = Work(device, self._index, stage, micro_batch, forward)
-        return self._turns.turn(work, needed)
-
-    def _stage_forward(self, stage: int, micro_batch: int, inputs: Any) -> Any:
-        layers, weights = self._model.stages[stage], self._weights[stage]
-        trainable, others = _variables(layers)
-        sources = _floats(inputs) if stage else []
-        scope = keras.StatelessScope(
-            [
-                *zip(trainable, weights, strict=True),
-                *zip(others, self.states[stage], strict=True),
-            ],
-            collect_losses=True,
-        )
-        tape = tf.GradientTape(watch_accessed_variables=False)
-        with self._turn(stage, micro_batch, True, inputs) as given:
-            with tape, scope:
-                tape.watch([*weights, *sources])
-                outputs = _call(layers, inputs, training=True)
-            given.append(outputs)
-        self.states[stage] = [scope.get_current_value(v) for v in others]
-        losses = list(scope.losses)
-        self.losses += losses
-        self._kept[stage, micro_batch] = _Forward(
-            tape, sources, _floats(outputs), losses
-        )
-        return outputs
-
-    def _stage_backward(
-        self, stage: int, micro_batch: int, gradients: list[Gradient]
-    ) -> list[Gradient]:
-        """Returns the gradients of the inputs, given those of the outputs."""
-        tape, inputs, outputs, losses = self._kept.pop((stage, micro_batch))
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if gradient is not None
-        ]
-        if not (pairs or losses):
-            return [None] * len(inputs)
-        weights = self._weights[stage]
-        needed = [gradient for _, gradient in pairs]
-        with self._turn(stage, micro_batch, False, needed) as given:
-            pairs += [(x, tf.cast(self._weight, x.dtype)) for x in losses]
-            targets, seeds = zip(*pairs, strict=True)
-            found = tape.gradient(
-                targets, [*weights, *inputs], output_gradients=seeds
-            )
-            self.gradients[stage] = [
-                _sum(*both)
-                for both in zip(
-                    self.gradients[stage], found[: len(weights)], strict=True
-                )
-            ]
-            given += [self.gradients[stage], found[len(weights) :]]
-        return found[len(weights) :]
-
-
-def _passes(
-    model: Pipeline, turns: _Turns, values: list[Values], batch: Batch
-) -> _Result:
-    """The forward and the backward pass of a batch."""
-    x, y, sample_weight = batch
-    num_parts = len(model.devices) * model.num_micro_batches
-    weight = model.optimizer.scale_loss(tf.constant(1 / num_parts))
-    replicas = [
-        _Replica(model, i, values, turns, weight)
-        for i in range(len(model.devices))
-    ]
-    turns_of = list(itertools.product(replicas, range(model.num_micro_batches)))
-    with tf.device("CPU:0"):  # Where it was read; only parts are sent.
-        parts = _split(x, num_parts)
-    y_preds = [
-        replica.forward(k, part)
-        for (replica, k), part in zip(turns_of, parts, strict=True)
-    ]
-    with tf.device(model.devices[0][-1]):
-        y_pred, masks = _joined(y_preds)
-        loss = functools.partial(
-            _loss, model, values, x, y, y_pred, sample_weight
-        )
-        cut = _split(_gradients(loss, _floats(y_pred)), num_parts)
-    for (replica, k), gradients in zip(turns_of, cut, strict=True):
-        replica.backward(k, gradients)
-    with tf.device(model.devices[0][-1]):
-        added = [tf.cast(x, tf.float32) for r in replicas for x in r.losses]
-        added_loss = tf.add_n([tf.zeros([]), *added]) / num_parts
-    gradients, states = zip(
-        *(
-            _over_replicas(model, stage, own, replicas)
-            for stage, own in enumerate(values)
-        ),
-        strict=True,
-    )
-    return _Result(
-        list(gradients), list(states), y_pred, masks, added_loss, turns.times
-    )
-
-
-def _loss(
-    model: Pipeline,
-    values: list[Values],
-    x: Any,
-    y: Any,
-    y_pred: Any,
-    sample_weight: Any,
-) -> tf.Tensor:
-    """What `compile` says of the predictions, scaled for the backward pass."""
-    known = [
-        pair
-        for stage, own in zip(model.stages, values, strict=True)
-        for pair in zip(
-            itertools.chain(*_variables(stage)),
-            itertools.chain(*own),
-            strict=True,
-        )
-    ]
-    # Metrics that a loss updates wait for `Pipeline._logs`.
-    with keras.StatelessScope(known):
-        loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
-    return model.optimizer.scale_loss(loss)
-
-
-def _over_replicas(
-    model: Pipeline, stage: int, values: Values, replicas: list[_Replica]
-) -> tuple[list[Gradient], dict[int, tf.Tensor]]:
-    """Sum of a stage's gradients, and its new states, on its device."""
-    trainable, others = _variables(model.stages[stage])
-    weights, states = values
-    with tf.device(model.devices[0][stage]):
-        penalty = functools.partial(
-            _penalty, model, [v.regularizer for v in trainable], weights
-        )
-        gradients = [
-            functools.reduce(_sum, own)
-            for own in zip(
-                _gradients(penalty, weights),
-                *(replica.gradients[stage] for replica in replicas),
-                strict=True,
-            )
-        ]
-        changed = {
-            i: _mean([replica.states[stage][i] for replica in replicas])
-            for i in range(len(others))
-            if replicas[0].states[stage][i] is not states[i]
-        }
-    return gradients, changed
-
-
-def _penalty(
-    model: Pipeline, regularizers: list[Any], weights: list[tf.Tensor]
-) -> tf.Tensor:
-    """Regularization loss of a stage, scaled for the backward pass."""
-    penalties = [
-        regularizer(value)
-        for regularizer, value in zip(regularizers, weights, strict=True)
-        if regularizer is not None
-    ]
-    return model.optimizer.scale_loss(tf.add_n([tf.zeros([]), *penalties]))
-
-
-def _gradients(
-    loss: Callable[[], tf.Tensor], sources: list[tf.Tensor]
-) -> list[Gradient]:
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(sources)
-        value = loss()
-    return tape.gradient(value, sources)
-
-
-def _state_of_replica(
-    variable: keras.Variable, value: tf.Tensor, index: int
-) -> tf.Tensor:
-    """What a replica but the first starts with; it draws other numbers."""
-    if variable.path.endswith(SEED_STATE_NAME):
-        seed = tf.random.fold_in(tf.cast(value, tf.int64), index)
-        return tf.cast(seed, value.dtype)
-    return tf.identity(value)
-
-
-def _mean(values: list[tf.Tensor]) -> tf.Tensor:
-    """Mean over replicas; a counter or a seed is that of the first one."""
-    if len(values) == 1 or not values[0].dtype.is_floating:
-        return values[0]
-    return tf.add_n(values) / len(values)
-
-
-def _sum(a: Gradient, b: Gradient) -> Gradient:
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([a.values, b.values], axis=0),
-            tf.concat([a.indices, b.indices], axis=0),
-            a.dense_shape,
-        )
-    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
-
-
-# --- Structures of tensors ---------------------------------------------------
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    flat = tf.nest.flatten(structure, expand_composites=True)
-    return [t for t in flat if t is not None]
-
-
-def _floats(structure: Any) -> list[tf.Tensor]:
-    """Those that have a gradient."""
-    return [t for t in tf.nest.flatten(structure) if t.dtype.is_floating]
-
-
-def _split(structure: Any, num_parts: int) -> list[Any]:
-    """As many structures, of equal parts along axis 0; None stays."""
-    cut = [
-        [None] * num_parts if t is None else tf.split(t, num_parts)
-        for t in tf.nest.flatten(structure)
-    ]
-    return [
-        tf.nest.pack_sequence_as(structure, part)
-        for part in zip(*cut, strict=True)
-    ]
-
-
-def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
-    """The structure of which these are the parts, and its masks."""
-    columns = list(zip(*(tf.nest.flatten(p) for p in parts), strict=True))
-    masks = [
-        None
-        if _mask(column[0]) is None
-        else tf.concat([_mask(t) for t in column], axis=0)
-        for column in columns
-    ]
-    whole = tf.nest.pack_sequence_as(
-        parts[0], [tf.concat(column, axis=0) for column in columns]
-    )
-    _set_masks(whole, masks)
-    return whole, masks
-
-
-def _mask(tensor: tf.Tensor) -> tf.Tensor | None:
-    return getattr(tensor, "_keras_mask", None)
-
-
-def _set_masks(structure: Any, masks: list[tf.Tensor | None]) -> None:
-    for tensor, mask in zip(tf.nest.flatten(structure), masks, strict=True):
-        if mask is not None:
-            tensor._keras_mask = mask
-
-
-def _in_any_order(function: Callable[..., _Result], *args: Any) -> _Result:
+def _in_any_order(function: Callable[..., Passes], *args: Any) -> Passes:
     """Calls `function` such that ops wait for what they need, and no more.
 
     `tf.function` also has stateful ops wait for one another in the order of
@@ -923,7 +374,7 @@ def _in_any_order(function: Callable[..., _Result], *args: Any) -> _Result:
         return function(*args)
     flat = tf.nest.flatten(args, expand_composites=True)
 
-    def traced(*tensors: tf.Tensor) -> _Result:
+    def traced(*tensors: tf.Tensor) -> Passes:
         remaining = iter(tensors)
         filled = [None if t is None else next(remaining) for t in flat]
         return function(

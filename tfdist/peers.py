@@ -9,13 +9,19 @@ through TensorFlow's coordination service, which also notices who is gone.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import tensorflow as tf
 
 from tfdist import _private
 from tfdist.cluster import Cluster
 
 _POLL_SECS = 1.0
+# A process that is busy may trace a model before it answers.
+_PATIENCE_SECS = 120.0
 
 
 class Peers:
@@ -54,6 +60,13 @@ class Peers:
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
 
+    def leaders(self, what: str, value: str, watch: Callable[[], None]) -> str:
+        """The leader's value, whatever this process would have."""
+        if self.leads:
+            _private.tell_cluster(what, value)
+            return value
+        return self._wait_for(what, watch)
+
     def announce(self, what: str, value: str = "") -> None:
         """Lets the others know that this process has come so far."""
         _private.tell_cluster(f"{what}/{self.name}", value)
@@ -64,10 +77,10 @@ class Peers:
         """What every other process has announced, by its name.
 
         Raises:
-            OpError: one of them is gone.
+            OpError: one of them is gone, or does not in two minutes.
         """
         return {
-            name: self._wait_for(f"{what}/{name}", watch)
+            name: self._wait_for(f"{what}/{name}", watch, _PATIENCE_SECS)
             for name in self._others
         }
 
@@ -100,12 +113,18 @@ class Peers:
                     "program. They differ:\n" + "\n".join(differences)
                 )
 
-    def _wait_for(self, key: str, watch: Callable[[], None]) -> str:
-        while True:
+    def _wait_for(
+        self, key: str, watch: Callable[[], None], secs: float = math.inf
+    ) -> str:
+        deadline = time.monotonic() + secs
+        while time.monotonic() < deadline:
             value = _private.ask_cluster(key, _POLL_SECS)
             if value is not None:
                 return value
             watch()
+        raise tf.errors.UnavailableError(
+            None, None, f"{self.name} waited {secs:g} s for {key} in vain."
+        )
 
 
 def names(cluster: Cluster) -> list[str]:

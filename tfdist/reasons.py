@@ -70,8 +70,9 @@ def _why_ps(chosen: Estimate, others: Estimates, step: Workload) -> list[str]:
             "The model is too large for a device: "
             f"{bytes_text(step.state_bytes)} with its slots. Partition it over "
             f"{chosen.num_ps} parameter server{'s' * (chosen.num_ps > 1)}: a "
-            f"worker moves only the {bytes_text(step.rows_bytes)} of rows that "
-            "a step touches."
+            "worker holds and moves only the "
+            f"{bytes_text(step.dense_bytes + step.rows_bytes)} that a step "
+            "touches."
         ]
     why = []
     if chosen.kept - copied.kept > _NOTABLE / 2:
@@ -126,21 +127,27 @@ def _why_all_reduce(
         if machines.kind == "cpu"
         else "Fast devices"
     )
-    one = others["one_device"].examples_per_sec
-    gain = chosen.examples_per_sec / one if one else chosen.replicas
     why = [
         f"{who} with {'strong' if share <= _STRONG else 'sufficient'} links: "
         f"all-reduce takes {share:.0%} of a step. {chosen.replicas:,} devices, "
-        f"each with a copy of the model, are worth {gain:.3g}."
+        f"each with a copy of the model, are worth "
+        f"{_gain(chosen, others['one_device']):.3g}."
     ]
     wider = others["multi_worker_mirrored"]
     if chosen.strategy == "mirrored" and wider.feasible:
+        weak = "Weak links between machines" if wider.bound == "wire" else ""
         why.append(
-            f"Weak links between machines: all {machines.count:,} would spend "
-            f"{wider.wire_secs / wider.secs_per_step:.0%} of a step on the "
-            "wire. One machine is as good."
+            f"{weak or 'More machines add little'}: all {machines.count:,} "
+            f"would do {_gain(wider, chosen):.3g} times the examples a second."
         )
     return why
+
+
+def _gain(estimate: Estimate, other: Estimate) -> float:
+    """How many times the examples a second of another; a TPU has no other."""
+    if not other.examples_per_sec:
+        return estimate.replicas / other.replicas
+    return estimate.examples_per_sec / other.examples_per_sec
 
 
 def _limit(chosen: Estimate, machines: Machines) -> list[str]:

@@ -33,6 +33,10 @@ FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
 
 
+# How an all-reduce ends, beside, when one that takes part in it is gone.
+_WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+
+
 class Remedy(enum.Enum):
     """What becomes of a session after an error."""
 
@@ -42,7 +46,10 @@ class Remedy(enum.Enum):
 
 
 def remedy(
-    error: BaseException, lost: Mapping[str, Loss], failures: int = 0
+    error: BaseException,
+    lost: Mapping[str, Loss],
+    failures: int = 0,
+    in_sync: bool = False,
 ) -> Remedy:
     """Decides what an error means.
 
@@ -57,6 +64,8 @@ def remedy(
         error: The error.
         lost: Parameter servers that are lost.
         failures: How many failures there were since the last step.
+        in_sync: Whether the others are processes that run the same steps.
+            TensorFlow connects no two of them a second time.
     """
     error = getattr(error, "original_exception", error)
     if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
@@ -69,6 +78,9 @@ def remedy(
         tf.errors.UnavailableError,
         ServerLostError,
     )
+    if in_sync:
+        ended = isinstance(error, (*recoverable, *_WITHOUT_ANSWER))
+        return Remedy.RESTART if ended else Remedy.RAISE
     # Servers have given a chief up that was frozen, or cut off, for long.
     given_up = any(sign in str(error) for sign in _GIVEN_UP)
     if not (lost or given_up or isinstance(error, recoverable)):

@@ -25,10 +25,11 @@ class ReplicatedLoop(LocalLoop):
     Args:
         step: The step, made with `replicas`.
         global_step: Scalar int64 variable, incremented once per step.
-        dataset: In order, the global batches, or, with `own_batches`, those of
-            this process's replicas alone. A batch that the number of replicas
-            does not divide gives some of them one example less; what all
-            learn is still the mean over examples.
+        dataset: In order, the global batches, the same in every process; or,
+            with `own_batches`, those of this process's replicas, one for each.
+            A global batch that the number of replicas does not divide gives
+            some of them one example less; what all learn is still the mean
+            over examples.
         strategy: The strategy.
         replicas: The replicas.
         own_batches: See `dataset`.
@@ -46,16 +47,14 @@ class ReplicatedLoop(LocalLoop):
         own_batches: bool = False,
         steps_per_dispatch: int | None = None,
     ) -> None:
+        self.own_batches = own_batches
         self._strategy = strategy
         self._replicas = replicas
         ids = strategy.experimental_distribute_values_from_function(
             lambda context: context.replica_id_in_sync_group
         )
         here = strategy.experimental_local_results(ids)
-        # First of the replicas that share a batch of the dataset; how many.
-        self._sharing = (
-            (here[0], len(here)) if own_batches else (0, replicas.num)
-        )
+        self._first, self._num_here = here[0], len(here)
         super().__init__(step, global_step, dataset, steps_per_dispatch)
 
     def _steps(
@@ -66,19 +65,39 @@ class ReplicatedLoop(LocalLoop):
         fence: None = None,
     ) -> tf.Tensor:
         """Runs steps; returns packed metric states of all replicas."""
-        first, num = self._sharing
-        batches = [iterator.get_next() for _ in range(num_steps)]
-        of_replicas = (
-            self._strategy.experimental_distribute_values_from_function(
-                lambda context: [
-                    share(batch, context.replica_id_in_sync_group - first, num)
-                    for batch in batches
-                ]
-            )
+        read = self._own_batches if self.own_batches else self._shares
+        states = self._strategy.run(
+            self._train, (read(num_steps, iterator), first_step)
         )
-        states = self._strategy.run(self._train, (of_replicas, first_step))
         local = self._strategy.experimental_local_results
         return self._step.pack([local(state)[0] for state in states])
+
+    def _shares(self, num_steps: int, iterator: Iterator) -> Any:
+        """For each replica its share of the next global batches."""
+        batches = [iterator.get_next() for _ in range(num_steps)]
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: [
+                share(
+                    batch,
+                    context.replica_id_in_sync_group,
+                    context.num_replicas_in_sync,
+                )
+                for batch in batches
+            ]
+        )
+
+    def _own_batches(self, num_steps: int, iterator: Iterator) -> Any:
+        """For each replica of this process batches of its own."""
+        batches = [
+            [iterator.get_next() for _ in range(self._num_here)]
+            for _ in range(num_steps)
+        ]
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: [
+                each[context.replica_id_in_sync_group - self._first]
+                for each in batches
+            ]
+        )
 
     def _train(
         self, batches: Sequence[Any], first_step: tf.Tensor

@@ -139,7 +139,7 @@ class Failures:
 
 def write_json(path: str, value: object) -> None:
     """Writes a file that is never seen half-written."""
-    tf.io.gfile.makedirs(os.path.dirname(path))
+    storage.make_directory(os.path.dirname(path))
     temporary = f"{path}.temp"
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(json.dumps(value))

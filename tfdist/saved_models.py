@@ -139,7 +139,7 @@ def _unused_directory(export_path: str) -> str:
     while True:
         path = os.path.join(export_path, f"temp-{number:010d}")
         if not tf.io.gfile.exists(path):
-            tf.io.gfile.makedirs(path)
+            storage.make_directory(path)
             return path
         number += 1
 

@@ -50,6 +50,7 @@ import dataclasses
 import gc
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -65,9 +66,14 @@ from tfdist.cluster import Cluster
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, InProcessLoop, Loop
+from tfdist.peers import Peers
 from tfdist.recovery import Remedy
 from tfdist.saving_hooks import CheckpointSaverHook
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.strategy import (
+    multi_worker_strategy,
+    parameter_server_strategy,
+    placed_scope,
+)
 from tfdist.summary_hooks import StepCounterHook, SummarySaverHook
 
 _log = logging.getLogger(__name__)
@@ -148,8 +154,11 @@ class MonitoredTrainingSession:
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        cluster: With parameter servers, of which this process is the chief.
-            Default: `tf.distribute.get_strategy()` in this process.
+        cluster: With parameter servers, of which this process is the chief;
+            or without any, for all-reduce: then each task has a session, and
+            `is_chief` is what the cluster says.
+        strategy: Where there is no cluster. Default:
+            `tf.distribute.get_strategy()`.
 
     Attributes:
         step: Steps applied in the job so far.
@@ -183,14 +192,21 @@ class MonitoredTrainingSession:
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
         cluster: Cluster | None = None,
+        strategy: tf.distribute.Strategy | None = None,
     ) -> None:
+        several = cluster is not None and cluster.is_distributed
+        self._cluster = cluster if several and cluster.num_ps else None
+        self._all_reduce = cluster if several and not cluster.num_ps else None
+        if self._all_reduce:
+            is_chief = cluster.is_chief
         self.step = 0
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
         self.secs_in_steps = 0.0
         self._build_fn = build_fn
         self._is_chief = is_chief
-        self._cluster = cluster if cluster and cluster.num_ps else None
+        self._strategy = strategy
+        self._peers: Peers | None = None
         self._max_wait_secs = max_wait_secs
         self._grace_secs = stop_grace_period_secs
         self._stop = False
@@ -231,7 +247,9 @@ class MonitoredTrainingSession:
             hook.begin()
         if self._cluster:
             servers.refuse_second_chief(self._cluster)
-        self._sigterm = recovery.Sigterm(enabled=is_chief)
+        self._sigterm = recovery.Sigterm(
+            enabled=is_chief or self._all_reduce is not None
+        )
         try:
             self._recovering(lambda: None)
         except BaseException:
@@ -294,6 +312,8 @@ class MonitoredTrainingSession:
                 hook.end(self)
             self._coord.request_stop()
             self._coord.join(stop_grace_period_secs=self._grace_secs)
+            if self._peers:
+                self._part()
         except tf.errors.OpError as error:
             if self._cluster and self._health.look():
                 recovery.restart_process(str(error))
@@ -356,6 +376,7 @@ class MonitoredTrainingSession:
             max_to_keep,
             keep_checkpoint_every_n_hours,
             iterator_fn=self._iterator,
+            before_save=self._save_positions,
         )
 
     def _iterator(self) -> tf.data.Iterator | None:
@@ -368,14 +389,22 @@ class MonitoredTrainingSession:
 
     def _run(self) -> dict[str, float]:
         """One round of hooks and steps."""
+        told = None
+        if self._follows:
+            told = self._follow()
+            if told is None:
+                self.request_stop()
+                return {}
         around = Round(self.hooks, self)
         first_step = self._loop.step
-        logs = self._run_steps(first_step)
+        logs = self._run_steps(first_step, told)
         if self.step > first_step or not self._input_ended:
             around.end(logs)
+        self._failures.report(self.step)
+        if self._follows:
+            return logs  # What comes now is for the leader to say.
         if around.stop_requested or self._input_ended:
             self.request_stop()
-        self._failures.report(self.step)
         if self._sigterm.received:
             self.settle()
             for hook in self.hooks:
@@ -384,10 +413,14 @@ class MonitoredTrainingSession:
             self._sigterm.leave()
         return logs
 
-    def _run_steps(self, first_step: int) -> dict[str, float]:
+    def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:
         start = time.monotonic()
         try:
-            num_steps, ahead = self._num_steps(first_step)
+            num_steps, ahead = told, 0
+            if told is None:
+                num_steps, ahead = self._num_steps(first_step)
+                if self._peers:
+                    self._peers.tell(run=num_steps)
             logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
             self._input_ended = True
@@ -408,7 +441,7 @@ class MonitoredTrainingSession:
         if isinstance(self._loop, _FunctionLoop):
             return 1, 0
         soon = max(100, int(self._steps_per_sec * _CHUNK_SECS))
-        if self._cluster and not self._steps_per_sec:
+        if (self._cluster or self._peers) and not self._steps_per_sec:
             soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
@@ -426,6 +459,58 @@ class MonitoredTrainingSession:
         if self._health:
             self._health.check()
         self._sigterm.leave_when_late()
+
+    # --- With others, in all-reduce ------------------------------------------
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another process says what comes next."""
+        return self._all_reduce is not None and not self._is_chief
+
+    def _follow(self) -> int | None:
+        """How many steps the leader runs now; None: no more."""
+        while True:
+            command = self._peers.next(self._watch)
+            if "run" in command:
+                return command["run"]
+            if "save" not in command:
+                return None
+            position = self.checkpoints(self._own_directory)
+            position.save_position(command["save"])
+            self._peers.announce(f"saved/{command['save']}")
+
+    def _save_positions(self, step: int) -> None:
+        """Has the others save where they are in data of their own."""
+        if self._peers and self._loop.own_batches:
+            self._peers.tell(save=step)
+            self._peers.wait_for_others(f"saved/{step}", self._watch)
+
+    @property
+    def _own_directory(self) -> str:
+        """Where a process that is not the leader keeps its input's position."""
+        name = self._peers.name.replace(":", "-")
+        return os.path.join(self.checkpoint_dir, "inputs", name)
+
+    def _part(self) -> None:
+        """Ends together: the leader's process keeps what all others read."""
+        if self._follows:
+            self._peers.announce("end")
+        else:
+            self._peers.tell(end=True)
+            self._peers.wait_for_others("end", self._watch)
+
+    def _restore_as_told(self) -> None:
+        """Restores what the leader has restored."""
+        path = self._peers.next(self._watch)["restored"]
+        if path is None:
+            return
+        checkpoints = self.checkpoints(self.checkpoint_dir)
+        if self._loop.own_batches:
+            own = os.path.join(self._own_directory, os.path.basename(path))
+            checkpoints.restore_from(path, position=own)
+        else:
+            checkpoints.restore_from(path, position=path)
+        self.restored_from = path
 
     # --- Recovery ------------------------------------------------------------
 
@@ -448,7 +533,9 @@ class MonitoredTrainingSession:
         lost = dict(getattr(error, "lost", {}))
         if self._health:
             lost |= self._health.look()
-        remedy = recovery.remedy(error, lost, self._failures.count)
+        remedy = recovery.remedy(
+            error, lost, self._failures.count, in_sync=bool(self._all_reduce)
+        )
         if remedy is Remedy.RAISE:
             raise error
         self._sigterm.leave()
@@ -460,7 +547,7 @@ class MonitoredTrainingSession:
             self.step,
             reason,
         )
-        if remedy is Remedy.RESTART and self._cluster:
+        if remedy is Remedy.RESTART and (self._cluster or self._all_reduce):
             recovery.restart_process(reason)
         self._end()
         self._ending = self._loop or self._ending
@@ -471,9 +558,14 @@ class MonitoredTrainingSession:
         # The functions of before, which a traceback may have held until now,
         # must not be sent to the servers again.
         gc.collect()
-        strategy = tf.distribute.get_strategy()
+        strategy = self._strategy or tf.distribute.get_strategy()
         if self._cluster:
             strategy = self._connect(self._cluster)
+        elif self._all_reduce:
+            strategy = multi_worker_strategy(
+                self._all_reduce, self._max_wait_secs
+            )
+            self._peers = Peers(self._all_reduce)
         self._steps_per_sec = 0.0
         trainable = self._build(strategy)
         self._check_same_variables(trainable)
@@ -481,9 +573,13 @@ class MonitoredTrainingSession:
         loop = trainable.step if is_loop else _FunctionLoop(trainable)
         self._loop, self._trainable = loop, trainable
         self._failures.lap("built")
-        if self.checkpoint_dir:
+        if self.checkpoint_dir and not self._follows:
             self._restore()
             self._failures.lap("restored")
+        if self._peers and not self._follows:
+            self._peers.tell(restored=self.restored_from)
+        elif self._peers:
+            self._restore_as_told()
         self.settle()
         for hook in self.hooks:
             hook.after_create_session(self, self._coord)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import strategy as strategy_lib
 from tfdist.cluster import Cluster
 from tfdist.exporters import Exporter
 from tfdist.input_fns import InputFn
@@ -78,6 +79,12 @@ class RunConfig:
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request (decision D4).
             Default: up to ten, fewer for models of many variables.
+        strategy: How the training is distributed: "ps" (parameter servers),
+            "multi_worker_mirrored" (all-reduce between processes), "mirrored"
+            (between the GPUs of this one, or, without any, its logical CPUs),
+            "tpu", "one_device"; or a `tf.distribute` strategy whose replicas
+            this process drives alone. Default: "auto": what the cluster is
+            made for; in one process "mirrored" where there are several GPUs.
         placement: Which parameter server holds a variable: "round_robin",
             "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
             a callable from a `VariableSpec` to the index of a server.
@@ -109,6 +116,7 @@ class RunConfig:
     keep_checkpoint_every_n_hours: float | None = 10000
     log_step_count_steps: int | None = 100
     steps_per_dispatch: int | None = None
+    strategy: str | tf.distribute.Strategy = "auto"
     placement: str | Callable[[VariableSpec], int] = "round_robin"
     session_creation_timeout_secs: float = 600.0
     evaluator_timeout_secs: float = 600.0
@@ -141,6 +149,7 @@ class RunConfig:
         ):
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
+        strategy_lib.check(self.strategy, self.cluster)
 
     def _resolve_defaults(self) -> None:
         """Seconds between checkpoints, unless one of the two was given."""
@@ -178,6 +187,13 @@ class RunConfig:
     def saves_checkpoints(self) -> bool:
         """Whether there is any checkpoint."""
         return bool(self.save_checkpoints_steps or self.save_checkpoints_secs)
+
+    @property
+    def strategy_name(self) -> str:
+        """What `strategy` comes to: "auto" resolved, an object's class."""
+        if isinstance(self.strategy, str):
+            return strategy_lib.resolved(self.strategy, self.cluster)
+        return type(self.strategy).__name__
 
     @property
     def cluster_spec(self) -> tf.train.ClusterSpec:

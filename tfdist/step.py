@@ -179,9 +179,11 @@ class ModelStep:
         dense = list(itertools.islice(values, len(exchange.dense)))
         moving = list(itertools.islice(values, len(self._moving)))
         rates, iteration = self._learning_rates(step, list(values))
+        # No two replicas draw the same random numbers.
+        number = [step, *([self._replicas.index()] if self._replicas else [])]
         gradients, rows, deltas, states = self._compute(
             batch,
-            step,
+            number,
             dense,
             moving,
             pulled.rows,
@@ -306,7 +308,7 @@ class ModelStep:
     def _gradients(
         self,
         batch: Batch,
-        step: tf.Tensor,
+        number: list[tf.Tensor],
         dense: list[tf.Tensor],
         moving: list[tf.Tensor],
         rows: list[tf.Tensor],
@@ -330,7 +332,7 @@ class ModelStep:
             [
                 *zip(self._exchange.dense, dense, strict=True),
                 *zip(self._moving, moving, strict=True),
-                *((v, self._seed(v, step)) for v in self._seeds),
+                *((v, _fold_in(v, *number)) for v in self._seeds),
             ],
         )
         calls = list(zip(self._tables[True], lengths, strict=True))
@@ -372,16 +374,12 @@ class ModelStep:
         compiled = self.model.jit_compile and not (
             self._tables[True] or strings
         )
-        if self._replicas and not compiled:
-            # Layers may speak with their replicas, which no function may.
+        if self._replicas and not compiled and _is_synchronized(self.model):
+            # No function may wait for the other replicas of this process.
             return self._gradients
         return tf.function(
             self._gradients, autograph=False, jit_compile=compiled or None
         )
-
-    def _seed(self, seed_state: keras.Variable, step: tf.Tensor) -> tf.Tensor:
-        """This step's seed of one generator; no replica has another's."""
-        return _fold_in(seed_state, step, self._replicas)
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -615,18 +613,25 @@ def _is_seed(variable: keras.Variable) -> bool:
     return variable.path.endswith(SEED_STATE_NAME)
 
 
-def _fold_in(
-    seed_state: keras.Variable, step: tf.Tensor, replicas: Replicas | None
-) -> tf.Tensor:
+def _is_synchronized(model: keras.Model) -> bool:
+    """Whether a layer looks at the batches of all replicas."""
+    return any(
+        getattr(layer, "synchronized", False)
+        or (hasattr(layer, "layers") and _is_synchronized(layer))
+        for layer in model.layers
+    )
+
+
+def _fold_in(seed_state: keras.Variable, *numbers: tf.Tensor) -> tf.Tensor:
     """This step's seed of one generator, from its state at the start.
 
     The state is read once, while the step is traced: it never changes.
     """
     with tf.init_scope():
         start = seed_state.numpy()
-    folded = tf.random.fold_in(tf.cast(start, tf.int64), step)
-    if replicas:
-        folded = tf.random.fold_in(folded, replicas.index())
+    folded = tf.cast(start, tf.int64)
+    for number in numbers:
+        folded = tf.random.fold_in(folded, number)
     return tf.cast(folded, seed_state.dtype)
 
 

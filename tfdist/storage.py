@@ -4,6 +4,7 @@
 failed (no answer, HTTP 409, 429, 5xx) ten times, over some three minutes, and
 then raises `AbortedError`. It does not hide that
 
+* `makedirs` looks for ever for the parent of a bucket that does not exist;
 * `rmtree` takes a folder for missing if the first look at it fails;
 * the size of a file is remembered for five seconds, so that what another
   process replaced meanwhile is read cut off, or raises `InternalError`;
@@ -32,8 +33,9 @@ _ADVICE = (
     (
         tf.errors.PermissionDeniedError,
         "response code 403",
-        "The account that TensorFlow uses may not do this. Grant it the role "
-        "`roles/storage.objectUser` on the bucket.",
+        "The account that TensorFlow uses may not do this. Grant it on the "
+        "bucket the roles `roles/storage.objectUser` and, for TensorFlow asks "
+        "whether there is such a bucket, `roles/storage.legacyBucketReader`.",
     ),
     (
         tf.errors.NotFoundError,
@@ -90,7 +92,7 @@ def check_writable(directory: str) -> None:
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
     try:
-        tf.io.gfile.makedirs(directory)
+        make_directory(directory)
         with tf.io.gfile.GFile(probe, "w") as file:
             file.write("")
         tf.io.gfile.remove(probe)
@@ -99,6 +101,21 @@ def check_writable(directory: str) -> None:
             f"model_dir {directory!r} cannot be written: {error.message} "
             + advice(directory, error)
         ) from error
+
+
+def make_directory(path: str) -> None:
+    """Makes a directory and its parents, where they are missing.
+
+    Raises:
+        NotFoundError: there is no such bucket.
+    """
+    if path.startswith("gs://") and not tf.io.gfile.exists(path):
+        bucket = "/".join(path.split("/")[:3])
+        if not tf.io.gfile.exists(bucket):
+            raise tf.errors.NotFoundError(
+                None, None, f"The bucket {bucket} does not exist."
+            )
+    tf.io.gfile.makedirs(path)
 
 
 def read_text(path: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import servers
-from tfdist._private import expire_remote_state_after
+from tfdist._private import expire_remote_state_after, leave_together
 from tfdist.cluster import Cluster
 from tfdist.placement import (
     GreedyLoadBalancingStrategy,
@@ -40,6 +40,8 @@ _CHIEF = "/job:chief/task:0/device:CPU:0"
 _KEEP_ALIVE_SECS = 60
 _CONNECT_SECS = 15.0
 _RETRY_SECS = 0.5
+# How long the processes of an all-reduce job wait for each other at the end.
+_LEAVE_SECS = 10.0
 
 
 def parameter_server_strategy(
@@ -89,37 +91,70 @@ STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps", "tpu")
 """What `RunConfig(strategy=...)` may name, beside "auto"."""
 
 
-def automatic(cluster: Cluster) -> str:
-    """The strategy where the user did not choose.
+SYNCHRONOUS = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.TPUStrategy,
+)
+"""Strategies whose replicas run each step together."""
 
-    What the cluster is made for, as its shape says; in one process, all GPUs
-    that it sees.
+
+def resolved(name: str, cluster: Cluster) -> str:
+    """A strategy's name, "auto" replaced by what fits.
+
+    That is what the cluster is made for, as its shape says; in one process,
+    all GPUs that it sees.
     """
+    if name != "auto":
+        return name
     if cluster.num_ps:
         return "ps"
     if cluster.is_distributed:
         return "multi_worker_mirrored"
-    several = len(tf.config.list_logical_devices("GPU")) > 1
+    several = len(tf.config.list_physical_devices("GPU")) > 1
     return "mirrored" if several else "one_device"
 
 
-def check_strategy(name: str, cluster: Cluster) -> None:
-    """Refuses a strategy that the cluster is not made for.
+def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
+    """Refuses a strategy that there is not, or that the cluster is not for.
 
     Raises:
+        TypeError: it is neither a name nor a strategy.
         ValueError: naming what there is and what is needed.
     """
-    needs = {
-        "ps": bool(cluster.num_ps),
+    if not isinstance(strategy, str | tf.distribute.Strategy):
+        raise TypeError(
+            "Argument `strategy` must be a string or a tf.distribute.Strategy. "
+            f"Received: strategy={strategy!r}."
+        )
+    connects = (
+        tf.distribute.ParameterServerStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+    )
+    if isinstance(strategy, connects):
+        raise ValueError(
+            f"A {type(strategy).__name__} is made by tfdist itself, and anew "
+            "after a failure. Use strategy='auto'."
+        )
+    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
+        raise ValueError(
+            "Argument `strategy` must be 'auto' or one of "
+            f"{', '.join(map(repr, STRATEGIES))}. Received: "
+            f"strategy={strategy!r}."
+        )
+    fits = {
+        "auto": True,
+        "ps": cluster.num_ps > 0,
         "multi_worker_mirrored": cluster.is_distributed and not cluster.num_ps,
     }
-    fits = needs.get(name, cluster.role in ("local", "evaluator"))
-    if not fits:
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    alone = cluster.role == "local"
+    if cluster.role != "evaluator" and not fits.get(name, alone):
         raise ValueError(
-            f"Strategy {name!r} does not fit the cluster, which is: {cluster}. "
-            "'ps' needs a chief, workers and parameter servers, "
-            "'multi_worker_mirrored' a chief and workers without any, the "
-            "others one process."
+            f"Strategy {name!r} does not fit this process, which is {cluster}. "
+            "'ps' needs a cluster with parameter servers, "
+            "'multi_worker_mirrored' one of a chief and workers alone, the "
+            "others no cluster."
         )
 
 
@@ -178,6 +213,12 @@ def multi_worker_strategy(
         task_type=cluster.task_type,
         task_id=cluster.task_index,
         rpc_layer="grpc",
+    )
+    leader = next(iter(cluster.tasks))
+    leave_together(
+        {job: len(tasks) for job, tasks in cluster.tasks.items()},
+        f"/job:{leader}/replica:0/task:0",
+        _LEAVE_SECS,
     )
     connected = threading.Event()
     watchdog = threading.Thread(

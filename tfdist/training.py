@@ -84,8 +84,16 @@ def train_and_evaluate(
             "RunConfig. Received: None or 0 for both."
         )
     cluster = estimator.config.cluster
-    if cluster.role in ("worker", "ps"):
+    on_ps = estimator.config.strategy_name == "ps"
+    if on_ps and cluster.role in ("worker", "ps"):
         servers.serve(cluster)
+        return None, []
+    if cluster.role == "worker":
+        estimator.train(
+            train_spec.input_fn,
+            train_spec.hooks,
+            max_steps=train_spec.max_steps,
+        )
         return None, []
     evaluator = Evaluator(
         estimator.model_fn,
@@ -104,7 +112,7 @@ def train_and_evaluate(
         )
         return evaluator.metrics, evaluator.exports
     result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
-    if cluster.role == "chief":
+    if on_ps:
         # Only now: after an error the servers wait for the chief's restart.
         servers.release(cluster)
     return result
@@ -126,7 +134,7 @@ def _train_and_evaluate(
                 evaluator,
                 eval_spec,
                 train_spec.max_steps,
-                has_workers=config.cluster.role == "chief",
+                has_workers=config.strategy_name == "ps",
             )
         )
     estimator.train(

@@ -13,7 +13,7 @@ import numbers
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -85,8 +85,8 @@ class Workload:
         input_secs: What one machine takes to prepare a batch of `batch_size`.
 
     Raises:
-        TypeError, ValueError: A number is none, negative, infinite, or
-            `rows_bytes` exceeds `table_bytes`.
+        TypeError, ValueError: A number is none, negative or infinite, or a
+            part (`rows_bytes`, `largest_bytes`) exceeds its whole.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, slot_bytes=8e6)
@@ -180,42 +180,25 @@ class Workload:
             if callable(model_fn)
             else model_fn  # `describe` says what is wrong.
         )
-        tables = collections.defaultdict(list)
-        for spec in specs:
-            if _is_table(spec):
-                tables[_table_name(spec)].append(spec)
         others = [spec for spec in specs if not _is_table(spec)]
-        dense = [spec for spec in others if spec.trainable]
-        fixed = [spec for spec in others if not spec.trainable]
-        unknown = sorted(set(rows_per_step or {}) - set(tables))
-        if unknown:
-            raise ValueError(
-                "Argument `rows_per_step` must name tables. Received: "
-                f"{unknown}; the model's tables are {sorted(tables)}."
-            )
-        rows = {
-            name: batch_size * shapes.ids.get(name.rpartition("/")[0], 1)
-            for name in tables
-        } | dict(rows_per_step or {})
-        weights = sum(s.num_elements for s in others if _is_weight(s.dtype))
+        dense = [_num_bytes(spec) for spec in others if spec.trainable]
+        fixed = [_num_bytes(spec) for spec in others if not spec.trainable]
+        weights = shapes.more_weights + sum(
+            spec.num_elements for spec in others if _is_weight(spec.dtype)
+        )
+        numbers = _FLOAT_BYTES * batch_size
         return cls(
             batch_size=batch_size,
-            dense_bytes=sum(map(_num_bytes, dense)),
-            table_bytes=sum(_num_bytes(s) for t in tables.values() for s in t),
-            rows_bytes=sum(
-                _read_bytes(shards, rows[name])
-                for name, shards in tables.items()
+            dense_bytes=sum(dense),
+            table_bytes=sum(_num_bytes(s) for s in specs if _is_table(s)),
+            rows_bytes=_rows_bytes(
+                specs, shapes, batch_size, dict(rows_per_step or {})
             ),
-            slot_bytes=sum(map(_num_bytes, fixed))
-            + sum(s.num_slots * _num_bytes(s) + s.extra_bytes for s in specs),
-            largest_bytes=max(map(_num_bytes, dense), default=0),
-            activation_bytes=_FLOAT_BYTES * batch_size * sum(shapes.outputs),
-            boundary_bytes=_FLOAT_BYTES
-            * batch_size
-            * statistics.fmean(shapes.outputs or [0]),
-            flops=_FLOPS_PER_WEIGHT
-            * batch_size
-            * (weights + shapes.more_weights),
+            slot_bytes=sum(fixed) + sum(map(_slot_bytes, specs)),
+            largest_bytes=max(dense, default=0),
+            activation_bytes=numbers * sum(shapes.outputs),
+            boundary_bytes=numbers * statistics.fmean(shapes.outputs or [0]),
+            flops=_FLOPS_PER_WEIGHT * batch_size * weights,
         )
 
 
@@ -236,10 +219,33 @@ def _num_bytes(spec: VariableSpec) -> int:
     return spec.num_elements * tf.as_dtype(spec.dtype).size
 
 
-def _read_bytes(shards: list[VariableSpec], rows: int) -> float:
-    table_rows = sum(spec.num_rows for spec in shards)
-    table_bytes = sum(map(_num_bytes, shards))
-    return table_bytes * min(1.0, rows / max(1, table_rows))
+def _slot_bytes(spec: VariableSpec) -> int:
+    return spec.num_slots * _num_bytes(spec) + spec.extra_bytes
+
+
+def _rows_bytes(
+    specs: Sequence[VariableSpec],
+    shapes: _Shapes,
+    batch_size: int,
+    rows_per_step: dict[str, int],
+) -> float:
+    """Bytes of the different rows that a step reads, of all tables."""
+    tables = collections.defaultdict(list)
+    for spec in filter(_is_table, specs):
+        tables[_table_name(spec)].append(spec)
+    unknown = sorted(set(rows_per_step) - set(tables))
+    if unknown:
+        raise ValueError(
+            "Argument `rows_per_step` must name tables. Received: "
+            f"{unknown}; the model's tables are {sorted(tables)}."
+        )
+    total = 0.0
+    for name, shards in tables.items():
+        ids = batch_size * shapes.ids.get(name.rpartition("/")[0], 1)
+        num_rows = max(1, sum(spec.num_rows for spec in shards))
+        share = min(1.0, rows_per_step.get(name, ids) / num_rows)
+        total += share * sum(map(_num_bytes, shards))
+    return total
 
 
 class _Shapes:

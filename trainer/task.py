@@ -271,7 +271,6 @@ class _JsonFormatter(logging.Formatter):
             {
                 "severity": record.levelname,
                 "message": super().format(record),
-                "time": f"{record.created:.3f}",
                 "logger": record.name,
             }
         )

@@ -1,0 +1,137 @@
+"""What every process of test_all_reduce.py runs.
+
+    python -m tests.all_reduce_job --model_dir=DIRECTORY [--max_steps=...]
+
+A small model with tables, dropout and batch normalization, on an input whose
+order is shuffled and whose every example differs: any step that is repeated or
+left out shows in the weights. Each process prints a digest of its own weights
+at the end.
+"""
+
+import argparse
+import functools
+import hashlib
+import logging
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+ROWS = 50
+
+
+def model_fn(args):
+    x = keras.Input([4], name="x")
+    ids = keras.Input([3], dtype="int64", name="ids")
+    rows = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)(ids)
+    both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
+    hidden = keras.layers.Dense(args.units, "relu")(both)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    hidden = keras.layers.Dropout(0.2)(hidden)
+    output = keras.layers.Dense(1, "sigmoid")(hidden)
+    model = keras.Model({"x": x, "ids": ids}, output)
+    model.compile(
+        keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["auc"]
+    )
+    return model
+
+
+def examples(size=512):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[size, 4]).astype("float32")
+    ids = rng.integers(0, ROWS, [size, 3])
+    y = (x.sum(1) + np.sin(ids).sum(1) > 0).astype("float32")
+    return {"x": x, "ids": ids}, y[:, None]
+
+
+def global_batches(args):
+    """The same everywhere; each process takes its share of every batch."""
+    dataset = tf.data.Dataset.from_tensor_slices(examples())
+    return dataset.shuffle(100).repeat(args.epochs).batch(48)
+
+
+def own_batches(args, context):
+    """A part of the examples for each process, in batches of its own."""
+    dataset = tf.data.Dataset.from_tensor_slices(examples())
+    dataset = dataset.shard(
+        context.num_input_pipelines, context.input_pipeline_id
+    )
+    dataset = dataset.shuffle(100).repeat(args.epochs)
+    return dataset.batch(context.get_per_replica_batch_size(48))
+
+
+class Pace(tfdist.SessionRunHook):
+    """Gives a test the time to do harm."""
+
+    def __init__(self, secs):
+        self._secs = secs
+
+    def steps_until_next(self, step):
+        return 5
+
+    def after_run(self, run_context, run_values):
+        time.sleep(self._secs)
+
+
+class Digest(tfdist.SessionRunHook):
+    """Prints what the weights are at the end, in this process."""
+
+    def end(self, session):
+        digest = hashlib.sha256()
+        for _, variable in sorted(session.variables.items()):
+            parts = getattr(variable, "variables", [variable])
+            for part in parts:
+                digest.update(part.numpy().tobytes())
+        print(f"step {session.step} digest {digest.hexdigest()}", flush=True)
+
+
+def flags():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model_dir", required=True)
+    parser.add_argument("--max_steps", type=int)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--save_steps", type=int, default=20)
+    parser.add_argument("--wait_secs", type=float, default=60.0)
+    parser.add_argument("--pace_secs", type=float, default=0.0)
+    parser.add_argument("--own_batches", action="store_true")
+    # Another number than in the other processes is another program.
+    parser.add_argument("--units", type=int, default=16)
+    return parser.parse_args()
+
+
+def main():
+    args = flags()
+    logging.basicConfig(format="%(levelname)s %(message)s", force=True)
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+    input_fn = functools.partial(global_batches, args)
+    if args.own_batches:
+
+        def input_fn(context):
+            return own_batches(args, context)
+
+    hooks = [Digest()]
+    if args.pace_secs:
+        hooks.append(Pace(args.pace_secs))
+    config = tfdist.RunConfig(
+        args.model_dir,
+        tf_random_seed=1,
+        save_checkpoints_steps=args.save_steps,
+        log_step_count_steps=10,
+        session_creation_timeout_secs=args.wait_secs,
+    )
+    result = tfdist.train_and_evaluate(
+        tfdist.Estimator(functools.partial(model_fn, args), config),
+        tfdist.TrainSpec(input_fn, args.max_steps, hooks),
+        tfdist.EvalSpec(
+            lambda: tf.data.Dataset.from_tensor_slices(examples()).batch(64),
+            throttle_secs=3600,
+        ),
+    )
+    print(f"result {result}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

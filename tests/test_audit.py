@@ -1,0 +1,201 @@
+"""tfdist/audit.py."""
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import audit
+
+SIZE, BATCH = 48, 4
+
+
+def numbers():
+    return tf.data.Dataset.range(SIZE)
+
+
+def batches(dataset):
+    return dataset.batch(BATCH).map(lambda x: ({"x": x, "zero": 0 * x}, x % 2))
+
+
+def in_order():
+    return batches(numbers())
+
+
+def unsharded(context):
+    """Every worker the same, and RunConfig's seed shuffles them alike."""
+    return batches(numbers().shuffle(SIZE).repeat())
+
+
+def sharded(context):
+    mine = numbers().shard(
+        context.num_input_pipelines, context.input_pipeline_id
+    )
+    return batches(mine.shuffle(SIZE).repeat())
+
+
+def own_seed(context):
+    """All of the data, in an order of its own: shares nothing by the step."""
+    seed = tf.cast(context.input_pipeline_id, tf.int64)
+    return batches(numbers().shuffle(SIZE, seed=seed).repeat())
+
+
+def not_shuffled(context):
+    return batches(
+        numbers().shard(context.num_input_pipelines, context.input_pipeline_id)
+    )
+
+
+def forgets_some(context):
+    return sharded(context).map(lambda f, y: (f, y)).take(5)
+
+
+@pytest.mark.parametrize("index_as_tensor", [False, True])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_mistake_is_shown(workers, index_as_tensor):
+    found = audit.audit(
+        unsharded, workers, seed=1, index_as_tensor=index_as_tensor
+    )
+    np.testing.assert_array_equal(found.at_the_same_step, 1.0)
+    np.testing.assert_array_equal(found.in_all, 1.0)
+    (problem,) = found.problems()
+    assert "Workers 0 and 1 read the same examples" in problem
+    assert f"`unsharded` ({__file__}:" in problem
+    assert problem == audit.check_workers_differ(
+        unsharded, workers, seed=1, index_as_tensor=index_as_tensor
+    )
+
+
+@pytest.mark.parametrize("index_as_tensor", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_shards_differ(workers, index_as_tensor):
+    found = audit.audit(
+        sharded,
+        workers,
+        in_order=in_order,
+        seed=1,
+        index_as_tensor=index_as_tensor,
+    )
+    np.testing.assert_array_equal(found.at_the_same_step, np.eye(workers))
+    np.testing.assert_array_equal(found.in_all, np.eye(workers))
+    assert not len(found.unread)
+    assert not found.problems()
+    assert min(found.spread) > 0.5
+    for places in found.places():
+        assert len(set(places)) == SIZE // workers
+    assert audit.check_workers_differ(sharded, workers, seed=1) is None
+
+
+def test_a_seed_of_its_own():
+    found = audit.audit(own_seed, 2, seed=1)
+    assert found.in_all[0, 1] == 1.0
+    assert found.at_the_same_step[0, 1] < 0.5
+    assert not found.problems()
+    assert audit.check_workers_differ(own_seed, 2) is None
+
+
+def test_without_a_seed_in_this_process():
+    """The seed stays what it was: none, so chance makes the workers differ."""
+    audit.audit(unsharded, 2, num_batches=1, seed=1)
+    assert tf.compat.v1.get_seed(None)[0] is None
+    assert audit.audit(unsharded, 2).at_the_same_step[0, 1] < 0.9
+
+
+def test_not_shuffled():
+    found = audit.audit(not_shuffled, 2, in_order=in_order)
+    assert max(found.spread) < 0.2
+    (problem,) = found.problems()
+    assert "Worker 0, 1 reads in the order of the files" in problem
+    assert np.isnan(audit.audit(not_shuffled, 2).spread).all()
+
+
+def test_what_nobody_reads():
+    found = audit.audit(forgets_some, 2, in_order=in_order)
+    assert len(found.unread) == SIZE - 2 * 5 * BATCH
+    read = np.concatenate(found.places())
+    assert sorted({*read, *found.unread}) == list(range(SIZE))
+    assert f"Nobody reads 8 of {SIZE} examples (places " in found.problems()[0]
+
+
+def test_table_and_picture(tmp_path):
+    found = audit.audit(unsharded, 3, 5, seed=1)
+    table = found.table()
+    assert "3 workers of input function `unsharded`" in table
+    assert "     1   100%      -   100%" in table
+    assert "problem: Workers 0 and 1" in table
+    path = tmp_path / "audit.png"
+    found.plot(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    lines = audit.audit(unsharded, 3, 5, seed=1, in_order=in_order).table()
+    assert f"of {SIZE} (places" in lines
+
+
+def test_key_and_composite_tensors():
+    ragged = tf.ragged.constant([[1], [1, 2], [1]])
+    sparse = tf.sparse.from_dense([[0, 1], [0, 0], [0, 1]])
+    strings = tf.constant([["a", "bc"], ["ab", "c"], ["a", "bc"]])
+    for tensor in (ragged, sparse, strings, tf.constant([0.5, 1.5, 0.5])):
+        batch = {"t": tensor, "n": tf.constant([1, 2, 3])}
+        one, two, three = audit.fingerprints(batch, "t")
+        assert one == three != two
+        assert len({*audit.fingerprints(batch)}) == 3
+
+
+def no_batches():
+    return numbers()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (functools.partial(audit.audit, sharded, 0), "`num_workers` must be"),
+        (functools.partial(audit.audit, sharded, 1, 0), "`num_batches` must"),
+        (
+            functools.partial(audit.audit, sharded, 1, key="z"),
+            r"`key` must name a feature: \['x', 'zero'\]. Received: key='z'",
+        ),
+        (functools.partial(audit.audit, no_batches, 1), "must give batches"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_check_says_nothing_about_what_tells_nothing():
+    def constant():
+        return tf.data.Dataset.from_tensors(tf.ones([4])).repeat()
+
+    assert audit.check_workers_differ(constant, 2) is None
+    assert audit.check_workers_differ(unsharded, 1, seed=1) is None
+    empty = functools.partial(lambda: numbers().batch(4).take(0))
+    assert audit.check_workers_differ(empty, 2) is None
+
+
+def test_command_line(capsys, tmp_path):
+    picture = tmp_path / "a.png"
+    flags = ["--workers=2", "--seed=1", "--batches=3", f"--plot={picture}"]
+    assert audit.main([f"--input={__name__}:unsharded", *flags]) == 1
+    assert "problem: Workers 0 and 1" in capsys.readouterr().out
+    assert picture.exists()
+    assert audit.main([f"--input={__name__}:sharded", "--workers=2"]) == 0
+    for bad in ("nobody", "no.such:f", f"{__name__}:no"):
+        with pytest.raises(SystemExit, match="2"):
+            audit.main([f"--input={bad}"])
+        assert f"Received: --input={bad}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["tfdist.inputs", "tfdist.audit"])
+def test_programs(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "without a cluster" in done.stdout
