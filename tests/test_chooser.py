@@ -305,6 +305,23 @@ def test_the_largest_weight_has_one_server():
     assert split.examples_per_sec > whole.examples_per_sec
 
 
+def test_all_reduce_gathers_the_rows_of_all():
+    step = dataclasses.replace(WIDE_AND_DEEP, dense_bytes=0.0)
+    there = Machines(count=8, bandwidth=1e9, latency=0.001)
+    made = by_name(step, there)["multi_worker_mirrored"]
+    assert made.wire_secs == pytest.approx(7 * (131072 / 1e9 + 0.001))
+
+
+def test_a_model_that_fits_is_not_partitioned():
+    """Not even where a pipeline would do more than copies."""
+    step = Workload(batch_size=64, dense_bytes=10e9, compute_secs=1.0)
+    there = Machines(kind="gpu", devices=8, device_bandwidth=1e9)
+    made = by_name(step, there)
+    fastest = max(made.values(), key=lambda e: e.examples_per_sec)
+    assert fastest.strategy == "model_parallel"
+    assert choose_strategy(step, there).strategy == "one_device"
+
+
 def test_lost_servers_cost_more_than_lost_workers():
     there = Machines(count=10, secs_between_failures=3600.0)
     kept = by_name(dataclasses.replace(RESNET, compute_secs=5.0), there)["ps"]
@@ -624,6 +641,21 @@ def test_a_layer_is_applied_at_every_position():
     assert step.flops == 6 * 2 * (conv + lstm + dense)
     assert step.activation_bytes == 4 * 2 * (256 + 256 + 5 + 1)
     assert step.boundary_bytes == step.activation_bytes / 4
+
+
+def test_fixed_weights_are_held_and_not_exchanged():
+    def model_fn():
+        frozen = keras.layers.Dense(7, use_bias=False, trainable=False)
+        layers = [keras.Input([3]), frozen, keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    step = Workload.of(model_fn, 1)
+    trained, fixed = 7 + 7 + 7 + 1, 21 + 7 + 7
+    assert step.dense_bytes == 4 * trained
+    assert step.slot_bytes == 4 * (2 * trained + fixed)
+    assert step.flops == 6 * (trained + fixed)
 
 
 def test_vgg16():

@@ -4,7 +4,6 @@ Recorded were the variables; each task gets a port of its own in place of 2222,
 because here all hosts are one.
 """
 
-import copy
 import json
 import os
 import shutil
@@ -14,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_kubernetes import pods
 from test_task_end_to_end import data_flags, write_csv
 
 from tfdist import tuning
+from tfdist.kubernetes import Job
 
 ROOT = Path(__file__).parent.parent
 MAX_STEPS = 40
@@ -117,11 +118,24 @@ def kubeflow(**replicas):
     }
 
 
+def kubernetes(**replicas):
+    """Task -> variables, as Kubernetes makes them of our plain objects."""
+    tasks = {}
+    for variables in pods(
+        Job(name="a", image="i", **replicas).plain()
+    ).values():
+        tf_config = json.loads(variables["TF_CONFIG"])
+        task = tf_config["task"]
+        tasks[f"{task['type']}:{task['index']}"] = {"TF_CONFIG": tf_config}
+    return tasks
+
+
 ENVIRONMENTS = {
     "Vertex AI": vertex(1, 2, 1, 1),
     "Vertex AI, a master and no evaluator": vertex(1, 1, 2, chief="master"),
     "Vertex AI, CLUSTER_SPEC alone": vertex(1, 1, 1, 1, tf_config=False),
     "Kubeflow": kubeflow(chief=1, worker=1, ps=1, evaluator=1),
+    "Kubernetes": kubernetes(workers=1, ps=1),
 }
 
 
@@ -150,7 +164,7 @@ def on_loopback(tasks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_task_runs_to_the_end(directory, tmp_path, name):
-    hosts, tasks = on_loopback(copy.deepcopy(ENVIRONMENTS[name]))
+    hosts, tasks = on_loopback(ENVIRONMENTS[name])
     model_dir = tmp_path / "model"
     for variables in tasks.values():
         # As Vertex AI makes it of baseOutputDirectory, with a slash.

@@ -359,7 +359,7 @@ def test_json_on_a_store(server, folder):
         results.write_json(f"{folder}/result.json", value)
         assert results.read_json(f"{folder}/result.json") == value
     assert results.read_json(f"{folder}/absent.json") is None
-    assert names_in(server, folder) == ["", "result.json"]
+    assert names_in(server, folder) == ["result.json"]
 
 
 def test_a_folder_is_removed_though_the_first_look_fails(server, folder):

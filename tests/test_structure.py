@@ -14,7 +14,7 @@ FLOORS = {
     "variables lookups packing branch_and_bound splitting plans planner "
     "device_setter _private",
     1: "servers health fence staleness strategy embedding exchange routing "
-    "optimizers slots kernels multi_optimizer replicas peers model_parallel",
+    "optimizers slots kernels multi_optimizer replicas peers gates model_parallel",
     2: "step keras_step loop replicated_loop workers coordinated_loop recovery checkpoint "
     "hooks session_run_hook saving_hooks summary_hooks events progress "
     "early_stopping callbacks",

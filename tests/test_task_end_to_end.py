@@ -17,6 +17,7 @@ from test_cluster import MALFORMED_TF_CONFIGS
 
 from tfdist import checkpoint, processes
 from tfdist.events import read_scalars
+from trainer import task as trainer_task
 from trainer.click_log import auc
 
 ROOT = Path(__file__).parent.parent
@@ -211,6 +212,22 @@ def test_ctrl_c(directory):
     assert f"Training continues at step {step} from " in output
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("no such column"), 1),
+        (FileNotFoundError("no such file"), 1),
+        (tf.errors.InvalidArgumentError(None, None, "shape"), 1),
+        (TimeoutError("a task is missing"), 134),
+        (ConnectionResetError("while a data set was fetched"), 134),
+        (tf.errors.UnavailableError(None, None, "gone"), 134),
+        (tf.errors.AbortedError(None, None, "storage"), 134),
+    ],
+)
+def test_exit_code_says_whether_another_try_may_help(error, code):
+    assert trainer_task._exit_code(error) == code
+
+
 # --- Bad input ---------------------------------------------------------------
 
 
@@ -318,7 +335,7 @@ def test_a_worker_that_never_comes_up_is_named(directory):
         TF_CONFIG=f'{{"cluster": {{"chief": {chief}, "worker": {worker}, '
         f'"ps": {ps}}}, "task": {{"type": "chief", "index": 0}}}}',
     )
-    assert code == 1, output
+    assert code == 134, output  # Another try may help.
     assert "2 task(s) of the cluster did not come up within 3 s" in output
     assert f"worker:0 at 127.0.0.1:{ports[1]} (not up)" in output
     assert "Traceback" not in output

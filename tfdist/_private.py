@@ -286,3 +286,16 @@ def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
             for job, num in jobs.items()
         ],
     )
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer) -> list:
+    """The sums that `gradient_accumulation_steps` keeps, one per variable."""
+    return optimizer._accumulated_gradients
+
+
+def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """What `optimizer.iterations` is computed from, where it is no variable.
+
+    With `gradient_accumulation_steps` it counts steps, not updates.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations

@@ -249,7 +249,7 @@ class Checkpoints:
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
         restore(path, self._variables, exact=True)
-        if tf.train.checkpoint_exists(position):
+        if tf.io.gfile.exists(f"{position}.index"):
             self._restore_iterator(position)
 
     def _restore_iterator(self, path: str) -> None:

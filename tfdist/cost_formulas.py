@@ -20,7 +20,7 @@ def all_reduce_secs(
     >>> all_reduce_secs(100e6, 2, bandwidth=1e9, latency=0.0)
     0.1
     """
-    messages = 2 * (replicas - 1)
+    messages = 2 * (replicas - 1) if size else 0
     return messages * (size / replicas / bandwidth + latency)
 
 

@@ -31,6 +31,7 @@ class Layout:
         names: of all columns, in the order of the files.
         defaults: for each column a default, or a dtype if it must be present.
         header: whether the first line of a file names the columns.
+        origin: the file whose header they are from.
         field_delim: what is between two fields.
         use_quote_delim: whether fields may be quoted.
         na_value: what stands for a missing value, beside nothing.
@@ -39,6 +40,7 @@ class Layout:
     names: tuple[str, ...]
     defaults: tuple[Any, ...]
     header: bool = True
+    origin: str = ""
     field_delim: str = ","
     use_quote_delim: bool = True
     na_value: str = ""
@@ -119,9 +121,9 @@ class Layout:
         checked = check(
             tf.reduce_all(names == list(self.names)),
             where(path, "line", numbers[0]),
-            "expected a header with the columns ",
+            f"expected the header of {self.origin}, ",
             self.field_delim.join(self.names),
-            ", in this order. Received: ",
+            ". Received: ",
             tf.strings.substr(first, 0, 1000),
         )
         with tf.control_dependencies([checked]):
@@ -251,6 +253,7 @@ def infer(
             for name, values in zip(names, columns, strict=True)
         ),
         header=header,
+        origin=path,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,
         na_value=na_value,

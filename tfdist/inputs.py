@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import csv_records, record_files
-from tfdist.reading import Files, ReadOptions, batches
+from tfdist.reading import Files, Parse, ReadOptions, batches
 
 __all__ = [
     "ReadOptions",
@@ -204,15 +204,17 @@ def read_tfrecords(
         paths,
         _sources(paths),
         tf.data.TFRecordDataset,
-        expected=_expected(features),
+        expected=expected_example(features),
+        skips_errors=True,
     )
-    parse = _example_parser(features, label_key)
+    parse = example_parser(features, label_key)
     return batches(files, parse, batch_size, reading)
 
 
-def _example_parser(
+def example_parser(
     features: Mapping[str, Any] | None, label_key: str | None
-) -> Any:
+) -> Parse:
+    """From `tf.train.Example`s to features, or `(features, labels)`."""
     if label_key is not None and label_key not in (features or {}):
         raise ValueError(
             f"Argument `label_key` must be one of the features: "
@@ -231,7 +233,8 @@ def _example_parser(
     return parse
 
 
-def _expected(features: Mapping[str, Any] | None) -> str:
+def expected_example(features: Mapping[str, Any] | None) -> str:
+    """What a record must be, for errors."""
     listed = ", ".join(f"{k}: {v}" for k, v in (features or {}).items())
     return f"a tf.train.Example with {listed}"
 

@@ -104,7 +104,7 @@ def _fused_adam(
 ) -> bool:
     if optimizer.amsgrad:
         return False
-    steps = tf.cast(optimizer.iterations.value + 1, rate.dtype)
+    steps = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, rate.dtype)
     momentum, velocity = rule_slots(optimizer, variable)
     tf.raw_ops.ResourceApplyAdam(
         var=variable.value.handle,

@@ -14,7 +14,6 @@ process: `/job:worker/task:1/device:GPU:0`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +123,10 @@ class Pipeline(keras.Model):
         self.stages = own
         self.devices = rows
         self.num_micro_batches = num_micro_batches
-        self.supports_jit = False  # XLA compiles for one device.
+        self._zero_outputs = lambda: _zeros(outputs)
+        self._metrics_of: int | None = None
+        # XLA compiles for one device; Keras warns who asks for it.
+        self.supports_jit = False
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -150,20 +152,16 @@ class Pipeline(keras.Model):
 
         Raises:
             ValueError: the batch does not divide into micro-batches; the
-                model is compiled with `jit_compile=True`, or an optimizer that
-                `tfdist.optimizers.check` refuses.
+                optimizer scales the loss by what it finds, accumulates
+                gradients, or is one that `tfdist.optimizers` cannot apply.
             tf.errors.InvalidArgumentError: the batch does not divide, where
                 its size is known no earlier.
         """
-        if self.jit_compile:
-            raise ValueError(
-                "XLA compiles for one device, and a Pipeline has several. "
-                "Received: jit_compile=True in `compile`."
-            )
-        optimizers.check(self.optimizer)
+        _check_optimizer(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
         batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(*batch)
         passes = self._passes(*batch, Turns())
         with tf.device(self.stages[-1].device):
             logs = self._logs(*batch, passes)
@@ -214,6 +212,26 @@ class Pipeline(keras.Model):
         if self.optimizer is not None:
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
+
+    def _build_metrics(self, x: Any, y: Any, sample_weight: Any) -> None:
+        """Lets Keras make what it makes when it first sees a target.
+
+        While the passes are traced, it could not.
+        """
+        mean_loss = self._mean_loss()
+        if self._metrics_of == id(mean_loss):
+            return
+        with tf.init_scope():
+            x, y, sample_weight = _zeros((x, y, sample_weight))
+            y_pred = self._zero_outputs()
+            self.compute_loss(x, y, y_pred, sample_weight)
+            self.compute_metrics(x, y, y_pred, sample_weight)
+            self.reset_metrics()
+        self._metrics_of = id(mean_loss)
+
+    def _mean_loss(self) -> keras.metrics.Metric:
+        """Keras' metric of the loss; `compile` makes a new one."""
+        return next(m for m in self.metrics if m.name == "loss")
 
     def _passes(
         self, x: Any, y: Any, sample_weight: Any, turns: Turns
@@ -269,8 +287,7 @@ class Pipeline(keras.Model):
         """Loss and metrics of the whole batch, as Keras computes them."""
         set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
-        mean_loss = next(m for m in self.metrics if m.name == "loss")
-        mean_loss.update_state(
+        self._mean_loss().update_state(
             loss + tf.cast(passes.added_loss, loss.dtype),
             sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
         )
@@ -335,6 +352,23 @@ def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
         )
 
 
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    optimizers.check(optimizer, remote=False)
+    scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    steps = [
+        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
+    ]
+    if scaling or any(steps):
+        raise ValueError(
+            f"Optimizer {optimizer.name!r} skips some updates, which a "
+            "Pipeline does not support. Received: "
+            f"{type(optimizer).__name__} with gradient_accumulation_steps="
+            f"{steps[0]}. Instead of accumulation, use larger batches and more "
+            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
+            "loss_scale_factor."
+        )
+
+
 class _Update(NamedTuple):
     device: str
     variable: keras.Variable
@@ -361,6 +395,16 @@ def _clipped(
         update._replace(gradient=gradient)
         for update, gradient in zip(updates, clipped, strict=True)
     ]
+
+
+def _zeros(structure: Any) -> Any:
+    """Zeros like some tensors, one example of them where none is known."""
+    return tf.nest.map_structure(
+        lambda t: (
+            None if t is None else tf.zeros([d or 1 for d in t.shape], t.dtype)
+        ),
+        structure,
+    )
 
 
 def _in_any_order(function: Callable[..., Passes], *args: Any) -> Passes:

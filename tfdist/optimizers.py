@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist import kernels
 from tfdist._private import (
+    counter,
     moving_averages,
     nadam_product,
     uses_weight_decay,
@@ -54,6 +55,7 @@ def parts(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
     """The optimizers that `optimizer` consists of, usually itself alone."""
+    optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return optimizer.parts
     return [optimizer]
@@ -63,9 +65,17 @@ def owner(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> int:
     """Index in `parts(optimizer)` of the one that updates `variable`."""
+    optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return optimizer.owner(variable)
     return 0
+
+
+def _unwrapped(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """The optimizer that applies gradients, once their scale is undone."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
@@ -77,34 +87,41 @@ def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
     ]
 
 
-def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses what has no meaning when several workers share the slots.
+def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
+    """Refuses what is not computed, or not where several workers share slots.
 
-    Also refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
+    Refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
     its rule. `fit` starts its slots at zero instead of at the variables, and
     `update_step` reads a slot after it has changed it.
+
+    Args:
+        optimizer: The optimizer of a model.
+        remote: Whether the slots are on parameter servers.
 
     Raises:
         ValueError: naming each option.
     """
+    several = len(parts(optimizer)) > 1
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     for part in parts(optimizer):
+        accumulates = part.gradient_accumulation_steps
         unsupported = {
-            "gradient_accumulation_steps": part.gradient_accumulation_steps,
+            "gradient_accumulation_steps": accumulates
+            and (remote or several or scaled),
             "ema_overwrite_frequency": part.use_ema
             and part.ema_overwrite_frequency,
-            "LossScaleOptimizer": isinstance(
-                part, keras.optimizers.LossScaleOptimizer
-            ),
+            "LossScaleOptimizer": scaled and remote,
             "ScheduleFreeAdamW": isinstance(
                 part, keras.optimizers.ScheduleFreeAdamW
             ),
         }
         used = [name for name, value in unsupported.items() if value]
         if used:
+            where = "on parameter servers " if remote else ""
             raise ValueError(
                 f"Optimizer {part.name!r} uses {', '.join(used)}, which "
-                "updates on parameter servers do not support. For a fixed "
-                "loss scale use loss_scale_factor."
+                f"updates {where}do not support. For a fixed loss scale use "
+                "loss_scale_factor."
             )
 
 
@@ -140,7 +157,7 @@ def learning_rate(
         iteration: Scalar int64: updates before this one.
         values: Variables that need not be read again, with their values.
     """
-    known = [(optimizer.iterations, iteration), *values]
+    known = [(counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
         return tf.cast(optimizer.learning_rate, tf.float32)
 
@@ -165,7 +182,7 @@ def update(
     """
     target, decay = variable.value, _decay(optimizer, variable)
     rate = tf.cast(rate, target.dtype)
-    with keras.StatelessScope([(optimizer.iterations, iteration)]):
+    with keras.StatelessScope([(counter(optimizer), iteration)]):
         if decay:
             target.assign_sub(target * (decay * rate))
         fused = kernels.DENSE.get(type(optimizer))
@@ -218,12 +235,12 @@ def update_rows(
     own = slots(optimizer, variable)
     fused = kernels.ROWS.get(type(optimizer))
     if fused is not None and not decay and not optimizer.use_ema:
-        with keras.StatelessScope([(optimizer.iterations, iteration)]):
+        with keras.StatelessScope([(counter(optimizer), iteration)]):
             if fused(optimizer, variable, ids, gradient, rate):
                 return
     row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
     with (
-        keras.StatelessScope([(optimizer.iterations, iteration)]),
+        keras.StatelessScope([(counter(optimizer), iteration)]),
         swapped(optimizer, variable, row_slots),
     ):
         if decay:

@@ -8,6 +8,7 @@ through TensorFlow's coordination service, which also notices who is gone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -19,6 +20,7 @@ import tensorflow as tf
 from tfdist import _private
 from tfdist.cluster import Cluster
 
+_numbers = itertools.count()
 _POLL_SECS = 1.0
 # A process that is busy may trace a model before it answers.
 _PATIENCE_SECS = 120.0
@@ -27,7 +29,8 @@ _PATIENCE_SECS = 120.0
 class Peers:
     """What the processes of a job tell each other.
 
-    To be made once they are connected (`strategy.multi_worker_strategy`).
+    To be made once they are connected (`strategy.multi_worker_strategy`), and
+    in every process as often as in the others, in the same order.
 
     Args:
         cluster: The cluster, without parameter servers.
@@ -42,11 +45,13 @@ class Peers:
         self.name = f"{cluster.task_type}:{cluster.task_index}"
         self._others = [n for n in names(cluster) if n != self.name]
         self._count = 0
+        # What earlier ones have said is not for this one.
+        self._prefix = f"{next(_numbers)}/"
 
     def tell(self, **command: Any) -> None:
         """Tells the others what comes next."""
         self._count += 1
-        _private.tell_cluster(f"command/{self._count}", json.dumps(command))
+        self._write(f"command/{self._count}", json.dumps(command))
 
     def next(self, watch: Callable[[], None]) -> dict[str, Any]:
         """Waits for what the leader tells.
@@ -63,13 +68,13 @@ class Peers:
     def leaders(self, what: str, value: str, watch: Callable[[], None]) -> str:
         """The leader's value, whatever this process would have."""
         if self.leads:
-            _private.tell_cluster(what, value)
+            self._write(what, value)
             return value
         return self._wait_for(what, watch)
 
     def announce(self, what: str, value: str = "") -> None:
         """Lets the others know that this process has come so far."""
-        _private.tell_cluster(f"{what}/{self.name}", value)
+        self._write(f"{what}/{self.name}", value)
 
     def wait_for_others(
         self, what: str, watch: Callable[[], None]
@@ -113,12 +118,15 @@ class Peers:
                     "program. They differ:\n" + "\n".join(differences)
                 )
 
+    def _write(self, key: str, value: str) -> None:
+        _private.tell_cluster(self._prefix + key, value)
+
     def _wait_for(
         self, key: str, watch: Callable[[], None], secs: float = math.inf
     ) -> str:
         deadline = time.monotonic() + secs
         while time.monotonic() < deadline:
-            value = _private.ask_cluster(key, _POLL_SECS)
+            value = _private.ask_cluster(self._prefix + key, _POLL_SECS)
             if value is not None:
                 return value
             watch()

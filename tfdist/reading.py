@@ -12,6 +12,7 @@ a record next to nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 Parse = Callable[[tf.Tensor], Any]
+
+# AutoGraph finds nothing to convert in the functions below; it takes its time.
+_as_written = tf.autograph.experimental.do_not_convert
 
 # A place: the number of the file times this, plus that of the record in it.
 _MOST_RECORDS = 1 << 40
@@ -142,6 +146,9 @@ class Files:
         unit: what a record is called.
         expected: what a record must be, for errors.
         is_text: whether an error can show the record.
+        skips_errors: whether what `read` returns ends after an error that
+            names no file, as a `TFRecordDataset` does. Any other would give
+            the same error again and again.
     """
 
     paths: Sequence[str]
@@ -151,6 +158,7 @@ class Files:
     unit: str = "record"
     expected: str = ""
     is_text: bool = False
+    skips_errors: bool = False
 
 
 def batches(
@@ -203,7 +211,13 @@ def batches(
     full = endless or options.drop_remainder
     dataset = records.batch(
         together * batch_size, drop_remainder=full and together == 1
-    ).map(_Parser(files, parse, options), num_parallel_calls=tf.data.AUTOTUNE)
+    ).map(
+        _as_written(_Parser(files, parse)), num_parallel_calls=tf.data.AUTOTUNE
+    )
+    if options.transform is not None:
+        dataset = dataset.map(
+            options.transform, num_parallel_calls=tf.data.AUTOTUNE
+        )
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
@@ -256,9 +270,11 @@ def _record_bytes(files: Files) -> int:
         tf.data.Dataset.from_tensor_slices(files.sources)
         .take(3)
         .flat_map(lambda *source: files.read(*source).take(16))
-        .ignore_errors(log_warning=False)
     )
-    lengths = [len(record) for record in starts.as_numpy_iterator()]
+    lengths = []
+    with contextlib.suppress(tf.errors.OpError):  # Told when they are read.
+        for record in starts.as_numpy_iterator():
+            lengths.append(len(record))
     return 1 + sum(lengths) // max(1, len(lengths))
 
 
@@ -267,13 +283,13 @@ def _records(
 ) -> tf.data.Dataset:
     """A worker's (record, place), once, with shuffled file names."""
     number = len(files.paths)
-    workers = options.num_workers
+    workers, worker = options.num_workers, options.worker
     by_file = shards_by_file(number, workers, options.shard_by)
     sources = tf.data.Dataset.from_tensor_slices(
         (list(files.paths), files.sources)
     ).enumerate()
     if by_file and workers > 1:
-        sources = sources.shard(workers, options.worker)
+        sources = sources.shard(workers, worker)
     cycle_length = 1
     if options.shuffle:
         # Which files a worker has never changes, their order does.
@@ -288,11 +304,11 @@ def _records(
     def read(
         index: tf.Tensor, source: tuple[tf.Tensor, Any]
     ) -> tf.data.Dataset:
-        offset = 0 if by_file else options.worker - index
+        offset = 0 if by_file else worker - index
         return _blocks(files, block, index, *source, every, offset)
 
     return sources.interleave(
-        read,
+        _as_written(read),
         cycle_length=cycle_length,
         block_length=1,
         num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
@@ -310,23 +326,24 @@ def _blocks(
 ) -> tf.data.Dataset:
     """The records of a file, in blocks, with their places."""
     source = source if isinstance(source, tuple) else (source,)
-    # An error has no file's name in it. So it is ignored here, and an empty
-    # block at the end asks whether there was one: only after a full block.
-    lines = (
-        files.read(*source)
-        .batch(block)
-        .ignore_errors(log_warning=False)
-        .concatenate(tf.data.Dataset.from_tensors(tf.constant([], tf.string)))
+    lines = files.read(*source).batch(block)
+    if files.skips_errors:
+        lines = lines.ignore_errors(log_warning=False)
+    # An empty block at the end asks whether there was an error: only if those
+    # before it were full, for it is a whole block that an error takes away.
+    lines = lines.concatenate(
+        tf.data.Dataset.from_tensors(tf.constant([], tf.string))
     )
 
     def step(state: State, lines: tf.Tensor) -> tuple[State, tuple]:
         size = tf.size(lines, tf.int64)
         ended = size == 0
-        tf.cond(
-            ended & (state.lines % block == 0),
-            lambda: _check_whole(files, source, path, state.lines),
-            tf.no_op,
-        )
+        if files.skips_errors:
+            tf.cond(
+                ended & (state.lines % block == 0),
+                lambda: _check_whole(files, source, path, state.lines),
+                tf.no_op,
+            )
         numbers = tf.range(state.lines, state.lines + size)
         if files.frame is not None:
             state, lines, numbers = files.frame(
@@ -406,35 +423,26 @@ def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:
         with tf.control_dependencies([checked]):
             return tf.constant(""), tf.constant(0, tf.int64)
 
-    return tf.data.Dataset.from_tensors(0).map(fail)
+    return tf.data.Dataset.from_tensors(0).map(_as_written(fail))
 
 
 class _Parser:
     """Parses a batch of records, or says which one it is that cannot be."""
 
-    def __init__(
-        self, files: Files, parse: Parse, options: ReadOptions
-    ) -> None:
+    def __init__(self, files: Files, parse: Parse) -> None:
         self._files = files
         self._parse = parse
-        self._transform = options.transform
 
     def __call__(self, records: tf.Tensor, places: tf.Tensor) -> Any:
-        examples = (
+        explained = tf.data.Dataset.from_tensors((records, places)).map(
+            self._explain
+        )
+        return (
             self._attempt(records)
-            .concatenate(
-                tf.data.Dataset.from_tensors((records, places)).map(
-                    self._explain
-                )
-            )
+            .concatenate(explained)
             .take(1)
             .get_single_element()
         )
-        if self._transform is not None:
-            if isinstance(examples, tuple):
-                return self._transform(*examples)
-            return self._transform(examples)
-        return examples
 
     def _attempt(self, records: tf.Tensor) -> tf.data.Dataset:
         """A dataset of the examples, or of nothing."""

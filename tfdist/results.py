@@ -139,11 +139,7 @@ class Failures:
 
 def write_json(path: str, value: object) -> None:
     """Writes a file that is never seen half-written."""
-    storage.make_directory(os.path.dirname(path))
-    temporary = f"{path}.temp"
-    with tf.io.gfile.GFile(temporary, "w") as file:
-        file.write(json.dumps(value))
-    tf.io.gfile.rename(temporary, path, overwrite=True)
+    storage.write_text(path, json.dumps(value))
 
 
 def read_json(path: str) -> dict[str, Any] | None:

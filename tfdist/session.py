@@ -540,8 +540,7 @@ class MonitoredTrainingSession:
             raise error
         self._sigterm.leave()
         self._failures.add()
-        reason = ServerLostError(lost) if lost else error
-        reason = str(reason).partition("\n")[0] or type(error).__name__
+        reason = str(ServerLostError(lost)) if lost else recovery.gist(error)
         _log.warning(
             "Failed at step %d: %s. Training goes on from the last checkpoint.",
             self.step,

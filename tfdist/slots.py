@@ -34,9 +34,11 @@ def rule_slots(
 ) -> list[keras.Variable]:
     """The slots of `variable` that the optimizer's own rule uses.
 
-    The moving average of `use_ema` is the base class's, made before them.
+    The moving average of `use_ema` and the sum of accumulated gradients are the
+    base class's, made before them.
     """
-    return slots(optimizer, variable)[int(optimizer.use_ema) :]
+    others = [optimizer.use_ema, optimizer.gradient_accumulation_steps]
+    return slots(optimizer, variable)[sum(map(bool, others)) :]
 
 
 def named_slots(

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import input_fns, lookups, optimizers
+from tfdist import _private, gates, input_fns, lookups, optimizers
 from tfdist._private import SEED_STATE_NAME
 from tfdist.exchange import Exchange, Pulled
 from tfdist.fence import Fence
@@ -100,7 +100,7 @@ class ModelStep:
         input_fns.check_batches(model, element_spec, targets=metrics)
         if global_step is not None and metrics:
             _refuse_own(model, "train_step", "compute_loss")
-        optimizers.check(model.optimizer)
+        optimizers.check(model.optimizer, remote)
         if metrics:
             _build_metrics(model, element_spec)
             _check_metric_names(model)
@@ -133,6 +133,11 @@ class ModelStep:
             model, list(dict.fromkeys(self._tables[True])), remote=remote
         )
         self._compute = self._computation(element_spec)
+        self._gate = gates.gate(
+            model.optimizer,
+            self._exchange.dense,
+            has_tables=bool(self._exchange.shards),
+        )
         held = {id(v) for v in self._exchange.shards}
         fixed = [v for v in model.non_trainable_variables if id(v) not in held]
         self._seeds = [v for v in fixed if _is_seed(v)]
@@ -226,29 +231,56 @@ class ModelStep:
         self, found: _Found, batch: Batch, fence: Fence | None = None
     ) -> None:
         """Applies and counts what a step has found."""
+        moves = list(zip(self._moving, found.deltas, strict=True))
+        if not self._gate:
+            arrived = self._apply(found, moves, fence)
+            self._count(arrived, batch, fence)
+            return
+
+        def apply(
+            gradients: list[tf.Tensor | None], rows: list[tf.Tensor | None]
+        ) -> None:
+            now = dataclasses.replace(found, gradients=gradients, rows=rows)
+            self._apply(now, [])
+
+        counts = self._gate(found.gradients, found.rows, found.iteration, apply)
+        for variable, delta in moves:
+            variable.value.assign_add(delta)
+        self._count({}, batch, counts=counts)
+
+    def _apply(
+        self,
+        found: _Found,
+        moves: Sequence[tuple[keras.Variable, tf.Tensor]],
+        fence: Fence | None = None,
+    ) -> dict[str, tf.Tensor]:
+        """Updates variables and slots; see `Exchange.push`."""
         for part in self._parts:
             optimizers.begin_step(part, found.iteration)
         gradients, rows = self._exchange.clipped(found.gradients, found.rows)
-        arrived = self._exchange.push(
+        return self._exchange.push(
             found.pulled,
             gradients,
             rows,
-            list(zip(self._moving, found.deltas, strict=True)),
+            moves,
             found.rates,
             found.iteration,
             fence,
         )
-        self._count(arrived, batch, fence)
 
     def _learning_rates(
         self, step: tf.Tensor, values: list[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Learning rate of each part, and the optimizer's iteration."""
-        with tf.init_scope():
-            # Differs from 0 where a trained optimizer starts a new job.
-            ahead = self.model.optimizer.iterations.numpy()
-            ahead -= self._global_step.numpy()
-        iteration = step + ahead
+        counter = _private.counter(self.model.optimizer)
+        if self._gate:
+            # A step may not count.
+            iteration = tf.cast(counter.value, tf.int64)
+        else:
+            with tf.init_scope():
+                # Differs from 0 where a trained optimizer starts a new job.
+                ahead = counter.numpy() - self._global_step.numpy()
+            iteration = step + ahead
         known = list(zip(self._rates, values, strict=True))
         rates = [
             optimizers.learning_rate(part, iteration, known)
@@ -260,16 +292,20 @@ class ModelStep:
         self,
         arrived: Mapping[str, tf.Tensor],
         batch: Batch,
-        fence: Fence | None,
+        fence: Fence | None = None,
+        counts: tf.Tensor | None = None,
     ) -> None:
         """Counts the step; atomic on the server that holds the counter.
 
-        Only once the gradients have arrived there, or else the batch was read:
-        a step that failed before, or that found no batch, does not count.
+        For the optimizers it is none where `counts` is false. Only once the
+        gradients have arrived there, or else the batch was read: a step that
+        failed before, or that found no batch, does not count.
         """
         counters = {
-            id(o.iterations): o.iterations.value
-            for o in (self.model.optimizer, *self._parts)
+            id(counter): counter.value
+            for counter in map(
+                _private.counter, (self.model.optimizer, *self._parts)
+            )
         }
         read = tf.nest.flatten(batch, expand_composites=True)
         for counter in (self._global_step, *counters.values()):
@@ -278,6 +314,8 @@ class ModelStep:
             needed = read if gradients is None else [gradients]
             with tf.device(device):
                 one = tf.ones([1], counter.dtype)
+            if counts is not None and counter is not self._global_step:
+                one = tf.cast([counts], counter.dtype)
             if gradients is None and fence:
                 one = fence.passed(device, fence.generation, one)
             with tf.device(device), tf.control_dependencies(needed):

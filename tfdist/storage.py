@@ -133,6 +133,18 @@ def read_text(path: str) -> str | None:
     return b"".join(pieces).decode()
 
 
+def write_text(path: str, text: str) -> None:
+    """Writes a file that is never seen half-written, in a directory or not."""
+    on_gs = path.startswith("gs://")  # There it is seen when it is closed.
+    if not on_gs:
+        tf.io.gfile.makedirs(os.path.dirname(path))
+    temporary = path if on_gs else f"{path}.temp"
+    with tf.io.gfile.GFile(temporary, "w") as file:
+        file.write(text)
+    if not on_gs:
+        tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
 def remove_tree(directory: str) -> None:
     """Removes a directory with all that is in it, if it is there."""
     for attempt in range(1, _ATTEMPTS + 1):

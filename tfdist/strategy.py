@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -158,8 +159,11 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
         )
 
 
+@functools.cache
 def local_strategy(name: str) -> tf.distribute.Strategy:
     """A strategy whose replicas are all driven by this process alone.
+
+    Each is made once: TensorFlow would mix up the messages of two.
 
     Args:
         name: "one_device", "mirrored" (every GPU, or, where there is none,
@@ -191,10 +195,11 @@ def _tpu_strategy() -> tf.distribute.TPUStrategy:
         ) from error
 
 
+@functools.cache
 def multi_worker_strategy(
     cluster: Cluster, start_timeout_secs: float = 600.0
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Connects this process to the others of an all-reduce job.
+    """Connects this process to the others of an all-reduce job, once.
 
     TensorFlow waits for them in C, for ever and deaf to signals. Where one is
     missing for too long this process ends, with exit code 1 and a message that

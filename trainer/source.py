@@ -6,14 +6,8 @@ spread, which strings occur. It costs one pass over the data, made when it is
 first asked for, so the processes that only serve variables or run steps never
 make it; whoever makes it comes to the same result.
 
-The training data set is built from TensorFlow operations alone, whatever the
-source, because a parameter-server job builds it in the chief and runs it on
-the workers, each with its own `input_pipeline_id`, there a tensor:
-
-    files -> records -> this worker's share -> shuffle -> repeat -> batch
-          -> parse -> transform
-
-Records are parsed a batch at a time, which costs a tenth of one at a time.
+The training data set is that of `tfdist.reading`: whatever the source, a share
+for each worker, shuffled, parsed many records at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +23,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tensorflow as tf
+
+from tfdist.reading import Files, ReadOptions, batches
 
 NUMERIC = "numeric"
 CATEGORICAL = "categorical"
@@ -168,35 +164,32 @@ class Source(abc.ABC):
             `batch_size` (or what `transform` makes of it) and a float32 tensor
             of shape `(batch_size, 1)`.
         """
-        workers = input_context.num_input_pipelines if input_context else 1
-        worker = input_context.input_pipeline_id if input_context else 0
+        options = ReadOptions(
+            context=input_context,
+            seed=seed,
+            shuffle_buffer_size=SHUFFLE_BUFFER,
+            transform=lambda features, label: (
+                (transform(features) if transform else features),
+                label,
+            ),
+        )
         schema = self.schema
-        if schema.num_train < workers:
+        if schema.num_train < options.num_workers:
             raise ValueError(
                 "Every worker needs an example of its own. Received: "
-                f"{schema.num_train} examples for {workers} workers."
+                f"{schema.num_train} examples for {options.num_workers} "
+                "workers."
             )
-        worker = tf.cast(worker, tf.int64)
-        seed = worker + seed
         shards = self._shards("train")
-        by_file = len(shards) >= workers
-        files = _files(shards)
-        if by_file:
-            # Twice: which files a worker has never changes, their order does.
-            files = files.shard(workers, worker).shuffle(1000, seed=seed)
-        records = files.interleave(self._read, cycle_length=8, block_length=32)
-        if not by_file:
-            records = records.shard(workers, worker)
-        return (
-            records.shuffle(SHUFFLE_BUFFER, seed=seed)
-            .repeat()
-            .batch(batch_size, drop_remainder=True)
-            .map(
-                functools.partial(self._example, schema, transform),
-                num_parallel_calls=tf.data.AUTOTUNE,
-            )
-            .prefetch(tf.data.AUTOTUNE)
+        files = Files(
+            [shard.path for shard in shards],
+            _columns(shards),
+            self._read,
+            unit="example",
+            expected=f"the columns of {self.description}",
         )
+        parse = functools.partial(self._example, schema)
+        return batches(files, parse, batch_size, options)
 
     def eval_input_fn(
         self, *, batch_size: int = 1024, transform: Transform | None = None
@@ -211,31 +204,33 @@ class Source(abc.ABC):
             A data set as that of `train_input_fn`, but finite.
         """
         schema = self.schema
+
+        def example(records: tf.Tensor) -> tuple[Any, tf.Tensor]:
+            features, label = self._example(schema, records)
+            return (transform(features) if transform else features), label
+
         return (
             self._records("eval")
             .batch(batch_size)
-            .map(
-                functools.partial(self._example, schema, transform),
-                num_parallel_calls=tf.data.AUTOTUNE,
-            )
+            .map(example, num_parallel_calls=tf.data.AUTOTUNE)
             .prefetch(tf.data.AUTOTUNE)
         )
 
     def _example(
-        self, schema: Schema, transform: Transform | None, records: tf.Tensor
-    ) -> tuple[Any, tf.Tensor]:
+        self, schema: Schema, records: tf.Tensor
+    ) -> tuple[Features, tf.Tensor]:
         features, label = self._parse(
             records, {c.name: c.kind for c in schema.columns}
         )
         label = label[:, tf.newaxis]
         label = tf.reduce_any(label == schema.positive, -1, keepdims=True)
-        if transform is not None:
-            features = transform(features)
         return features, tf.cast(label, tf.float32)
 
     def _records(self, split: str) -> tf.data.Dataset:
         """Returns all serialized records, in order."""
-        return _files(self._shards(split)).flat_map(self._read)
+        return tf.data.Dataset.from_tensor_slices(
+            _columns(self._shards(split))
+        ).flat_map(self._read)
 
     @abc.abstractmethod
     def _scan(self) -> Schema:
@@ -258,13 +253,13 @@ class Source(abc.ABC):
         """Returns the columns in `kinds`, and the label as strings."""
 
 
-def _files(shards: Sequence[Shard]) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(
-        (
-            [shard.path for shard in shards],
-            tf.constant([shard.skip for shard in shards], tf.int64),
-            tf.constant([shard.take for shard in shards], tf.int64),
-        )
+def _columns(
+    shards: Sequence[Shard],
+) -> tuple[list[str], tf.Tensor, tf.Tensor]:
+    return (
+        [shard.path for shard in shards],
+        tf.constant([shard.skip for shard in shards], tf.int64),
+        tf.constant([shard.take for shard in shards], tf.int64),
     )
 
 
