@@ -16,7 +16,7 @@ import time
 
 from tfdist import processes
 
-DEADLINE_SECS = 180
+DEADLINE_SECS = 300
 
 
 def add_hosts(names):

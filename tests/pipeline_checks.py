@@ -204,17 +204,20 @@ def translations():
         return model
 
     differences = {}
-    for rule, optimizer in {
-        "sgd": lambda: keras.optimizers.SGD(0.1),
-        "adam": lambda: keras.optimizers.Adam(0.01),
-    }.items():
-        alone = trained(None, optimizer())
-        for devices, rows in {
-            "2": ["CPU:1", "CPU:2"],
-            "2x2": [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]],
-        }.items():
-            model = trained(rows, optimizer())
-            differences[f"{rule} {devices}"] = difference(alone, model)
+    for case, rows, optimizer in [
+        (
+            "SGD, 2 devices",
+            ["CPU:1", "CPU:2"],
+            lambda: keras.optimizers.SGD(0.1),
+        ),
+        (
+            "Adam, 2 x 2 devices",
+            [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]],
+            lambda: keras.optimizers.Adam(0.01),
+        ),
+    ]:
+        models = trained(None, optimizer()), trained(rows, optimizer())
+        differences[case] = difference(*models)
     keras.utils.set_random_seed(1)
     model = translator.build(
         2, units=32, **sizes, devices=["CPU:1", "CPU:2"], num_micro_batches=2

@@ -9,12 +9,17 @@ the step.
 
 import argparse
 import logging
+import os
+import threading
+import time
 
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 import tfdist
+from tfdist.cluster import Cluster
+from tfdist.connections import cut_connections
 
 BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
 INFINITE = tf.data.INFINITE_CARDINALITY
@@ -79,20 +84,38 @@ def compute(secs):
 
 
 def slept(dataset, microseconds):
-    """`dataset`, which sleeps before each element."""
-    spec = dataset.element_spec
+    """`dataset`, which sleeps before each element.
+
+    The op that sleeps locks itself while it reads its input. When the step
+    fails, cancelling it waits for that lock, while a function in its input
+    (`map`, `Dataset.counter`) waits until all is cancelled: the worker would
+    hang. So its input is a constant.
+    """
+    constant = tf.data.Dataset.from_tensors(0).repeat()
     variant = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset),
+        input_dataset=tf.data.experimental.to_variant(constant),
         sleep_microseconds=microseconds,
-        output_types=[s.dtype for s in tf.nest.flatten(spec)],
-        output_shapes=[s.shape for s in tf.nest.flatten(spec)],
+        output_types=[tf.int32],
+        output_shapes=[[]],
     )
-    return tf.data.experimental.from_variant(variant, spec)
+    pauses = tf.data.experimental.from_variant(
+        variant, tf.TensorSpec([], tf.int32)
+    )
+    return tf.data.Dataset.zip(pauses, dataset).map(lambda _, batch: batch)
 
 
 def eval_input_fn():
     features, y = examples(4096, [1, 2])
     return tf.data.Dataset.from_tensor_slices((features, y)).batch(512)
+
+
+def cut_when_told(path):
+    """Cuts this task's connections to the servers once a file appears."""
+    while not os.path.exists(path):
+        time.sleep(0.05)
+    servers = Cluster.from_env().training_spec()["ps"].values()
+    cut = sum(cut_connections(address) for address in servers)
+    print(f"Cut {cut} connections.", flush=True)
 
 
 class UserHook(tfdist.SessionRunHook):
@@ -136,6 +159,8 @@ def flags():
     parser.add_argument("--long_secs", type=float, default=0.0)
     parser.add_argument("--nan_at", type=int, default=-1)
     parser.add_argument("--bad_id_at", type=int, default=-1)
+    # File that tells the workers to lose their connections to the servers.
+    parser.add_argument("--cut_when")
     # Step at which a hook raises.
     parser.add_argument("--raise_at", type=int)
     return parser.parse_args()
@@ -152,6 +177,10 @@ def main():
         steps_per_dispatch=args.steps_per_dispatch,
         session_creation_timeout_secs=args.wait_secs,
     )
+    if args.cut_when and Cluster.from_env().task_type == "worker":
+        threading.Thread(
+            target=cut_when_told, args=[args.cut_when], daemon=True
+        ).start()
     hooks = [FunctionsHook()]
     if args.raise_at is not None:
         hooks.append(UserHook(args.raise_at))

@@ -67,6 +67,10 @@ PUBLIC = [
     "SummarySaverHook",
     "train_and_evaluate",
     "WarmStartSettings",
+    "choose_strategy",
+    "Machines",
+    "Recommendation",
+    "Workload",
 ]
 
 MODULES = sorted(

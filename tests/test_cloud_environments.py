@@ -186,7 +186,7 @@ def test_every_task_runs_to_the_end(directory, tmp_path, name):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=330,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -227,6 +227,46 @@ def autopackaged(tmp_path, docker):
     return (docker / "Dockerfile").read_text()
 
 
+@needs_gcloud
+@pytest.mark.slow
+def test_create_packages_for_all_pools(tmp_path, docker, capsys):
+    """As vertex/README.md has it: flags for the pools, a file for the rest."""
+    flags = ["--workers=2", "--ps=1", "--spot", *COMMON]
+    vertex.main(flags)
+    (tmp_path / "job.yaml").write_text(capsys.readouterr().out)
+    image = "gcr.io/fake/trainer:1"
+    pool = "--worker-pool-spec=machine-type=n1-standard-4,replica-count"
+    with serving() as server:
+        run_gcloud(
+            tmp_path,
+            "gcloud ai custom-jobs create --region=us-central1 "
+            f"--display-name=n --config=job.yaml {pool}=1,"
+            f"executor-image-uri=python:3.11-slim,local-package-path={ROOT},"
+            "python-module=trainer.task,extra-dirs=tfdist,"
+            f"output-image-uri={image} {pool}=2 {pool}=1 --args=--max_steps=5",
+            server,
+            path=docker,
+        )
+    ((_, body),) = server.requests
+    spec = body["jobSpec"]
+    assert [
+        (pool["replicaCount"], pool["containerSpec"])
+        for pool in spec["workerPoolSpecs"]
+    ] == [
+        (n, {"imageUri": image, "args": ["--max_steps=5"]})
+        for n in ("1", "2", "1")
+    ]
+    assert spec["scheduling"] == {"strategy": "SPOT"}
+    copied = [
+        json.loads(rest)[0]
+        for name, rest in instructions((docker / "Dockerfile").read_text())
+        if name == "COPY"
+    ]
+    assert copied == ["./setup.py", "tfdist", "trainer"]
+    *_, push = (docker / "calls").read_text().splitlines()
+    assert push == f"push {image}"
+
+
 def instructions(dockerfile):
     """(instruction, arguments) of each step, continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", dockerfile, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""tfdist/inputs.py, reading.py, csv_records.py and record_files.py."""
+"""tfdist/inputs.py, reading.py, blocks.py, csv_records.py, record_files.py."""
 
 import gzip
 import itertools

@@ -360,23 +360,28 @@ while not os.path.exists("starts") or os.path.getsize("starts") < 2:
     time.sleep(0.01)
 time.sleep(0.3)
 """
-    code, job = run(tmp_path, script, "--workers=1", "--max_restarts=1")
+    flags = ("--ps=1", "--workers=1", "--max_restarts=1")
+    code, job = run(tmp_path, script, *flags)
     assert code == 0
     assert "exit code 3; out of restarts. The job goes on." in job.output
     assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_the_job_ends_with_a_failing_ps(tmp_path):
-    script = """
-if me.role == "ps":
+@pytest.mark.parametrize(
+    ("job", "flags"),
+    [("ps", ("--ps=1", "--workers=1")), ("worker", ("--workers=1",))],
+)
+def test_the_job_ends_with_one_it_cannot_do_without(tmp_path, job, flags):
+    script = f"""
+if me.role == {job!r}:
     sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pause()
 """
-    flags = ("--ps=1", "--workers=1", "--max_restarts=0")
-    code, job = run(tmp_path, script, *flags)
+    name = f"{job}:0"
+    code, job = run(tmp_path, script, *flags, "--max_restarts=0")
     assert code == 1
-    assert "ps:0: exit code 3; out of restarts. The job ends." in job.output
+    assert f"{name}: exit code 3; out of restarts. The job ends." in job.output
     assert "ended by launcher" in job.summary("chief:0")
 
 

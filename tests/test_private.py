@@ -1,6 +1,7 @@
 """Canaries: what tfdist takes from Keras behind its public API still works."""
 
 import inspect
+from types import SimpleNamespace
 
 import keras
 import pytest
@@ -111,6 +112,12 @@ def test_coordinator():
     assert "with self._cluster_update_lock" in stop
     assert "self._cluster_due_for_update_or_finish.set()" in stop
     assert "failure_handler.stop()" in inspect.getsource(module.Cluster.stop)
+    recovers = inspect.getsource(module.Worker._on_worker_recovery)
+    assert "self._schedule_resource(resource._closure)" in recovers
+    context = _private.coordinator_context
+    worker = SimpleNamespace(worker_index=3)
+    with context.with_dispatch_context(worker):
+        assert context.get_current_dispatch_context().worker_index == 3
     assert callable(module._select_worker_slice)
     assert callable(module._maybe_as_type_spec)
     for error in _private.COORDINATOR_ERRORS:

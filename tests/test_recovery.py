@@ -261,6 +261,25 @@ def test_worker_stays_away(job, second_life, model_dir):
         assert wait_for_exit(job, task) == 0
 
 
+# --- Cut off from the servers -------------------------------------------------
+
+
+@pytest.mark.slow
+def test_workers_lose_their_connections_to_the_servers(tmp_path):
+    """The step fails, and its input with it: that does not end the data."""
+    told, model_dir = tmp_path / "told", tmp_path / "model"
+    flags = [f"--cut_when={told}", "--max_steps=300", "--step_secs=0.01"]
+    with start(model_dir, *flags, workers=1) as job:
+        goes_on(job, 1)
+        told.touch()
+        assert wait_for_exit(job, CHIEF) == 0
+        assert int(found(job, r"^Cut (\d+) connections", "worker:0")[0]) >= 2
+        assert "input ended" not in job.output(CHIEF)
+        assert not found(job, RECOVERED)
+        assert_ends_at(model_dir, 300)
+    assert_nothing_left(job)
+
+
 # --- What ends a job ---------------------------------------------------------
 
 
@@ -290,13 +309,7 @@ def add_chief(servers, model_dir, *flags):
             "LookupError: A mistake of the user's.",
             'raise LookupError("A mistake of the user\'s.")',
         ),
-        # Once in some twenty runs, on a loaded machine, the chief hung.
-        pytest.param(
-            "--bad_id_at=65",
-            "InvalidArgumentError",
-            "embedding",
-            marks=[pytest.mark.slow, pytest.mark.soak],
-        ),
+        ("--bad_id_at=65", "InvalidArgumentError", "embedding"),
     ],
     ids=["in a hook", "in the input"],
 )

@@ -2,15 +2,18 @@
 
 import json
 import ssl
+import time
 import urllib.request
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from small_models import logistic
 
 from tests import storage_server
 from tests.storage_server import Faults, Running
-from tfdist import results, storage
+from tfdist import checkpoint, results, storage
+from tfdist.saved_models import export_saved_model, list_exports
 
 gfile = tf.io.gfile
 BUCKET = "gs://bucket"
@@ -426,3 +429,52 @@ def test_advice(error, path, expected):
         found = storage.advice(path, error(None, None, message))
         assert advice in found
         assert bool(advice) == bool(found)
+
+
+# --- Checkpoints and exports where folders are not renamed -------------------
+
+
+@pytest.mark.parametrize("where", ["gs", "disk"])
+def test_a_list_of_checkpoints_that_cannot_be_read(
+    server, folder, tmp_path, where
+):
+    """A job would begin anew, and overwrite what is there."""
+    directory = folder if where == "gs" else str(tmp_path)
+    assert checkpoint.latest(directory) is None
+    write(f"{directory}/checkpoint", b"model_checkpoint_path: 'cut off")
+    jobs = checkpoint.Checkpoints(directory, {"v": tf.Variable(1.0)})
+    for act in (jobs.restore, lambda: checkpoint.latest(directory)):
+        with pytest.raises(ValueError, match="Delete it to train anew"):
+            act()
+
+
+def test_an_export_that_fails_in_the_middle(monkeypatch):
+    """Part of its files have moved; none of them stays."""
+    base, moved = "ram://storage/failed", []
+    rename = gfile.rename
+
+    def fail(source, target):
+        if len(moved) == 2:
+            raise tf.errors.AbortedError(None, None, "as an outage")
+        moved.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(gfile, "rename", fail)
+    with pytest.raises(tf.errors.AbortedError, match="as an outage"):
+        export_saved_model(logistic(), base)
+    assert len(moved) == 2
+    assert gfile.listdir(base) == []
+
+
+def test_an_export_of_a_process_that_died():
+    """In the middle: it is no export, and goes after an hour."""
+    base = "ram://storage/died"
+    old, recent = "1700000000", f"{int(time.time()) - 60:010}"
+    for name in (old, recent):
+        gfile.makedirs(f"{base}/{name}")
+        write(f"{base}/{name}/fingerprint.pb", b"")
+    assert list_exports(base) == []
+    path = export_saved_model(logistic(), base)
+    assert list_exports(base) == [path]
+    left = [recent, path.rpartition("/")[2]]
+    assert sorted(gfile.listdir(base)) == left

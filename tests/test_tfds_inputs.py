@@ -82,14 +82,12 @@ def test_as_tfds_gives_it(tmp_path, config, file_format):
     ours = tfds_inputs.read_tfds(
         builder, split, 5, shuffle=False, num_epochs=1, drop_remainder=True
     )
-    source = builder.as_data_source(split=split)
     if file_format == "tfrecord":
         theirs = builder.as_dataset(split=split).batch(5, drop_remainder=True)
         assert ours.element_spec == theirs.element_spec
         assert flat(ours) == flat(theirs)
     found = np.concatenate([b["crew"]["size"] for b in ours])
     assert found.tolist() == list(range(4, 14))
-    del source
 
 
 def test_shares_of_tfds(tmp_path):
@@ -145,5 +143,5 @@ def test_array_records(tmp_path):
     with pytest.raises(ValueError, match="are read by Python"):
         read(tf.distribute.InputContext(2, tf.constant(1), 2))
     (tmp_path / "none").write_bytes(b"no such file" * 99)
-    with pytest.raises(ValueError, match="none is no ArrayRecord file"):
+    with pytest.raises(ValueError, match=r"none cannot be read .* 64KB"):
         read()

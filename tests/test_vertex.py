@@ -16,7 +16,7 @@ from google.cloud.aiplatform_v1.types import (
     Scheduling,
 )
 from google.protobuf import json_format
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist import vertex, vertex_checks, vertex_jobs, vertex_machines
@@ -370,6 +370,7 @@ def test_parameter(text, expected):
 # --- The text ----------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=4),
     st.dictionaries(
@@ -387,6 +388,7 @@ def test_any_arguments_survive_the_yaml(args, env):
     assert yaml.safe_load(text) == spec
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         dict,

@@ -1,6 +1,8 @@
-"""What a pool of workers computes, against one process."""
+"""What a pool of workers computes, against one process; how its calls end."""
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 
 from tfdist import checkpoint
 from tfdist.step import ModelStep
+from tfdist.testing import LocalCluster, assert_nothing_left
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +50,17 @@ def test_predictions_are_in_order(found, model):
     np.testing.assert_allclose(
         np.load(found / "outputs.npy"), expected, rtol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_steps_that_fail_return(tmp_path):
+    """And the input of the next one has neither failed nor ended."""
+    found, failures = tmp_path / "found.json", 100
+    job = [sys.executable, "-m", "tests.failing_job", str(failures), str(found)]
+    root = Path(__file__).parent.parent
+    with LocalCluster(job, ps=1, workers=1, cwd=root) as cluster:
+        assert cluster.wait(timeout_secs=180) == 0, cluster.output("chief:0")
+    assert_nothing_left(cluster)
+    ended = json.loads(found.read_text())
+    assert ended.pop("done") > 10
+    assert ended == {"InvalidArgumentError": failures}

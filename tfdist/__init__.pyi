@@ -9,6 +9,8 @@ from .canned import (
 from .canned import DNNRegressor as DNNRegressor
 from .canned import LinearClassifier as LinearClassifier
 from .canned import LinearRegressor as LinearRegressor
+from .chooser import Recommendation as Recommendation
+from .chooser import choose_strategy as choose_strategy
 from .cluster import Cluster as Cluster
 from .device_setter import replica_device_setter as replica_device_setter
 from .early_stopping import make_early_stopping_hook as make_early_stopping_hook
@@ -28,6 +30,7 @@ from .hooks import LoggingTensorHook as LoggingTensorHook
 from .hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
 from .hooks import NanTensorHook as NanTensorHook
 from .hooks import StopAtStepHook as StopAtStepHook
+from .machines import Machines as Machines
 from .multi_optimizer import MultiOptimizer as MultiOptimizer
 from .partition import fixed_size_partitioner as fixed_size_partitioner
 from .partition import (
@@ -60,3 +63,4 @@ from .summary_hooks import StepCounterHook as StepCounterHook
 from .summary_hooks import SummarySaverHook as SummarySaverHook
 from .training import train_and_evaluate as train_and_evaluate
 from .warm_start import WarmStartSettings as WarmStartSettings
+from .workload import Workload as Workload

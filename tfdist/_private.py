@@ -20,7 +20,10 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 )
 
 # A coordinator's threads and queue, for `schedule` and what follows it.
-from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.distribute.coordinator import (
+    cluster_coordinator,
+    coordinator_context,
+)
 
 # What a checkpoint saves as slices of one tensor and restores in any number of
 # pieces; public TensorFlow makes one only through a `variable_partitioner`,
@@ -208,6 +211,17 @@ def schedule(
     first time.
     """
     coordinator._cluster.schedule(call, args=args, kwargs=None)
+
+
+def renew_resources(coordinator: ClusterCoordinator) -> None:
+    """Makes anew what a worker was given: its iterators.
+
+    TensorFlow does so for a worker that was lost, but not where a worker has
+    lost its connection to a parameter server. To be called in what `schedule`
+    calls, for the worker that runs it; done before the next call there.
+    """
+    index = coordinator_context.get_current_dispatch_context().worker_index
+    coordinator._cluster.workers[index]._on_worker_recovery()
 
 
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:

@@ -177,7 +177,8 @@ class Checkpoints:
         try:
             return self._manager.save(checkpoint_number=step)
         except tf.errors.FailedPreconditionError as error:
-            if iterator is None:
+            # An HTTP request: the store's host is not found.
+            if iterator is None or "HTTP request" in error.message:
                 raise
             _log.warning(
                 "The position of the input cannot be saved: a restored job "

@@ -20,7 +20,7 @@ from tfdist.loop import (
     run_steps,
 )
 from tfdist.step import ModelStep
-from tfdist.workers import Crew, Workers
+from tfdist.workers import Workers
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -37,6 +37,8 @@ class CoordinatedLoop:
     missing, and other dispatches make up for those. Their metrics are lost.
     In the step in which it dies, a worker may have reached some servers and
     not others; it counts if it reached the one that holds `global_step`.
+    A worker whose connection to a server breaks is taken for one that died
+    and came back: it reads its data from the start.
 
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or
@@ -180,7 +182,7 @@ class CoordinatedLoop:
             tf.constant(float(self._generations.current)),
         )
         dispatch = _Dispatch(
-            self._crew, self._concrete[size], args, first_step, size
+            self._workers, self._concrete[size], args, first_step, size
         )
         self._pending.append(dispatch)
         self._workers.schedule(dispatch, self._iterator)
@@ -245,7 +247,7 @@ class _Dispatch:
 
     def __init__(
         self,
-        crew: Crew,
+        workers: Workers,
         function: tf.types.experimental.ConcreteFunction,
         args: tuple[tf.Tensor, ...],
         first_step: int,
@@ -254,7 +256,8 @@ class _Dispatch:
         self.first_step, self.size = first_step, size
         self.outcome: _Outcome | None = None
         self.packed: np.ndarray | None = None
-        self._crew = crew
+        self._workers = workers
+        self._crew = workers.crew
         self._function = function
         self._args = args
         self._started = False
@@ -280,6 +283,11 @@ class _Dispatch:
         except tf.errors.OutOfRangeError:
             self._crew.mark_exhausted()
             self._end(_Outcome.SKIPPED)
+        except tf.errors.OpError:
+            # An iterator that was cancelled says ever after that it is at its
+            # end. TensorFlow may take the error for a passing one.
+            self._workers.renew_input()
+            raise
         else:
             self._end(_Outcome.DONE)
 

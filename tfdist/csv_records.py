@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.reading import State, check, where
+from tfdist.blocks import State, check, where
 
 # A quoted field longer than this was not closed where its author thought.
 _LONGEST_RECORD = 1 << 20
@@ -78,7 +78,7 @@ class Layout:
         path: tf.Tensor,
         ended: tf.Tensor,
     ) -> tuple[State, tf.Tensor, tf.Tensor]:
-        """Makes records of lines; see `reading.Files.frame`."""
+        """Makes records of lines; see `blocks.Files.frame`."""
         lines, numbers = tf.cond(
             (state.lines == 0) & ~ended,
             lambda: self._without_header(lines, numbers, path),

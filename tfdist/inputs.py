@@ -29,7 +29,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import csv_records, record_files
-from tfdist.reading import Files, Parse, ReadOptions, batches
+from tfdist.blocks import Files, Parse
+from tfdist.reading import ReadOptions, batches
 
 __all__ = [
     "ReadOptions",

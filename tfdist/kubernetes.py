@@ -257,7 +257,7 @@ class Job:
         asked = {key: value for key, value in asked.items() if value}
         resources: dict[str, Any] = {"requests": asked} if asked else {}
         if self.gpus and computes:
-            resources["limits"] = {"nvidia.com/gpu": self.gpus}
+            resources["limits"] = {"nvidia.com/gpu": str(self.gpus)}
         env = [{"name": "GRPC_FAIL_FAST", "value": "use_caller"}]
         if role == "ps":
             huge = {"name": "GLIBC_TUNABLES", "value": "glibc.malloc.hugetlb=1"}

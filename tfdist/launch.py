@@ -9,8 +9,8 @@ its `TF_CONFIG`, as torchrun does for its world. What it promises:
 * A worker, parameter server or evaluator that fails is started again, after 1,
   2, 4, ... at most 30 seconds, `--max_restarts` times at most; so is a chief
   killed by a signal or ending with 128 or more (what Vertex AI and Kubeflow
-  retry). A parameter server that keeps failing ends the job; the others of
-  that list do not.
+  retry). A parameter server that keeps failing ends the job, and so does, in
+  an all-reduce job, a worker; the others of that list do not.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. Who is still there ten seconds
@@ -55,7 +55,11 @@ class Verdict(enum.Enum):
 
 
 def restart_decision(
-    job: str, exit_code: int, restarts: int, max_restarts: int
+    job: str,
+    exit_code: int,
+    restarts: int,
+    max_restarts: int,
+    needed: Sequence[str] = ("chief", "ps"),
 ) -> Verdict:
     """Decides what the end of a task means.
 
@@ -69,6 +73,7 @@ def restart_decision(
         exit_code: as `subprocess` has it: -n for signal n.
         restarts: how often the task was started again already.
         max_restarts: how often it may be.
+        needed: jobs of which no task can be done without.
     """
     if job == "chief" and 0 <= exit_code < 128:
         return Verdict.END_JOB
@@ -76,7 +81,7 @@ def restart_decision(
         return Verdict.DONE
     if restarts < max_restarts:
         return Verdict.RESTART
-    return Verdict.END_JOB if job in ("chief", "ps") else Verdict.GIVE_UP
+    return Verdict.END_JOB if job in needed else Verdict.GIVE_UP
 
 
 def backoff_secs(restarts: int) -> float:
@@ -240,8 +245,13 @@ class Launcher:
         if exit_code != 0 and self._port_was_stolen(task):
             self._move(task)
             return
+        others = "ps" if self._options.ps else "worker"
         verdict = restart_decision(
-            task.job, exit_code, task.restarts, self._options.max_restarts
+            task.job,
+            exit_code,
+            task.restarts,
+            self._options.max_restarts,
+            needed=("chief", others),
         )
         say, ended = self._console.say, how_it_ended(exit_code)
         if verdict is Verdict.RESTART:

@@ -398,10 +398,12 @@ def _clipped(
 
 
 def _zeros(structure: Any) -> Any:
-    """Zeros like some tensors, one example of them where none is known."""
+    """One example of zeros; what is unknown of its shape is 1."""
     return tf.nest.map_structure(
         lambda t: (
-            None if t is None else tf.zeros([d or 1 for d in t.shape], t.dtype)
+            None
+            if t is None
+            else tf.zeros([1, *(size or 1 for size in t.shape[1:])], t.dtype)
         ),
         structure,
     )

@@ -5,9 +5,7 @@
 
 It consists of TensorFlow operations alone, so a parameter-server job can build
 it in the chief and run it on its workers, each with its own index, there a
-tensor. A record travels with its place, (file, number), so that an error can
-name it; files are read in blocks, so that what there is to do for a block costs
-a record next to nothing.
+tensor.
 """
 
 from __future__ import annotations
@@ -15,19 +13,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
-Parse = Callable[[tf.Tensor], Any]
+from tfdist.blocks import Files, Parse, RecordParser, check, read_blocks
 
 # AutoGraph finds nothing to convert in the functions below; it takes its time.
 _as_written = tf.autograph.experimental.do_not_convert
 
-# A place: the number of the file times this, plus that of the record in it.
-_MOST_RECORDS = 1 << 40
-# Primes: the end of a file whose length is a multiple is read twice.
+# Records in a block, primes: a file whose length is a multiple is read twice.
 _BLOCKS = (13, 61, 251)
 _BLOCK_BYTES = 1 << 20
 _BUFFER_BYTES = 256 << 20
@@ -114,53 +110,6 @@ class ReadOptions:
         return tf.cast(index, tf.int64)
 
 
-class State(NamedTuple):
-    """How far the reading of a file is.
-
-    Attributes:
-        lines: how many there were before this block, int64.
-        records: how many they made.
-        held: the beginning of a record that goes on in this block, or "".
-        held_number: the number of its first line.
-    """
-
-    lines: tf.Tensor
-    records: tf.Tensor
-    held: tf.Tensor
-    held_number: tf.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Files:
-    """Files, and how records are read from one of them.
-
-    Attributes:
-        paths: their names, for errors.
-        sources: a structure of sequences as long as `paths`: what `read` gets.
-        read: from the slice of `sources` for a file to a dataset of records,
-            scalar strings.
-        frame: turns the lines of a block into records, if they are not the
-            same: from `(state, lines, numbers, path, ended)` to `(state,
-            records, numbers)`. `numbers` are int64 and count lines from 0;
-            `ended` tells that no line follows.
-        unit: what a record is called.
-        expected: what a record must be, for errors.
-        is_text: whether an error can show the record.
-        skips_errors: whether what `read` returns ends after an error that
-            names no file, as a `TFRecordDataset` does. Any other would give
-            the same error again and again.
-    """
-
-    paths: Sequence[str]
-    sources: Any
-    read: Callable[..., tf.data.Dataset]
-    frame: Callable[..., tuple[State, tf.Tensor, tf.Tensor]] | None = None
-    unit: str = "record"
-    expected: str = ""
-    is_text: bool = False
-    skips_errors: bool = False
-
-
 def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
 ) -> tf.data.Dataset:
@@ -212,7 +161,8 @@ def batches(
     dataset = records.batch(
         together * batch_size, drop_remainder=full and together == 1
     ).map(
-        _as_written(_Parser(files, parse)), num_parallel_calls=tf.data.AUTOTUNE
+        _as_written(RecordParser(files, parse)),
+        num_parallel_calls=tf.data.AUTOTUNE,
     )
     if options.transform is not None:
         dataset = dataset.map(
@@ -300,12 +250,11 @@ def _records(
     # Each keeps every n-th record, the first file from its own index on.
     every = 1 if by_file else workers
 
-    @tf.autograph.experimental.do_not_convert
     def read(
         index: tf.Tensor, source: tuple[tf.Tensor, Any]
     ) -> tf.data.Dataset:
         offset = 0 if by_file else worker - index
-        return _blocks(files, block, index, *source, every, offset)
+        return read_blocks(files, block, index, *source, every, offset)
 
     return sources.interleave(
         _as_written(read),
@@ -313,99 +262,6 @@ def _records(
         block_length=1,
         num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
     ).unbatch()
-
-
-def _blocks(
-    files: Files,
-    block: int,
-    index: tf.Tensor,
-    path: tf.Tensor,
-    source: Any,
-    every: int,
-    offset: tf.Tensor | int,
-) -> tf.data.Dataset:
-    """The records of a file, in blocks, with their places."""
-    source = source if isinstance(source, tuple) else (source,)
-    lines = files.read(*source).batch(block)
-    if files.skips_errors:
-        lines = lines.ignore_errors(log_warning=False)
-    # An empty block at the end asks whether there was an error: only if those
-    # before it were full, for it is a whole block that an error takes away.
-    lines = lines.concatenate(
-        tf.data.Dataset.from_tensors(tf.constant([], tf.string))
-    )
-
-    def step(state: State, lines: tf.Tensor) -> tuple[State, tuple]:
-        size = tf.size(lines, tf.int64)
-        ended = size == 0
-        if files.skips_errors:
-            tf.cond(
-                ended & (state.lines % block == 0),
-                lambda: _check_whole(files, source, path, state.lines),
-                tf.no_op,
-            )
-        numbers = tf.range(state.lines, state.lines + size)
-        if files.frame is not None:
-            state, lines, numbers = files.frame(
-                state, lines, numbers, path, ended
-            )
-        first = (offset - state.records) % every
-        state = state._replace(
-            lines=state.lines + size,
-            records=state.records + tf.size(lines, tf.int64),
-        )
-        places = index * _MOST_RECORDS + numbers
-        if every > 1:
-            lines, places = lines[first::every], places[first::every]
-        return state, (lines, places)
-
-    zero = tf.constant(0, tf.int64)
-    return lines.scan(State(zero, zero, tf.constant(""), zero), step)
-
-
-def _check_whole(
-    files: Files, source: tuple, path: tf.Tensor, number: tf.Tensor
-) -> tf.Operation:
-    """Raises an error unless a file has so many lines and ends well."""
-
-    def count(_: tf.Tensor) -> tf.Tensor:
-        return files.read(*source).reduce(tf.constant(0, tf.int64), _plus_one)
-
-    whole = (
-        tf.data.Dataset.from_tensors(0)
-        .map(count)
-        .ignore_errors(log_warning=False)
-        .concatenate(tf.data.Dataset.from_tensors(tf.constant(-1, tf.int64)))
-        .take(1)
-        .get_single_element()
-    )
-    good = (
-        files.read(*source)
-        .ignore_errors(log_warning=False)
-        .reduce(tf.constant(0, tf.int64), _plus_one)
-    )
-    return check(
-        tf.equal(whole, number),
-        where(path, files.unit, good),
-        "the file cannot be read from there on. It was cut off or damaged, it "
-        "is compressed in another way than its name says, or it is no such "
-        "file at all.",
-    )
-
-
-def check(condition: tf.Tensor, *message: tf.Tensor | str) -> tf.Operation:
-    """An assertion for dataset functions, whose message may have tensors."""
-    return tf.debugging.Assert(condition, [tf.strings.join(message)])
-
-
-def where(path: tf.Tensor, unit: str, number: tf.Tensor) -> tf.Tensor:
-    """The beginning of a message about a record; `number` counts from 0."""
-    counted = tf.strings.as_string(number + 1)
-    return tf.strings.join([path, f", {unit} ", counted, ": "])
-
-
-def _plus_one(count: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-    return count + 1
 
 
 def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:
@@ -424,63 +280,3 @@ def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:
             return tf.constant(""), tf.constant(0, tf.int64)
 
     return tf.data.Dataset.from_tensors(0).map(_as_written(fail))
-
-
-class _Parser:
-    """Parses a batch of records, or says which one it is that cannot be."""
-
-    def __init__(self, files: Files, parse: Parse) -> None:
-        self._files = files
-        self._parse = parse
-
-    def __call__(self, records: tf.Tensor, places: tf.Tensor) -> Any:
-        explained = tf.data.Dataset.from_tensors((records, places)).map(
-            self._explain
-        )
-        return (
-            self._attempt(records)
-            .concatenate(explained)
-            .take(1)
-            .get_single_element()
-        )
-
-    def _attempt(self, records: tf.Tensor) -> tf.data.Dataset:
-        """A dataset of the examples, or of nothing."""
-        return (
-            tf.data.Dataset.from_tensors(records)
-            .map(self._parse)
-            .ignore_errors(log_warning=False)
-        )
-
-    def _explain(self, records: tf.Tensor, places: tf.Tensor) -> Any:
-        """Raises an error about the first record that cannot be parsed."""
-
-        def is_bad(record: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            zero = tf.constant(0, tf.int64)
-            good = self._attempt(record[tf.newaxis])
-            return good.reduce(zero, lambda n, *_: n + 1) == 0
-
-        record, place = (
-            tf.data.Dataset.from_tensor_slices((records, places))
-            .filter(is_bad)
-            .concatenate(
-                tf.data.Dataset.from_tensors(("", tf.constant(-1, tf.int64)))
-            )
-            .take(1)
-            .get_single_element()
-        )
-        path = tf.gather(
-            list(self._files.paths), tf.maximum(place // _MOST_RECORDS, 0)
-        )
-        shown = ""
-        if self._files.is_text:
-            shown = ". Received: " + tf.strings.substr(record, 0, 200)
-        checked = check(
-            place < 0,
-            where(path, self._files.unit, place % _MOST_RECORDS),
-            f"expected {self._files.expected}",
-            shown,
-        )
-        with tf.control_dependencies([checked]):
-            # No single one is bad: then this raises TensorFlow's own error.
-            return self._parse(tf.identity(records))

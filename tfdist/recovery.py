@@ -91,8 +91,8 @@ def remedy(
 def gist(error: BaseException) -> str:
     """The line of an error that says what happened.
 
-    >>> gist(tf.errors.AbortedError(None, None,
-    ...     "Graph execution error:\\n\\nDetected at node x\\n  File y\\n\\nGone."))
+    >>> text = "Graph execution error:|Detected at X|  File y|Gone."
+    >>> gist(ValueError(text.replace("|", chr(10))))
     'Gone.'
     """
     around = ("Graph execution error", "Detected at", " ", "\t", "Additional")

@@ -31,6 +31,22 @@ SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
 An error in user code: raised, once. The last checkpoint stays.
 The newest checkpoint is damaged: the one before is restored, with a warning.
 
+In an all-reduce job (a cluster without ps) every process trains, and none can
+go on without the others:
+
+A process dies, freezes or is cut off: the others know in ten seconds or so
+  (TensorFlow's heartbeat), start themselves anew and wait for it,
+  `max_wait_secs` at most; each says who is missing, and the limit ends it with
+  exit code 1. Then all go on from the last checkpoint. It costs the steps since
+  that one, and the start; nothing in exactness: the weights, random numbers and
+  batches are those of a job that nobody disturbed.
+SIGTERM: as above on the process that leads (the chief, else worker 0). Another
+  one goes on for 20 s at most, since the whole job may be told so.
+An error in user code: raised where it happened; the others wait for that
+  process to be started again.
+Processes with different programs (variables, batches, number of devices): a
+  `ValueError` in each, before the first step, that names the difference.
+
 Steps that were lost are run again; on parameter servers with other examples.
 `global_step` counts applied updates and never passes the step at which a hook
 stops training. While a ps is waited for, so are workers that are missing.
@@ -126,7 +142,10 @@ class MonitoredTrainingSession:
     * A loss of a server in `end` starts this process anew; TF1 lost the last
       checkpoint.
     * No `graph.pbtxt` and no `.meta` files are written.
-    * Only the chief has a session; workers and ps call `servers.serve`.
+    * On parameter servers only the chief has a session; workers and ps call
+      `servers.serve`. For all-reduce each process has one, runs its `hooks` at
+      the same steps, and stops when the leader's hooks say so: a hook that
+      writes files must ask `session.is_chief`.
 
     Args:
         build_fn: Returns a `Trainable`. Called without an argument inside the
@@ -161,6 +180,7 @@ class MonitoredTrainingSession:
             `tf.distribute.get_strategy()`.
 
     Attributes:
+        is_chief: Whether this process saves and leads.
         step: Steps applied in the job so far.
         checkpoint_dir: As given.
         restored_from: Path of the checkpoint that was restored last, or None.
@@ -204,7 +224,7 @@ class MonitoredTrainingSession:
         self.restored_from: str | None = None
         self.secs_in_steps = 0.0
         self._build_fn = build_fn
-        self._is_chief = is_chief
+        self.is_chief = is_chief
         self._strategy = strategy
         self._peers: Peers | None = None
         self._max_wait_secs = max_wait_secs
@@ -465,7 +485,7 @@ class MonitoredTrainingSession:
     @property
     def _follows(self) -> bool:
         """Whether another process says what comes next."""
-        return self._all_reduce is not None and not self._is_chief
+        return self._all_reduce is not None and not self.is_chief
 
     def _follow(self) -> int | None:
         """How many steps the leader runs now; None: no more."""
@@ -629,7 +649,7 @@ class MonitoredTrainingSession:
         self._made = made
 
     def _restore(self) -> None:
-        if not self._is_chief:
+        if not self.is_chief:
             self._wait_for_checkpoint()
         checkpoints = self.checkpoints(self.checkpoint_dir)
         self.restored_from = checkpoints.restore()

@@ -451,7 +451,13 @@ class ModelStep:
     ) -> Iterator[keras.StatelessScope]:
         """A scope for inference; from each server it reads one message."""
         if not self._remote:
-            with self._scope(states) as scope:
+            # Keras looks for these in the scope alone.
+            regularized = [
+                (v, tf.convert_to_tensor(v.value))
+                for v in self.model.trainable_variables
+                if v.regularizer is not None
+            ]
+            with self._scope(states, regularized) as scope:
                 yield scope
             return
         exchange, calls = self._exchange, self._lookups(x, training=False)

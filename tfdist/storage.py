@@ -99,7 +99,7 @@ def check_writable(directory: str) -> None:
     except tf.errors.OpError as error:
         raise ValueError(
             f"model_dir {directory!r} cannot be written: {error.message} "
-            + advice(directory, error)
+            f"{advice(directory, error)}".rstrip()
         ) from error
 
 

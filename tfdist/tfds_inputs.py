@@ -10,11 +10,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import record_files
+from tfdist.blocks import Files, Parse
 from tfdist.inputs import example_parser, expected_example
-from tfdist.reading import Files, Parse, ReadOptions, batches
+from tfdist.reading import ReadOptions, batches
 
 # Records that are taken out of an ArrayRecord file at once.
 _CHUNK = 256
@@ -89,11 +91,7 @@ def read_tfds(
         _check_index(reading)
     files = Files(
         paths,
-        (
-            paths,
-            tf.constant(skips, tf.int64),
-            tf.constant(takes, tf.int64),
-        ),
+        (paths, np.array(skips, np.int64), np.array(takes, np.int64)),
         read,
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
@@ -138,11 +136,7 @@ def read_array_records(
     counts = [_reader(path).num_records() for path in paths]
     files = Files(
         paths,
-        (
-            paths,
-            tf.zeros([len(paths)], tf.int64),
-            tf.constant(counts, tf.int64),
-        ),
+        (paths, np.zeros(len(paths), np.int64), np.array(counts, np.int64)),
         _array_records,
         expected=expected_example(features),
     )
@@ -181,8 +175,6 @@ _reading = threading.Lock()
 
 
 def _chunk(path: bytes, start: int, stop: int) -> Any:
-    import numpy as np
-
     with _reading:
         records = _reader(path.decode()).read(list(range(start, stop)))
     return np.array(records, object)
@@ -192,10 +184,15 @@ def _chunk(path: bytes, start: int, stop: int) -> Any:
 def _reader(path: str) -> Any:
     from array_record.python import array_record_module
 
-    try:
-        return array_record_module.ArrayRecordReader(path)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is no ArrayRecord file: {error}") from error
+    reader = array_record_module.ArrayRecordReader(path)
+    if not reader.ok():
+        try:
+            reader.read([0])  # Only this says why.
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path} cannot be read as an ArrayRecord file: {error}."
+            ) from None
+    return reader
 
 
 def _tfds_parser(info: Any, as_supervised: bool) -> Parse:

@@ -45,6 +45,14 @@ from tfdist.vertex_jobs import (
     parameter,
 )
 
+# Flags that are called as the fields of `Job`.
+_SAME_NAME = (
+    *("workers", "ps", "evaluator", "reduction_servers", "image"),
+    *("evaluator_image", "executor_image", "module", "args", "spot"),
+    *("restart_job_on_worker_restart", "disable_retries", "service_account"),
+    *("network", "tensorboard"),
+)
+
 
 def gcloud_command(
     spec: Mapping[str, Any], *, region: str, name: str, file: str = "job.yaml"
@@ -415,14 +423,6 @@ def _job(options: argparse.Namespace) -> Job:
         timeout_secs=options.timeout,
         **{name: getattr(options, name) for name in _SAME_NAME},
     )
-
-
-_SAME_NAME = (
-    *("workers", "ps", "evaluator", "reduction_servers", "image"),
-    *("evaluator_image", "executor_image", "module", "args", "spot"),
-    *("restart_job_on_worker_restart", "disable_retries", "service_account"),
-    *("network", "tensorboard"),
-)
 
 
 def _tuning(options: argparse.Namespace) -> Tuning | None:

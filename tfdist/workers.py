@@ -55,6 +55,10 @@ class Workers:
         self.crew.add()
         _private.schedule(self.coordinator, call, *args)
 
+    def renew_input(self) -> None:
+        """Makes the iterators of the calling thread's worker anew."""
+        _private.renew_resources(self.coordinator)
+
     def wait(
         self, condition: Callable[[], bool], watch: Callable[[], None]
     ) -> None:

@@ -24,7 +24,8 @@ import numpy as np
 import pandas as pd
 import tensorflow as tf
 
-from tfdist.reading import Files, ReadOptions, batches
+from tfdist.blocks import Files
+from tfdist.reading import ReadOptions, batches
 
 NUMERIC = "numeric"
 CATEGORICAL = "categorical"
@@ -255,11 +256,11 @@ class Source(abc.ABC):
 
 def _columns(
     shards: Sequence[Shard],
-) -> tuple[list[str], tf.Tensor, tf.Tensor]:
+) -> tuple[list[str], np.ndarray, np.ndarray]:
     return (
         [shard.path for shard in shards],
-        tf.constant([shard.skip for shard in shards], tf.int64),
-        tf.constant([shard.take for shard in shards], tf.int64),
+        np.array([shard.skip for shard in shards], np.int64),
+        np.array([shard.take for shard in shards], np.int64),
     )
 
 

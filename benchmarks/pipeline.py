@@ -1,0 +1,219 @@
+"""Time of a batch of the deep-LSTM translator, by micro-batches.
+
+    python -m benchmarks.pipeline [--picture=schedule.png]
+
+Four LSTM layers, two on each of two devices, against both stages on one device
+and the batch in one part. A device is a CPU core: all models have one thread per device, but for
+the last row, in which one device has both cores. Each model runs in a process
+of its own; they take turns, a round of batches each. Beside the median of the
+rounds: the speed over one device, and the best that the bubble of the schedule,
+(S - 1) / (M + S - 1), would allow.
+
+The picture shows what was measured of one batch: which device had which
+micro-batch when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.micro_batches import Work
+from tfdist.model_parallel import Pipeline, bubble
+from trainer import translator
+
+_STAGES = 2
+
+
+def main() -> None:
+    """Prints a row for each model; draws the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--micro_batches", default="1,2,4,8")
+    parser.add_argument("--units", type=int, default=512)
+    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=3, help="in a round")
+    parser.add_argument("--picture", default="")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        _serve(args)
+        return
+    pipelines = [int(m) for m in args.micro_batches.split(",")]
+    one, both = (
+        {"devices": 1, "micro_batches": 1, "threads": threads}
+        for threads in (1, _STAGES)
+    )
+    cases = [
+        one,
+        *(
+            {"devices": _STAGES, "micro_batches": m, "threads": 1}
+            for m in pipelines
+        ),
+        both,
+    ]
+    children = [_Child(case) for case in cases]
+    for _ in range(args.rounds):
+        for child in children:
+            child.rounds.append(child.ask("round"))
+    medians = [statistics.median(child.rounds) for child in children]
+    print("devices  micro-batches  threads  ms per batch (range)  speed  ideal")
+    for child, median in zip(children, medians, strict=True):
+        case = child.case
+        ideal = case["devices"] * (
+            1 - bubble(case["devices"], case["micro_batches"])
+        )
+        told = f"{ideal:.2f}" if case is not both else ""
+        print(
+            f"{case['devices']:<8} {case['micro_batches']:<14} "
+            f"{case['threads']:<8} "
+            f"{median:7.1f} ({min(child.rounds):.0f}-{max(child.rounds):.0f})"
+            f"{'':<6}{medians[0] / median:<6.2f} {told}",
+            flush=True,
+        )
+    if args.picture:
+        timelines = {
+            case["micro_batches"]: child.ask("timeline")
+            for case, child in zip(cases, children, strict=True)
+            if case["devices"] == _STAGES
+        }
+        _draw(args.picture, timelines)
+    for child in children:
+        child.end()
+
+
+class _Child:
+    """A process with one model, which works when it is asked to."""
+
+    def __init__(self, case: dict[str, int]) -> None:
+        self.case = case
+        self.rounds: list[float] = []
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.pipeline", *sys.argv[1:]),
+                f"--case={json.dumps(case)}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.ask("ready")
+
+    def ask(self, what: str) -> Any:
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"{self.case} failed with {self._process.wait()}.")
+        return json.loads(answer)
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """The child: answers on standard output, a line of JSON each."""
+    case = json.loads(args.case)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What libraries print is no answer.
+    tf.config.threading.set_intra_op_parallelism_threads(case["threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(_STAGES)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * case["devices"],
+    )
+    sizes = {"vocabulary": 64, "length": args.length}
+    model = _model(args.units, case, **sizes)
+    (batch,) = translator.batches(args.batch, **sizes).take(1)
+    step = tf.function(model.train_step, autograph=False)
+
+    def run(num_batches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_batches):
+            logs = step(batch)
+            logs["loss"].numpy()
+        return (time.perf_counter() - start) / num_batches * 1000
+
+    run(2)
+    for line in sys.stdin:
+        answer: Any = None
+        if line.strip() == "round":
+            answer = run(args.batches)
+        elif line.strip() == "timeline":
+            answer = [vars(work) for work in model.timeline(batch)]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _model(
+    units: int, case: dict[str, int], vocabulary: int, length: int
+) -> Pipeline:
+    """Four layers on the devices that there are; two stages share one."""
+    layers = translator.stages(4, units, vocabulary)
+    model = Pipeline(
+        translator.inputs(length),
+        [layers[0] + layers[1], layers[2] + layers[3]],
+        num_micro_batches=case["micro_batches"],
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    return model
+
+
+def _draw(path: str, timelines: dict[int, list[dict[str, Any]]]) -> None:
+    """A row of boxes for each device, a panel for each schedule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    end = max(work["end"] for each in timelines.values() for work in each)
+    figure, panels = pyplot.subplots(
+        len(timelines),
+        sharex=True,
+        squeeze=False,
+        figsize=(10, 1.5 * len(timelines) + 0.5),
+        layout="constrained",
+    )
+    for (num, timeline), panel in zip(
+        timelines.items(), panels[:, 0], strict=True
+    ):
+        for work in (Work(**each) for each in timeline):
+            panel.barh(
+                work.stage,
+                1000 * (work.end - work.start),
+                left=1000 * work.start,
+                color="tab:blue" if work.forward else "tab:orange",
+                edgecolor="white",
+            )
+            panel.text(
+                500 * (work.start + work.end),
+                work.stage,
+                str(work.micro_batch),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+            )
+        panel.set_yticks(range(_STAGES))
+        panel.set_yticklabels([f"device {i}" for i in range(_STAGES)])
+        panel.invert_yaxis()
+        panel.set_xlim(0, 1000 * end)
+        panel.set_title(f"{num} micro-batches", loc="left", fontsize=9)
+    panels[-1, 0].set_xlabel("ms   (blue: forward, orange: backward)")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Every feature under every strategy: `tests.strategy_checks`, once for each.
+
+The models are alike in all of them, so the weights must be those of one device.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from strategy_checks import examples
+
+from tfdist import checkpoint
+from tfdist.cluster import Cluster
+from tfdist.specs import RunConfig
+from tfdist.testing import LocalCluster
+
+ROOT = Path(__file__).parent.parent
+# In this order: each restores a checkpoint of the one before as well.
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps")
+TASKS = {
+    "multi_worker_mirrored": {"workers": 1},
+    "ps": {"ps": 1, "workers": 1},
+}
+STEPS, DEADLINE_SECS = 20, 600
+# Sums over examples are taken in another order; bfloat16 has 8 bits.
+TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3}
+NOT_ON_PS = ("accumulation", "float16")
+
+
+def run(directory, strategy, before):
+    command = [sys.executable, "-m", "tests.strategy_checks"]
+    command += [f"--directory={directory}", f"--strategy={strategy}"]
+    if before:
+        command.append(f"--restore_from={before}")
+    if strategy in TASKS:
+        with LocalCluster(command, cwd=ROOT, **TASKS[strategy]) as job:
+            exit_code = job.wait(timeout_secs=DEADLINE_SECS)
+            assert exit_code == 0, job.output("chief:0")
+    else:
+        subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_SECS)
+    return json.loads((directory / f"{strategy}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("strategies")
+
+
+@pytest.fixture(scope="module")
+def reports(directory):
+    made = {}
+    for before, strategy in zip((None, *STRATEGIES), STRATEGIES, strict=False):
+        made[strategy] = run(directory, strategy, before)
+    return made
+
+
+def weights(directory, strategy, feature, steps=STEPS):
+    path = f"{directory}/{strategy}/{feature}/model.ckpt-{steps}"
+    return {
+        name: checkpoint.load_variable(path, name)
+        for name in checkpoint.saved_shapes(path)
+        if "seed_generator" not in name
+    }
+
+
+def assert_alike(ours, wanted, tolerance):
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            ours[name], value, atol=tolerance, rtol=tolerance, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "rich",
+        "synchronized_batch_norm",
+        "accumulation",
+        "bfloat16",
+        "float16",
+        "jit_compile",
+    ],
+)
+def test_weights_are_those_of_one_device(reports, directory, strategy, feature):
+    if strategy == "ps" and feature in NOT_ON_PS:
+        assert (
+            "updates on parameter servers do not support"
+            in (reports[strategy][feature])
+        )
+        return
+    assert_alike(
+        weights(directory, strategy, feature),
+        weights(directory, "one_device", feature),
+        TOLERANCE.get(feature, 2e-5),
+    )
+    # The last five steps' metrics, loss included.
+    assert reports[strategy][feature] == pytest.approx(
+        reports["one_device"][feature], abs=TOLERANCE.get(feature, 1e-4)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batch_norm_of_each_replica(reports, strategy):
+    """Its own share normalizes a replica: close to one device, not equal."""
+    wanted = reports["one_device"]["batch_norm"]["loss"]
+    assert reports[strategy]["batch_norm"]["loss"] == pytest.approx(
+        wanted, abs=0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_replica_has_masks_of_its_own(reports, strategy):
+    metrics = reports[strategy]["dropout"]
+    assert metrics["mean_of_squares"] - metrics["mean"] ** 2 > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluate_and_predict(reports, strategy):
+    ours, wanted = reports[strategy], reports["one_device"]
+    assert ours["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-4)
+    np.testing.assert_allclose(
+        ours["predicted"], wanted["predicted"], atol=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_export(reports, strategy):
+    x, ids, _, _ = examples()
+    # As any server: no tfdist in sight.
+    with tf.compat.v1.Session(graph=tf.Graph()) as session:
+        loaded = tf.compat.v1.saved_model.load(
+            session, ["serve"], reports[strategy]["exported"]
+        )
+        signature = loaded.signature_def["serving_default"]
+        served = session.run(
+            {k: v.name for k, v in signature.outputs.items()},
+            {signature.inputs["x"].name: x, signature.inputs["ids"].name: ids},
+        )
+    np.testing.assert_allclose(
+        served["click"], reports["one_device"]["predicted"], atol=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resumes(reports, directory, strategy):
+    assert reports[strategy]["resumed"] == STEPS + 7
+    # The input goes on where it was.
+    if strategy != "ps":
+        assert_alike(
+            weights(directory, strategy, "rich", STEPS + 7),
+            weights(directory, "one_device", "rich", STEPS + 7),
+            2e-5,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_goes_on_from_a_checkpoint_of_another(reports, strategy):
+    assert reports[strategy]["restored"] == STEPS + 10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "jobs", "message"),
+    [
+        ("ring", None, "must be 'auto' or one of .*'mirrored'.*'ring'"),
+        ("ps", None, "'ps' does not fit this process, which is one local"),
+        ("multi_worker_mirrored", None, "does not fit this process"),
+        ("mirrored", {"chief": ["a:1"], "worker": ["b:1"]}, "others no clus"),
+        ("ps", {"chief": ["a:1"], "worker": ["b:1"]}, "parameter servers"),
+    ],
+)
+def test_strategy_that_does_not_fit(tmp_path, strategy, jobs, message):
+    cluster = Cluster.from_jobs(jobs, "chief", 0) if jobs else Cluster()
+    with pytest.raises(ValueError, match=message):
+        RunConfig(str(tmp_path), strategy=strategy, cluster=cluster)
