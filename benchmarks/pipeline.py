@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline [--picture=schedule.png]
 
 Four LSTM layers, two on each of two devices, against both stages on one device
-and the batch in one part. A device is a CPU core: all models have one thread per device, but for
-the last row, in which one device has both cores. Each model runs in a process
-of its own; they take turns, a round of batches each. Beside the median of the
+and the batch in one part. A device is a CPU core: an op has one thread, but in
+the last row, where the one device has both cores. Each model has a process of
+its own; they take turns, a round of batches each. Beside the median of the
 rounds: the speed over one device, and the best that the bubble of the schedule,
 (S - 1) / (M + S - 1), would allow.
 
@@ -63,6 +63,8 @@ def main() -> None:
         both,
     ]
     children = [_Child(case) for case in cases]
+    for child in children:
+        child.ask("ready")
     for _ in range(args.rounds):
         for child in children:
             child.rounds.append(child.ask("round"))
@@ -108,7 +110,6 @@ class _Child:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.ask("ready")
 
     def ask(self, what: str) -> Any:
         self._process.stdin.write(what + "\n")

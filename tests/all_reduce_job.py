@@ -28,7 +28,10 @@ def model_fn(args):
     ids = keras.Input([3], dtype="int64", name="ids")
     rows = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)(ids)
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
-    hidden = keras.layers.Dense(args.units, "relu")(both)
+    cluster = tfdist.Cluster.from_env()
+    name = f"{cluster.task_type}:{cluster.task_index}"
+    units = 17 if name == args.stranger else 16
+    hidden = keras.layers.Dense(units, "relu")(both)
     hidden = keras.layers.BatchNormalization()(hidden)
     hidden = keras.layers.Dropout(0.2)(hidden)
     output = keras.layers.Dense(1, "sigmoid")(hidden)
@@ -97,8 +100,8 @@ def flags():
     parser.add_argument("--wait_secs", type=float, default=60.0)
     parser.add_argument("--pace_secs", type=float, default=0.0)
     parser.add_argument("--own_batches", action="store_true")
-    # Another number than in the other processes is another program.
-    parser.add_argument("--units", type=int, default=16)
+    # The task that runs another program than the others.
+    parser.add_argument("--stranger")
     return parser.parse_args()
 
 

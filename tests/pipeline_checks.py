@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -251,7 +252,7 @@ def job(directory):
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     def train(name, devices_of_run):
-        for devices, max_steps in zip(devices_of_run, (20, 40), strict=True):
+        for devices, max_steps in zip(devices_of_run, (4, 8), strict=True):
 
             def model_fn(devices=devices):
                 keras.utils.set_random_seed(1)
@@ -262,9 +263,10 @@ def job(directory):
                 model.compile(keras.optimizers.Adam(0.01), "mse")
                 return model
 
-            estimator = tfdist.Estimator(
-                model_fn, tfdist.RunConfig(model_dir=str(directory / name))
+            config = tfdist.RunConfig(
+                model_dir=str(directory / name), steps_per_dispatch=1
             )
+            estimator = tfdist.Estimator(model_fn, config)
             estimator.train(input_fn, max_steps=max_steps)
             step = estimator.evaluate(input_fn, steps=1)["global_step"]
             steps.append(step)
@@ -352,7 +354,13 @@ def cluster(report):
     if task.role != "chief":
         servers.serve(task)
         return
-    servers.wait_until_up(task, 100)
+    workers = [
+        servers.address_of(task, ("worker", index)) for index in range(2)
+    ]
+    deadline = time.monotonic() + 100
+    while any(a.state != servers.TaskState.LIVE for a in servers.ask(workers)):
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.2)
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(task.training_spec()),
         job_name="chief",

@@ -252,7 +252,7 @@ def trials(directory):
     folders = [directory / str(n) for n in range(1, len(started) + 1)]
     try:
         for process, folder in zip(started, folders, strict=True):
-            code = process.wait(timeout=200)
+            code = process.wait(timeout=300)
             assert code == 0, (folder / "stderr").read_text()
     finally:
         for process in started:

@@ -105,7 +105,7 @@ MORE_CASES = [
 
 
 def check_shares(tmp_path, num_files, workers, as_tensor):
-    sizes = [3 + 5 * i % 7 for i in range(num_files)]
+    sizes = [5 + 5 * i % 7 for i in range(num_files)]
     found = shares(numbered(tmp_path, sizes), workers, as_tensor)
     assert sorted(itertools.chain(*found)) == list(range(sum(sizes)))
     assert all(found)

@@ -41,6 +41,8 @@ from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
 )
 
+from tfdist import storage
+
 ClusterCoordinator = tf.distribute.coordinator.ClusterCoordinator
 
 # What a coordinator raises for a dispatch whose input was lost with its worker;
@@ -164,7 +166,7 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     ) -> str:
         if self._traced is None:
             self.trace()
-        tf.io.gfile.makedirs(os.path.dirname(file_prefix))
+        storage.make_directory(os.path.dirname(file_prefix))
         path = self._traced(file_prefix).numpy().decode()
         for callback in options.experimental_write_callbacks:
             callback(path)

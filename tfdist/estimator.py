@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, planner, servers
+from tfdist import checkpoint, planner, servers, storage
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.coordinated_loop import CoordinatedLoop
@@ -117,7 +116,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint, or None."""
-        return tf.train.latest_checkpoint(self.model_dir)
+        return checkpoint.latest(self.model_dir)
 
     def train(
         self,
@@ -160,7 +159,7 @@ class Estimator:
         check_at_least("max_steps", max_steps, 1)
         config = self.config
         self._seed()
-        _check_writable(self.model_dir)
+        storage.check_writable(self.model_dir)
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoint.step_of(path) if path else 0)
@@ -715,17 +714,3 @@ def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
             f"predict_keys={list(keys)}; the model has {has}."
         )
     return {key: outputs[key] for key in keys}
-
-
-def _check_writable(model_dir: str) -> None:
-    """Fails before training, not at the first checkpoint."""
-    try:
-        tf.io.gfile.makedirs(model_dir)
-        probe = os.path.join(model_dir, ".writable")
-        with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("")
-        tf.io.gfile.remove(probe)
-    except tf.errors.OpError as error:
-        raise ValueError(
-            f"model_dir {model_dir!r} cannot be written: {error.message}"
-        ) from error

@@ -105,7 +105,8 @@ class Exchange:
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
-        variable = getattr(variable, "value", variable)
+        if isinstance(variable, keras.Variable):
+            variable = variable.value
         return variable.device if self._remote else ""
 
     def answers(

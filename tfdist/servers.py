@@ -352,12 +352,83 @@ def wait_until_up(
     Raises:
         TimeoutError: Some task was not up in time; the message names each.
     """
+    _wait_for_all(
+        cluster,
+        server_tasks(cluster),
+        lambda addresses: [answer.state for answer in ask(addresses)],
+        timeout_secs,
+        give_up,
+    )
+
+
+def meet(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until every other task of an all-reduce job can be connected to.
+
+    Meanwhile this one listens at its own address, and leaves it to TensorFlow,
+    which would itself wait in C, for ever, and name nobody.
+
+    Args:
+        cluster: The cluster, without parameter servers; all tasks do this.
+        timeout_secs: Seconds to wait.
+        give_up: Called again and again meanwhile; ends the wait by raising.
+
+    Raises:
+        TimeoutError: Some task was not up in time; the message names each.
+        RuntimeError: The own address cannot be listened at.
+    """
+    own = (cluster.task_type, cluster.task_index)
+    others = [
+        (job, index)
+        for job, tasks in cluster.training_spec().items()
+        for index in tasks
+        if (job, index) != own
+    ]
+    host, _, port = cluster.address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(port)))
+        except OSError as error:
+            raise RuntimeError(
+                f"Task {own[0]}:{own[1]} cannot listen at {cluster.address}. "
+                f"Is another process using that port? {error}"
+            ) from error
+        listener.listen(len(others))
+        _wait_for_all(cluster, others, _listening, timeout_secs, give_up)
+
+
+def _listening(addresses: Sequence[str]) -> list[TaskState]:
+    states = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            place = host.strip("[]"), int(port)
+            socket.create_connection(place, timeout=1.0).close()
+            states.append(TaskState.LIVE)
+        except OSError:
+            states.append(TaskState.DEAD)
+    return states
+
+
+def _wait_for_all(
+    cluster: Cluster,
+    tasks: Sequence[tuple[str, int]],
+    states_of: Callable[[Sequence[str]], list[TaskState]],
+    timeout_secs: float,
+    give_up: Callable[[], None],
+) -> None:
+    """Waits for tasks to be up, and says for whom; see `wait_until_up`."""
     deadline = time.monotonic() + timeout_secs
     next_message = time.monotonic() + 5.0
-    missing = server_tasks(cluster)
+    missing = list(tasks)
     while True:
-        answers = ask([address_of(cluster, task) for task in missing])
-        states = dict(zip(missing, [a.state for a in answers], strict=True))
+        found = states_of([address_of(cluster, task) for task in missing])
+        states = dict(zip(missing, found, strict=True))
         missing = [t for t, s in states.items() if s is not TaskState.LIVE]
         if not missing:
             return
@@ -373,7 +444,7 @@ def wait_until_up(
                 f"{len(missing)} task(s) of the cluster did not come up within "
                 f"{timeout_secs:g} s: {listed}. Start them with the same "
                 "cluster in TF_CONFIG and check that the addresses are right "
-                "and reachable from the chief. "
+                "and can be reached from here. "
                 "RunConfig(session_creation_timeout_secs=...) sets the limit."
             )
         if now >= next_message:
@@ -383,14 +454,10 @@ def wait_until_up(
 
 
 def server_tasks(cluster: Cluster) -> list[tuple[str, int]]:
-    """`(job, index)` of every task that runs a server for the chief.
-
-    Without parameter servers each of the others does.
-    """
-    jobs = ("ps", "worker") if cluster.num_ps else ("chief", "worker")
+    """`(job, index)` of every task that runs a server for the chief."""
     return [
         (job, index)
-        for job in jobs
+        for job in ("ps", "worker")
         for index in cluster.training_spec().get(job, {})
     ]
 

@@ -76,7 +76,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import recovery, servers
+from tfdist import checkpoint, recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.health import HealthMonitor, ServerLostError
@@ -582,7 +582,7 @@ class MonitoredTrainingSession:
             strategy = self._connect(self._cluster)
         elif self._all_reduce:
             strategy = multi_worker_strategy(
-                self._all_reduce, self._max_wait_secs
+                self._all_reduce, self._max_wait_secs, self._sigterm.leave
             )
             self._peers = Peers(self._all_reduce)
         self._steps_per_sec = 0.0
@@ -656,7 +656,7 @@ class MonitoredTrainingSession:
 
     def _wait_for_checkpoint(self) -> None:
         deadline = time.monotonic() + self._max_wait_secs
-        while not tf.train.latest_checkpoint(self.checkpoint_dir):
+        while not checkpoint.latest(self.checkpoint_dir):
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"The chief wrote no checkpoint to {self.checkpoint_dir!r} "

@@ -38,7 +38,8 @@ _IGNORED = {
 }
 # Those whose loss would change what a job does, and what there is instead.
 _REFUSED = {
-    "train_distribute": "The cluster decides how training is distributed",
+    "train_distribute": "Use `strategy`, unless the default will do: what the "
+    "cluster is made for",
     "device_fn": "Use `placement`, which says for each variable which "
     "parameter server holds it",
     "protocol": "Tasks speak grpc with each other",
@@ -255,7 +256,11 @@ class TrainSpec:
         input_fn: Returns a `tf.data.Dataset` of batches; may have one
             argument without a default, which then gets the
             `tf.distribute.InputContext` that says which part of the data the
-            calling worker shall read.
+            calling worker shall read. With replicas in sync, the batches of a
+            function without one are global batches: every process reads the
+            same (tfdist seeds them alike), and each replica gets its share.
+            Those of a function with one are a replica's
+            (`get_per_replica_batch_size`).
         max_steps: Step at which training ends; None: when the data ends.
         hooks: Run after tfdist's own; those written for TF1 that touch no
             graph run as they are.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
 import functools
-import logging
 import os
-import threading
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -30,8 +30,6 @@ from tfdist.placement import (
 )
 from tfdist.planner import plan
 from tfdist.variables import VariableSpec, creation_spec
-
-_log = logging.getLogger(__name__)
 
 Placement = Callable[[VariableSpec], int]
 
@@ -197,22 +195,27 @@ def _tpu_strategy() -> tf.distribute.TPUStrategy:
 
 @functools.cache
 def multi_worker_strategy(
-    cluster: Cluster, start_timeout_secs: float = 600.0
+    cluster: Cluster,
+    start_timeout_secs: float = 600.0,
+    give_up: Callable[[], None] = lambda: None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Connects this process to the others of an all-reduce job, once.
-
-    TensorFlow waits for them in C, for ever and deaf to signals. Where one is
-    missing for too long this process ends, with exit code 1 and a message that
-    names it.
 
     Args:
         cluster: A cluster without ps; each of its tasks calls this.
         start_timeout_secs: Seconds to wait for every task to be up.
+        give_up: Called again and again meanwhile; ends the wait by raising.
 
     Returns:
         The strategy.
+
+    Raises:
+        TimeoutError: A task was not up in time. One that goes away after that
+            would leave TensorFlow waiting in C, deaf to signals: then this
+            process ends as late, with a traceback and exit code 1.
     """
     servers.reconnect_quickly()
+    servers.meet(cluster, start_timeout_secs, give_up)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster.training_spec()),
         task_type=cluster.task_type,
@@ -225,51 +228,13 @@ def multi_worker_strategy(
         f"/job:{leader}/replica:0/task:0",
         _LEAVE_SECS,
     )
-    connected = threading.Event()
-    watchdog = threading.Thread(
-        target=_end_unless,
-        args=(connected, cluster, start_timeout_secs),
-        daemon=True,
+    faulthandler.dump_traceback_later(
+        start_timeout_secs, exit=True, file=sys.__stderr__
     )
-    watchdog.start()
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(resolver)
     finally:
-        connected.set()
-        watchdog.join()
-
-
-def _end_unless(
-    connected: threading.Event, cluster: Cluster, secs: float
-) -> None:
-    """Says every ten seconds who is missing; ends the process in the end."""
-    deadline = time.monotonic() + secs
-    while not connected.wait(min(10.0, max(0.1, secs / 2))):
-        own = (cluster.task_type, cluster.task_index)
-        tasks = [t for t in servers.server_tasks(cluster) if t != own]
-        answers = servers.ask([servers.address_of(cluster, t) for t in tasks])
-        missing = ", ".join(
-            f"{job}:{index} at {servers.address_of(cluster, (job, index))} "
-            f"({answer.state.value})"
-            for (job, index), answer in zip(tasks, answers, strict=True)
-            if answer.state is not servers.TaskState.LIVE
-        )
-        left = deadline - time.monotonic()
-        if left > 0:
-            _log.warning(
-                "Waiting for %s; %.0f s left.", missing or "the others", left
-            )
-        elif not connected.is_set():
-            _log.error(
-                "This process could not join the others within %g s. Not up: "
-                "%s. Start every task with the same cluster in TF_CONFIG and "
-                "check that the addresses are right and can be reached. "
-                "RunConfig(session_creation_timeout_secs=...) sets the limit.",
-                secs,
-                missing or "none, but they do not answer",
-            )
-            logging.shutdown()
-            os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _connect(

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import time
 
-import tensorflow as tf
-
 from tfdist import checkpoint, results, servers
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
@@ -201,7 +199,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     def _evaluate(
         self, session: MonitoredTrainingSession, is_the_last: bool
     ) -> None:
-        path = tf.train.latest_checkpoint(session.checkpoint_dir)
+        path = checkpoint.latest(session.checkpoint_dir)
         if self._evaluator.evaluated != path:
             here = overrides(session.model, "test_step")
             elsewhere = self._has_workers and not here

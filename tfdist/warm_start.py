@@ -66,7 +66,7 @@ class WarmStartSettings:
         """
         path = self.ckpt_to_initialize_from
         if tf.io.gfile.isdir(path):
-            path = tf.train.latest_checkpoint(path)
+            path = checkpoint.latest(path)
         if not (path and tf.io.gfile.exists(f"{path}.index")):
             raise ValueError(
                 "There is no checkpoint to start warm from at "
