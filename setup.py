@@ -22,16 +22,20 @@ setup(
         "lazy-loader>=0.4",
         "numpy>=1.26",
         "pandas>=2.2",
+        "pyyaml>=6",
         "tensorboard>=2.20",
         "tensorflow-datasets>=4.9.9",
     ],
     extras_require={
         "test": [
+            # The types that job files for Vertex AI are checked with.
+            "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",
             "matplotlib>=3.8",
             "psutil>=5.9",
             "pytest>=8",
             "ruff>=0.9",
+            "trustme>=1.2",
         ],
         "notebooks": ["matplotlib>=3.8", "nbclient>=0.10", "ipykernel>=6.29"],
     },

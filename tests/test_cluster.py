@@ -276,6 +276,24 @@ def test_tf_config_wins_but_cluster_spec_tells_of_the_evaluator():
     assert not Cluster.from_env(environ).has_evaluator
 
 
+@pytest.mark.parametrize("variables", ["TF_CONFIG", "CLUSTER_SPEC", "both"])
+@pytest.mark.parametrize("told", ["1", "0", None])
+def test_reduction_servers_are_no_ps(variables, told):
+    """Pool 2 is theirs as well; Vertex AI's variables do not tell."""
+    environ = {
+        "TF_CONFIG": config(JOBS, task("worker", 1)),
+        "CLUSTER_SPEC": pools("workerpool1", 1),
+    }
+    if variables != "both":
+        environ = {variables: environ[variables]}
+    if told is not None:
+        environ["TFDIST_REDUCTION_SERVERS"] = told
+    cluster = Cluster.from_env(environ)
+    assert (cluster.num_ps == 0) == (told == "1")
+    assert (cluster.role, cluster.num_workers) == ("worker", 2)
+    assert cluster.has_evaluator == (variables != "TF_CONFIG")
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

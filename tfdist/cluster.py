@@ -28,6 +28,11 @@ from typing import Any, Literal
 
 Role = Literal["local", "chief", "worker", "ps", "evaluator"]
 
+REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
+"""Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
+worker pool 2 holds Google's reduction servers: the service's variables call
+them what they call parameter servers."""
+
 _TRAINING_JOBS = ("chief", "worker", "ps")
 _JOBS = (*_TRAINING_JOBS, "evaluator")
 
@@ -130,7 +135,9 @@ class Cluster:
         ignored, and so is a job without tasks.
 
         Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
-        learns of it from the `CLUSTER_SPEC` that is set beside it.
+        learns of it from the `CLUSTER_SPEC` that is set beside it. Where
+        `TFDIST_REDUCTION_SERVERS` is 1, parameter servers are taken for
+        reduction servers, which are no part of the cluster.
 
         >>> Cluster.from_env({}).role
         'local'
@@ -150,15 +157,20 @@ class Cluster:
                 variable, quotes the offending part and shows a right one.
         """
         environ = os.environ if environ is None else environ
+        no_ps = environ.get(REDUCTION_SERVERS, "").strip() == "1"
         tf_config = environ.get("TF_CONFIG", "").strip()
         cluster_spec = environ.get("CLUSTER_SPEC", "").strip()
         if not tf_config:
             if not cluster_spec:
                 return cls()
-            return _read("CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES)
-        cluster = _read("TF_CONFIG", tf_config, _TF_CONFIG_NAMES)
+            return _read(
+                "CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES, no_ps
+            )
+        cluster = _read("TF_CONFIG", tf_config, _TF_CONFIG_NAMES, no_ps)
         if cluster_spec and not cluster.has_evaluator:
-            pools = _read("CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES)
+            pools = _read(
+                "CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES, no_ps
+            )
             return dataclasses.replace(
                 cluster, has_evaluator=pools.has_evaluator
             )
@@ -314,11 +326,15 @@ class Cluster:
         return f"{task} of a cluster of {self.shape}"
 
 
-def _read(variable: str, text: str, names: Mapping[str, str]) -> Cluster:
+def _read(
+    variable: str, text: str, names: Mapping[str, str], no_ps: bool
+) -> Cluster:
     """Parses one of the two variables; its errors name it."""
     try:
         config = _json_object(text)
         jobs = _by_index(_object(config, "cluster"), names)
+        if no_ps:
+            jobs.pop("ps", None)
         task = _object(config, "task")
         return Cluster.from_jobs(
             jobs, _job_name(task.get("type"), names), task.get("index")

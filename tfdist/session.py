@@ -10,6 +10,8 @@ What each failure costs (design decision D7):
 
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again.
+A worker loses its connection to a ps: as if it had died, but at once. Its input
+  starts anew.
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
   up. What it then still sends is refused.
 A parameter server (ps) dies and comes back: everything is built anew in this

@@ -14,10 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist import vertex_machines as machines
-
-# Set on every task of a job with reduction servers, for `Cluster.from_env`:
-# Vertex AI's variables call their pool what they call parameter servers'.
-REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
+from tfdist.cluster import REDUCTION_SERVERS
 
 _POOLS = ("the chief", "the workers", "the ps", "the evaluator")
 _ENV = [{"name": str, "value": str}]
