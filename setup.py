@@ -28,6 +28,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "array-record>=0.5",
             # The types that job files for Vertex AI are checked with.
             "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",

@@ -71,6 +71,12 @@ PUBLIC = [
     "Machines",
     "Recommendation",
     "Workload",
+    "ReadOptions",
+    "read_array_records",
+    "read_csv",
+    "read_text",
+    "read_tfds",
+    "read_tfrecords",
 ]
 
 MODULES = sorted(

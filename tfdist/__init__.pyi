@@ -30,6 +30,10 @@ from .hooks import LoggingTensorHook as LoggingTensorHook
 from .hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
 from .hooks import NanTensorHook as NanTensorHook
 from .hooks import StopAtStepHook as StopAtStepHook
+from .inputs import ReadOptions as ReadOptions
+from .inputs import read_csv as read_csv
+from .inputs import read_text as read_text
+from .inputs import read_tfrecords as read_tfrecords
 from .machines import Machines as Machines
 from .multi_optimizer import MultiOptimizer as MultiOptimizer
 from .partition import fixed_size_partitioner as fixed_size_partitioner
@@ -61,6 +65,8 @@ from .summary_hooks import ProfilerHook as ProfilerHook
 from .summary_hooks import StalenessHook as StalenessHook
 from .summary_hooks import StepCounterHook as StepCounterHook
 from .summary_hooks import SummarySaverHook as SummarySaverHook
+from .tfds_inputs import read_array_records as read_array_records
+from .tfds_inputs import read_tfds as read_tfds
 from .training import train_and_evaluate as train_and_evaluate
 from .warm_start import WarmStartSettings as WarmStartSettings
 from .workload import Workload as Workload
