@@ -462,12 +462,12 @@ def test_rules_about_whole_variables_are_refused_for_tables(make):
 def test_check(make, match):
     reset_object_names()
     with pytest.raises(ValueError, match=match):
-        optimizers.check(make())
+        optimizers.check(make(), remote=True)
 
 
 @pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
 def test_check_accepts(make):
-    optimizers.check(make())
+    optimizers.check(make(), remote=True)
 
 
 # --- MultiOptimizer ----------------------------------------------------------

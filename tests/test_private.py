@@ -140,3 +140,43 @@ def test_expire_remote_state_after(name, monkeypatch):
     _private.expire_remote_state_after(7)
     assert method.__defaults__ == (7,)
     assert _private.context._KEEP_ALIVE_SECS == 7
+
+
+def test_accumulators_and_counter():
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    model = small_model(optimizer)
+    sums = _private.accumulators(optimizer)
+    assert [s.shape for s in sums] == [
+        v.shape for v in model.trainable_variables
+    ]
+    gradients = [tf.ones(s.shape) for s in sums]
+    optimizer.apply(gradients)
+    assert int(_private.counter(optimizer).numpy()) == 1
+    assert int(optimizer.iterations) == 0
+    assert float(keras.ops.sum(sums[0])) == 6.0
+
+
+def test_counter_of_a_scaled_optimizer():
+    inner = keras.optimizers.SGD()
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    assert _private.counter(scaled) is _private.counter(inner)
+    assert _private.counter(inner) is inner.iterations
+
+
+def test_what_all_reduce_needs_of_the_context():
+    """`tests/test_all_reduce.py` runs them; this names what has changed."""
+    context = _private.context.Context
+    for method, arguments in {
+        "configure_coordination_service": {
+            "service_type",
+            "service_leader",
+            "shutdown_barrier_timeout_in_ms",
+            "coordinated_jobs",
+        },
+        "set_config_key_value": {"key", "value"},
+        "get_config_key_value": {"key", "timeout_in_ms"},
+    }.items():
+        parameters = inspect.signature(getattr(context, method)).parameters
+        assert arguments <= parameters.keys()
+    job = _private.coordination_config_pb2.CoordinatedJob(name="a", num_tasks=2)
+    assert (job.name, job.num_tasks) == ("a", 2)

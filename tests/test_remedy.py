@@ -108,3 +108,20 @@ def test_updates_of_others_are_counted():
     assert histogram.sum() == 4
     assert list(np.flatnonzero(histogram)) == [0, 3, staleness.MAX_STALENESS]
     assert histogram[3] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (op_error("UnavailableError"), Remedy.RESTART),
+        (op_error("AbortedError"), Remedy.RESTART),
+        (op_error("CancelledError"), Remedy.RESTART),
+        (op_error("DeadlineExceededError"), Remedy.RESTART),
+        (op_error("InvalidArgumentError"), Remedy.RAISE),
+        (op_error("OutOfRangeError"), Remedy.RAISE),
+        (ValueError("the user's"), Remedy.RAISE),
+    ],
+)
+def test_remedy_in_sync(error, expected):
+    """TensorFlow connects no two processes of an all-reduce job again."""
+    assert recovery.remedy(error, {}, in_sync=True) is expected

@@ -242,7 +242,56 @@ class RunningMaximum(keras.metrics.Metric):
 )
 def test_refused(make, error, message):
     with pytest.raises(error, match=message):
-        ModelStep(make(), batches().element_spec)
+        ModelStep(make(), batches().element_spec, remote=True)
+
+
+def test_evaluates_a_regularized_model():
+    kernel = keras.layers.Dense(3, kernel_regularizer="l2")
+    model = logistic(hidden=[kernel])
+    step = ModelStep(model, batches().element_spec)
+    x, y = examples(16)
+    packed = step.evaluate_alone((tf.constant(x), tf.constant(y)))
+    wanted = model.evaluate(x, y, batch_size=16, verbose=0)
+    assert step.result(packed.numpy())["loss"] == pytest.approx(wanted)
+
+
+def test_accumulates_gradients_as_keras_does():
+    def made():
+        adam = keras.optimizers.Adam(0.1, gradient_accumulation_steps=3)
+        return logistic(adam)
+
+    ours, keras_own = made(), made()
+    loop, _ = local_loop(ours, batches().repeat())
+    loop.run(8)
+    keras_own.fit(batches().repeat(), steps_per_epoch=8, verbose=0)
+    for v, wanted in zip(ours.variables, keras_own.variables, strict=True):
+        np.testing.assert_allclose(v.numpy(), wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**127])
+def test_scales_the_loss_as_keras_does(scale):
+    """Gradients are finite at the first scale, and are not at the second."""
+
+    def made():
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(0.1), initial_scale=scale
+        )
+        optimizer.dynamic_growth_steps = 3
+        return logistic(optimizer)
+
+    ours, keras_own = made(), made()
+    loop, global_step = local_loop(ours, batches().repeat())
+    loop.run(8)
+    keras_own.fit(batches().repeat(), steps_per_epoch=8, verbose=0)
+    assert int(global_step.numpy()) == 8
+    for mine, theirs in (
+        (ours.variables, keras_own.variables),
+        (ours.optimizer.variables, keras_own.optimizer.variables),
+    ):
+        for v, wanted in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(
+                v.numpy(), wanted.numpy(), atol=1e-5, err_msg=v.path
+            )
 
 
 def test_loss_that_depends_on_no_variable():

@@ -41,6 +41,8 @@ _CONNECT_SECS = 15.0
 _RETRY_SECS = 0.5
 # How long the processes of an all-reduce job wait for each other at the end.
 _LEAVE_SECS = 10.0
+# A process can join the others of a job once.
+_joined: dict[Cluster, tf.distribute.MultiWorkerMirroredStrategy] = {}
 
 
 def parameter_server_strategy(
@@ -193,7 +195,6 @@ def _tpu_strategy() -> tf.distribute.TPUStrategy:
         ) from error
 
 
-@functools.cache
 def multi_worker_strategy(
     cluster: Cluster,
     start_timeout_secs: float = 600.0,
@@ -214,6 +215,8 @@ def multi_worker_strategy(
             would leave TensorFlow waiting in C, deaf to signals: then this
             process ends as late, with a traceback and exit code 1.
     """
+    if cluster in _joined:
+        return _joined[cluster]
     servers.reconnect_quickly()
     servers.meet(cluster, start_timeout_secs, give_up)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -232,7 +235,8 @@ def multi_worker_strategy(
         start_timeout_secs, exit=True, file=sys.__stderr__
     )
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        return _joined[cluster]
     finally:
         faulthandler.cancel_dump_traceback_later()
 
