@@ -188,7 +188,9 @@ def check(args, report):
         target = f"{args.directory}/{args.strategy}/other"
         if resumed.config.is_chief:
             shutil.copytree(
-                f"{args.directory}/{args.restore_from}/rich", target
+                f"{args.directory}/{args.restore_from}/rich",
+                target,
+                dirs_exist_ok=True,
             )
         FEATURES["other"] = FEATURES["rich"]
         other, _ = trained(args, "other", STEPS + 10)

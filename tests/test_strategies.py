@@ -27,7 +27,12 @@ TASKS = {
 }
 STEPS, DEADLINE_SECS = 20, 600
 # Sums over examples are taken in another order; bfloat16 has 8 bits.
-TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3}
+TOLERANCE = {
+    "bfloat16": 2e-2,
+    "float16": 2e-3,
+    # Across replicas the variance is a difference of two means.
+    "synchronized_batch_norm": 2e-4,
+}
 NOT_ON_PS = ("accumulation", "float16")
 
 
