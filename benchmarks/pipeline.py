@@ -38,9 +38,9 @@ def main() -> None:
     """Prints a row for each model; draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro_batches", default="1,2,4,8")
-    parser.add_argument("--units", type=int, default=512)
-    parser.add_argument("--length", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--units", type=int, default=128)
+    parser.add_argument("--length", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, default=3, help="in a round")
     parser.add_argument("--picture", default="")

@@ -106,12 +106,14 @@ def placements(log):
 
 
 def local(report):
+    tf.debugging.set_log_device_placement(True)
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 4,
     )
-    found = {**placed(), **schedule(), **translations()}
-    found |= job(report.parent)
+    found = placed()
+    tf.debugging.set_log_device_placement(False)
+    found |= schedule() | translations() | job(report.parent)
     found["misplaced"] = misplaced()
     report.write_text(json.dumps(found))
 
@@ -143,9 +145,7 @@ def placed():
     data = (tf.ones([8, 6, 8]), tf.ones([8, 1]))
     step = tf.function(model.train_step, autograph=False)
     function = step.get_concrete_function(data)
-    tf.debugging.set_log_device_placement(True)
     function(*tf.nest.flatten(data))
-    tf.debugging.set_log_device_placement(False)
     asked = op_devices(function)
     seeds = [v.path for v in model.variables if "seed" in v.path]
     return {

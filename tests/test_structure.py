@@ -17,9 +17,10 @@ FLOORS = {
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel",
-    2: "step keras_step loop replicated_loop workers coordinated_loop recovery "
-    "checkpoint hooks session_run_hook saving_hooks summary_hooks events "
-    "progress early_stopping callbacks",
+    2: "step compiled_model keras_step loop replicated_loop workers "
+    "coordinated_loop recovery checkpoint hooks default_hooks "
+    "session_run_hook saving_hooks summary_hooks events progress "
+    "early_stopping callbacks",
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",
     4: "estimator training canned canned_model heads networks vocabulary "

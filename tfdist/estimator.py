@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist import checkpoint, planner, servers, storage
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
+from tfdist.compiled_model import checked_model, overrides
 from tfdist.coordinated_loop import CoordinatedLoop
 from tfdist.evaluation import Evaluator
 from tfdist.health import HealthMonitor
@@ -53,7 +54,7 @@ from tfdist.specs import (
     check_callable,
     check_type,
 )
-from tfdist.step import ModelStep, checked_model, overrides
+from tfdist.step import ModelStep
 from tfdist.strategy import (
     SYNCHRONOUS,
     local_strategy,

@@ -32,11 +32,12 @@ import tensorflow as tf
 
 from tfdist import checkpoint, results, storage
 from tfdist._private import reset_object_names
+from tfdist.compiled_model import checked_model, overrides
 from tfdist.events import EventFile, event_file
 from tfdist.exporters import Exporter
 from tfdist.hooks import Round
 from tfdist.keras_step import KerasStep
-from tfdist.step import ModelStep, States, checked_model, overrides
+from tfdist.step import ModelStep, States
 
 _log = logging.getLogger(__name__)
 

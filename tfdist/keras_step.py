@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint import Saveable
+from tfdist.compiled_model import checked_model
 from tfdist.fence import Fence
-from tfdist.step import Batch, States, checked_model, flat_floats
+from tfdist.step import Batch, States, flat_floats
 
 
 class KerasStep:

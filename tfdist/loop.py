@@ -8,7 +8,7 @@ remainder that does not fill a dispatch goes in dispatches of a single step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -260,6 +260,32 @@ class LocalLoop(InProcessLoop):
             first_step += size
             total = self._step.joined(total, packed.numpy())
         return logs_of(total, self._step)
+
+
+class FunctionLoop(InProcessLoop):
+    """A user's step function as a loop."""
+
+    iterator = None
+
+    def __init__(
+        self,
+        function: Callable[[], Mapping[str, Any]],
+        global_step: tf.Variable,
+    ) -> None:
+        super().__init__(global_step)
+        self._function = function
+
+    def run(
+        self,
+        num_steps: int,
+        watch: Callable[[], None] = lambda: None,
+        ahead: int = 0,
+    ) -> dict[str, float]:
+        """Runs the function; returns what its last call did."""
+        logs: Mapping[str, Any] = {}
+        for _ in range(num_steps):
+            logs = self._function() or {}
+        return {name: float(value) for name, value in logs.items()}
 
 
 def logs_of(total: Any, step: ModelStep) -> dict[str, float]:

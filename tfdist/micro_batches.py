@@ -177,10 +177,7 @@ def forward_and_back(
             _summed(i, stage, own.weights, replicas, scaled)
             for i, (stage, own) in enumerate(zip(stages, values, strict=True))
         ],
-        [
-            _changed(i, stage, own.states, replicas)
-            for i, (stage, own) in enumerate(zip(stages, values, strict=True))
-        ],
+        [_changed(i, stage, replicas) for i, stage in enumerate(stages)],
         y_pred,
         masks,
         added_loss,
@@ -204,7 +201,8 @@ class _Replica:
     a tape over all stages would be on one.
 
     Attributes:
-        states: Of each stage, values of its states so far.
+        initial_states: Of each stage, values of its states before the batch.
+        states: The same, so far.
         gradients: Of each stage, those of its weights, summed so far.
         losses: What layers have added, in every micro-batch.
     """
@@ -225,11 +223,12 @@ class _Replica:
         self._weight = weight
         self._kept: dict[tuple[int, int], _Forward] = {}
         copies = [
-            _copy(stage, own, device, index) if index else own
+            _copy(stage, own, device, index)
             for stage, own, device in zip(stages, values, devices, strict=True)
         ]
         self._weights = [copy.weights for copy in copies]
-        self.states = [copy.states for copy in copies]
+        self.initial_states = [copy.states for copy in copies]
+        self.states = list(self.initial_states)
         self.gradients = [[None] * len(copy.weights) for copy in copies]
         self.losses: list[tf.Tensor] = []
 
@@ -298,13 +297,17 @@ class _Replica:
 
 
 def _copy(stage: Stage, values: Values, device: str, index: int) -> Values:
-    """The values on the device of another replica, which draws other seeds."""
+    """The values, for a replica; each but the first draws other seeds.
+
+    Where nothing is copied, the device is still said: a loop that reads a
+    value of no said device would pass it through the default one.
+    """
     with tf.device(device):
         return Values(
             [tf.identity(value) for value in values.weights],
             [
                 _other_seed(value, index)
-                if variable.path.endswith(SEED_STATE_NAME)
+                if index and variable.path.endswith(SEED_STATE_NAME)
                 else tf.identity(value)
                 for variable, value in zip(
                     stage.states, values.states, strict=True
@@ -346,12 +349,12 @@ def _summed(
 
 
 def _changed(
-    i: int, stage: Stage, states: list[tf.Tensor], replicas: list[_Replica]
+    i: int, stage: Stage, replicas: list[_Replica]
 ) -> dict[int, tf.Tensor]:
     """The new states: means over replicas; a counter is the first one's."""
     with tf.device(stage.device):
         changed = {}
-        for j, before in enumerate(states):
+        for j, before in enumerate(replicas[0].initial_states[i]):
             after = [replica.states[i][j] for replica in replicas]
             if after[0] is not before:
                 mean = len(after) > 1 and before.dtype.is_floating

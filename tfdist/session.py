@@ -78,21 +78,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, recovery, servers
+from tfdist import checkpoint, default_hooks, recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
+from tfdist.default_hooks import USE_DEFAULT
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, Round
-from tfdist.loop import EndOfInput, InProcessLoop, Loop
+from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
-from tfdist.saving_hooks import CheckpointSaverHook
 from tfdist.strategy import (
     multi_worker_strategy,
     parameter_server_strategy,
     placed_scope,
 )
-from tfdist.summary_hooks import StepCounterHook, SummarySaverHook
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +99,6 @@ Hook = tf.compat.v1.train.SessionRunHook
 
 _CHUNK_SECS = 2.0
 _MANY = 1 << 60
-USE_DEFAULT: Any = object()
-"""An argument that was not given, where None means something."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,13 +247,15 @@ class MonitoredTrainingSession:
         own: list[Hook] = []
         if is_chief:
             own = [*(chief_only_hooks or ())]
-            own += _default_hooks(
+            own += default_hooks.default_hooks(
                 checkpoint_dir,
                 summary_dir or checkpoint_dir,
-                _cadence(
+                default_hooks.cadence(
                     save_checkpoint_secs, save_checkpoint_steps, 600, None
                 ),
-                _cadence(save_summaries_secs, save_summaries_steps, None, 100),
+                default_hooks.cadence(
+                    save_summaries_secs, save_summaries_steps, None, 100
+                ),
                 log_step_count_steps,
                 max_to_keep,
                 keep_checkpoint_every_n_hours,
@@ -460,7 +459,7 @@ class MonitoredTrainingSession:
 
         As many as every hook allows, and about two seconds' worth.
         """
-        if isinstance(self._loop, _FunctionLoop):
+        if isinstance(self._loop, FunctionLoop):
             return 1, 0
         soon = max(100, int(self._steps_per_sec * _CHUNK_SECS))
         if (self._cluster or self._peers) and not self._steps_per_sec:
@@ -591,7 +590,11 @@ class MonitoredTrainingSession:
         trainable = self._build(strategy)
         self._check_same_variables(trainable)
         is_loop = hasattr(trainable.step, "run")
-        loop = trainable.step if is_loop else _FunctionLoop(trainable)
+        loop = (
+            trainable.step
+            if is_loop
+            else FunctionLoop(trainable.step, trainable.global_step)
+        )
         self._loop, self._trainable = loop, trainable
         self._failures.lap("built")
         if self.checkpoint_dir and not self._follows:
@@ -678,71 +681,6 @@ class MonitoredTrainingSession:
             self._health.stop()
         if self._loop:
             self._loop.close()
-
-
-class _FunctionLoop(InProcessLoop):
-    """A user's step function as a loop."""
-
-    iterator = None
-
-    def __init__(self, trainable: Trainable) -> None:
-        super().__init__(trainable.global_step)
-        self._function = trainable.step
-
-    def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
-    ) -> dict[str, float]:
-        """Runs the function; returns what its last call did."""
-        logs: Mapping[str, Any] = {}
-        for _ in range(num_steps):
-            logs = self._function() or {}
-        return {name: float(value) for name, value in logs.items()}
-
-
-def _cadence(
-    secs: Any, steps: Any, default_secs: float | None, default_steps: int | None
-) -> dict[str, Any]:
-    """Seconds and steps between two; giving one drops the other's default."""
-    if secs is USE_DEFAULT and steps is USE_DEFAULT:
-        secs, steps = default_secs, default_steps
-    return {
-        "save_secs": None if secs is USE_DEFAULT else secs or None,
-        "save_steps": None if steps is USE_DEFAULT else steps or None,
-    }
-
-
-def _default_hooks(
-    checkpoint_dir: str | None,
-    summary_dir: str | None,
-    checkpoints: Mapping[str, Any],
-    summaries: Mapping[str, Any],
-    log_step_count_steps: int | None,
-    max_to_keep: int | None,
-    keep_checkpoint_every_n_hours: float | None,
-) -> list[Hook]:
-    """The chief's own hooks, in TF1's order."""
-    hooks: list[Hook] = []
-    if summary_dir and log_step_count_steps:
-        hooks.append(
-            StepCounterHook(
-                every_n_steps=log_step_count_steps, output_dir=summary_dir
-            )
-        )
-    if summary_dir and any(summaries.values()):
-        hooks.append(SummarySaverHook(**summaries, output_dir=summary_dir))
-    if checkpoint_dir and any(checkpoints.values()):
-        hooks.append(
-            CheckpointSaverHook(
-                checkpoint_dir,
-                **checkpoints,
-                max_to_keep=max_to_keep,
-                keep_checkpoint_every_n_hours=keep_checkpoint_every_n_hours,
-            )
-        )
-    return hooks
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tfdist import strategy as strategy_lib
 from tfdist.cluster import Cluster
+from tfdist.default_hooks import USE_DEFAULT
 from tfdist.exporters import Exporter
 from tfdist.input_fns import InputFn
 from tfdist.saving_hooks import CheckpointSaverListener
-from tfdist.session import USE_DEFAULT
 from tfdist.variables import VariableSpec
 
 _log = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ import logging
 import time
 
 from tfdist import checkpoint, results, servers
+from tfdist.compiled_model import overrides
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
 from tfdist.input_fns import without_context
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.session import MonitoredTrainingSession
 from tfdist.specs import EvalSpec, TrainSpec, check_type
-from tfdist.step import overrides
 
 _log = logging.getLogger(__name__)
 
