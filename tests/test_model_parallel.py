@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist import model_parallel
 from tfdist.model_parallel import Pipeline, bubble
 from tfdist.stages import op_devices, resolve_devices
+from trainer import translator
 
 HERE = "/job:localhost/replica:0/task:0/device:CPU:0"
 ONE_ROW, TWO_ROWS = ["CPU:0"] * 2, [["CPU:0"] * 2] * 2
@@ -398,6 +399,17 @@ def test_every_op_asks_for_its_device():
     assert {d for n, d in named.items() if "dense" in n} == {HERE}
 
 
+def test_sentences_of_the_translator():
+    batches = translator.batches(4, vocabulary=6, length=3)
+    (x, y), (other, _) = batches.take(2)
+    assert x["source"].dtype == y.dtype == tf.int32
+    assert set(np.unique(x["source"])) <= {1, 2, 3, 4, 5}
+    np.testing.assert_array_equal(y, x["source"][:, ::-1])
+    np.testing.assert_array_equal(x["target"][:, 1:], y[:, :-1])
+    assert np.all(x["target"][:, 0] == translator.START)
+    assert np.any(other["source"] != x["source"])
+
+
 def test_doctests():
     assert doctest.testmod(model_parallel).failed == 0
 
@@ -454,7 +466,7 @@ def assert_devices_of_stages(placed):
     counts = {"first": 0, "second": 0}
     for op, device in placed:
         for i, layer in enumerate(counts):
-            if re.search(rf"(^|/){layer}", op):
+            if re.search(rf"(^|/){layer}(_\w+)?/", op):
                 assert device == pipeline_checks.name(i + 1), op
                 counts[layer] += 1
     assert min(counts.values()) > 50

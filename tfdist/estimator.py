@@ -8,6 +8,7 @@ its variables from a checkpoint: what is in the directory is the state.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import random
@@ -477,7 +478,8 @@ class Estimator:
             self._seed_alike(context if takes_context(input_fn) else None)
         dataset = with_context(input_fn)(context)
         if together:
-            self._check_same_program(strategy, dataset)
+            own = takes_context(input_fn)
+            self._check_same_program(strategy, dataset, own)
         global_step, model = self._create_variables(strategy)
         replicas = None
         if isinstance(strategy, SYNCHRONOUS):
@@ -538,7 +540,10 @@ class Estimator:
             tf.random.set_seed(seed + own.input_pipeline_id)
 
     def _check_same_program(
-        self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
+        self,
+        strategy: tf.distribute.Strategy,
+        dataset: tf.data.Dataset,
+        own_batches: bool,
     ) -> None:
         """Raises if another process of an all-reduce job does other things."""
         program = {
@@ -548,7 +553,10 @@ class Estimator:
         }
         for spec in describe(self.model_fn):
             program[f"variable {spec.name}"] = f"{spec.dtype} {spec.shape}"
-        Peers(self.config.cluster).check_same_program(program, lambda: None)
+        peers = Peers(self.config.cluster)
+        peers.check_same_program(program, lambda: None)
+        if not own_batches:
+            _warn_of_other_batches(peers, dataset)
 
     def _create_variables(
         self, strategy: tf.distribute.Strategy
@@ -573,6 +581,7 @@ class Estimator:
             strategy, num_ps=num_ps, placement=placement, specs=specs
         ):
             model = checked_model(self.model_fn())
+            _check_made_here(strategy, model)
             optimizers_lib.build(model.optimizer, model.trainable_variables)
         return global_step, model
 
@@ -693,6 +702,45 @@ def describe_placement(variables: Mapping[str, checkpoint.Saveable]) -> str:
         )
         + "."
     )
+
+
+def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
+    """Warns if the processes do not begin with the same global batch."""
+    digest = hashlib.sha256()
+    for batch in dataset.take(1):
+        for part in tf.nest.flatten(batch, expand_composites=True):
+            digest.update(part.numpy().tobytes())
+    peers.announce("batch", digest.hexdigest())
+    if not peers.leads:
+        return
+    others = peers.wait_for_others("batch", lambda: None)
+    differ = [n for n, d in others.items() if d != digest.hexdigest()]
+    if differ:
+        _log.warning(
+            "The first global batch of %s is another than that of %s. Each "
+            "process takes its share of every batch, so examples are repeated "
+            "and left out. Have the input function read the same everywhere "
+            "(no sharding in it, seeds for what shuffles outside TensorFlow), "
+            "or give it an argument: then it gets the InputContext and reads "
+            "what belongs to its process.",
+            ", ".join(differ),
+            peers.name,
+        )
+
+
+def _check_made_here(
+    strategy: tf.distribute.Strategy, model: keras.Model
+) -> None:
+    """Raises `ValueError` for a model that another call has made."""
+    for variable in model.variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            raise ValueError(
+                f"The model function has returned model {model.name!r} with "
+                f"variable {variable.path!r}, which it did not make: the "
+                "variables of a model that was made elsewhere are not where "
+                "the strategy needs them. Make the model, and all of its "
+                "layers, inside the model function."
+            )
 
 
 def _bytes(number: float) -> str:

@@ -60,6 +60,10 @@ class Pipeline(keras.Model):
     embedding is as large as its table, and the ids that a batch repeats count
     once, with their sum; Keras' own Adam squares each apart.
 
+    The graph has every stage once for each micro-batch, so tracing takes
+    longer the more there are; with an Estimator, let a dispatch be one step
+    (`RunConfig(steps_per_dispatch=1)`).
+
     >>> model = Pipeline(
     ...     keras.Input([4]),
     ...     [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)],

@@ -462,7 +462,7 @@ class MonitoredTrainingSession:
         if isinstance(self._loop, FunctionLoop):
             return 1, 0
         soon = max(100, int(self._steps_per_sec * _CHUNK_SECS))
-        if (self._cluster or self._peers) and not self._steps_per_sec:
+        if self._cluster and not self._steps_per_sec:
             soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
