@@ -71,6 +71,7 @@ PUBLIC = [
     "Machines",
     "Recommendation",
     "Workload",
+    "Pipeline",
     "ReadOptions",
     "read_array_records",
     "read_csv",

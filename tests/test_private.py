@@ -180,3 +180,17 @@ def test_what_all_reduce_needs_of_the_context():
         assert arguments <= parameters.keys()
     job = _private.coordination_config_pb2.CoordinatedJob(name="a", num_tasks=2)
     assert (job.name, job.num_tasks) == ("a", 2)
+
+
+def test_masks():
+    ids = tf.constant([[1, 0]])
+    embedded = keras.layers.Embedding(3, 2, mask_zero=True)(ids)
+    assert _private.mask_of(embedded).numpy().tolist() == [[True, False]]
+    other = tf.zeros([1, 2, 2])
+    assert _private.mask_of(other) is None
+    _private.set_mask(other, tf.constant([[False, True]]))
+    # A layer finds it there: the first of the two steps is left out.
+    values = tf.constant([[[8.0], [2.0]]])
+    _private.set_mask(values, _private.mask_of(other))
+    pooled = keras.layers.GlobalAveragePooling1D()(values)
+    assert pooled.numpy().tolist() == [[2.0]]

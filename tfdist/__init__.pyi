@@ -35,6 +35,7 @@ from .inputs import read_csv as read_csv
 from .inputs import read_text as read_text
 from .inputs import read_tfrecords as read_tfrecords
 from .machines import Machines as Machines
+from .model_parallel import Pipeline as Pipeline
 from .multi_optimizer import MultiOptimizer as MultiOptimizer
 from .partition import fixed_size_partitioner as fixed_size_partitioner
 from .partition import (

@@ -315,3 +315,13 @@ def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     With `gradient_accumulation_steps` it counts steps, not updates.
     """
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The mask that a Keras layer has given to its output, for a loss."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Gives a tensor a mask, where Keras looks for it."""
+    tensor._keras_mask = mask

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist._private import SEED_STATE_NAME
+from tfdist._private import SEED_STATE_NAME, mask_of, set_mask
 from tfdist.stages import Stage, Values
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -410,8 +410,8 @@ def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
     columns = list(zip(*map(tf.nest.flatten, parts), strict=True))
     masks = [
         None
-        if _mask(column[0]) is None
-        else tf.concat([_mask(t) for t in column], axis=0)
+        if mask_of(column[0]) is None
+        else tf.concat([mask_of(t) for t in column], axis=0)
         for column in columns
     ]
     whole = tf.nest.pack_sequence_as(
@@ -421,12 +421,8 @@ def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
     return whole, masks
 
 
-def _mask(tensor: tf.Tensor) -> tf.Tensor | None:
-    return getattr(tensor, "_keras_mask", None)
-
-
 def set_masks(structure: Any, masks: list[tf.Tensor | None]) -> None:
     """Gives each tensor its mask, where a Keras loss looks for it."""
     for tensor, mask in zip(tf.nest.flatten(structure), masks, strict=True):
         if mask is not None:
-            tensor._keras_mask = mask
+            set_mask(tensor, mask)
