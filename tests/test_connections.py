@@ -76,6 +76,7 @@ def test_the_connections_of_a_task_are_found_and_cut(task, connection):
     assert cut_connections("127.0.0.1:1") == 0
 
 
+@pytest.mark.slow
 def test_sentinel_cuts_while_python_stands_still(task, connection, sentinel):
     task.send_signal(signal.SIGSTOP)
     sentinel.tell([task.address])
@@ -84,6 +85,7 @@ def test_sentinel_cuts_while_python_stands_still(task, connection, sentinel):
     assert time.monotonic() - start < DEADLINE_SECS / 2
 
 
+@pytest.mark.slow
 def test_sentinel_leaves_a_task_alone_that_answers(task, connection, sentinel):
     sentinel.tell([task.address])
     assert recv_with_pythons_lock(connection, 10) == -1

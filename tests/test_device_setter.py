@@ -287,6 +287,7 @@ print([int(x.device[-1]) for x in (v, y, z, *made.values())], float(z[0]))
 """
 
 
+@pytest.mark.slow
 def test_values_and_updates_on_real_devices():
     """Four CPU devices of one process, told before TensorFlow starts."""
     ran = subprocess.run(

@@ -52,6 +52,7 @@ def job(tmp_path, max_steps, input_fn=endless, throttle_secs=0, **config):
 # --- The order of things, as TF 2.15 had it (contract/tf1.md, 4.3) -----------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_steps", "throttle_secs", "expected"),
     [
@@ -70,12 +71,14 @@ def test_order(tmp_path, max_steps, throttle_secs, expected):
     assert exports == [f"{tmp_path}/export/recorder/{len(calls)}"]
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path):
     job(tmp_path, 22, keep_checkpoint_max=0)
     steps = {p.stem for p in tmp_path.glob("model.ckpt-*.index")}
     assert steps == {f"model.ckpt-{step}" for step in (0, 10, 20, 22)}
 
 
+@pytest.mark.slow
 def test_resumes(tmp_path):
     job(tmp_path, 10)
     (metrics, _), calls = job(tmp_path, 22)
@@ -88,6 +91,7 @@ def test_resumes(tmp_path):
     assert saved.get_tensor(key) == 22
 
 
+@pytest.mark.slow
 def test_resuming_changes_nothing(tmp_path):
     """Two jobs of 10 and 20 steps make the model that one of 20 makes."""
     for directory, stops in (("once", [20]), ("twice", [10, 20])):
@@ -130,6 +134,7 @@ def test_checkpoints_by_time(tmp_path):
     assert steps == ["model.ckpt-0", "model.ckpt-5"]
 
 
+@pytest.mark.slow
 def test_train_summaries(tmp_path):
     job(tmp_path, 25, save_summary_steps=10)
     scalars = read_scalars(str(tmp_path))
@@ -181,6 +186,7 @@ def test_input_fn_may_take_a_context(tmp_path):
     assert seen == [(1, 0)]
 
 
+@pytest.mark.slow
 def test_seed_makes_the_weights(tmp_path):
     def unseeded():
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
@@ -217,6 +223,7 @@ def test_steps_add_up(trained):
     assert checkpoint.step_of(trained.latest_checkpoint()) == 12
 
 
+@pytest.mark.slow
 def test_data_that_ends_begins_anew(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     made = tfdist.Estimator(model_fn, config)

@@ -633,6 +633,7 @@ def test_a_checkpoint_of_another_model_is_not_called_damaged(job):
 # --- Errors, and the chief that waits ----------------------------------------
 
 
+@pytest.mark.slow
 def test_an_exporter_that_raises(job):
     """The error is there until the evaluator is; then it starts over."""
     job.save_after(3)

@@ -152,6 +152,7 @@ def test_the_chief_is_done_while_the_evaluator_works(job, model_dir):
 # --- An evaluator that is of no use ------------------------------------------
 
 
+@pytest.mark.slow
 def test_never_starts(tmp_path):
     with start(
         tmp_path,

@@ -30,6 +30,7 @@ def found(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_one_message_each_way(found):
     messages = json.loads((found / "messages.json").read_text())
     kinds = collections.Counter(

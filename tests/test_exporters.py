@@ -199,6 +199,7 @@ def train(model_dir, max_steps, exporter):
     )
 
 
+@pytest.mark.slow
 def test_training_ends_with_the_error_of_an_exporter(tmp_path):
     """Where the chief evaluates; it goes on from the last checkpoint."""
 

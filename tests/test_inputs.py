@@ -111,6 +111,7 @@ def check_shares(tmp_path, num_files, workers, as_tensor):
     assert all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_files", "workers", "as_tensor"), CASES)
 def test_workers_share_the_examples(tmp_path, num_files, workers, as_tensor):
     check_shares(tmp_path, num_files, workers, as_tensor)
@@ -138,6 +139,7 @@ def test_the_lecture_s_mistake(tmp_path, num_files):
     assert not set(first) & set(second)
 
 
+@pytest.mark.slow
 def test_shares_by_example_are_even_whatever_the_files(tmp_path):
     paths = numbered(tmp_path, [1] * 3 + [2] * 4)
     found = shares(paths, 3, shard_by="example", shuffle=False)
@@ -175,6 +177,7 @@ def test_a_thousand_files(tmp_path):
 # --- Shuffling ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_order(tmp_path):
     paths = numbered(tmp_path, [300, 40])
 
@@ -302,6 +305,7 @@ def test_csv_without_header(tmp_path):
     assert features["c"].tolist() == [7, 5]
 
 
+@pytest.mark.slow
 def test_csv_with_long_quotes_across_blocks(tmp_path):
     """Records of several lines are shared out as records, not as lines."""
     text = "".join(f'{i},"{i}\n\n{"z" * (i % 5)}"\n' for i in range(700))

@@ -190,6 +190,7 @@ def test_end_of_input_is_exact():
     assert int(model.seeds.state.numpy()[1]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_resuming_changes_nothing(name, tmp_path):
     """All is saved: slots of every optimizer, seeds, counters."""

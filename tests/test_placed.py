@@ -19,6 +19,7 @@ def found(tmp_path_factory):
     return json.loads((directory / "placed.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_variable_is_where_the_strategy_said(name, found):
     said, tasks = found[name]["said"], found[name]["tasks"]

@@ -131,6 +131,7 @@ def job(model_dir):
     assert_nothing_left(job)
 
 
+@pytest.mark.slow
 def test_nothing_is_traced_once_steps_run(job):
     """A task that is frozen would hold the chief up, Python's lock and all."""
     job.wait_for_line(CHIEF, r"Saved .*-300\.$")
@@ -182,6 +183,7 @@ def test_ps_killed_comes_back(job, killed):
     assert all(job.pid(task) != old[task] for task in killed)
 
 
+@pytest.mark.slow
 def test_second_chief_is_refused(job):
     before = found(job, RECOVERED), pids(job, "chief", "worker", "ps")
     watch = Stopwatch("second chief")
@@ -202,6 +204,7 @@ def test_second_chief_is_refused(job):
     assert before[1] | chiefs == pids(job, "chief", "worker", "ps")
 
 
+@pytest.mark.slow
 def test_chief_killed_and_started_again(job):
     goes_on(job, 1)
     before = found(job, CONTINUES)
@@ -238,6 +241,7 @@ def second_life(job, model_dir):
     return step, chief
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_chief_loses_nothing(job, second_life):
     step, chief = second_life
     assert "Told to end (SIGTERM)" in job.output(CHIEF)
@@ -245,6 +249,7 @@ def test_sigterm_to_the_chief_loses_nothing(job, second_life):
     assert int(found(job, CONTINUES, chief)[0]) == step
 
 
+@pytest.mark.slow
 def test_worker_stays_away(job, second_life, model_dir):
     """The job ends with a worker that was killed and taken back before."""
     step, chief = second_life
@@ -301,6 +306,7 @@ def add_chief(servers, model_dir, *flags):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "error", "where"),
     [
@@ -328,6 +334,7 @@ def test_error_of_the_user_is_raised_once(
     assert_is_finite(path)
 
 
+@pytest.mark.slow
 def test_nan_keeps_the_last_good_checkpoint(servers, tmp_path):
     chief = add_chief(servers, tmp_path, "--nan_at=65")
     assert wait_for_exit(servers, chief) == 1
@@ -339,6 +346,7 @@ def test_nan_keeps_the_last_good_checkpoint(servers, tmp_path):
     assert_is_finite(path)
 
 
+@pytest.mark.slow
 def test_ps_stays_away(servers, tmp_path):
     """Also the next chief, which misses it from the start, names it."""
     address = re.escape(f"ps:0 at 127.0.0.1:{servers.ports()['ps:0']}")

@@ -63,6 +63,7 @@ def assert_same(got, expected):
 # --- In one process ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(
     max_examples=8,
     deadline=None,
@@ -138,6 +139,7 @@ def cluster_checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_three_servers_write_in_parallel(cluster_checkpoint):
     names = {path.name for path in cluster_checkpoint.glob("model.ckpt-7.*")}
     # One data file for each task that holds variables, besides the chief's.

@@ -342,6 +342,7 @@ def shuffled():
     return batches(64, 4).shuffle(16, seed=3).repeat().prefetch(2)
 
 
+@pytest.mark.slow
 def test_interrupted_is_as_uninterrupted(tmp_path):
     """Weights, slots, dropout masks and the next batch, bit by bit."""
 

@@ -19,6 +19,7 @@ from tfdist.summary_hooks import (
 # --- SummarySaverHook --------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "steps"),
     [({}, [1, 8, 15]), ({"at_first_step": False}, [7, 14])],

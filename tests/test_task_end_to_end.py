@@ -86,6 +86,7 @@ def cluster_job(directory):
 # --- A cluster job -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exit_code(cluster_job):
     code, output, _ = cluster_job
     assert code == 0, output
@@ -301,6 +302,7 @@ def bad_input(directory):
         return dict(zip(commands, pool.map(task, commands), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_is_explained(bad_input, name):
     code, output = bad_input[name]
@@ -321,6 +323,7 @@ def test_malformed_tf_config_is_explained(bad_input):
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_comes_up_is_named(directory):
     holders = processes.reserve_ports(3)
     ports = [holder.getsockname()[1] for holder in holders]

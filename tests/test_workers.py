@@ -33,6 +33,7 @@ def model(found):
     return model
 
 
+@pytest.mark.slow
 def test_metrics_are_exact(found, model):
     batches = table_checks.uneven_batches()
     step = ModelStep(model, batches.element_spec)
