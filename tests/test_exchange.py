@@ -49,6 +49,7 @@ def test_one_message_each_way(found):
     assert {target for _, target in waits} == {"worker"}
 
 
+@pytest.mark.slow
 def test_tables_and_dense_variables_are_on_both_servers(found):
     tasks = json.loads((found / "tasks.json").read_text())
     for path in ("deep/embeddings", "more/embeddings", "wide/embeddings"):
@@ -56,6 +57,7 @@ def test_tables_and_dense_variables_are_on_both_servers(found):
     assert {tasks["dense/kernel"][0], tasks["dense/bias"][0]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_cluster_of_one_worker_computes_what_one_process_does(found):
     expected = trained_in_one_process(steps_per_dispatch=2)
     got = np.load(found / "trained.npz")

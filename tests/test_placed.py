@@ -31,6 +31,7 @@ def test_each_variable_is_where_the_strategy_said(name, found):
             assert tasks[path] in (task, [task])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_slots_are_beside_their_variable(name, found):
     tasks = found[name]["tasks"]
@@ -40,6 +41,7 @@ def test_slots_are_beside_their_variable(name, found):
         assert tasks[slot] == tasks[slot.split("/adam/")[0]]
 
 
+@pytest.mark.slow
 def test_strategies_are_told_full_names_and_slots(found):
     specs = {spec.name: spec for spec in describe(table_checks.table_model)}
     said = found["greedy"]["said"]
@@ -53,6 +55,7 @@ def test_strategies_are_told_full_names_and_slots(found):
             assert specs[path].num_slots == (0 if "moving" in path else 2)
 
 
+@pytest.mark.slow
 def test_placements_use_both_servers_and_differ(found):
     said = [
         {path: task for path, task, _ in found[name]["said"]}

@@ -157,6 +157,7 @@ def test_other_clusters_read_it(cluster_checkpoint, shards, ps):
     assert_same(got, np.load(cluster_checkpoint / "saved.npz"))
 
 
+@pytest.mark.slow
 def test_a_plain_process_reads_it(cluster_checkpoint):
     variables = variables_of(built((1, 1)))
     restored = Checkpoints(str(cluster_checkpoint), variables).restore()

@@ -45,6 +45,7 @@ def test_metrics_are_exact(found, model):
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_predictions_are_in_order(found, model):
     expected = model.predict(table_checks.uneven_batches(), verbose=0)
     assert len(expected) == 8 * table_checks.BATCH + 3
