@@ -165,6 +165,15 @@ def trained(args, feature, steps=STEPS):
     return made, hook.last
 
 
+def refusal_of_a_model_made_elsewhere(args):
+    model = dense()
+    config = tfdist.RunConfig(f"{args.directory}/x", strategy=args.strategy)
+    try:
+        tfdist.Estimator(lambda: model, config).train(dense_data, max_steps=1)
+    except ValueError as error:
+        return str(error)
+
+
 def check(args, report):
     """Trains every model; the leader also does what only it can."""
     for feature in FEATURES:
@@ -182,6 +191,8 @@ def check(args, report):
             report["exported"] = made.export_saved_model(
                 f"{args.directory}/{args.strategy}/export"
             )
+    if args.strategy == "mirrored":
+        report["made_elsewhere"] = refusal_of_a_model_made_elsewhere(args)
     resumed, _ = trained(args, "rich", STEPS + 7)
     report["resumed"] = checkpoint.step_of(resumed.latest_checkpoint())
     if args.restore_from:

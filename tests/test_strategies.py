@@ -4,6 +4,8 @@ The models are alike in all of them, so the weights must be those of one device.
 """
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +176,31 @@ def test_resumes(reports, directory, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_goes_on_from_a_checkpoint_of_another(reports, strategy):
     assert reports[strategy]["restored"] == STEPS + 10
+
+
+@pytest.mark.slow
+def test_model_that_was_made_elsewhere(reports):
+    message = "with variable 'dense.*kernel', which it did not make"
+    assert re.search(message, reports["mirrored"]["made_elsewhere"])
+
+
+@pytest.mark.slow
+def test_no_tpu(tmp_path):
+    code = (
+        "import tfdist, small_models as m; "
+        f"config = tfdist.RunConfig({str(tmp_path)!r}, strategy='tpu'); "
+        "tfdist.Estimator(m.logistic, config).train(m.batches)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: There is no TPU that this process can" in done.stderr
 
 
 @pytest.mark.parametrize(

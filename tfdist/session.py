@@ -514,11 +514,17 @@ class MonitoredTrainingSession:
 
     def _part(self) -> None:
         """Ends together: the leader's process keeps what all others read."""
-        if self._follows:
-            self._peers.announce("end")
-        else:
-            self._peers.tell(end=True)
-            self._peers.wait_for_others("end", self._watch)
+        try:
+            if self._follows:
+                self._peers.announce("end")
+            else:
+                self._peers.tell(end=True)
+                self._peers.wait_for_others("end", self._watch)
+        except tf.errors.OpError as error:
+            # All is done; whoever is started again will find that out.
+            _log.warning(
+                "Another process went before the end: %s", recovery.gist(error)
+            )
 
     def _restore_as_told(self) -> None:
         """Restores what the leader has restored."""
