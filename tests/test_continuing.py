@@ -11,6 +11,8 @@ import tfdist
 from tfdist import checkpoint
 from tfdist.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 STEP = "global_step"
 ITERATIONS = "adam/iteration"
 

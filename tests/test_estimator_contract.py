@@ -18,6 +18,8 @@ import tensorflow as tf
 import tfdist
 from tfdist.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 RECORDED = json.loads(
     Path(__file__).with_name("estimator_contract.json").read_text()
 )

@@ -23,6 +23,8 @@ from both_sessions import (
 from tfdist.checkpoint import Checkpoints
 from tfdist.session import MonitoredTrainingSession, Trainable
 
+pytestmark = pytest.mark.slow
+
 # --- The order of calls, and errors ------------------------------------------
 
 aborted = tf.errors.AbortedError(None, None, "a")

@@ -12,6 +12,8 @@ from tfdist.cluster import Cluster
 from tfdist.strategy import parameter_server_strategy, placed_scope
 from tfdist.variables import VariableSpec
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 JOBS = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}
 
