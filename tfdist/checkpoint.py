@@ -341,6 +341,11 @@ def restore(
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()
+    for whole in variables.values():
+        for shard in getattr(whole, "variables", ()):
+            if isinstance(shard, tf.distribute.DistributedValues):
+                # TensorFlow has restored the copy of the first replica alone.
+                shard.assign(tf.convert_to_tensor(shard))
 
 
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
