@@ -27,6 +27,7 @@ import keras
 
 from tfdist.cost_model import Estimate, estimates
 from tfdist.machines import KINDS, Machines
+from tfdist.planner import rows_flag
 from tfdist.reasons import (
     bytes_text,
     reasons_for,
@@ -177,11 +178,6 @@ def _model_fn(target: str) -> Callable[[], keras.Model]:
         ) from e
 
 
-def _rows_flag(text: str) -> tuple[str, int]:
-    name, _, rows = text.rpartition("=")
-    return name, int(rows)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m tfdist.chooser",
@@ -191,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="package.module:function, a model_fn")
     add(
         "--rows_per_step",
-        type=_rows_flag,
+        type=rows_flag,
         action="append",
         metavar="TABLE=ROWS",
         help="different rows of one of its tables that a step reads",

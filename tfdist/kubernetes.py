@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from tfdist.cluster import Cluster
+from tfdist.launch import count_flag
 
 _PORT = 2222
 _LABEL = "tfdist-job"
@@ -330,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--max_restarts", 6, "how often the pods of a role may fail"),
     ):
         text = f"{what} ({default})"
-        add(flag, type=_count, default=default, metavar="N", help=text)
+        add(flag, type=count_flag, default=default, metavar="N", help=text)
     add("--evaluator", action="store_true", help="adds an evaluator")
     add("--image", required=True, help="container image of every task")
     add("--name", default="tfdist", help="of the job and its pods (tfdist)")
@@ -341,14 +342,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--service_account", metavar="NAME", help="whose rights it has")
     add("args", nargs="*", help=argparse.SUPPRESS)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 1000:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from 0 to 1000. Received: {text!r}"
-        )
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -339,7 +339,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("--max_restarts", 3, "how often a task that fails is started again"),
     ):
         text = f"{what} (default {default})"
-        add(flag, type=_count, default=default, metavar="N", help=text)
+        add(flag, type=count_flag, default=default, metavar="N", help=text)
     add("--evaluator", action="store_true", help="adds an evaluator task")
     add(
         "--network",
@@ -363,7 +363,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _count(text: str) -> int:
+def count_flag(text: str) -> int:
+    """The type of a flag that says how many; 0 to 1000."""
     if not text.isdecimal() or int(text) > 1000:
         raise argparse.ArgumentTypeError(
             f"must be an integer from 0 to 1000. Received: {text!r}"

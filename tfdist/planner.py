@@ -284,7 +284,8 @@ def _load_model_fn(target: str) -> Callable:
         ) from e
 
 
-def _rows_flag(text: str) -> tuple[str, int]:
+def rows_flag(text: str) -> tuple[str, int]:
+    """The type of a flag `TABLE=ROWS`."""
     name, _, rows = text.rpartition("=")
     return name, int(rows)
 
@@ -309,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory_limit_gb", type=float, help="of each server, in 10^9 bytes")
     add(
         "--rows_per_step",
-        type=_rows_flag,
+        type=rows_flag,
         action="append",
         default=[],
         metavar="NAME=ROWS",

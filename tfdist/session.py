@@ -81,7 +81,7 @@ import tensorflow as tf
 from tfdist import checkpoint, default_hooks, recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
-from tfdist.default_hooks import USE_DEFAULT
+from tfdist.default_hooks import USE_DEFAULT, Hook
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
@@ -94,8 +94,6 @@ from tfdist.strategy import (
 )
 
 _log = logging.getLogger(__name__)
-
-Hook = tf.compat.v1.train.SessionRunHook
 
 _CHUNK_SECS = 2.0
 _MANY = 1 << 60

@@ -34,6 +34,7 @@ from typing import Any
 import yaml
 
 from tfdist import vertex_machines as machines
+from tfdist.launch import count_flag
 from tfdist.vertex_checks import problems_of_job, problems_of_tuning_job
 from tfdist.vertex_jobs import (
     REDUCTION_SERVER_IMAGE,
@@ -216,7 +217,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         ("--reduction_servers", "reduction servers, for all-reduce of GPUs"),
     ):
         group.add_argument(
-            flag, type=_count, default=0, metavar="N", help=f"{what} (0)"
+            flag, type=count_flag, default=0, metavar="N", help=f"{what} (0)"
         )
     group.add_argument(
         "--evaluator", action="store_true", help="adds an evaluator"
@@ -340,17 +341,11 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         "name=int:MIN:MAX, name=discrete:1,2,4 or name=categorical:a|b; can "
         "be repeated",
     )
-    add("--max_trials", type=_count, default=10, metavar="N", help="(10)")
-    add("--parallel_trials", type=_count, default=2, metavar="N", help="(2)")
+    add("--max_trials", type=count_flag, default=10, metavar="N", help="(10)")
+    add(
+        "--parallel_trials", type=count_flag, default=2, metavar="N", help="(2)"
+    )
     add("--algorithm", choices=("grid", "random"), help="(Bayesian)")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 1000:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from 0 to 1000. Received: {text!r}"
-        )
-    return int(text)
 
 
 def _accelerator(text: str) -> tuple[str, int]:
