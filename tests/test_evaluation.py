@@ -1,3 +1,4 @@
+import faulthandler
 import json
 import logging
 import threading
@@ -109,7 +110,9 @@ class Background(threading.Thread):
 
     def get(self):
         self.join(DEADLINE)
-        assert not self.is_alive()
+        if self.is_alive():
+            faulthandler.dump_traceback()  # Says where it hangs.
+            raise TimeoutError(f"It did not end within {DEADLINE} s.")
         if self.error:
             raise self.error
         return self.result
@@ -660,7 +663,8 @@ def test_a_chief_does_not_give_up_at_the_first_failure(job, caplog):
     job.save_after(3)
     thread = Background(failing_evaluator, job, 2)
     result = results.wait_for_result(job.dir, None, 3, DEADLINE)
-    assert result["metrics"] == thread.get().metrics
+    evaluator = thread.get()
+    assert result["metrics"] == evaluator.metrics
     assert caplog.text.count("may be started again: ValueError: There") >= 1
 
 
