@@ -1,5 +1,6 @@
 """A real session whose steps only count, many in one go."""
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.hooks import StopAtStepHook
@@ -33,6 +34,9 @@ class CountingLoop:
 
     def staleness(self):
         return None
+
+    def input_secs(self):
+        return np.array([0.25, 1.0])
 
     def close(self):
         pass

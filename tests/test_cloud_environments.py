@@ -130,10 +130,20 @@ def kubernetes(**replicas):
     return tasks
 
 
+def vertex_all_reduce(*replicas):
+    """The third pool runs Google's reduction servers, not our program."""
+    return {
+        task: {**variables, "TFDIST_REDUCTION_SERVERS": 1}
+        for task, variables in vertex(*replicas).items()
+        if not task.startswith("ps")
+    }
+
+
 ENVIRONMENTS = {
     "Vertex AI": vertex(1, 2, 1, 1),
     "Vertex AI, a master and no evaluator": vertex(1, 1, 2, chief="master"),
     "Vertex AI, CLUSTER_SPEC alone": vertex(1, 1, 1, 1, tf_config=False),
+    "Vertex AI, reduction servers": vertex_all_reduce(1, 1, 2, 1),
     "Kubeflow": kubeflow(chief=1, worker=1, ps=1, evaluator=1),
     "Kubernetes": kubernetes(workers=1, ps=1),
 }
@@ -147,6 +157,7 @@ def on_loopback(tasks):
             address
             for variables in tasks.values()
             for variable in variables.values()
+            if isinstance(variable, dict)
             for job in variable["cluster"].values()
             for address in job
         }

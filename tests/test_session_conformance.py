@@ -213,6 +213,7 @@ def test_summaries(every, tmp_path):
         "start": expected["start"],
         "loss": expected["shown"],
         "global_step/sec": expected["global_step/sec"],
+        "input_wait": expected["global_step/sec"],
     }
 
 

@@ -92,7 +92,11 @@ class Clock:
 def test_steps_per_second(tmp_path, caplog):
     caplog.set_level(logging.INFO, "tfdist.summary_hooks")
     count([StepCounterHook(5, output_dir=str(tmp_path))], 12)
-    assert summaries(tmp_path) == {"global_step/sec": [6, 11]}
+    steps = [6, 11]
+    assert summaries(tmp_path) == {
+        "global_step/sec": steps,
+        "input_wait": steps,
+    }
     rates = [r["global_step/sec"] for r in read_scalars(str(tmp_path)).values()]
     assert [r.message for r in caplog.records] == [
         f"global_step/sec: {rate:g}" for rate in rates
@@ -117,11 +121,14 @@ def test_a_recovery_does_not_spoil_the_rate(tmp_path):
         checkpoint_dir=str(tmp_path),
         save_checkpoint_steps=6,
     )
+    steps = [5, 9, 9, 13]
     assert summaries(tmp_path / "summaries") == {
-        "global_step/sec": [5, 9, 9, 13]
+        "global_step/sec": steps,
+        "input_wait": steps,
     }
     rates = read_scalars(str(tmp_path / "summaries")).values()
     assert all(rate["global_step/sec"] > 0 for rate in rates)
+    assert all(rate["input_wait"] == 0.25 for rate in rates)
 
 
 def test_logs_without_a_directory(caplog):

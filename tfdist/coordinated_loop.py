@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Generations
+from tfdist.input_wait import InputSeconds
 from tfdist.loop import (
     Dispatches,
     EndOfInput,
@@ -91,6 +92,7 @@ class CoordinatedLoop:
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
         self._settled: Any = 0.0
+        self._input_secs = InputSeconds()
         self.step = self._next_step = 0
 
     def run(
@@ -136,6 +138,10 @@ class CoordinatedLoop:
     def staleness(self) -> np.ndarray:
         """See `Loop.staleness`."""
         return self._step.staleness.histogram()
+
+    def input_secs(self) -> np.ndarray:
+        """See `Loop.input_secs`; of all workers together."""
+        return self._input_secs.take()
 
     def close(self) -> None:
         """See `Loop.close`."""
@@ -201,7 +207,7 @@ class CoordinatedLoop:
         self._pending.remove(over)
         if over.outcome is _Outcome.DONE:
             self.step += over.size
-            return over.packed
+            return self._input_secs.without(over.packed)
         if over.outcome is _Outcome.LOST:
             self._uncertain = True
         elif not self._crew.all_exhausted():
@@ -242,7 +248,7 @@ class _Dispatch:
         first_step: Number of the first of its steps.
         size: How many.
         outcome: How it ended; None until then.
-        packed: Metric states of the steps, if it is done.
+        packed: What the function returned, if it is done.
     """
 
     def __init__(

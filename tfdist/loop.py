@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Fence
+from tfdist.input_wait import InputSeconds, TimedIterator
 from tfdist.step import ModelStep
 
 
@@ -68,6 +69,9 @@ class Loop(Protocol):
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
 
+    def input_secs(self) -> np.ndarray:
+        """`[waited for data, all]`: seconds of steps since the last call."""
+
     def close(self) -> None:
         """Ends what the loop has started. It cannot run any more."""
 
@@ -112,7 +116,8 @@ class Dispatches:
     Args:
         steps: From a number of steps, an iterator, the number of the first
             step and a fence to the packed metric states of the steps, which
-            it runs; see `run_steps`.
+            it runs; see `run_steps`. The functions add to the vector what
+            `TimedIterator.seconds` tells.
         full: Number of steps in a full dispatch.
         fence: From a generation to what each update must pass; None: nothing.
     """
@@ -142,7 +147,9 @@ class Dispatches:
             iterator: Iterator, first_step: tf.Tensor, *generation: tf.Tensor
         ) -> tf.Tensor:
             fence = self._fence(*generation) if self._fence else None
-            return self._steps(num_steps, iterator, first_step, fence)
+            timed = TimedIterator(iterator)
+            packed = self._steps(num_steps, timed, first_step, fence)
+            return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
 
         return dispatch
 
@@ -186,6 +193,7 @@ class InProcessLoop:
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
+        self._input_secs = InputSeconds()
 
     @property
     def step(self) -> int:
@@ -197,6 +205,10 @@ class InProcessLoop:
 
     def staleness(self) -> None:
         """One process reads nothing stale."""
+
+    def input_secs(self) -> np.ndarray:
+        """See `Loop.input_secs`."""
+        return self._input_secs.take()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -258,7 +270,8 @@ class LocalLoop(InProcessLoop):
             except tf.errors.OutOfRangeError:
                 raise EndOfInput(logs_of(total, self._step)) from None
             first_step += size
-            total = self._step.joined(total, packed.numpy())
+            states = self._input_secs.without(packed.numpy())
+            total = self._step.joined(total, states)
         return logs_of(total, self._step)
 
 

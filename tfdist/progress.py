@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
+from tfdist import input_wait
 from tfdist.session_run_hook import (
     SecondOrStepTimer,
     SessionRunContext,
@@ -20,7 +23,8 @@ class ProgressHook(TimedHook):
     """Says how far training is: a line in a log, one moving line in a terminal.
 
     Steps per second are those of the steps alone: neither checkpoints nor
-    evaluations in between slow them down.
+    evaluations in between slow them down. The input's share is that of their
+    time in which they waited for data.
 
     Args:
         log_steps: Steps between lines.
@@ -40,6 +44,7 @@ class ProgressHook(TimedHook):
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
         self._secs_before = 0.0
+        self._input_before = np.zeros(2)
         self._logs: dict[str, float] = {}
         self._lines = 0
 
@@ -49,6 +54,7 @@ class ProgressHook(TimedHook):
         """Starts the first interval, again after a recovery."""
         self._timer.update_last_triggered_step(session.step)
         self._secs_before = session.secs_in_steps
+        self._input_before = session.input_secs
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -73,7 +79,9 @@ class ProgressHook(TimedHook):
     ) -> None:
         _, steps = self._timer.update_last_triggered_step(session.step)
         secs = session.secs_in_steps - self._secs_before
+        input_secs = session.input_secs - self._input_before
         self._secs_before = session.secs_in_steps
+        self._input_before = session.input_secs
         self._lines += 1
         line = progress_line(
             session.step,
@@ -82,6 +90,7 @@ class ProgressHook(TimedHook):
             self._logs,
             with_time_left=with_time_left and session.step != self._max_steps,
             tasks_alive=session.tasks_alive(),
+            input_share=input_wait.share(input_secs),
         )
         # The cursor goes back, so that whatever comes next replaces the line.
         terminal = self._stream.isatty()
@@ -96,11 +105,14 @@ def progress_line(
     logs: dict[str, float],
     with_time_left: bool = True,
     tasks_alive: str = "",
+    input_share: float = 0.0,
 ) -> str:
     """One line about the progress of training.
 
     >>> progress_line(500, 2000, 100.0, {"loss": 0.5})
     'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
+    >>> progress_line(500, None, 100.0, {}, input_share=0.372)
+    'step 500,  100 steps/s (input 37 %)'
     """
     width = len(str(max_steps or ""))
     parts = [f"step {step:{width}d}"]
@@ -108,6 +120,8 @@ def progress_line(
         parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
     digits = 0 if steps_per_sec >= 10 else 2
     parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
+    if input_share >= 0.01:
+        parts[-1] += f" (input {100 * input_share:.0f} %)"
     parts += [f"{name} {value:.4f}" for name, value in logs.items()]
     if max_steps and steps_per_sec and with_time_left:
         minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)

@@ -182,6 +182,8 @@ class MonitoredTrainingSession:
         checkpoint_dir: As given.
         restored_from: Path of the checkpoint that was restored last, or None.
         secs_in_steps: Seconds spent in steps, without hooks.
+        input_secs: `[waited for data, all]`: seconds of steps, of all workers
+            together; zeros around a step function.
 
     Raises:
         ValueError: both cadences of one kind; a checkpoint of other variables;
@@ -220,6 +222,7 @@ class MonitoredTrainingSession:
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
         self.secs_in_steps = 0.0
+        self.input_secs = np.zeros(2)
         self._build_fn = build_fn
         self.is_chief = is_chief
         self._strategy = strategy
@@ -447,6 +450,7 @@ class MonitoredTrainingSession:
         self.step = self._loop.step
         secs = time.monotonic() - start
         self.secs_in_steps += secs
+        self.input_secs = self.input_secs + self._loop.input_secs()
         if self._input_ended:
             _log.info("The training input ended at step %d.", self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)

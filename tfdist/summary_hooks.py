@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import staleness
+from tfdist import input_wait, staleness
 from tfdist.events import event_file
 from tfdist.session_run_hook import (
     SecondOrStepTimer,
@@ -100,7 +100,9 @@ class StepCounterHook(TimedHook):
     """Logs steps per second, checkpoints and evaluations included.
 
     As `tf.compat.v1.train.StepCounterHook`: tag `global_step/sec`; the first
-    step starts the clock, so the first rate is that of step N + 1.
+    step starts the clock, so the first rate is that of step N + 1. Beside it
+    stands `input_wait`, the share of the steps' time in which they waited for
+    data, from 0 to 1.
 
     Args:
         every_n_steps: Steps between rates.
@@ -132,7 +134,7 @@ class StepCounterHook(TimedHook):
         self._file = event_file(output_dir) if output_dir else None
         self._at_first_step = at_first_step
         self._log = log
-        self._since: tuple[float, int] | None = None
+        self._since: tuple[float, int, np.ndarray] | None = None
         self._seen_step: int | None = None
         self._warnings = 0
 
@@ -149,7 +151,7 @@ class StepCounterHook(TimedHook):
         _start_interval(self._timer, session, self._at_first_step)
         self._seen_step = None
         if self._timer.last_triggered_step() is not None:
-            self._since = (time.time(), session.step)
+            self._since = (time.time(), session.step, session.input_secs)
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -158,20 +160,23 @@ class StepCounterHook(TimedHook):
         session = run_context.session
         if self._timer.should_trigger_for_step(session.step):
             self._timer.update_last_triggered_step(session.step)
-            self._report(time.time(), session.step)
+            self._report(time.time(), session)
         if session.step == self._seen_step and not session.should_stop():
             self._warn(session.step)
         self._seen_step = session.step
 
-    def _report(self, now: float, step: int) -> None:
-        since, self._since = self._since, (now, step)
+    def _report(self, now: float, session: MonitoredTrainingSession) -> None:
+        step, input_secs = session.step, session.input_secs
+        since, self._since = self._since, (now, step, input_secs)
         if since is None:
             return
         rate = (step - since[1]) / max(now - since[0], 1e-9)
+        waited = input_wait.share(input_secs - since[2])
         if self._log:
             _log.info("%s: %g", self._TAG, rate)
         if self._file:
-            self._file.write_scalars({self._TAG: rate}, step)
+            scalars = {self._TAG: rate, "input_wait": waited}
+            self._file.write_scalars(scalars, step)
             self._file.flush()
 
     def _warn(self, step: int) -> None:
