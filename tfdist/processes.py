@@ -52,6 +52,17 @@ _BANNER = re.compile(
 )
 
 
+def trim_memory() -> None:
+    """Gives the system back what this process has freed.
+
+    glibc keeps freed memory for later, in an arena for each of TensorFlow's
+    threads. A worker that traced a step for each of twelve recoveries held
+    260 MB like that, a fourth of all it had. Takes milliseconds.
+    """
+    if hasattr(_libc, "malloc_trim"):  # musl and macOS have none.
+        _libc.malloc_trim(0)
+
+
 def enter_private_network() -> None:
     """Moves this process, and all it starts, into a network of its own.
 

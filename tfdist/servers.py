@@ -25,12 +25,14 @@ import grpc
 import tensorflow as tf
 
 from tfdist.cluster import Cluster
+from tfdist.processes import trim_memory
 
 _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
 _POLL_SECS = 0.2
+_TRIM_SECS = 30.0
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
 # at the same time and writes its last checkpoint.
@@ -122,12 +124,16 @@ def serve(cluster: Cluster) -> None:
     _log.info("Task %s serves on %s.", task, server.target)
     chief = address_of(cluster, ("chief", 0))
     watch = _ChiefWatch(chief)
+    next_trim = time.monotonic() + _TRIM_SECS
     while not tf.io.gfile.exists(_DONE):
         if told.is_set():
             _wait_until_gone(chief, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
             raise SystemExit(TERMINATED)
         watch.look()
+        if time.monotonic() >= next_trim:
+            trim_memory()  # Of the functions of chiefs and sessions past.
+            next_trim = time.monotonic() + _TRIM_SECS
         told.wait(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
