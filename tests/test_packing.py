@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tfdist.branch_and_bound import search
@@ -104,6 +104,7 @@ def test_the_message_names_the_numbers(limits, match):
     rows=st.lists(st.integers(1, 500), min_size=1, max_size=8),
     num_bins=st.integers(1, 6),
 )
+@example(rows=[341], num_bins=6)
 @settings(max_examples=50, deadline=None)
 def test_runs_of_rows_fill_bins_evenly(rows, num_bins):
     row_loads = np.arange(1, len(rows) + 1)

@@ -103,11 +103,15 @@ class _Servers:
         if row_load:
             crumb = math.ceil(min(self._rows[i], _CRUMB * level / row_load))
         left = int(self._rows[i])
-        for enough in (False, True):
-            # What no gap took, for want of memory there, goes above the level.
-            for task in np.argsort(self._totals, kind="stable").tolist():
-                gap = level - self._totals[task]
-                take = left if enough or not row_load else int(gap / row_load)
+        # What no gap took, for want of memory there or by rounding, goes above
+        # the level: a share to each server, then as much as there is room for.
+        for goes in ("into a gap", "to all", "anywhere"):
+            order = np.argsort(self._totals, kind="stable").tolist()
+            share = math.ceil(left / len(order))
+            for task in order:
+                take = share if goes == "to all" else left
+                if goes == "into a gap" and row_load:
+                    take = int((level - self._totals[task]) / row_load)
                 take = max(take, crumb)
                 if left - take < crumb:
                     take = left
