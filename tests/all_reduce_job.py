@@ -53,6 +53,10 @@ def examples(size=512):
 def global_batches(args):
     """The same everywhere; each process takes its share of every batch."""
     dataset = tf.data.Dataset.from_tensor_slices(examples())
+    if args.shards_itself:
+        cluster = tfdist.Cluster.from_env()
+        is_worker = cluster.task_type == "worker"
+        dataset = dataset.shard(3, cluster.task_index + is_worker)
     return dataset.shuffle(100).repeat(args.epochs).batch(48)
 
 
@@ -100,6 +104,8 @@ def flags():
     parser.add_argument("--wait_secs", type=float, default=60.0)
     parser.add_argument("--pace_secs", type=float, default=0.0)
     parser.add_argument("--own_batches", action="store_true")
+    # Whether the input function shards what will be shared out anyway.
+    parser.add_argument("--shards_itself", action="store_true")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
     return parser.parse_args()

@@ -116,6 +116,17 @@ def test_another_program_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_input_that_shards_twice_is_named(tmp_path):
+    with start(tmp_path / "model", "--shards_itself", "--max_steps=5") as job:
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        assert (
+            "The first global batch of worker:0, worker:1 is another than "
+            "that of chief:0."
+        ) in job.output("chief:0")
+
+
+@pytest.mark.slow
 def test_missing_process_is_named(tmp_path):
     flags = ["--wait_secs=8"]
     with start(tmp_path / "model", *flags, absent=["worker:1"]) as job:
