@@ -13,14 +13,14 @@ FLOORS = {
     "lookups packing branch_and_bound splitting plans planner device_setter "
     "input_fns inputs audit blocks csv_records reading record_files "
     "tfds_inputs storage chooser cost_formulas cost_model machines reasons "
-    "workload _private",
+    "workload errors statistics block_cache _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel",
     2: "step compiled_model keras_step loop replicated_loop workers "
     "coordinated_loop recovery checkpoint hooks default_hooks "
     "session_run_hook saving_hooks summary_hooks events progress "
-    "early_stopping callbacks",
+    "early_stopping callbacks input_wait",
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",
     4: "estimator training canned canned_model heads networks vocabulary "

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist import optimizers, slots, storage
 from tfdist._private import CheckpointTracedOnce, ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
+from tfdist.errors import gist
 
 _log = logging.getLogger(__name__)
 
@@ -182,8 +183,8 @@ class Checkpoints:
                 raise
             _log.warning(
                 "The position of the input cannot be saved: a restored job "
-                "reads it from the start. %s",
-                error.message,
+                "reads it from the start. TensorFlow says: %s",
+                gist(error),
             )
         self._iterator_fn = lambda: None
         self._set_iterator(None)
@@ -245,7 +246,7 @@ class Checkpoints:
         try:
             manager.save(checkpoint_number=step)
         except tf.errors.FailedPreconditionError as error:
-            _log.warning("The position is not saved. %s", error.message)
+            _log.warning("The position is not saved: %s", gist(error))
 
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""

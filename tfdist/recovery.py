@@ -88,22 +88,6 @@ def remedy(
     return Remedy.RESTART if failures >= MAX_REBUILDS else Remedy.REBUILD
 
 
-def gist(error: BaseException) -> str:
-    """The line of an error that says what happened.
-
-    >>> text = "Graph execution error:|Detected at X|  File y|Gone."
-    >>> gist(ValueError(text.replace("|", chr(10))))
-    'Gone.'
-    """
-    around = ("Graph execution error", "Detected at", " ", "\t", "Additional")
-    lines = [
-        line
-        for line in str(error).splitlines()
-        if line and not line.startswith(around)
-    ]
-    return lines[0] if lines else type(error).__name__
-
-
 def restart_process(reason: str) -> None:
     """Replaces this process by a fresh one: same command, pid and port.
 

@@ -82,6 +82,7 @@ from tfdist import checkpoint, default_hooks, recovery, servers
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT, Hook
+from tfdist.errors import gist
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
@@ -524,9 +525,7 @@ class MonitoredTrainingSession:
                 self._peers.wait_for_others("end", self._watch)
         except tf.errors.OpError as error:
             # All is done; whoever is started again will find that out.
-            _log.warning(
-                "Another process went before the end: %s", recovery.gist(error)
-            )
+            _log.warning("Another process went before the end: %s", gist(error))
 
     def _restore_as_told(self) -> None:
         """Restores what the leader has restored."""
@@ -569,7 +568,7 @@ class MonitoredTrainingSession:
             raise error
         self._sigterm.leave()
         self._failures.add()
-        reason = str(ServerLostError(lost)) if lost else recovery.gist(error)
+        reason = str(ServerLostError(lost)) if lost else gist(error)
         _log.warning(
             "Failed at step %d: %s. Training goes on from the last checkpoint.",
             self.step,
