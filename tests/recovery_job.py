@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import tfdist
+from tfdist import servers
 from tfdist.cluster import Cluster
 from tfdist.connections import cut_connections
 
@@ -159,6 +160,8 @@ def flags():
     parser.add_argument("--long_secs", type=float, default=0.0)
     parser.add_argument("--nan_at", type=int, default=-1)
     parser.add_argument("--bad_id_at", type=int, default=-1)
+    # Connections after which servers start themselves anew.
+    parser.add_argument("--most_connections", type=int)
     # File that tells the workers to lose their connections to the servers.
     parser.add_argument("--cut_when")
     # Step at which a hook raises.
@@ -181,6 +184,8 @@ def main():
         threading.Thread(
             target=cut_when_told, args=[args.cut_when], daemon=True
         ).start()
+    if args.most_connections:
+        servers._MOST_CONNECTIONS = args.most_connections
     hooks = [FunctionsHook()]
     if args.raise_at is not None:
         hooks.append(UserHook(args.raise_at))

@@ -288,6 +288,31 @@ def test_workers_lose_their_connections_to_the_servers(tmp_path):
 # --- What ends a job ---------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_servers_start_anew_after_many_connections(tmp_path):
+    """Which costs one more recovery, and no step."""
+    flags = ["--max_steps=900", "--most_connections=3"]
+    with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
+        others = ["ps:1", "worker:0", "worker:1"]
+        pids = [job.pid(task) for task in others]
+        job.wait_until_step(150, timeout_secs=90)
+        for _ in range(2):
+            recovered = found(job, RECOVERED)
+            job.kill("ps:0")
+            next_line(job, RECOVERED, recovered)
+        for task in others:
+            job.wait_for_line(
+                task,
+                f"3 connections of a chief: this process {ANEW}",
+                timeout_secs=90,
+            )
+        goes_on(job)
+        assert [job.pid(task) for task in others] == pids
+        assert job.wait(timeout_secs=120) == 0
+    path = tf.train.latest_checkpoint(tmp_path / "model")
+    assert checkpoint.step_of(path) == 900
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """A worker and a ps that serve one chief after the other."""

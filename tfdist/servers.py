@@ -31,8 +31,13 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
+_CONNECTIONS = "ram://tfdist/connections"
 _POLL_SECS = 0.2
 _TRIM_SECS = 30.0
+# TensorFlow keeps the functions, 4 MB of a small model, that were running when
+# a step failed, and on workers a thread for each of their input ops. So after
+# so many chiefs and recoveries a server starts itself anew.
+_MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
 # at the same time and writes its last checkpoint.
@@ -89,7 +94,9 @@ def _server_config() -> tf.compat.v1.ConfigProto:
     return config
 
 
-def serve(cluster: Cluster) -> None:
+def serve(
+    cluster: Cluster, start_anew: Callable[[str], None] | None = None
+) -> None:
     """Runs this task's server until the chief says that the job is done.
 
     Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
@@ -98,6 +105,9 @@ def serve(cluster: Cluster) -> None:
 
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
+        start_anew: Replaces this process, for the reason it is given. It is
+            called when a chief connects for the twentieth time, which then
+            recovers as from the death of this task.
 
     Raises:
         RuntimeError: The server could not start; most often another process
@@ -134,10 +144,19 @@ def serve(cluster: Cluster) -> None:
         if time.monotonic() >= next_trim:
             trim_memory()  # Of the functions of chiefs and sessions past.
             next_trim = time.monotonic() + _TRIM_SECS
+        if start_anew and _num_connections() >= _MOST_CONNECTIONS:
+            start_anew(f"{_MOST_CONNECTIONS} connections of a chief")
         told.wait(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", task)
+
+
+def _num_connections() -> int:
+    """How often chiefs have connected to this server."""
+    if not tf.io.gfile.exists(_CONNECTIONS):
+        return 0
+    return tf.io.gfile.stat(_CONNECTIONS).length
 
 
 class _ChiefWatch:
@@ -262,6 +281,17 @@ def hold(cluster: Cluster) -> None:
             own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             tf.io.write_file(_CHIEF, json.dumps(own) + "\n")
     _held.add(cluster.address)
+
+
+def count_connection(cluster: Cluster) -> None:
+    """Lets every worker and ps count that this chief connected to it.
+
+    Args:
+        cluster: The cluster; this process is its chief, just connected to it.
+    """
+    for job, index in server_tasks(cluster):
+        with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
+            tf.io.write_file(_CONNECTIONS, ".")  # In memory it appends.
 
 
 def refuse_second_chief(cluster: Cluster) -> None:

@@ -85,6 +85,7 @@ def parameter_server_strategy(
     )
     strategy = _connect(resolver)
     servers.hold(cluster)
+    servers.count_connection(cluster)
     return strategy
 
 

@@ -8,9 +8,11 @@ are the layers below, each usable alone.
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Callable
 
-from tfdist import checkpoint, results, servers
+from tfdist import checkpoint, data_service, recovery, results, servers
 from tfdist.compiled_model import overrides
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
@@ -31,8 +33,8 @@ def train_and_evaluate(
     Where there is none, each checkpoint but the initial one is evaluated before
     training goes on: by the workers on the variables where they are, or, if the
     EvalSpec has hooks or the model its own `test_step`, in the chief's process,
-    which also exports. Workers and parameter servers serve. The chief leaves
-    last.
+    which also exports. Workers and parameter servers serve, and so do the tasks
+    of a tf.data service (`tfdist.one_pass`). The chief leaves last.
 
     As `tf.estimator.train_and_evaluate`, in the same order, but:
 
@@ -82,9 +84,16 @@ def train_and_evaluate(
             "RunConfig. Received: None or 0 for both."
         )
     cluster = estimator.config.cluster
+    if cluster.role in ("dispatcher", "data_worker"):
+        data_service.serve(
+            cluster,
+            os.path.join(estimator.model_dir, "data_service"),
+            is_over=_end_of_training(estimator.model_dir),
+        )
+        return None, []
     on_ps = estimator.config.strategy_name == "ps"
     if on_ps and cluster.role in ("worker", "ps"):
-        servers.serve(cluster)
+        servers.serve(cluster, start_anew=recovery.restart_process)
         return None, []
     if cluster.role == "worker":
         estimator.train(
@@ -114,6 +123,13 @@ def train_and_evaluate(
         # Only now: after an error the servers wait for the chief's restart.
         servers.release(cluster)
     return result
+
+
+def _end_of_training(model_dir: str) -> Callable[[], bool]:
+    """Whether the chief has said, from now on, that training is over."""
+    path = results.done_path(model_dir)
+    before = results.read_json(path)
+    return lambda: results.read_json(path) not in (None, before)
 
 
 def _train_and_evaluate(
