@@ -14,13 +14,15 @@ from typing import Any
 BATCH, IDS, DIM = 256, 8, 16
 
 
-def run_cluster(case: dict[str, Any]) -> dict[str, Any]:
-    """Runs `case` on 2 ps and 2 workers; returns what the chief measured."""
+def run_cluster(
+    case: dict[str, Any], workers: int = 2, task: str = "benchmarks.ps_task"
+) -> dict[str, Any]:
+    """Runs `case` on 2 ps and some workers; returns what the chief measured."""
     with tempfile.TemporaryDirectory() as directory:
         output = pathlib.Path(directory) / "result.json"
         command = [
-            *(sys.executable, "-m", "tfdist.launch", "--ps=2", "--workers=2"),
-            *("-m", "benchmarks.ps_task"),
+            *(sys.executable, "-m", "tfdist.launch", "--ps=2"),
+            *(f"--workers={workers}", "-m", task),
             json.dumps({**case, "output": str(output)}),
         ]
         done = subprocess.run(
@@ -29,10 +31,11 @@ def run_cluster(case: dict[str, Any]) -> dict[str, Any]:
         if done.returncode:
             sys.exit(f"{case} failed:\n{done.stdout[-5000:]}")
         result = json.loads(output.read_text())
-        result["peak_bytes"] |= {
-            path.stem: int(path.read_text())
-            for path in pathlib.Path(directory).glob("*.peak")
-        }
+        if "peak_bytes" in result:
+            result["peak_bytes"] |= {
+                path.stem: int(path.read_text())
+                for path in pathlib.Path(directory).glob("*.peak")
+            }
         return result
 
 

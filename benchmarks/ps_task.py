@@ -60,8 +60,9 @@ def _one_table(case: dict[str, Any], ids: Any) -> Any:
 
 
 def _many_tables(case: dict[str, Any], ids: Any) -> Any:
-    """Twenty tables, each in two pieces, one id of each per example."""
-    rows = [_table(case)(ids[:, i % IDS]) for i in range(20)]
+    """Some tables, each in two pieces, one id of each per example."""
+    tables = case.get("tables", 20)
+    rows = [_table(case)(ids[:, i % IDS]) for i in range(tables)]
     return keras.layers.Dense(1, "sigmoid")(keras.ops.concatenate(rows, -1))
 
 
@@ -73,7 +74,16 @@ def _many_variables(case: dict[str, Any], ids: Any) -> Any:
     return keras.layers.Dense(1, "sigmoid")(hidden)
 
 
+def _dense(case: dict[str, Any], ids: Any) -> Any:
+    """Six dense variables, 19 kB."""
+    hidden = keras.ops.cast(ids, "float32") / case["rows"]
+    for _ in range(2):
+        hidden = keras.layers.Dense(64, "relu")(hidden)
+    return keras.layers.Dense(1, "sigmoid")(hidden)
+
+
 _MODELS = {
+    "dense": _dense,
     "table": _one_table,
     "tables": _many_tables,
     "variables": _many_variables,
