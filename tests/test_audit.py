@@ -7,7 +7,9 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+from small_models import logistic
 
+import tfdist
 from tfdist import audit
 
 SIZE, BATCH = 48, 4
@@ -173,6 +175,35 @@ def test_check_says_nothing_about_what_tells_nothing():
     assert audit.check_workers_differ(unsharded, 1, seed=1) is None
     empty = functools.partial(lambda: numbers().batch(4).take(0))
     assert audit.check_workers_differ(empty, 2) is None
+
+
+def ignores_its_context(context):
+    return in_order()
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "audit_input", "warns"),
+    [
+        (in_order, None, True),
+        (in_order, False, False),
+        (ignores_its_context, None, False),
+        (ignores_its_context, True, True),
+        (sharded, True, False),
+    ],
+)
+def test_training_on_ps_warns(tmp_path, caplog, input_fn, audit_input, warns):
+    """Before it looks for the cluster, which here is not there."""
+    jobs = {job: [f"127.0.0.1:{i}"] for i, job in enumerate(("chief", "ps"), 1)}
+    jobs["worker"] = ["127.0.0.1:3", "127.0.0.1:4"]
+    config = tfdist.RunConfig(
+        str(tmp_path),
+        cluster=tfdist.Cluster.from_jobs(jobs, "chief", 0),
+        session_creation_timeout_secs=0.1,
+        audit_input=audit_input,
+    )
+    with pytest.raises(TimeoutError):
+        tfdist.Estimator(logistic, config).train(input_fn, max_steps=1)
+    assert ("Workers 0 and 1 read the same" in caplog.text) == warns
 
 
 def test_command_line(capsys, tmp_path):

@@ -96,6 +96,7 @@ def test_replace():
         ({"log_step_count_steps": "100"}, TypeError),
         ({"log_step_count_steps": True}, TypeError),
         ({"tf_random_seed": "1"}, TypeError),
+        ({"audit_input": "yes"}, TypeError),
         ({"train_distribute": "a strategy"}, ValueError),
         ({"experimental_distribute": "both"}, ValueError),
         ({"device_fn": lambda op: "/cpu:0"}, ValueError),

@@ -16,7 +16,7 @@ FLOORS = {
     "workload errors statistics block_cache _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
-    "stages micro_batches model_parallel",
+    "stages micro_batches model_parallel data_service",
     2: "step compiled_model keras_step loop replicated_loop workers "
     "coordinated_loop recovery checkpoint hooks default_hooks "
     "session_run_hook saving_hooks summary_hooks events progress "

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, planner, servers, storage
+from tfdist import audit, checkpoint, planner, servers, storage
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.compiled_model import checked_model, overrides
@@ -162,6 +162,7 @@ class Estimator:
         config = self.config
         self._seed()
         storage.check_writable(self.model_dir)
+        self._audit(input_fn)
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoint.step_of(path) if path else 0)
@@ -202,6 +203,19 @@ class Estimator:
                 described(input_fn),
             )
         return self
+
+    def _audit(self, input_fn: InputFn) -> None:
+        """Warns if two workers would read the same examples."""
+        wanted = self.config.audit_input
+        if wanted is None:
+            wanted = not takes_context(input_fn)
+        if not wanted or self.config.strategy_name != "ps":
+            return
+        problem = audit.check_workers_differ(
+            input_fn, self.config.cluster.num_workers, index_as_tensor=True
+        )
+        if problem:
+            _log.warning("%s", problem)
 
     def _saver(
         self, listeners: Sequence[CheckpointSaverListener]

@@ -86,6 +86,11 @@ class RunConfig:
             "tpu", "one_device"; or a `tf.distribute` strategy whose replicas
             this process drives alone. Default: "auto": what the cluster is
             made for; in one process "mirrored" where there are several GPUs.
+        audit_input: Whether to look, before training on parameter servers,
+            whether two workers read the same examples, and to warn (see
+            `python -m tfdist.inputs`); it takes as long as four batches.
+            Default: only if the input function takes no `InputContext`, by
+            which a worker would know what to read.
         placement: Which parameter server holds a variable: "round_robin",
             "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
             a callable from a `VariableSpec` to the index of a server.
@@ -118,6 +123,7 @@ class RunConfig:
     log_step_count_steps: int | None = 100
     steps_per_dispatch: int | None = None
     strategy: str | tf.distribute.Strategy = "auto"
+    audit_input: bool | None = None
     placement: str | Callable[[VariableSpec], int] = "round_robin"
     session_creation_timeout_secs: float = 600.0
     evaluator_timeout_secs: float = 600.0
@@ -150,6 +156,11 @@ class RunConfig:
         ):
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
+        if not isinstance(self.audit_input, bool | None):
+            raise TypeError(
+                "Argument `audit_input` must be True, False or None. "
+                f"Received: audit_input={self.audit_input!r}."
+            )
         strategy_lib.check(self.strategy, self.cluster)
 
     def _resolve_defaults(self) -> None:
