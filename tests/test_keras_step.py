@@ -261,8 +261,8 @@ def test_refused_where_it_cannot_run():
     model, spec = guide(), dataset().element_spec
     step = tf.Variable(0, dtype=tf.int64)
     message = (
-        "Guide overrides `train_step`, which cannot be used where the "
-        "variables are on parameter servers.*Override `compute_loss`"
+        "Guide overrides `train_step`, which can be used on one device alone"
+        ".*Override `compute_loss`"
     )
     with pytest.raises(ValueError, match=message):
         ModelStep(model, spec, global_step=step, remote=True)

@@ -19,10 +19,10 @@ def refuse_own(model: keras.Model, method: str, instead: str) -> None:
     """Raises `ValueError` if a model overrides a method; says what to do."""
     if overrides(model, method):
         raise ValueError(
-            f"{type(model).__name__} overrides `{method}`, which cannot be "
-            "used where the variables are on parameter servers: gradients are "
-            "applied and metrics added up there, which tfdist does itself. "
-            f"Override `{instead}` instead, or train in one process."
+            f"{type(model).__name__} overrides `{method}`, which can be used "
+            "on one device alone: on parameter servers and between replicas "
+            "tfdist itself has gradients applied and metrics added up. "
+            f"Override `{instead}` instead, or train on one device."
         )
 
 
