@@ -34,6 +34,8 @@ PUBLIC = [
     "BestExporter",
     "Exporter",
     "FinalExporter",
+    "FeatureStatistics",
+    "compute_once",
     "LatestExporter",
     "FinalOpsHook",
     "GlobalStepWaiterHook",

@@ -3,6 +3,11 @@
 import gzip
 import itertools
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +235,10 @@ def test_fewer_examples_than_a_batch(tmp_path):
     assert len(column(endless.take(2))) == 16
     once = inputs.read_tfrecords(paths, FEATURES, 8, num_epochs=1)
     assert sorted(column(once)) == [0, 1, 2]
+    static = inputs.read_tfrecords(
+        paths, FEATURES, 8, num_epochs=1, drop_remainder=True
+    )
+    assert column(static) == []
 
 
 def test_transform_sees_labels(tmp_path):
@@ -253,6 +262,8 @@ def test_transform_sees_labels(tmp_path):
         ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
         ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
         ({"batch_size": 0}, ValueError, "`batch_size` must be positive"),
+        ({"cache": 7}, TypeError, "`cache` must be True.*cache=7"),
+        ({"cache": "a*"}, ValueError, "without `\\*`.*cache='a\\*'"),
         ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),
         ({"sead": 1}, TypeError, "sead"),
     ],
@@ -261,6 +272,102 @@ def test_bad_options(tmp_path, options, error, message):
     paths = numbered(tmp_path, [3])
     with pytest.raises(error, match=message):
         inputs.read_tfrecords(paths, FEATURES, **{"batch_size": 2, **options})
+
+
+# --- Caches ------------------------------------------------------------------
+
+
+def cached(paths, cache, worker=0, workers=1, as_tensor=False):
+    def input_fn(context):
+        return inputs.read_tfrecords(
+            paths, FEATURES, 10, context=context, cache=cache, seed=3
+        )
+
+    return of_worker(input_fn, worker, workers, as_tensor)
+
+
+def spoil(paths):
+    """Other bytes in the same number, at the same time."""
+    for path in map(Path, paths):
+        stat = path.stat()
+        path.write_bytes(b"x" * stat.st_size)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("num_files", "as_tensor"), slow((1, True), (4, True), (4, False))
+)
+def test_cache_in_a_directory(tmp_path, num_files, as_tensor):
+    """Every worker keeps its share, and shuffles it anew in each pass."""
+    paths = numbered(tmp_path, [600 // num_files] * num_files)
+    cache = tmp_path / "made" / "cache"
+
+    def share(worker, cache):
+        dataset = cached(paths, cache, worker, 2, as_tensor)
+        return column(dataset.take(60))
+
+    shares = [share(worker, cache) for worker in (0, 1)]
+    assert shares == [share(worker, None) for worker in (0, 1)]
+    assert sorted(shares[0][:300] + shares[1][:300]) == list(range(600))
+    assert shares[0][:300] != shares[0][300:]
+    # The next run needs the files no more; if they change, it does.
+    spoil(paths)
+    assert share(0, cache) == shares[0]
+    os.utime(paths[0])
+    with pytest.raises(tf.errors.OpError, match=f"{paths[0]}, record 1: "):
+        share(0, cache)
+
+
+def test_cache_in_memory(tmp_path):
+    paths = numbered(tmp_path, [100, 200])
+    batches = iter(cached(paths, True))
+    first = np.ravel([next(batches)["x"] for _ in range(30)])
+    spoil(paths)
+    second = np.ravel([next(batches)["x"] for _ in range(30)])
+    assert first.tolist() != second.tolist()
+    assert sorted(first) == sorted(second) == list(range(300))
+
+
+@pytest.mark.slow
+def test_half_of_a_cache(tmp_path):
+    """What a killed process has written is not read."""
+    path = write(tmp_path / "a", "".join(f"{i}\n" for i in range(400_000)))
+    cache = tmp_path / "cache"
+    code = "from tfdist import inputs; import sys; path, cache = sys.argv[1:]; "
+    code += "next(iter(inputs.read_text(path, 9, cache=cache)))"
+    child = subprocess.Popen([sys.executable, "-c", code, path, str(cache)])
+    deadline = time.monotonic() + 60
+    while not any(f.stat().st_size for f in cache.glob("*")):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    child.kill()
+    child.wait()
+    (half,) = cache.iterdir()  # No marker beside it.
+    assert half.stat().st_size
+    for _ in range(2):
+        dataset = inputs.read_text(path, 1000, num_epochs=1, cache=cache)
+        assert sum(len(lines) for lines in dataset) == 400_000
+
+
+@pytest.mark.parametrize(
+    ("cache", "step"),
+    [("cache", 17), *slow((None, 17), (True, 17), (True, 40), ("cache", 40))],
+)
+def test_position(tmp_path, cache, step):
+    """Resumed exactly, in the pass that fills a cache and in later ones."""
+    paths = numbered(tmp_path, [100, 200])
+    directory = tmp_path / "cache"
+    cache = directory if cache == "cache" else cache
+    batches = iter(cached(paths, cache))
+    for _ in range(step):
+        next(batches)
+    saved = tf.train.Checkpoint(iterator=batches).write(str(tmp_path / "ckpt"))
+    expected = [next(batches)["x"].numpy().tolist() for _ in range(60)]
+    shutil.rmtree(directory, ignore_errors=True)  # Another machine.
+    batches = iter(cached(paths, cache))
+    tf.train.Checkpoint(iterator=batches).read(saved).assert_consumed()
+    assert [next(batches)["x"].numpy().tolist() for _ in range(60)] == expected
 
 
 # --- CSV ---------------------------------------------------------------------
@@ -319,6 +426,15 @@ def test_csv_with_long_quotes_across_blocks(tmp_path):
     assert {len(share) for share in found} == {233, 234}
     (features,) = rows(path, transform=lambda f: f, select_columns=["s"])[:1]
     assert features["s"][7] == b"7\n\nzz"
+
+
+def test_no_example_at_all(tmp_path):
+    paths = [write(tmp_path / "a.csv", "x,y\n"), write(tmp_path / "b.csv", "")]
+    assert rows(paths) == []
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=f"no example.*{paths[0]}"
+    ):
+        next(iter(inputs.read_csv(paths, 2)))
 
 
 HEADER = "a,b,y\n"

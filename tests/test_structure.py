@@ -13,7 +13,7 @@ FLOORS = {
     "lookups packing branch_and_bound splitting plans planner device_setter "
     "input_fns inputs audit blocks csv_records reading record_files "
     "tfds_inputs storage chooser cost_formulas cost_model machines reasons "
-    "workload errors statistics block_cache _private",
+    "workload errors tpu statistics block_cache _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel data_service",

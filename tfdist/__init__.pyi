@@ -62,6 +62,8 @@ from .session_run_hook import SessionRunHook as SessionRunHook
 from .specs import EvalSpec as EvalSpec
 from .specs import RunConfig as RunConfig
 from .specs import TrainSpec as TrainSpec
+from .statistics import FeatureStatistics as FeatureStatistics
+from .statistics import compute_once as compute_once
 from .summary_hooks import ProfilerHook as ProfilerHook
 from .summary_hooks import StalenessHook as StalenessHook
 from .summary_hooks import StepCounterHook as StepCounterHook

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import audit, checkpoint, planner, servers, storage
+from tfdist import audit, checkpoint, planner, servers, storage, tpu
 from tfdist import optimizers as optimizers_lib
 from tfdist._private import reset_object_names
 from tfdist.compiled_model import checked_model, overrides
@@ -502,6 +502,8 @@ class Estimator:
             step = self._step(
                 model, dataset.element_spec, global_step, replicas
             )
+        if isinstance(strategy, tf.distribute.TPUStrategy):
+            tpu.check(dataset.element_spec, step.tables)
         variables = checkpoint.named_variables(model, global_step)
         if isinstance(step, KerasStep):
             variables = step.variables(variables)

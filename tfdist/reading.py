@@ -1,7 +1,7 @@
 """From files to batches: one pipeline for every format.
 
-    files -> blocks of records -> this worker's share -> shuffle -> repeat
-          -> parse many at once -> batches
+    files -> blocks of records -> this worker's share -> cache -> shuffle
+          -> repeat -> parse many at once -> batches
 
 It consists of TensorFlow operations alone, so a parameter-server job can build
 it in the chief and run it on its workers, each with its own index, there a
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.block_cache import BlockCache
 from tfdist.blocks import Files, Parse, RecordParser, check, read_blocks
 
 # AutoGraph finds nothing to convert in the functions below; it takes its time.
@@ -63,13 +66,26 @@ class ReadOptions:
         num_parallel_reads: files that are read at the same time.
         transform: a function of what was parsed, which treats each example by
             itself: it gets more than one batch at once. Use `dataset.map` for
-            one that does not.
+            one that does not. What a random one draws is no part of the saved
+            position of the input: a resumed job reads the same examples, and
+            draws other numbers.
         check_gzip: whether compressed files are unpacked once before, since
             TensorFlow takes one that was cut off for whole. Default: where
             they have at most 1 GiB together.
+        cache: where the records of this worker's share stay after they were
+            read, so that files that are far away or compressed are read only
+            once. True: in memory, and in each saved position of the input,
+            too. A path: in a directory, local or `gs://`, the same for all
+            workers if need be, also for the next run; a file is copied as a
+            whole before its first record is given. It is never cleared: delete
+            it when nobody reads from it. Records are cached before they are
+            shuffled and parsed: each pass has an order of its own (in memory,
+            within the buffer), and `transform` may be random. Default: nowhere.
 
     Raises:
-        ValueError: a number out of range, or an unknown `shard_by`.
+        TypeError: `cache` is neither True nor a path.
+        ValueError: a number out of range, an unknown `shard_by`, or a pattern
+            for a directory.
     """
 
     context: tf.distribute.InputContext | None = None
@@ -83,6 +99,7 @@ class ReadOptions:
     num_parallel_reads: int = 16
     transform: Callable[[Any], Any] | None = None
     check_gzip: bool | None = None
+    cache: bool | str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
@@ -97,6 +114,27 @@ class ReadOptions:
                 'Argument `shard_by` must be "file" or "example". '
                 f"Received: shard_by={self.shard_by!r}."
             )
+        if not isinstance(self.cache, bool | str | os.PathLike | None):
+            raise TypeError(
+                "Argument `cache` must be True, for memory, or the path of a "
+                f"directory. Received: cache={self.cache!r}."
+            )
+        directory = self.cache_directory
+        if directory is not None and not re.fullmatch(
+            r"[^*?[\]\\]+", directory
+        ):
+            raise ValueError(
+                "Argument `cache` must be the path of a directory, without "
+                "`*`, `?`, brackets or backslashes. "
+                f"Received: cache={self.cache!r}."
+            )
+
+    @property
+    def cache_directory(self) -> str | None:
+        """Where records are kept, if in files."""
+        if isinstance(self.cache, bool | None):
+            return None
+        return os.fspath(self.cache)
 
     @property
     def num_workers(self) -> int:
@@ -182,6 +220,11 @@ def batches(
     settings.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )
+    # Or no position could be saved: TensorFlow takes the search for a record
+    # that cannot be parsed, and the writing of a cache, for a state.
+    settings.experimental_external_state_policy = (
+        tf.data.experimental.ExternalStatePolicy.IGNORE
+    )
     return dataset.prefetch(tf.data.AUTOTUNE).with_options(settings)
 
 
@@ -242,8 +285,6 @@ def _records(
         sources = sources.shard(workers, worker)
     cycle_length = 1
     if options.shuffle:
-        # Which files a worker has never changes, their order does.
-        sources = sources.shuffle(number, seed=seed)
         cycle_length = min(options.num_parallel_reads, number)
     fitting = [block for block in _BLOCKS if block * size <= _BLOCK_BYTES]
     block = max([_BLOCKS[0], *fitting])
@@ -256,12 +297,37 @@ def _records(
         offset = 0 if by_file else worker - index
         return read_blocks(files, block, index, *source, every, offset)
 
-    return sources.interleave(
+    if options.cache_directory is not None:
+        cache = BlockCache(options.cache_directory, files, f"{block} {every}")
+        read = _through(cache, read, lambda index: (worker - index) % every)
+    if options.shuffle:
+        # Which files a worker has never changes, their order does.
+        sources = sources.shuffle(number, seed=seed)
+    blocks = sources.interleave(
         _as_written(read),
         cycle_length=cycle_length,
         block_length=1,
         num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
-    ).unbatch()
+    )
+    if options.cache is True:
+        blocks = blocks.cache()
+    return blocks.unbatch()
+
+
+def _through(
+    cache: BlockCache,
+    read: Callable[[tf.Tensor, Any], tf.data.Dataset],
+    share: Callable[[tf.Tensor], tf.Tensor],
+) -> Callable[[tf.Tensor, Any], tf.data.Dataset]:
+    """What `read` reads, from a cache that it fills."""
+
+    def cached(index: tf.Tensor, source: Any) -> tf.data.Dataset:
+        blocks = read(index, source)
+        written = cache.write(index, share(index), blocks)
+        with tf.control_dependencies([written]):
+            return cache.read(index, share(index))
+
+    return cached
 
 
 def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:

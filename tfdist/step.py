@@ -136,9 +136,7 @@ class ModelStep:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
         self._collect[True].get_concrete_function(x)
         self._parts = optimizers.parts(model.optimizer)
-        self._exchange = Exchange(
-            model, list(dict.fromkeys(self._tables[True])), remote=remote
-        )
+        self._exchange = Exchange(model, self.tables, remote=remote)
         self._compute = self._computation(element_spec)
         self._gate = gates.gate(
             model.optimizer,
@@ -151,6 +149,11 @@ class ModelStep:
         self._moving = [v for v in fixed if not _is_seed(v)]
         rates = [part.learning_rate for part in self._parts]
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
+
+    @property
+    def tables(self) -> list[Any]:
+        """The partitioned tables that training looks up."""
+        return list(dict.fromkeys(self._tables[True]))
 
     def zero_states(self) -> States:
         """States of metrics that have seen no example."""

@@ -29,6 +29,7 @@ def read_tfds(
     *,
     data_dir: str | None = None,
     as_supervised: bool = False,
+    select_features: Sequence[str] | None = None,
     **options: Any,
 ) -> tf.data.Dataset:
     """Batches of a prepared dataset of TensorFlow Datasets.
@@ -46,6 +47,7 @@ def read_tfds(
         data_dir: where prepared datasets are; the default of TFDS if omitted.
         as_supervised: whether to give `(features, label)`, as the builder's
             `supervised_keys` name them, instead of all features.
+        select_features: the features to parse and to give; all if omitted.
         **options: those of `ReadOptions`.
 
     Returns:
@@ -96,7 +98,7 @@ def read_tfds(
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
     )
-    parse = _tfds_parser(builder.info, as_supervised)
+    parse = _tfds_parser(builder.info, as_supervised, select_features)
     return batches(files, parse, batch_size, reading)
 
 
@@ -195,26 +197,41 @@ def _reader(path: str) -> Any:
     return reader
 
 
-def _tfds_parser(info: Any, as_supervised: bool) -> Parse:
+def _tfds_parser(
+    info: Any, as_supervised: bool, select_features: Sequence[str] | None
+) -> Parse:
     """From records to what TFDS gives."""
+    import tensorflow_datasets as tfds
+
+    features = info.features
+    if select_features is not None:
+        for name in select_features:
+            if name not in features:
+                raise ValueError(
+                    "Argument `select_features` must name features of "
+                    f"{info.full_name}: {sorted(features)}. Received: {name!r}."
+                )
+        features = tfds.features.FeaturesDict(
+            {name: features[name] for name in select_features}
+        )
     if as_supervised and not info.supervised_keys:
         raise ValueError(
             f"Argument `as_supervised` needs a label, and {info.full_name} "
             f"names none. Its features: {sorted(info.features)}."
         )
-    spec = _fixed_features(info.features)
+    spec = _fixed_features(features)
 
     def parse(records: tf.Tensor) -> Any:
         if spec is None:
             # Images, sequences, what is stored otherwise than it is given.
             examples = tf.map_fn(
-                info.features.deserialize_example,
+                features.deserialize_example,
                 records,
-                fn_output_signature=info.features.get_tensor_spec(),
+                fn_output_signature=features.get_tensor_spec(),
             )
         else:
             parsed = tf.io.parse_example(records, spec)
-            examples = _nested(info.features, parsed, "")
+            examples = _nested(features, parsed, "")
         if not as_supervised:
             return examples
         return tuple(

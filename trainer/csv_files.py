@@ -1,34 +1,42 @@
 """Examples from CSV files.
 
-The files are read twice before training: once as strings, to see which columns
-hold numbers, and once as they will be read in training. Both times the reader
-is the one of the training, `tf.io.decode_csv`, so what passes here does not
-fail there; and every line of every file passes here, so a bad one is an error
-that names it at once, not a dead worker in the middle of the night.
+The files are read twice before the first training: once as strings, to see
+which columns hold numbers, and once as they will be read in training. Both
+times the reader is the one of the training, `tf.io.decode_csv`, so what passes
+here does not fail there; and every line of every file passes here, so a bad one
+is an error that names it at once, not a dead worker in the middle of the night.
+What a job has checked once it reads without another look.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import csv
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.blocks import Files
+from tfdist.reading import ReadOptions, batches
+from tfdist.record_files import check_gzip
 from trainer.source import (
     CATEGORICAL,
     NUMERIC,
     Features,
+    Parse,
     Schema,
-    Shard,
     Source,
     Statistics,
     column_name,
 )
 
 _SCAN_LINES = 8192
+_THREADS = 16
 _DEFAULTS = {NUMERIC: float("nan"), CATEGORICAL: ""}
 
 _Checked = tuple[str, int, Features, tf.Tensor]
@@ -54,6 +62,8 @@ class CsvSource(Source):
         categorical_columns: columns that are categorical though they look
             numeric, such as a postal code.
         ignore_columns: columns that the model never sees.
+        min_count: how often a string must occur in the training files to have
+            a place of its own; a rarer one is treated as an unknown one.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class CsvSource(Source):
         numeric_columns: Sequence[str] = (),
         categorical_columns: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
+        min_count: int = 1,
     ) -> None:
         self._patterns = {
             "train": _as_tuple(train_files),
@@ -76,7 +87,16 @@ class CsvSource(Source):
             CATEGORICAL: tuple(map(column_name, categorical_columns)),
             "ignore": tuple(map(column_name, ignore_columns)),
         }
+        self._min_count = min_count
+        super().__init__(
+            {
+                "label": self._label,
+                "min_count": min_count,
+                **{k: sorted(names) for k, names in self._overrides.items()},
+            }
+        )
         self._header: tuple[str, ...] = ()
+        self._labels: Container[bytes] = ()
         self._rows = collections.Counter()
         self.description = f"CSV files {', '.join(self._patterns['train'])}"
 
@@ -88,45 +108,83 @@ class CsvSource(Source):
         }
 
     def _scan(self) -> Schema:
-        self._header = self._read_header()
+        every = self._paths["train"] + self._paths["eval"]
+        check_gzip(every)
+        self._header = self._check_headers(every)
         self._check_names()
         kinds = self._infer_kinds()
         statistics = Statistics(kinds)
         for _, _, features, labels in self._checked("train", kinds):
             statistics.add(features, labels)
-        schema = statistics.schema(self._label)
-        for path, number, _, labels in self._checked("eval", kinds):
+        schema = statistics.schema(self._label, self._min_count)
+        self._labels = statistics.labels.counts.keys()
+        self._check_labels(self._checked("eval", kinds))
+        return schema
+
+    def _found(self) -> dict[str, Any]:
+        return {
+            "header": self._header,
+            "labels": sorted(label.decode() for label in self._labels),
+            "files": {
+                path: [size, self._rows[path]]
+                for path, size in _sizes(self._rows).items()
+            },
+        }
+
+    def _adopt(self, schema: Schema, found: Mapping[str, Any]) -> None:
+        self._header = tuple(found["header"])
+        self._labels = {label.encode() for label in found["labels"]}
+        checked = {path: rows for path, (_, rows) in found["files"].items()}
+        kinds = self._kinds(schema)
+        for split, paths in self._paths.items():
+            sizes = _sizes(paths)
+            others = [
+                path
+                for path in paths
+                if found["files"].get(path, [None])[0] != sizes[path]
+            ]
+            self._rows.update({p: checked[p] for p in {*paths} - {*others}})
+            # The job goes on with data that came later.
+            check_gzip(others)
+            self._check_headers(others, self._header)
+            self._check_labels(self._checked(split, kinds, others))
+
+    def _check_labels(self, examples: Iterator[_Checked]) -> None:
+        for path, number, _, labels in examples:
             for offset, value in enumerate(labels.numpy()):
-                if value not in statistics.labels:
-                    known = sorted(v.decode() for v in statistics.labels)
+                if value not in self._labels:
+                    known = sorted(v.decode() for v in self._labels)
                     raise ValueError(
                         f"{path}, line {number + offset}: the label "
                         f"{self._label!r} must be one of those in the "
                         f"training files, {known}. Received: "
                         f"{value.decode(errors='replace')!r}."
                     )
-        return schema
 
-    def _read_header(self) -> tuple[str, ...]:
-        headers: dict[str, tuple[str, ...]] = {}
-        for path in self._paths["train"] + self._paths["eval"]:
+    def _check_headers(
+        self, paths: Sequence[str], header: tuple[str, ...] | None = None
+    ) -> tuple[str, ...] | None:
+        """The header of the files, which is the same in all of them."""
+        first = "the job"
+        for path in paths:
+            found = None
             for line in _lines(path).take(1).as_numpy_iterator():
                 cells = next(csv.reader([line.decode("utf-8-sig")]), [])
-                headers[path] = tuple(
+                found = tuple(
                     column_name(cell) or f"column_{position}"
                     for position, cell in enumerate(cells)
                 )
-            if path not in headers:
+            if found is None:
                 raise ValueError(
                     f"{path}, line 1: expected a header line with the names "
                     "of the columns. Received: an empty file."
                 )
-        first, header = next(iter(headers.items()))
-        for path, other in headers.items():
-            if other != header:
+            if header is None:
+                first, header = path, found
+            if found != header:
                 raise ValueError(
                     f"{path}, line 1: the header must be that of {first}, "
-                    f"{_listed(header)}. Received: {_listed(other)}."
+                    f"{_listed(header)}. Received: {_listed(found)}."
                 )
         return header
 
@@ -171,15 +229,22 @@ class CsvSource(Source):
         return kinds
 
     def _checked(
-        self, split: str, kinds: Mapping[str, str]
+        self,
+        split: str,
+        kinds: Mapping[str, str],
+        only: Container[str] | None = None,
     ) -> Iterator[_Checked]:
         """Yields (path, number of the first line, features, labels).
+
+        Of all files of the split, or of those in `only`.
 
         Raises:
             ValueError: for the first line that cannot be parsed, and when
                 there is no line at all.
         """
         for path in self._paths[split]:
+            if only is not None and path not in only:
+                continue
             self._rows[path] = 0
             for number, lines in _numbered(path):
                 # Where a part of the file ended in blank lines, the next part
@@ -234,17 +299,27 @@ class CsvSource(Source):
             for name in self._header
         )
 
-    def _shards(self, split: str) -> Sequence[Shard]:
-        return [
-            Shard(path, skip=1, take=self._rows[path])
-            for path in self._paths[split]
-            if self._rows[path]
-        ]
-
-    def _read(
-        self, path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    def _batches(
+        self,
+        split: str,
+        batch_size: int,
+        kinds: Mapping[str, str],
+        transform: Parse,
+        **options: Any,
     ) -> tf.data.Dataset:
-        return _lines(path).skip(skip).take(take)
+        paths = [path for path in self._paths[split] if self._rows[path]]
+        rows = np.array([self._rows[path] for path in paths], np.int64)
+        files = Files(
+            paths,
+            (paths, rows),
+            lambda path, rows: _lines(path).skip(1).take(rows),
+            unit="example",
+            expected=f"the columns of {self.description}",
+            is_text=True,
+        )
+        parse = functools.partial(self._parse, kinds=kinds)
+        reading = ReadOptions(transform=transform, **options)
+        return batches(files, parse, batch_size, reading)
 
     def _parse(
         self, records: tf.Tensor, kinds: Mapping[str, str]
@@ -275,6 +350,14 @@ def _glob(pattern: str) -> list[str]:
             "(*, ?, [...]) of CSV files."
         )
     return paths
+
+
+def _sizes(paths: Iterable[str]) -> dict[str, int]:
+    """Bytes of each file; many are asked for at once."""
+    paths = list(paths)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        stats = pool.map(tf.io.gfile.stat, paths)
+        return {p: stat.length for p, stat in zip(paths, stats, strict=True)}
 
 
 def _lines(path: str | tf.Tensor) -> tf.data.Dataset:

@@ -8,17 +8,20 @@ source.eval_input_fn(...)   # once, in order
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import io
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tfdist.tfds_inputs import read_tfds
 from trainer import click_log
 from trainer.csv_files import CsvSource
 from trainer.source import (
@@ -26,8 +29,8 @@ from trainer.source import (
     NUMERIC,
     Column,
     Features,
+    Parse,
     Schema,
-    Shard,
     Source,
     Statistics,
     column_name,
@@ -50,8 +53,6 @@ csv_source = CsvSource
 # Where the evaluation examples are, the first of these that exists; else the
 # last fifth of the training examples.
 _EVAL_SPLITS = ("test", "eval", "validation", "valid", "val", "dev")
-# More examples change the statistics of a column no further.
-_MAX_SCANNED = 1_000_000
 _SCAN_BATCH = 8192
 
 
@@ -59,38 +60,55 @@ def tfds_source(
     name: str,
     data_dir: str | None = None,
     *,
+    train_split: str | None = None,
+    eval_split: str | None = None,
     label: str | None = None,
     categorical_columns: Sequence[str] = (),
     ignore_columns: Sequence[str] = (),
+    min_count: int = 1,
 ) -> Source:
     """Returns the examples of a builder of TensorFlow Datasets.
 
     Any builder whose features are numbers, strings, class labels and short
     vectors of numbers, possibly in nested dictionaries: "titanic",
     "wine_quality", "higgs", ... It is read from disk, or downloaded and
-    prepared when it is not there.
+    prepared when it is not there. Where its sources cannot be reached, an error
+    says how to prepare it elsewhere.
 
     Args:
         name: of the builder, with version or configuration if need be.
         data_dir: where prepared data sets are; the default of TFDS if omitted.
+        train_split: as TFDS takes it: "train[:80%]", "train+validation".
+            Default: "train", and only four fifths of it if there is no other
+            split to evaluate on.
+        eval_split: the same, for the evaluation examples. Default: the first
+            of "test", "eval", "validation", ... that there is, else the last
+            fifth of "train".
         label: name of the label column; the builder's own if omitted.
         categorical_columns: columns of integers that are not quantities.
         ignore_columns: columns that the model never sees.
+        min_count: as in `csv_source`.
     """
     return TfdsSource(
-        functools.partial(tfds.builder, name, data_dir=data_dir),
+        functools.partial(_named_builder, name, data_dir),
         description=f"TensorFlow Datasets: {name}",
+        train_split=train_split,
+        eval_split=eval_split,
+        min_count=min_count,
         label=label,
         categorical_columns=categorical_columns,
         ignore_columns=ignore_columns,
     )
 
 
-def click_log_source(data_dir: str | None = None, **sizes: int) -> Source:
+def click_log_source(
+    data_dir: str | None = None, *, min_count: int = 1, **sizes: int
+) -> Source:
     """Returns the examples of the synthetic click log.
 
     Args:
         data_dir: where it is, or will be prepared in a few seconds.
+        min_count: as in `csv_source`.
         **sizes: `num_train`, `num_eval` and `num_shards` of `ClickLog`.
     """
     return _ClickLogSource(
@@ -99,6 +117,7 @@ def click_log_source(data_dir: str | None = None, **sizes: int) -> Source:
             "a SYNTHETIC click log, drawn from a known model "
             "(trainer/click_log.py)"
         ),
+        min_count=min_count,
     )
 
 
@@ -108,9 +127,12 @@ class TfdsSource(Source):
     Args:
         make_builder: returns the builder; called only when data is needed.
         description: one line for people.
-        label: as in `tfds_source`, like the following.
+        train_split: as in `tfds_source`, like the following.
+        eval_split: see there.
+        label: see there.
         categorical_columns: see there.
         ignore_columns: see there.
+        min_count: see there.
     """
 
     def __init__(
@@ -118,9 +140,12 @@ class TfdsSource(Source):
         make_builder: Callable[[], tfds.core.DatasetBuilder],
         *,
         description: str,
+        train_split: str | None = None,
+        eval_split: str | None = None,
         label: str | None = None,
         categorical_columns: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
+        min_count: int = 1,
     ) -> None:
         self._make_builder = make_builder
         self._label_argument = label
@@ -128,18 +153,52 @@ class TfdsSource(Source):
             CATEGORICAL: tuple(map(column_name, categorical_columns)),
             "ignore": tuple(map(column_name, ignore_columns)),
         }
+        self._wanted_splits = {"train": train_split, "eval": eval_split}
+        self._min_count = min_count
         self.description = description
+        super().__init__(
+            {
+                "data": description,
+                "label": label,
+                "min_count": min_count,
+                **{k: sorted(names) for k, names in self._overrides.items()},
+            }
+        )
 
     @functools.cached_property
     def _builder(self) -> tfds.core.DatasetBuilder:
-        builder = prepared(self._make_builder)
-        if builder.info.file_format != tfds.core.FileFormat.TFRECORD:
+        return prepared(self._make_builder)
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, str]:
+        """The splits "train" and "eval", as TFDS takes them."""
+        splits = self._builder.info.splits
+        names = [name for name in _EVAL_SPLITS if name in splits]
+        chosen = {"train": "train", "eval": names[0] if names else None}
+        chosen |= {k: v for k, v in self._wanted_splits.items() if v}
+        if not names and not any(self._wanted_splits.values()):
+            chosen = {"train": "train[:80%]", "eval": "train[80%:]"}
+        if chosen["eval"] is None:
             raise ValueError(
-                f"The records of {builder.info.full_name} must be in TFRecord "
-                f"files. Received: {builder.info.file_format.value}. Prepare "
-                "it with download_and_prepare(file_format='tfrecord')."
+                f"{self._builder.info.full_name} has the splits "
+                f"{sorted(splits)}, none of them for evaluation. Argument "
+                "`eval_split` must name the rest of what `train_split` leaves. "
+                f"Received: train_split={chosen['train']!r}, eval_split=None."
             )
-        return builder
+        trained = collections.defaultdict(list)
+        for part in splits[chosen["train"]].file_instructions:
+            trained[part.filename].append(part)
+        if any(
+            _overlap(part, other)
+            for part in splits[chosen["eval"]].file_instructions
+            for other in trained[part.filename]
+        ):
+            _log.warning(
+                "Some examples of %s are trained on and evaluated on: %s.",
+                self._builder.info.full_name,
+                " and ".join(chosen.values()),
+            )
+        return chosen
 
     @functools.cached_property
     def _features(self) -> dict[str, tfds.features.FeatureConnector]:
@@ -165,13 +224,13 @@ class TfdsSource(Source):
         )
 
     def _scan(self) -> Schema:
-        kinds = self._kinds()
+        kinds = self._infer_kinds()
         statistics = Statistics(kinds)
-        records = self._records("train").take(_MAX_SCANNED)
-        parse = functools.partial(self._parse, kinds=kinds)
-        for features, labels in records.batch(_SCAN_BATCH).map(parse):
+        for features, labels in self._batches(
+            "train", _SCAN_BATCH, kinds, shuffle=False, num_epochs=1
+        ):
             statistics.add(features, labels)
-        return statistics.schema(self._label)
+        return statistics.schema(self._label, self._min_count)
 
     @functools.cached_property
     def _columns(self) -> dict[str, tuple[str, int | None]]:
@@ -202,7 +261,7 @@ class TfdsSource(Source):
         names = tf.nest.flatten(inputs)
         return any(key == name or key.startswith(f"{name}/") for name in names)
 
-    def _kinds(self) -> dict[str, str]:
+    def _infer_kinds(self) -> dict[str, str]:
         """Returns the kind of each column that the model sees."""
         for kind, names in self._overrides.items():
             known = set(self._columns) | set(map(column_name, self._features))
@@ -221,43 +280,40 @@ class TfdsSource(Source):
                 kinds[name] = NUMERIC if number else CATEGORICAL
         return kinds
 
-    def _shards(self, split: str) -> Sequence[Shard]:
-        splits = self._builder.info.splits
-        names = [name for name in _EVAL_SPLITS if name in splits]
-        if names:
-            chosen = {"train": "train", "eval": names[0]}
-        else:
-            chosen = {"train": "train[:80%]", "eval": "train[80%:]"}
-        return [
-            Shard(str(part.filename), part.skip, part.take)
-            for part in splits[chosen[split]].file_instructions
-        ]
-
-    def _read(
-        self, path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    def _batches(
+        self,
+        split: str,
+        batch_size: int,
+        kinds: Mapping[str, str],
+        transform: Parse = lambda *example: example,
+        **options: Any,
     ) -> tf.data.Dataset:
-        return tf.data.TFRecordDataset(path).skip(skip).take(take)
-
-    def _parse(
-        self, records: tf.Tensor, kinds: Mapping[str, str]
-    ) -> tuple[Features, tf.Tensor]:
-        # TFDS itself parses one record at a time.
         keys = {self._columns[name][0] for name in kinds} | {self._label}
-        values = tf.io.parse_example(
-            records, {key: _format(self._features[key]) for key in keys}
+        return read_tfds(
+            self._builder,
+            self._splits[split],
+            batch_size,
+            select_features=sorted({key.split("/")[0] for key in keys}),
+            transform=lambda examples: transform(*self._flat(examples, kinds)),
+            **options,
         )
+
+    def _flat(
+        self, examples: Mapping[str, Any], kinds: Mapping[str, str]
+    ) -> tuple[Features, tf.Tensor]:
+        """Returns the columns in `kinds`, and the label as strings."""
         columns = {}
         for name, kind in kinds.items():
             key, place = self._columns[name]
-            value = values[key] if place is None else values[key][:, place]
+            value = _at(examples, key)
+            if place is not None:
+                value = value[:, place]
             if kind == NUMERIC:
                 columns[name] = tf.cast(value, tf.float32)
             else:
                 columns[name] = _as_strings(value, self._features[key])
-        label = values[self._label]
-        if label.dtype != tf.string:
-            label = tf.strings.as_string(label)
-        return columns, label
+        label = _at(examples, self._label)
+        return columns, label if label.dtype == tf.string else _digits(label)
 
 
 class _ClickLogSource(TfdsSource):
@@ -267,16 +323,28 @@ class _ClickLogSource(TfdsSource):
     def best_auc(self) -> float:
         """The AUC of the true probabilities of the evaluation examples."""
         kinds = {"probability": NUMERIC}
-        parse = functools.partial(self._parse, kinds=kinds)
         with tf.init_scope():
             parts = [
                 (labels.numpy().astype(int), columns["probability"].numpy())
-                for columns, labels in self._records("eval")
-                .batch(_SCAN_BATCH)
-                .map(parse)
+                for columns, labels in self._batches(
+                    "eval", _SCAN_BATCH, kinds, shuffle=False, num_epochs=1
+                )
             ]
         labels, scores = map(np.concatenate, zip(*parts, strict=True))
         return click_log.auc(labels, scores)
+
+
+def _named_builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError as error:
+        # It goes on with the names of all that there are.
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"TensorFlow Datasets has no builder {name!r}, and there is no "
+            f"prepared data set of that name in {data_dir or 'its default'}: "
+            f"{reason}"
+        ) from None
 
 
 def prepared(
@@ -287,6 +355,10 @@ def prepared(
     TFDS writes into a directory beside the right one and renames it when it
     is complete. So several processes may start at the same time: one of them
     is first, and the others, whose rename fails, use what it has written.
+
+    Raises:
+        OSError: it could not be prepared, for example downloaded; says why and
+            what to do.
     """
     builder = make_builder()
     if not builder.is_prepared():
@@ -297,11 +369,18 @@ def prepared(
         try:
             with contextlib.redirect_stdout(stdout):
                 builder.download_and_prepare(file_format="tfrecord")
-        except Exception:
+        except Exception as error:
             # Its own copy is gone; is there another's?
             builder = make_builder()
             if not builder.is_prepared():
-                raise
+                raise OSError(
+                    f"{builder.info.full_name} could not be prepared in "
+                    f"{builder.data_dir}: {error}\n"
+                    "Prepare it once on a machine that reaches its sources, by "
+                    f"`tfds build {builder.name} --file_format=tfrecord "
+                    "--data_dir=DIR`, copy DIR to where all tasks see it, and "
+                    "give that as --data_dir."
+                ) from error
     return builder
 
 
@@ -323,13 +402,17 @@ def _is_quantity(feature: tfds.features.FeatureConnector) -> bool:
     return is_number and not isinstance(feature, tfds.features.ClassLabel)
 
 
-def _format(feature: tfds.features.FeatureConnector) -> tf.io.FixedLenFeature:
-    """Returns how TFDS stores the feature in a `tf.train.Example`."""
-    info = feature.get_tensor_info()
-    dtype = tf.as_dtype(info.tf_dtype)
-    if dtype != tf.string:
-        dtype = tf.float32 if dtype.is_floating else tf.int64
-    return tf.io.FixedLenFeature(info.shape, dtype)
+def _at(examples: Mapping[str, Any], key: str) -> tf.Tensor:
+    """Returns what a key of `_flatten` names."""
+    for name in key.split("/"):
+        examples = examples[name]
+    return examples
+
+
+def _digits(value: tf.Tensor) -> tf.Tensor:
+    """Returns numbers as strings, and truth values as 0 and 1."""
+    is_bool = value.dtype == tf.bool
+    return tf.strings.as_string(tf.cast(value, tf.int64) if is_bool else value)
 
 
 def _as_strings(
@@ -340,4 +423,11 @@ def _as_strings(
     if isinstance(feature, tfds.features.ClassLabel) and feature.names:
         # TFDS writes -1 for a class that is not known.
         return tf.gather(["", *feature.names], value + 1)
-    return tf.strings.as_string(value)
+    return _digits(value)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    """Tells whether two stretches of a file have an example in common."""
+    first, second = sorted((one, other), key=lambda part: part.skip)
+    # A negative number: all that follow.
+    return first.take < 0 or first.take > second.skip - first.skip

@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tfdist.vocabulary import Vocabulary
 from trainer.source import CATEGORICAL, Column, Schema
 
 # Ids of every column: 0 is "missing", then what its kind says.
@@ -55,10 +56,10 @@ def default_crosses(schema: Schema) -> tuple[Cross, ...]:
 class Preprocess(keras.layers.Layer):
     """Turns raw columns into ids and normalized numbers.
 
-    It holds no variable and no lookup table. A table would have to live on
-    some machine of the cluster, and the input pipelines are on others; a
-    sorted list of fingerprints is a constant of the graph, and a search in it
-    costs no more.
+    It holds no variable and no lookup table, which would have to live on some
+    machine of the cluster, while the input pipelines are on others (so no
+    `keras.layers.StringLookup`): all it knows is constants of the graph, which
+    an export holds, too.
 
     Args:
         schema: of the raw columns.
@@ -66,7 +67,12 @@ class Preprocess(keras.layers.Layer):
         name: of the layer.
 
     Call arguments: a dictionary of vectors `(batch,)`: float32 for a numeric
-    column (NaN is missing), string for a categorical one ("" and "?" are).
+    column (NaN and infinity are missing), string for a categorical one (""
+    and "?" are). A missing value has an id of its own, and counts as the mean.
+    An unknown string shares an id with the rare ones, or a hash bucket with
+    others. A number further out than any in training is in the first or last
+    bucket, and cut off at 5 standard deviations.
+
     Returns: a dictionary of
 
     - "wide": int32 `(batch, columns + crosses)`, rows of one table of weights;
@@ -118,28 +124,11 @@ def _ids(column: Column, values: tf.Tensor) -> tf.Tensor:
         missing = (values == "") | (values == "?")
         if column.num_buckets:
             ids = 1 + tf.strings.to_hash_bucket_fast(values, column.num_buckets)
+        elif column.vocabulary:
+            ids = 2 + Vocabulary(column.vocabulary).ids(values)
         else:
-            ids = 1 + _look_up(column.vocabulary, values)
+            ids = tf.ones_like(values, tf.int32)
     return tf.where(missing, _MISSING, tf.cast(ids, tf.int32))
-
-
-def _look_up(vocabulary: Sequence[str], values: tf.Tensor) -> tf.Tensor:
-    """Returns 1 + the place of each value in the vocabulary, else 0."""
-    if not vocabulary:
-        return tf.zeros_like(values, tf.int32)
-    with tf.init_scope():
-        known = _fingerprint(tf.constant(vocabulary)).numpy()
-    order = known.argsort()
-    fingerprints = _fingerprint(values)
-    place = tf.searchsorted(known[order], fingerprints)
-    place = tf.minimum(place, len(order) - 1)
-    found = tf.gather(known[order], place) == fingerprints
-    return tf.where(found, 1 + tf.gather(order.astype("int32"), place), 0)
-
-
-def _fingerprint(values: tf.Tensor) -> tf.Tensor:
-    # Two of a thousand strings share a fingerprint once in 10^13 vocabularies.
-    return tf.strings.to_hash_bucket_fast(values, 2**63 - 1)
 
 
 def _normalized(column: Column, values: tf.Tensor) -> tf.Tensor:

@@ -2,9 +2,9 @@
 
 A `Source` gives two input functions and a `Schema`. The schema is what a model
 has to know before it sees an example: the columns, how their numbers are
-spread, which strings occur. It costs one pass over the data, made when it is
-first asked for, so the processes that only serve variables or run steps never
-make it; whoever makes it comes to the same result.
+spread, which strings occur. It costs one pass over the training data, made by
+the chief when it first needs it, and is kept in the directory of the job: what
+was trained on it, the evaluator and the export never see another.
 
 The training data set is that of `tfdist.reading`: whatever the source, a share
 for each worker, shuffled, parsed many records at a time.
@@ -13,19 +13,21 @@ for each worker, shuffled, parsed many records at a time.
 from __future__ import annotations
 
 import abc
-import collections
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import tensorflow as tf
 
-from tfdist.blocks import Files
-from tfdist.reading import ReadOptions, batches
+from tfdist.cluster import Cluster
+from tfdist.statistics import (
+    FeatureStatistics,
+    NumberStatistics,
+    StringStatistics,
+    compute_once,
+)
 
 NUMERIC = "numeric"
 CATEGORICAL = "categorical"
@@ -38,6 +40,7 @@ SHUFFLE_BUFFER = 20_000
 
 Features = dict[str, tf.Tensor]
 Transform = Callable[[Features], Any]
+Parse = Callable[[Features, tf.Tensor], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Column:
         mean: of the values present in the training data (numeric).
         stddev: their standard deviation, 1 for a constant (numeric).
         boundaries: ascending inner quantiles (numeric).
-        vocabulary: every value seen in training, the most frequent first, or
-            empty where there are more than `MAX_VOCABULARY` (categorical).
+        vocabulary: the values seen often enough in training, the most
+            frequent first, or empty where more than `MAX_VOCABULARY` were seen
+            (categorical).
         num_buckets: how many buckets the values are hashed into, 0 with a
             vocabulary (categorical).
     """
@@ -84,6 +88,20 @@ class Schema:
     positive: tuple[str, ...]
     num_train: int
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Schema:
+        """What `dataclasses.asdict` gives, also if it was JSON meanwhile."""
+        columns = (
+            {k: tuple(v) if isinstance(v, list) else v for k, v in c.items()}
+            for c in values["columns"]
+        )
+        return cls(
+            tuple(Column(**column) for column in columns),
+            values["label"],
+            tuple(values["positive"]),
+            values["num_train"],
+        )
+
     @property
     def numeric(self) -> tuple[Column, ...]:
         """The numeric columns."""
@@ -93,15 +111,6 @@ class Schema:
     def categorical(self) -> tuple[Column, ...]:
         """The categorical columns."""
         return tuple(c for c in self.columns if c.kind == CATEGORICAL)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A stretch of records in one file: `skip` of them, then `take`."""
-
-    path: str
-    skip: int
-    take: int
 
 
 def column_name(text: str) -> str:
@@ -124,6 +133,21 @@ class Source(abc.ABC):
 
     description: str = ""
     best_auc: float | None = None
+    _shared: Callable[[Callable[[], Any]], Any] | None = None
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Stores what decides on the schema, beside the data."""
+        self._arguments = dict(arguments)
+
+    def share_schema(self, path: str, cluster: Cluster) -> None:
+        """Makes the schema that of a job, for all its tasks and runs.
+
+        Args:
+            path: of the file that the chief writes, in the first run.
+            cluster: which task this is.
+        """
+        self._shared = functools.partial(compute_once, path, cluster=cluster)
+        self._shared_path = path
 
     @functools.cached_property
     def schema(self) -> Schema:
@@ -131,12 +155,31 @@ class Source(abc.ABC):
 
         Raises:
             FileNotFoundError: if there are no files.
+            TimeoutError: if the chief does not come to share it.
             ValueError: if anything in them is not as it must be. The message
-                names the file, the line, and what was expected.
+                names the file, the line, and what was expected. Or if the
+                schema of the job was made for other arguments.
         """
         # Also when the first to ask is a function that is being traced.
         with tf.init_scope():
-            return self._scan()
+            if self._shared is None:
+                return self._scan()
+            saved = self._shared(
+                lambda: {
+                    "arguments": self._arguments,
+                    "schema": dataclasses.asdict(self._scan()),
+                    "data": self._found(),
+                }
+            )
+            if saved["arguments"] != self._arguments:
+                raise ValueError(
+                    f"{self._shared_path} holds the columns for "
+                    f"{saved['arguments']}. Received: {self._arguments}. Give "
+                    "the same, or train in another model_dir."
+                )
+            schema = Schema.from_dict(saved["schema"])
+            self._adopt(schema, saved["data"])
+        return schema
 
     def train_input_fn(
         self,
@@ -165,32 +208,21 @@ class Source(abc.ABC):
             `batch_size` (or what `transform` makes of it) and a float32 tensor
             of shape `(batch_size, 1)`.
         """
-        options = ReadOptions(
+        workers = input_context.num_input_pipelines if input_context else 1
+        if self.schema.num_train < workers:
+            raise ValueError(
+                "Every worker needs an example of its own. Received: "
+                f"{self.schema.num_train} examples for {workers} workers."
+            )
+        return self._batches(
+            "train",
+            batch_size,
+            self._kinds(self.schema),
+            self._example(transform),
             context=input_context,
             seed=seed,
             shuffle_buffer_size=SHUFFLE_BUFFER,
-            transform=lambda features, label: (
-                (transform(features) if transform else features),
-                label,
-            ),
         )
-        schema = self.schema
-        if schema.num_train < options.num_workers:
-            raise ValueError(
-                "Every worker needs an example of its own. Received: "
-                f"{schema.num_train} examples for {options.num_workers} "
-                "workers."
-            )
-        shards = self._shards("train")
-        files = Files(
-            [shard.path for shard in shards],
-            _columns(shards),
-            self._read,
-            unit="example",
-            expected=f"the columns of {self.description}",
-        )
-        parse = functools.partial(self._example, schema)
-        return batches(files, parse, batch_size, options)
 
     def eval_input_fn(
         self, *, batch_size: int = 1024, transform: Transform | None = None
@@ -204,64 +236,61 @@ class Source(abc.ABC):
         Returns:
             A data set as that of `train_input_fn`, but finite.
         """
-        schema = self.schema
-
-        def example(records: tf.Tensor) -> tuple[Any, tf.Tensor]:
-            features, label = self._example(schema, records)
-            return (transform(features) if transform else features), label
-
-        return (
-            self._records("eval")
-            .batch(batch_size)
-            .map(example, num_parallel_calls=tf.data.AUTOTUNE)
-            .prefetch(tf.data.AUTOTUNE)
+        return self._batches(
+            "eval",
+            batch_size,
+            self._kinds(self.schema),
+            self._example(transform),
+            shuffle=False,
+            num_epochs=1,
         )
 
-    def _example(
-        self, schema: Schema, records: tf.Tensor
-    ) -> tuple[Features, tf.Tensor]:
-        features, label = self._parse(
-            records, {c.name: c.kind for c in schema.columns}
-        )
-        label = label[:, tf.newaxis]
-        label = tf.reduce_any(label == schema.positive, -1, keepdims=True)
-        return features, tf.cast(label, tf.float32)
+    def _example(self, transform: Transform | None) -> Parse:
+        positive = self.schema.positive
 
-    def _records(self, split: str) -> tf.data.Dataset:
-        """Returns all serialized records, in order."""
-        return tf.data.Dataset.from_tensor_slices(
-            _columns(self._shards(split))
-        ).flat_map(self._read)
+        def example(features: Features, label: tf.Tensor) -> Any:
+            label = label[:, tf.newaxis]
+            label = tf.reduce_any(label == positive, -1, keepdims=True)
+            features = transform(features) if transform else features
+            return features, tf.cast(label, tf.float32)
+
+        return example
+
+    @staticmethod
+    def _kinds(schema: Schema) -> dict[str, str]:
+        return {column.name: column.kind for column in schema.columns}
 
     @abc.abstractmethod
     def _scan(self) -> Schema:
         """Reads and checks the data; called once, before all that follow."""
 
-    @abc.abstractmethod
-    def _shards(self, split: str) -> Sequence[Shard]:
-        """Returns the shards of "train" or "eval" that hold a record."""
+    def _found(self) -> dict[str, Any]:
+        """What `_scan` has found beside the schema, for JSON."""
+        return {}
+
+    def _adopt(self, schema: Schema, found: Mapping[str, Any]) -> None:
+        """Takes what another `_scan` has found, instead of a scan."""
+        del schema, found  # Beside the schema, nothing.
 
     @abc.abstractmethod
-    def _read(
-        self, path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    def _batches(
+        self,
+        split: str,
+        batch_size: int,
+        kinds: Mapping[str, str],
+        transform: Parse,
+        **options: Any,
     ) -> tf.data.Dataset:
-        """Returns the serialized records of a shard."""
+        """Batches of "train" or "eval".
 
-    @abc.abstractmethod
-    def _parse(
-        self, records: tf.Tensor, kinds: Mapping[str, str]
-    ) -> tuple[Features, tf.Tensor]:
-        """Returns the columns in `kinds`, and the label as strings."""
-
-
-def _columns(
-    shards: Sequence[Shard],
-) -> tuple[list[str], np.ndarray, np.ndarray]:
-    return (
-        [shard.path for shard in shards],
-        np.array([shard.skip for shard in shards], np.int64),
-        np.array([shard.take for shard in shards], np.int64),
-    )
+        Args:
+            split: which of the two.
+            batch_size: examples in a batch.
+            kinds: the columns to read, and their kinds.
+            transform: maps them and the label, as strings, to what the data
+                set gives.
+            **options: of `tfdist.ReadOptions`.
+        """
 
 
 class Statistics:
@@ -273,22 +302,20 @@ class Statistics:
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
         self._kinds = dict(kinds)
-        self._numbers = collections.defaultdict(list)
-        self._counts = collections.defaultdict(collections.Counter)
-        self.labels = collections.Counter()
+        self._features = FeatureStatistics()
+        self.labels = StringStatistics()
 
     def add(self, features: Features, labels: tf.Tensor) -> None:
         """Adds a batch."""
-        self.labels.update(_count(labels))
-        for name, kind in self._kinds.items():
-            if kind == NUMERIC:
-                values = features[name].numpy()
-                self._numbers[name].append(values[np.isfinite(values)])
-            else:
-                self._counts[name].update(_count(features[name]))
+        self._features.add(features)
+        self.labels.add(labels)
 
-    def schema(self, label: str) -> Schema:
+    def schema(self, label: str, min_count: int) -> Schema:
         """Returns the schema of all batches added.
+
+        Args:
+            label: name of its column.
+            min_count: how often a string occurs that a vocabulary holds.
 
         Raises:
             ValueError: if the label is neither 0/1 nor one of two strings, or
@@ -300,63 +327,39 @@ class Statistics:
             )
         return Schema(
             columns=tuple(
-                self._numeric(name) if kind == NUMERIC else self._strings(name)
+                _numeric(name, self._features[name])
+                if kind == NUMERIC
+                else _categorical(name, self._features[name], min_count)
                 for name, kind in self._kinds.items()
             ),
             label=label,
-            positive=_positive(label, list(self.labels)),
-            num_train=self.labels.total(),
+            positive=_positive(label, list(self.labels.counts)),
+            num_train=self.labels.counts.total(),
         )
 
-    def _numeric(self, name: str) -> Column:
-        values = np.concatenate(self._numbers[name])
-        if not len(values):
-            return Column(name, NUMERIC)
-        return Column(
-            name,
-            NUMERIC,
-            mean=float(values.mean(dtype=np.float64)),
-            stddev=float(values.std(dtype=np.float64)) or 1.0,
-            boundaries=_quantiles(values),
-        )
 
-    def _strings(self, name: str) -> Column:
-        counts = self._counts[name]
-        counts.pop(b"", None)
-        if len(counts) > MAX_VOCABULARY:
-            # A power of two, so that a little more data changes nothing.
-            return Column(
-                name, CATEGORICAL, num_buckets=1 << len(counts).bit_length()
-            )
-        frequent = sorted(counts, key=lambda value: (-counts[value], value))
-        try:
-            vocabulary = tuple(value.decode() for value in frequent)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"Column {name!r} must be UTF-8. Received: {error.object!r}."
-            ) from None
-        return Column(name, CATEGORICAL, vocabulary=vocabulary)
-
-
-def _quantiles(values: np.ndarray) -> tuple[float, ...]:
-    """Returns where to cut numbers into buckets of about equal count.
-
-    The most frequent value is left out of the count: a column of zeros with a
-    few exceptions is cut where the exceptions are.
-    """
-    distinct, counts = np.unique(values, return_counts=True)
-    most_frequent = distinct[counts.argmax()]
-    others = values[values != most_frequent]
-    if not len(others):
-        return ()
-    cuts = np.quantile(
-        others, np.linspace(0, 1, NUM_QUANTILES)[1:-1], method="nearest"
+def _numeric(name: str, numbers: NumberStatistics) -> Column:
+    return Column(
+        name,
+        NUMERIC,
+        mean=numbers.mean,
+        stddev=numbers.variance**0.5 or 1.0,
+        boundaries=tuple(numbers.boundaries(NUM_QUANTILES)),
     )
-    return tuple(np.unique([*cuts, most_frequent]).tolist())
 
 
-def _count(values: tf.Tensor) -> dict[bytes, int]:
-    return pd.Series(values.numpy(), dtype=object).value_counts().to_dict()
+def _categorical(
+    name: str, strings: StringStatistics, min_count: int
+) -> Column:
+    distinct = len(strings.counts)
+    if distinct > MAX_VOCABULARY:
+        # A power of two, so that a little more data changes nothing.
+        return Column(name, CATEGORICAL, num_buckets=1 << distinct.bit_length())
+    try:
+        vocabulary = tuple(strings.vocabulary(min_count=min_count))
+    except ValueError as error:
+        raise ValueError(f"Column {name!r}: {error}") from None
+    return Column(name, CATEGORICAL, vocabulary=vocabulary)
 
 
 def _positive(label: str, values: Sequence[bytes]) -> tuple[str, ...]:

@@ -56,7 +56,23 @@ flags.DEFINE_string("label", None, "Name of the label column.")
 flags.DEFINE_list("numeric_columns", [], "Columns that must be numbers.")
 flags.DEFINE_list("categorical_columns", [], "Columns that are categories.")
 flags.DEFINE_list("ignore_columns", [], "Columns that are left out.")
+flags.DEFINE_integer(
+    "min_count",
+    1,
+    "How often a string must occur in the training data; a rarer one is "
+    "treated as an unknown one.",
+    lower_bound=1,
+)
 flags.DEFINE_string("tfds", None, "A tabular builder of TensorFlow Datasets.")
+flags.DEFINE_string(
+    "train_split", None, "Of --tfds, such as 'train[:80%]'. Default: train."
+)
+flags.DEFINE_string(
+    "eval_split",
+    None,
+    "The same, for evaluation. Default: the builder's own, else a fifth of "
+    "train.",
+)
 flags.DEFINE_string("data_dir", None, "Where prepared data sets are kept.")
 flags.DEFINE_integer("max_steps", 3000, "Steps of training.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 128, "Examples in a step.", lower_bound=1)
@@ -118,16 +134,21 @@ def source() -> Source:
     """
     if FLAGS.tfds and (FLAGS.train_files or FLAGS.eval_files):
         raise ValueError("--tfds excludes --train_files and --eval_files.")
+    if (FLAGS.train_split or FLAGS.eval_split) and not FLAGS.tfds:
+        raise ValueError("--train_split and --eval_split need --tfds.")
     if FLAGS.tfds:
         return data.tfds_source(
             FLAGS.tfds,
             FLAGS.data_dir,
+            train_split=FLAGS.train_split,
+            eval_split=FLAGS.eval_split,
             label=FLAGS.label,
             categorical_columns=FLAGS.categorical_columns,
             ignore_columns=FLAGS.ignore_columns,
+            min_count=FLAGS.min_count,
         )
     if not FLAGS.train_files and not FLAGS.eval_files:
-        return data.click_log_source(FLAGS.data_dir)
+        return data.click_log_source(FLAGS.data_dir, min_count=FLAGS.min_count)
     missing = [
         f"--{name}"
         for name in ("train_files", "eval_files", "label")
@@ -145,6 +166,7 @@ def source() -> Source:
         numeric_columns=FLAGS.numeric_columns,
         categorical_columns=FLAGS.categorical_columns,
         ignore_columns=FLAGS.ignore_columns,
+        min_count=FLAGS.min_count,
     )
 
 
@@ -161,8 +183,11 @@ def train_and_evaluate(
     examples: Source, config: tfdist.RunConfig
 ) -> tuple[dict[str, float] | None, list[str | None]]:
     """Does this task's part; see `tfdist.train_and_evaluate`."""
+    schema_path = os.path.join(config.model_dir, "schema.json")
+    if not FLAGS.plan_ps:
+        examples.share_schema(schema_path, config.cluster)
 
-    # The schema is read when first needed, which workers and ps never do.
+    # The schema is read when first needed, which servers never do.
     @functools.cache
     def preprocessor() -> keras.Model:
         return model.preprocessor(examples.schema)
@@ -202,6 +227,7 @@ def train_and_evaluate(
                     lambda trained: model.serving_model(
                         trained, examples.schema
                     ),
+                    assets_extra={"schema.json": schema_path},
                 ),
             ),
             start_delay_secs=0,
