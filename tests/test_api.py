@@ -36,6 +36,7 @@ PUBLIC = [
     "FinalExporter",
     "FeatureStatistics",
     "compute_once",
+    "one_pass",
     "LatestExporter",
     "FinalOpsHook",
     "GlobalStepWaiterHook",

@@ -14,6 +14,7 @@ from tfdist import cluster as cluster_module
 from tfdist.cluster import Cluster
 
 JOBS = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1", "p:2"]}
+DATA = {**JOBS, "dispatcher": ["d:1"], "data_worker": ["f:1", "f:2"]}
 
 
 def config(cluster=None, task=None, **others):
@@ -204,6 +205,32 @@ def test_counts_and_spec():
     }
 
 
+@pytest.mark.parametrize(
+    ("own", "role", "address"),
+    [
+        (task("dispatcher"), "dispatcher", "d:1"),
+        (task("data_worker", 1), "data_worker", "f:2"),
+        (task("chief"), "chief", "c:1"),
+    ],
+)
+def test_a_data_service_does_not_train(own, role, address):
+    cluster = read(config(DATA, own))
+    assert (cluster.role, cluster.address) == (role, address)
+    assert cluster.is_chief == (role == "chief")
+    assert (
+        cluster.training_spec()
+        == read(config(JOBS, task("chief"))).training_spec()
+    )
+    assert cluster.dispatcher == "d:1"
+    assert cluster.data_workers == ("f:1", "f:2")
+    assert cluster.shape == "chief, 2 workers, 2 ps, dispatcher, 2 data workers"
+
+
+def test_a_data_service_beside_one_process():
+    jobs = {"chief": ["c:1"], "dispatcher": ["d:1"], "data_worker": ["f:1"]}
+    assert read(config(jobs, task("chief"))).role == "local"
+
+
 def test_neither_variable_is_local():
     assert Cluster.from_env({}) == Cluster()
     assert str(Cluster()) == "one local process, no cluster"
@@ -346,9 +373,9 @@ MALFORMED_TF_CONFIGS = [
     ("job is a number", config({"chief": 2222}), '{"chief": 2222}'),
     (
         "unknown job",
-        config({**JOBS, "dispatcher": ["d:1"]}, task("chief")),
-        'one of "chief", "worker", "ps", "evaluator", "master". '
-        'Received: "dispatcher"',
+        config({**JOBS, "learner": ["l:1"]}, task("chief")),
+        'one of "chief", "worker", "ps", "evaluator", "dispatcher", '
+        '"data_worker", "master". Received: "learner"',
     ),
     ("capital letters", config({"Chief": ["c:1"]}), 'Received: "Chief"'),
     ("unknown task type", config(JOBS, task("server")), 'Received: "server"'),
@@ -410,6 +437,32 @@ MALFORMED_TF_CONFIGS = [
         config({**JOBS, "evaluator": ["a:1", "b:1"]}, task("evaluator")),
         'only be one "evaluator"',
     ),
+    (
+        "two dispatchers",
+        config({**JOBS, "dispatcher": ["a:1", "b:1"]}, task("chief")),
+        'only be one "dispatcher"',
+    ),
+    (
+        "dispatcher without a data worker",
+        config({**JOBS, "dispatcher": ["a:1"]}, task("chief")),
+        'at least one "data_worker"',
+    ),
+    (
+        "data worker without a dispatcher",
+        config({**JOBS, "data_worker": ["a:1"]}, task("chief")),
+        'needs a "dispatcher"',
+    ),
+    (
+        "data worker with a gap",
+        config({**DATA, "data_worker": {"1": "f:1"}}, task("chief")),
+        "without a gap",
+    ),
+    (
+        "data worker on the chief's address",
+        config({**DATA, "data_worker": ["c:1"]}, task("chief")),
+        "chief:0 and data_worker:0 must not share an address",
+    ),
+    ("data worker 2", config(DATA, task("data_worker", 2)), "indices 0, 1."),
     (
         "index that is no number",
         config({"worker": {"first": "a:1"}}, WORKER),
@@ -481,7 +534,7 @@ def test_anything_else_is_a_value_error(text):
 
 
 def test_constructor_checks_too():
-    with pytest.raises(ValueError, match="takes an evaluator too"):
+    with pytest.raises(ValueError, match="takes the others too"):
         Cluster(tasks={"evaluator": {0: "e:1"}})
     with pytest.raises(ValueError, match="must be part of the cluster"):
         Cluster().tf_config("evaluator", 0)
@@ -500,6 +553,8 @@ def clusters(draw):
     jobs["worker"] = sorted(gaps | ({0} if num_ps or not has_chief else set()))
     jobs["ps"] = list(range(num_ps))
     jobs["evaluator"] = [0] * draw(st.integers(0, 1))
+    jobs["data_worker"] = list(range(draw(st.integers(0, 2))))
+    jobs["dispatcher"] = [0] * bool(jobs["data_worker"])
     nodes = [(job, index) for job in jobs for index in jobs[job]]
     ports = draw(st.permutations(range(1000, 1000 + len(nodes))))
     hosts = st.sampled_from(["host", "10.0.0.1", "a-b.c_d.svc", "[::1]"])
@@ -515,6 +570,7 @@ def test_tf_config_round_trip(cluster, data):
     nodes = [(j, i) for j in cluster.tasks for i in cluster.tasks[j]]
     if cluster.has_evaluator:
         nodes.append(("evaluator", 0))
+    nodes += [("data_worker", i) for i in range(len(cluster.data_workers))]
     job, index = data.draw(st.sampled_from(nodes))
     other = read(cluster.tf_config(job, index))
     assert (other.task_type, other.task_index) == (job, index)

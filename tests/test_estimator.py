@@ -7,7 +7,7 @@ import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import checkpoint, estimator
+from tfdist import building, checkpoint
 from tfdist.cluster import Cluster
 from tfdist.events import read_scalars
 
@@ -342,4 +342,4 @@ def test_another_model_in_the_same_dir(tmp_path):
     ],
 )
 def test_bytes(number, text):
-    assert estimator._bytes(number) == text
+    assert building._bytes(number) == text

@@ -299,6 +299,7 @@ def test_a_module_and_its_flags(tmp_path):
         ((), "chief", "local"),
         (("--evaluator",), "chief, evaluator", "local"),
         (("--workers=1",), "chief, 1 worker", "chief"),
+        (("--data_workers=1",), "chief, dispatcher, 1 data worker", "local"),
         (("--ps", "1", "--workers", "2"), "chief, 2 workers, 1 ps", "chief"),
     ],
 )
@@ -369,7 +370,11 @@ time.sleep(0.3)
 
 @pytest.mark.parametrize(
     ("job", "flags"),
-    [("ps", ("--ps=1", "--workers=1")), ("worker", ("--workers=1",))],
+    [
+        ("ps", ("--ps=1", "--workers=1")),
+        ("worker", ("--workers=1",)),
+        ("dispatcher", ("--data_workers=1",)),
+    ],
 )
 def test_the_job_ends_with_one_it_cannot_do_without(tmp_path, job, flags):
     script = f"""

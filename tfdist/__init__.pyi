@@ -12,6 +12,7 @@ from .canned import LinearRegressor as LinearRegressor
 from .chooser import Recommendation as Recommendation
 from .chooser import choose_strategy as choose_strategy
 from .cluster import Cluster as Cluster
+from .data_service import one_pass as one_pass
 from .device_setter import replica_device_setter as replica_device_setter
 from .early_stopping import make_early_stopping_hook as make_early_stopping_hook
 from .early_stopping import stop_if_higher_hook as stop_if_higher_hook

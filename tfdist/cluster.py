@@ -8,7 +8,8 @@ not imported for it.
 
 It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`,
 and differs from it in four ways: the evaluator is never part of the training
-cluster (a `ParameterServerStrategy` that finds it there blocks for ever);
+cluster (a `ParameterServerStrategy` that finds it there blocks for ever), nor
+is a tf.data service ("dispatcher" and "data_worker", `tfdist.one_pass`);
 `CLUSTER_SPEC` is understood too; workers without a chief are accepted, worker 0
 then leads them (`MultiWorkerMirroredStrategy`); and whatever is malformed is
 refused here, not by a hang later.
@@ -26,7 +27,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-Role = Literal["local", "chief", "worker", "ps", "evaluator"]
+Role = Literal[
+    "local", "chief", "worker", "ps", "evaluator", "dispatcher", "data_worker"
+]
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
 """Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
@@ -34,12 +37,16 @@ worker pool 2 holds Google's reduction servers: the service's variables call
 them what they call parameter servers."""
 
 _TRAINING_JOBS = ("chief", "worker", "ps")
-_JOBS = (*_TRAINING_JOBS, "evaluator")
+_DATA_JOBS = ("dispatcher", "data_worker")
+_POOLS = (*_TRAINING_JOBS, "evaluator")
 
 # What each variable calls our jobs.
-_TF_CONFIG_NAMES = {**{job: job for job in _JOBS}, "master": "chief"}
+_TF_CONFIG_NAMES = {
+    **{job: job for job in (*_POOLS, *_DATA_JOBS)},
+    "master": "chief",
+}
 _CLUSTER_SPEC_NAMES = {
-    f"workerpool{pool}": job for pool, job in enumerate(_JOBS)
+    f"workerpool{pool}": job for pool, job in enumerate(_POOLS)
 }
 
 _EXAMPLES = {
@@ -76,16 +83,20 @@ class Cluster:
 
     Attributes:
         tasks: read-only, job -> {index: "host:port"} for the jobs "chief",
-            "worker" and "ps" that have tasks. Never holds the evaluator. The
+            "worker" and "ps" that have tasks, none of the others. The
             indices of workers may have gaps; those of ps may not, because
             variables are placed on 0 .. num_ps - 1. Default: no cluster.
         task_type: this process's job: "chief" (also where the environment
-            says "master"), "worker", "ps" or "evaluator".
+            says "master"), "worker", "ps", "evaluator", "dispatcher" or
+            "data_worker".
         task_index: this process's index in its job.
         has_evaluator: whether an evaluator task exists anywhere we can see,
             so that the chief need not evaluate.
         evaluator_address: its "host:port" where the cluster names it
             (Kubeflow, tfdist.launch); None elsewhere (Vertex AI).
+        dispatcher: "host:port" of the tf.data service's dispatcher; None
+            where there is no such service.
+        data_workers: "host:port" of its workers, by index.
 
     Raises:
         ValueError: if the tasks do not make a cluster, or this task is not
@@ -100,12 +111,16 @@ class Cluster:
     task_index: int = 0
     has_evaluator: bool = False
     evaluator_address: str | None = None
+    dispatcher: str | None = None
+    data_workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.evaluator_address is not None:
             object.__setattr__(self, "has_evaluator", True)
+        object.__setattr__(self, "data_workers", tuple(self.data_workers))
         _check_jobs(self.tasks)
-        _check_addresses(self.tasks, self.evaluator_address)
+        _check_data_service(self.dispatcher, self.data_workers)
+        _check_addresses({**self.tasks, **self._others})
         _check_task(self)
         frozen = {
             job: MappingProxyType(dict(sorted(self.tasks[job].items())))
@@ -187,13 +202,14 @@ class Cluster:
 
         Args:
             jobs: job -> ["host:port", ...] or {index: "host:port"}, for the
-                jobs "chief" (or "master"), "worker", "ps" and "evaluator".
+                jobs "chief" (or "master"), "worker", "ps", "evaluator",
+                "dispatcher" and "data_worker".
             task_type: this process's job. May be omitted where `jobs` holds
                 one task at most.
             task_index: this process's index in it, likewise.
 
         Returns:
-            The cluster, the evaluator taken out of its `tasks`.
+            The cluster, in whose `tasks` are those that train.
 
         Raises:
             ValueError: as `from_env`.
@@ -202,18 +218,23 @@ class Cluster:
         task_type, task_index = _own_task(
             tasks, _job_name(task_type, _TF_CONFIG_NAMES), task_index
         )
-        evaluator = tasks.pop("evaluator", {})
-        if any(evaluator):
+        evaluator = _pop_one(tasks, "evaluator")
+        dispatcher = _pop_one(tasks, "dispatcher")
+        data_workers = _as_list(tasks.pop("data_worker", {}))
+        if isinstance(data_workers, dict):
             raise _error(
-                'There can only be one "evaluator" task, with index 0.',
-                {"evaluator": _as_list(evaluator)},
+                'The indices of the "data_worker" tasks must be 0, 1, 2, ... '
+                "without a gap.",
+                data_workers,
             )
         return cls(
             tasks=tasks,
             task_type=task_type,
             task_index=task_index,
-            has_evaluator=bool(evaluator) or task_type == "evaluator",
-            evaluator_address=evaluator.get(0),
+            has_evaluator=evaluator is not None or task_type == "evaluator",
+            evaluator_address=evaluator,
+            dispatcher=dispatcher,
+            data_workers=tuple(data_workers),
         )
 
     @property
@@ -221,11 +242,12 @@ class Cluster:
         """What this process has to do.
 
         "local" trains alone: no cluster, or a cluster of one node (there may
-        be an evaluator beside it). "chief" leads, "worker" and "ps" serve, and
-        "evaluator" reads checkpoints. Worker 0 of a cluster without a chief
-        is "chief".
+        be an evaluator or a tf.data service beside it). "chief" leads,
+        "worker" and "ps" serve, "evaluator" reads checkpoints, "dispatcher"
+        and "data_worker" hand out examples. Worker 0 of a cluster without a
+        chief is "chief".
         """
-        if self.task_type in ("ps", "evaluator"):
+        if self.task_type in ("ps", "evaluator", *_DATA_JOBS):
             return self.task_type
         if not self.is_distributed:
             return "local"
@@ -244,7 +266,7 @@ class Cluster:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether training spans more than one task (the evaluator apart)."""
+        """Whether more than one task trains."""
         return sum(map(len, self.tasks.values())) > 1
 
     @property
@@ -260,12 +282,25 @@ class Cluster:
     @property
     def address(self) -> str | None:
         """This process's "host:port"; None where the cluster names none."""
-        if self.task_type == "evaluator":
-            return self.evaluator_address
-        return self.tasks.get(self.task_type, {}).get(self.task_index)
+        tasks = {**self.tasks, **self._others}.get(self.task_type, {})
+        return tasks.get(self.task_index)
+
+    @property
+    def _others(self) -> dict[str, dict[int, str]]:
+        """The tasks that do not train, as `tasks` has those that do."""
+        jobs = {
+            "evaluator": [self.evaluator_address],
+            "dispatcher": [self.dispatcher],
+            "data_worker": self.data_workers,
+        }
+        return {
+            job: dict(enumerate(addresses))
+            for job, addresses in jobs.items()
+            if any(address is not None for address in addresses)
+        }
 
     def training_spec(self) -> dict[str, dict[int, str]]:
-        """The argument of `tf.train.ClusterSpec`, without the evaluator."""
+        """The argument of `tf.train.ClusterSpec`: the tasks that train."""
         return {job: dict(tasks) for job, tasks in self.tasks.items()}
 
     def tf_config(
@@ -293,10 +328,9 @@ class Cluster:
             task_index=self.task_index if task_index is None else task_index,
         )
         jobs: dict[str, Any] = {
-            job: _as_list(tasks) for job, tasks in self.tasks.items()
+            job: _as_list(tasks)
+            for job, tasks in {**self.tasks, **self._others}.items()
         }
-        if self.evaluator_address is not None:
-            jobs["evaluator"] = [self.evaluator_address]
         return json.dumps(
             {
                 "cluster": jobs,
@@ -317,10 +351,14 @@ class Cluster:
             parts.append(f"{self.num_ps} ps")
         if self.has_evaluator:
             parts.append("evaluator")
+        if self.dispatcher is not None:
+            parts.append("dispatcher")
+            plural = "s" if len(self.data_workers) > 1 else ""
+            parts.append(f"{len(self.data_workers)} data worker{plural}")
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        if not self.tasks and not self.has_evaluator:
+        if not self.shape:
             return "one local process, no cluster"
         task = f"{self.task_type}:{self.task_index}"
         return f"{task} of a cluster of {self.shape}"
@@ -441,6 +479,17 @@ def _index(value: object, what: str) -> int:
     raise _error(f"{what} must be a non-negative integer, such as 0.", value)
 
 
+def _pop_one(tasks: dict[str, dict[int, str]], job: str) -> str | None:
+    """Takes out a job of one task at most; returns its address."""
+    found = tasks.pop(job, {})
+    if any(found):
+        raise _error(
+            f'There can only be one "{job}" task, with index 0.',
+            {job: _as_list(found)},
+        )
+    return found.get(0)
+
+
 def _own_task(
     tasks: Mapping[str, Mapping[int, str]],
     task_type: str | None,
@@ -468,8 +517,8 @@ def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
         if job not in _TRAINING_JOBS or not tasks[job]:
             raise ValueError(
                 "Argument `tasks` must hold only the jobs 'chief', 'worker' "
-                "and 'ps', each with a task (Cluster.from_jobs takes an "
-                f"evaluator too). Received: tasks={tasks!r}."
+                "and 'ps', each with a task (Cluster.from_jobs takes the "
+                f"others too). Received: tasks={tasks!r}."
             )
     have = {job: _as_list(tasks[job]) for job in tasks}
     if "chief" in tasks and set(tasks["chief"]) != {0}:
@@ -495,17 +544,25 @@ def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
         )
 
 
-def _check_addresses(
-    tasks: Mapping[str, Mapping[int, str]], evaluator: str | None
+def _check_data_service(
+    dispatcher: str | None, data_workers: tuple[str, ...]
 ) -> None:
+    """Refuses one half of a tf.data service without the other."""
+    if (dispatcher is None) == bool(data_workers):
+        raise _error(
+            'A tf.data service needs a "dispatcher" and at least one '
+            '"data_worker".',
+            {"dispatcher": dispatcher, "data_worker": list(data_workers)},
+        )
+
+
+def _check_addresses(tasks: Mapping[str, Mapping[int, str]]) -> None:
     """Refuses addresses that no client can use, or that two tasks share."""
     addresses = {
         f"{job}:{index}": address
         for job, by_index in tasks.items()
         for index, address in by_index.items()
     }
-    if evaluator is not None:
-        addresses["evaluator:0"] = evaluator
     seen: dict[tuple[str, int], str] = {}
     for task, address in addresses.items():
         endpoint = _endpoint(address)
@@ -543,6 +600,8 @@ def _check_task(cluster: Cluster) -> None:
     job, index = cluster.task_type, cluster.task_index
     if job == "evaluator":
         known = [0] if cluster.has_evaluator else []
+    elif job in _DATA_JOBS:
+        known = sorted(cluster._others.get(job, ()))
     elif cluster.tasks:
         known = sorted(cluster.tasks.get(job, ()))
     else:

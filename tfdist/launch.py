@@ -3,14 +3,16 @@
     python -m tfdist.launch --ps=2 --workers=2 --evaluator -m trainer.task ...
 
 starts a chief, two workers, two parameter servers and an evaluator, each with
-its `TF_CONFIG`, as torchrun does for its world. What it promises:
+its `TF_CONFIG`, as torchrun does for its world. `--data_workers=2` adds a
+tf.data service, of a dispatcher and two workers (`tfdist.one_pass`). What it
+promises:
 
 * Every line a task prints appears whole, behind the task's name.
-* A worker, parameter server or evaluator that fails is started again, after 1,
-  2, 4, ... at most 30 seconds, `--max_restarts` times at most; so is a chief
-  killed by a signal or ending with 128 or more (what Vertex AI and Kubeflow
-  retry). A parameter server that keeps failing ends the job, and so does, in
-  an all-reduce job, a worker; the others of that list do not.
+* A task other than the chief that fails is started again, after 1, 2, 4, ...
+  at most 30 seconds, `--max_restarts` times at most; so is a chief killed by a
+  signal or ending with 128 or more (what Vertex AI and Kubeflow retry). A
+  parameter server, dispatcher or data worker that keeps failing ends the job,
+  and so does, in an all-reduce job, a worker; the others do not.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. Who is still there ten seconds
@@ -69,7 +71,7 @@ def restart_decision(
     'END_JOB'
 
     Args:
-        job: "chief", "worker", "ps" or "evaluator".
+        job: what `Cluster.task_type` may be.
         exit_code: as `subprocess` has it: -n for signal n.
         restarts: how often the task was started again already.
         max_restarts: how often it may be.
@@ -127,6 +129,8 @@ class Launcher:
             "worker": options.workers,
             "ps": options.ps,
             "evaluator": int(options.evaluator),
+            "dispatcher": int(options.data_workers > 0),
+            "data_worker": options.data_workers,
         }
         self.tasks = [
             Task(job, index, options.command)
@@ -251,7 +255,7 @@ class Launcher:
             exit_code,
             task.restarts,
             self._options.max_restarts,
-            needed=("chief", others),
+            needed=("chief", others, "dispatcher", "data_worker"),
         )
         say, ended = self._console.say, how_it_ended(exit_code)
         if verdict is Verdict.RESTART:
@@ -336,6 +340,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, default, what in (
         ("--ps", 0, "parameter servers"),
         ("--workers", 0, "workers, beside the chief"),
+        ("--data_workers", 0, "workers of a tf.data service, with dispatcher"),
         ("--max_restarts", 3, "how often a task that fails is started again"),
     ):
         text = f"{what} (default {default})"

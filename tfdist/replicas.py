@@ -7,6 +7,7 @@ alike and stay equal (`tf.distribute`'s synchronous strategies).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +25,19 @@ class Replicas:
 
     Attributes:
         num: Number of replicas, on all machines together.
+        skips_empty: Whether a step for which no replica has an example
+            changes nothing and does not count. What is learned of it costs no
+            message: the number of examples comes with the gradients.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, anchor: tf.Variable
     ) -> None:
         self.num = strategy.num_replicas_in_sync
+        self.skips_empty = False
         self._anchor = anchor
+        # TensorFlow traces each replica on a thread of its own.
+        self._traced = threading.local()
 
     def index(self) -> tf.Tensor:
         """Which replica this is, a scalar int32 from 0."""
@@ -64,11 +71,27 @@ class Replicas:
         """
         weighted = [times(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])
+        self._traced.total = total
         return [t / tf.cast(total, t.dtype) for t in sums], total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensors of all replicas, one after the other along axis 0."""
-        return _context().all_gather(tensor, axis=0)
+        if not self.skips_empty:
+            return _context().all_gather(tensor, axis=0)
+        # Of nothing at all TensorFlow dies by SIGSEGV: the last adds a row.
+        is_last = tf.cast(self.index() == self.num - 1, tf.int32)
+        paddings = [[0, is_last], *[[0, 0]] * (tensor.shape.rank - 1)]
+        return _context().all_gather(tf.pad(tensor, paddings), axis=0)[:-1]
+
+    def unless_empty(
+        self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Tensors `after` a step; those `before` it, if it was skipped."""
+        if not self.skips_empty:
+            return list(after)
+        counts = self._traced.total > 0
+        pairs = zip(after, before, strict=True)
+        return [tf.where(counts, new, old) for new, old in pairs]
 
     def update(self, function: Callable[[Any], None], args: Any) -> None:
         """Calls `function(args)` where each variable is this replica's copy.
@@ -77,15 +100,24 @@ class Replicas:
 
         Args:
             function: Updates variables.
-            args: Structure of this replica's tensors.
+            args: Structure of this replica's tensors, after `mean`.
         """
 
-        def update_all(strategy: tf.distribute.Strategy, args: Any) -> None:
-            strategy.extended.update(
-                self._anchor, lambda _, args: function(args), args=(args,)
-            )
+        def update_one(_: tf.Variable, total: tf.Tensor, args: Any) -> None:
+            if not self.skips_empty:
+                function(args)
+                return
 
-        _context().merge_call(update_all, args=(args,))
+            def apply() -> tf.Tensor:
+                function(args)
+                return total
+
+            tf.cond(total > 0, apply, lambda: total)
+
+        def update_all(strategy: tf.distribute.Strategy, *args: Any) -> None:
+            strategy.extended.update(self._anchor, update_one, args=args)
+
+        _context().merge_call(update_all, args=(self._traced.total, args))
 
 
 def times(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
@@ -120,6 +152,37 @@ def share(batch: Any, index: int, num: int) -> Any:
         )
     start, end = size * index // num, size * (index + 1) // num
     return tf.nest.map_structure(lambda t: _rows(t, start, end), batch)
+
+
+def without_examples(spec: Any) -> Any:
+    """A batch of no example.
+
+    >>> spec = {"x": tf.TensorSpec([8, None, 3]), "y": tf.TensorSpec([None, 1])}
+    >>> {k: v.shape.as_list() for k, v in without_examples(spec).items()}
+    {'x': [0, 1, 3], 'y': [0, 1]}
+
+    Args:
+        spec: `tf.TypeSpec` structure of the batches of a dataset.
+    """
+    return tf.nest.map_structure(_no_rows, spec)
+
+
+def _no_rows(spec: tf.TypeSpec) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        splits = tf.zeros([1], spec.row_splits_dtype)
+        inner = spec.shape[spec.ragged_rank + 1 :]
+        return tf.RaggedTensor.from_nested_row_splits(
+            tf.zeros([0, *inner], spec.dtype), [splits] * spec.ragged_rank
+        )
+    # Layers may refuse an axis of length 0 that is not the batch's.
+    inner = [1 if size is None else size for size in spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(
+            tf.zeros([0, 1 + len(inner)], tf.int64),
+            tf.zeros([0], spec.dtype),
+            [0, *inner],
+        )
+    return tf.zeros([0, *inner], spec.dtype)
 
 
 def _rows(tensor: Any, start: Any, end: Any) -> Any:

@@ -9,18 +9,22 @@ whole batch. Layers that look at their whole batch do not know of the others:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.loop import LocalLoop
-from tfdist.replicas import Replicas, share
+from tfdist.loop import EndOfInput, LocalLoop, logs_of
+from tfdist.replicas import Replicas, share, without_examples
 from tfdist.step import ModelStep
 
 
 class ReplicatedLoop(LocalLoop):
     """Steps on the replicas of a synchronous strategy.
+
+    Batches of their own may end sooner on some replicas: those then take part
+    with no example, until the data of the last have ended. (On TPUs, whose
+    shapes are fixed, all end with the first.)
 
     Args:
         step: The step, made with `replicas`.
@@ -55,7 +59,38 @@ class ReplicatedLoop(LocalLoop):
         )
         here = strategy.experimental_local_results(ids)
         self._first, self._num_here = here[0], len(here)
+        if (
+            own_batches
+            and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            and not isinstance(strategy, tf.distribute.TPUStrategy)
+        ):
+            replicas.skips_empty = True
+            nothing = without_examples(dataset.element_spec)
+            dataset = dataset.concatenate(
+                tf.data.Dataset.from_tensors(nothing).repeat()
+            )
         super().__init__(step, global_step, dataset, steps_per_dispatch)
+
+    def run(
+        self,
+        num_steps: int,
+        watch: Callable[[], None] = lambda: None,
+        ahead: int = 0,
+    ) -> dict[str, float]:
+        """See `Loop.run`; the data have ended once steps do not count."""
+        if not self._replicas.skips_empty:
+            return super().run(num_steps, watch, ahead)
+        total: Any = 0.0
+        for size in self._dispatches.sizes(num_steps):
+            first_step = self.step
+            packed = self._dispatches.functions[size](
+                self.iterator, tf.constant(first_step, tf.int64)
+            )
+            states = self._input_secs.without(packed.numpy())
+            total = self._step.joined(total, states)
+            if self.step < first_step + size:
+                raise EndOfInput(logs_of(total, self._step))
+        return logs_of(total, self._step)
 
     def _steps(
         self,
@@ -105,5 +140,6 @@ class ReplicatedLoop(LocalLoop):
         """One replica's part."""
         states = self._step.zero_states()
         for i, batch in enumerate(batches):
-            states = self._step.train(batch, first_step + i, states)
+            after = self._step.train(batch, first_step + i, states)
+            states = self._replicas.unless_empty(after, states)
         return self._replicas.sum(states)
