@@ -25,6 +25,8 @@ from tfdist.errors import gist
 
 _log = logging.getLogger(__name__)
 
+# What an iterator raises whose position cannot be saved.
+_NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 GLOBAL_STEP = "global_step"
@@ -177,13 +179,13 @@ class Checkpoints:
             self._set_iterator(iterator)
         try:
             return self._manager.save(checkpoint_number=step)
-        except tf.errors.FailedPreconditionError as error:
+        except _NO_POSITION as error:
             # An HTTP request: the store's host is not found.
             if iterator is None or "HTTP request" in error.message:
                 raise
             _log.warning(
                 "The position of the input cannot be saved: a restored job "
-                "reads it from the start. TensorFlow says: %s",
+                "will not go on from there. TensorFlow says: %s",
                 gist(error),
             )
         self._iterator_fn = lambda: None
@@ -245,7 +247,7 @@ class Checkpoints:
         )
         try:
             manager.save(checkpoint_number=step)
-        except tf.errors.FailedPreconditionError as error:
+        except _NO_POSITION as error:
             _log.warning("The position is not saved: %s", gist(error))
 
     def restore_from(self, path: str, position: str) -> None:

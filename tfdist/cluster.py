@@ -254,6 +254,11 @@ class Cluster:
         return "chief" if self.is_chief else "worker"
 
     @property
+    def trains(self) -> bool:
+        """Whether this process is one of the training tasks."""
+        return self.role not in ("evaluator", *_DATA_JOBS)
+
+    @property
     def is_chief(self) -> bool:
         """Whether this process leads: writes checkpoints, summaries, exports.
 

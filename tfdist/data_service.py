@@ -141,20 +141,7 @@ def one_pass(
         max_outstanding_requests=_ON_THEIR_WAY * len(cluster.data_workers),
         compression=None,
     )
-    return (
-        dataset.apply(distribute).map(_without_position).with_options(options)
-    )
-
-
-@tf.autograph.experimental.do_not_convert
-def _without_position(*batch: Any) -> Any:
-    """The batch, from a dataset whose position cannot be saved.
-
-    The dispatcher has it. TensorFlow would notice only when it saves; of an
-    operation with a state it is known before, and a checkpoint leaves it out.
-    """
-    tf.random.uniform([])
-    return batch if len(batch) > 1 else batch[0]
+    return dataset.apply(distribute).with_options(options)
 
 
 def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:

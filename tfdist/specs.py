@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """The training tasks; none where this is the evaluator."""
+        """The training tasks; none in a process that does not train."""
         return tf.train.ClusterSpec(self._tasks)
 
     @property
@@ -246,8 +246,8 @@ class RunConfig:
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This task's place among chief, workers and ps; None: evaluator."""
-        if self.cluster.role == "evaluator":
+        """This task's place among chief, workers and ps; None: it is none."""
+        if not self.cluster.trains:
             return None
         tasks = [(job, i) for job, ids in self._tasks.items() for i in ids]
         return tasks.index((self.task_type, self.task_id)) if tasks else 0
@@ -255,8 +255,7 @@ class RunConfig:
     @property
     def _tasks(self) -> dict[str, dict[int, str]]:
         """Job to its addresses by index, as this task may see them."""
-        evaluator = self.cluster.role == "evaluator"
-        return {} if evaluator else self.cluster.training_spec()
+        return self.cluster.training_spec() if self.cluster.trains else {}
 
 
 @dataclasses.dataclass(frozen=True)

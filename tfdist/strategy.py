@@ -151,7 +151,7 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
     }
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     alone = cluster.role == "local"
-    if cluster.role != "evaluator" and not fits.get(name, alone):
+    if cluster.trains and not fits.get(name, alone):
         raise ValueError(
             f"Strategy {name!r} does not fit this process, which is {cluster}. "
             "'ps' needs a cluster with parameter servers, "
