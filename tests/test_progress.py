@@ -66,6 +66,24 @@ def test_progress_in_a_log():
     ]
 
 
+def test_intervals_that_take_no_time_do_not_show():
+    """Steps that were under way already are counted at once."""
+
+    class Bursts(Speed):
+        def after_run(self, run_context, run_values):
+            session = run_context.session
+            bursts = session.step // 20 + (session.step == 10)
+            session.secs_in_steps = self.secs + 0.2 * bursts
+
+    stream = io.StringIO()
+    hook = ProgressHook(10, stream)
+    count([Bursts(0), hook], 400)
+    lines = stream.getvalue().splitlines()
+    rates = [float(line.split(",")[1].split()[0]) for line in lines[30:]]
+    assert min(rates) > 80
+    assert max(rates) < 120
+
+
 def test_progress_in_a_terminal_is_one_line():
     text = shown(Terminal())
     assert text.count("\n") == 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
-
-import numpy as np
 
 from tfdist import input_wait
 from tfdist.session_run_hook import (
@@ -18,13 +17,26 @@ from tfdist.session_run_hook import (
 if TYPE_CHECKING:
     from tfdist.session import MonitoredTrainingSession
 
+_LEAST_SECS = 2.0
+
+
+class _Mark:
+    """How far a session is."""
+
+    def __init__(self, session: MonitoredTrainingSession) -> None:
+        self.step = session.step
+        self.secs = session.secs_in_steps
+        self.input_secs = session.input_secs
+
 
 class ProgressHook(TimedHook):
     """Says how far training is: a line in a log, one moving line in a terminal.
 
     Steps per second are those of the steps alone: neither checkpoints nor
     evaluations in between slow them down. The input's share is that of their
-    time in which they waited for data.
+    time in which they waited for data. Both are of the interval, or, where
+    lines follow fast, of the last two seconds: workers are steps ahead, so
+    that every other interval may seem to take no time.
 
     Args:
         log_steps: Steps between lines.
@@ -43,8 +55,8 @@ class ProgressHook(TimedHook):
         super().__init__(SecondOrStepTimer(every_steps=log_steps))
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
-        self._secs_before = 0.0
-        self._input_before = np.zeros(2)
+        self._marks: collections.deque[_Mark] = collections.deque()
+        self._traces = True
         self._logs: dict[str, float] = {}
         self._lines = 0
 
@@ -53,8 +65,8 @@ class ProgressHook(TimedHook):
     ) -> None:
         """Starts the first interval, again after a recovery."""
         self._timer.update_last_triggered_step(session.step)
-        self._secs_before = session.secs_in_steps
-        self._input_before = session.input_secs
+        self._marks = collections.deque([_Mark(session)])
+        self._traces = True
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -77,20 +89,24 @@ class ProgressHook(TimedHook):
     def _write(
         self, session: MonitoredTrainingSession, with_time_left: bool
     ) -> None:
-        _, steps = self._timer.update_last_triggered_step(session.step)
-        secs = session.secs_in_steps - self._secs_before
-        input_secs = session.input_secs - self._input_before
-        self._secs_before = session.secs_in_steps
-        self._input_before = session.input_secs
+        self._timer.update_last_triggered_step(session.step)
+        marks, now = self._marks, _Mark(session)
+        while len(marks) > 1 and now.secs - marks[1].secs >= _LEAST_SECS:
+            marks.popleft()
+        since = marks[0]
+        if self._traces:  # The first steps tell nothing of the next.
+            marks.clear()
+            self._traces = False
+        marks.append(now)
         self._lines += 1
         line = progress_line(
             session.step,
             self._max_steps,
-            steps / max(secs, 1e-9),
+            (now.step - since.step) / max(now.secs - since.secs, 1e-9),
             self._logs,
             with_time_left=with_time_left and session.step != self._max_steps,
             tasks_alive=session.tasks_alive(),
-            input_share=input_wait.share(input_secs),
+            input_share=input_wait.share(now.input_secs - since.input_secs),
         )
         # The cursor goes back, so that whatever comes next replaces the line.
         terminal = self._stream.isatty()
