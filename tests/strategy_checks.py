@@ -1,14 +1,16 @@
 """What test_strategies.py runs as every task, once for each strategy.
 
-    python -m tests.strategy_checks --strategy=NAME --directory=DIRECTORY
+    python -m tests.strategy_checks --strategy=NAME --directory=DIRECTORY \\
+        --report=FILE
 
-Trains small models of every kind, and leaves in DIRECTORY/NAME what the tests
-look at: a report, and the checkpoints.
+Trains small models of every kind, and leaves what the tests look at: a report,
+and the checkpoints in DIRECTORY/NAME.
 """
 
 import argparse
 import functools
 import json
+import os
 import shutil
 
 import keras
@@ -195,24 +197,38 @@ def check(args, report):
         report["made_elsewhere"] = refusal_of_a_model_made_elsewhere(args)
     resumed, _ = trained(args, "rich", STEPS + 7)
     report["resumed"] = checkpoint.step_of(resumed.latest_checkpoint())
-    if args.restore_from:
-        target = f"{args.directory}/{args.strategy}/other"
-        if resumed.config.is_chief:
-            shutil.copytree(
-                f"{args.directory}/{args.restore_from}/rich",
-                target,
-                dirs_exist_ok=True,
-            )
-        FEATURES["other"] = FEATURES["rich"]
-        other, _ = trained(args, "other", STEPS + 10)
-        report["restored"] = checkpoint.step_of(other.latest_checkpoint())
+
+
+def restored(args, other):
+    """What goes on from a checkpoint of another strategy."""
+    feature = f"from_{other}"
+    target = f"{args.directory}/{args.strategy}/{feature}"
+    FEATURES[feature] = FEATURES["rich"]
+    is_chief = tfdist.Cluster.from_env().is_chief
+    if is_chief:
+        os.makedirs(target, exist_ok=True)
+        source = f"{args.directory}/{other}/rich"
+        for name in os.listdir(source):
+            if name.startswith(f"model.ckpt-{STEPS}."):
+                shutil.copy(f"{source}/{name}", target)
+        with open(f"{target}/checkpoint", "w") as file:
+            file.write(f'model_checkpoint_path: "model.ckpt-{STEPS}"\n')
+    made, _ = trained(args, feature, STEPS + 5)
+    if is_chief:
+        path = f"{target}/model.ckpt-{STEPS}"
+        return {
+            "step": checkpoint.step_of(made.latest_checkpoint()),
+            "evaluated": made.evaluate(rich_data, checkpoint_path=path),
+        }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", required=True)
     parser.add_argument("--strategy", required=True)
-    parser.add_argument("--restore_from")
+    parser.add_argument("--report", required=True)
+    parser.add_argument("--restore_from", nargs="*", default=[])
+    parser.add_argument("--restores_only", action="store_true")
     args = parser.parse_args()
     if args.strategy == "mirrored":
         tf.config.set_logical_device_configuration(
@@ -224,10 +240,11 @@ def main():
         servers.serve(cluster)
         return
     report = {}
-    check(args, report)
+    if not args.restores_only:
+        check(args, report)
+    report["restored"] = {o: restored(args, o) for o in args.restore_from}
     if cluster.is_chief:
-        path = f"{args.directory}/{args.strategy}.json"
-        with open(path, "w") as file:
+        with open(args.report, "w") as file:
             json.dump(report, file)
         if args.strategy == "ps":
             servers.release(cluster)

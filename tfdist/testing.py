@@ -89,6 +89,8 @@ class LocalCluster:
         ps: number of parameter servers.
         workers: number of workers, beside the chief.
         evaluator: whether there is an evaluator.
+        data_workers: number of workers of a tf.data service, which has a
+            dispatcher then (see `tfdist.one_pass`).
         absent: tasks that are in the cluster's spec and not started, such as
             `["worker:2"]`; `start` starts them.
         restart_secs: seconds after which a task that failed is started again,
@@ -122,6 +124,7 @@ class LocalCluster:
         ps: int = 0,
         workers: int = 0,
         evaluator: bool = False,
+        data_workers: int = 0,
         absent: Sequence[str] = (),
         restart_secs: float | None = None,
         network: str = "private",
@@ -163,6 +166,8 @@ class LocalCluster:
                     "worker": workers,
                     "ps": ps,
                     "evaluator": int(evaluator),
+                    "dispatcher": int(data_workers > 0),
+                    "data_worker": data_workers,
                 },
                 tuple(absent),
                 restart_secs,
