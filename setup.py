@@ -32,7 +32,9 @@ setup(
             # The types that job files for Vertex AI are checked with.
             "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",
+            "ipykernel>=6.29",
             "matplotlib>=3.8",
+            "nbclient>=0.10",
             "psutil>=5.9",
             "pytest>=8",
             "ruff>=0.9",
