@@ -64,6 +64,24 @@ def test_restores_into_another_instance(trained):
         np.testing.assert_array_equal(variable, restored[name])
 
 
+@pytest.mark.parametrize("lists_all", [True, False])
+def test_an_edited_list_goes_back_to_an_earlier_one(tmp_path, lists_all):
+    """As with TF: the first line of the file `checkpoint` is what counts."""
+    step = tf.Variable(0, dtype=tf.int64)
+    saved = Checkpoints(str(tmp_path), {"global_step": step})
+    for number in (1, 2, 3):
+        step.assign(number)
+        saved.save(number)
+    path = tmp_path / "checkpoint"
+    first, *rest = path.read_text().splitlines()
+    assert first == 'model_checkpoint_path: "model.ckpt-3"'
+    lines = [first.replace("-3", "-2"), *(rest if lists_all else [])]
+    path.write_text("\n".join(lines))
+    again = Checkpoints(str(tmp_path), {"global_step": step})
+    assert again.restore() == str(tmp_path / "model.ckpt-2")
+    assert int(step.numpy()) == 2
+
+
 def test_restores_the_model_without_its_optimizer(trained):
     made, _, path = trained
     other = model(optimizer="adam")

@@ -195,16 +195,17 @@ class Checkpoints:
     def restore(self) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
 
-        Falls back to the one before where the newest is damaged, with a
-        warning. None if there is no checkpoint. Removes what a save that was
-        killed has left.
+        The newest is the one that the file `checkpoint` names: whoever edits
+        it goes back to an earlier one, as with TF. Where it is damaged, a
+        warning says so, and the one before is taken. None if there is no
+        checkpoint. Removes what a save that was killed has left.
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
                 damaged.
         """
         self._remove_unfinished()
-        paths = list(reversed(self._manager.checkpoints))
+        paths = self._paths()
         if not paths:
             _check_there_is_none(self._directory)
         for path, older in itertools.zip_longest(paths, paths[1:]):
@@ -230,6 +231,14 @@ class Checkpoints:
             else:
                 return path
         return None
+
+    def _paths(self) -> list[str]:
+        """The checkpoints, from the newest on."""
+        paths = list(reversed(self._manager.checkpoints))
+        named = tf.train.latest_checkpoint(self._directory)
+        if named in paths:
+            return paths[paths.index(named) :]
+        return [named, *paths] if named else paths
 
     def save_position(self, step: int) -> None:
         """Writes where the input is, and no variable.
