@@ -1,1 +1,1 @@
-"""What produces every performance figure of tfdist."""
+"""What produces every performance figure of tfdist; most by `run`."""

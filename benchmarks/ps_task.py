@@ -6,7 +6,7 @@ Who measures is the JSON's `who`: "tfdist"; "one_by_one", a plain
 `ClusterCoordinator` loop in which every table is looked up and every variable
 updated by itself, with the same kernels where the variable lives; or "stock",
 that loop with Keras' own layers and optimizer. All unroll ten steps in a
-dispatch.
+dispatch, if `unrolled` does not say otherwise.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from benchmarks import counters
 from benchmarks.ps_harness import BATCH, DIM, IDS
 from tfdist import checkpoint, optimizers, servers
 from tfdist.cluster import Cluster
@@ -40,8 +41,15 @@ def model_fn(case: dict[str, Any]) -> keras.Model:
     """The model that `case` names, compiled."""
     ids = keras.Input([IDS], dtype="int32")
     model = keras.Model(ids, _MODELS[case["model"]](case, ids))
-    model.compile(_OPTIMIZERS[case["optimizer"]](), "binary_crossentropy")
+    loss = "binary_crossentropy"
+    if case["model"] in ("floats", "rows"):  # Which compute nothing.
+        loss = _mean
+    model.compile(_OPTIMIZERS[case["optimizer"]](), loss)
     return model
+
+
+def _mean(labels: Any, outputs: Any) -> Any:
+    return keras.ops.mean(outputs)
 
 
 def _table(case: dict[str, Any]) -> keras.layers.Layer:
@@ -82,7 +90,38 @@ def _dense(case: dict[str, Any], ids: Any) -> Any:
     return keras.layers.Dense(1, "sigmoid")(hidden)
 
 
+class _Floats(keras.layers.Layer):
+    """Adds the squares of its variables, each of `size` floats or a scalar.
+
+    Squares, so that the gradient needs the values: else nobody pulls them.
+    """
+
+    def __init__(self, sizes: Sequence[int | None]) -> None:
+        super().__init__()
+        for size in sizes:
+            shape = () if size is None else (size,)
+            self.add_weight(shape=shape, initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        squares = [keras.ops.square(v) for v in self.trainable_weights]
+        return x + sum(keras.ops.sum(square) for square in squares)
+
+
+def _floats(case: dict[str, Any], ids: Any) -> Any:
+    """`floats` on each server, all of which travel; 0: one scalar."""
+    sizes = [case["floats"]] * 2 if case["floats"] else [None]
+    return _Floats(sizes)(keras.ops.cast(ids[:, :1], "float32"))
+
+
+def _rows(case: dict[str, Any], ids: Any) -> Any:
+    """A table in two pieces; the squares of its rows are added up."""
+    squares = keras.ops.square(_table(case)(ids))
+    return keras.ops.sum(squares, (1, 2))[:, None]
+
+
 _MODELS = {
+    "floats": _floats,
+    "rows": _rows,
     "dense": _dense,
     "table": _one_table,
     "tables": _many_tables,
@@ -91,7 +130,7 @@ _MODELS = {
 
 
 def input_fn(
-    rows: int,
+    rows: int, batch_size: int = BATCH
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
     """Uniform ids: the worst case, hardly one is needed twice."""
 
@@ -100,7 +139,7 @@ def input_fn(
 
         def batch(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             seed = tf.stack([pipeline, i])
-            shape = [BATCH, IDS]
+            shape = [batch_size, IDS]
             ids = tf.random.stateless_uniform(shape, seed, 0, rows, tf.int32)
             return ids, tf.cast(ids[:, :1] % 2, tf.float32)
 
@@ -127,7 +166,8 @@ def runner(
         global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         model = model_fn(case)
         optimizers.build(model.optimizer, model.trainable_variables)
-    examples = input_fn(case["rows"])
+    examples = input_fn(case["rows"], case.get("batch", BATCH))
+    unrolled = case.get("unrolled", 10)
     if case["who"] == "tfdist":
         spec = examples(tf.distribute.InputContext()).element_spec
         step = ModelStep(model, spec, global_step=global_step, remote=True)
@@ -137,16 +177,17 @@ def runner(
             examples,
             strategy=strategy,
             num_workers=cluster.num_workers,
-            steps_per_dispatch=10,
+            steps_per_dispatch=unrolled,
         )
         return loop.run, model
-    update = _one_by_one if case["who"] == "one_by_one" else _keras_update
-    return plain_loop(model, examples, strategy, update), model
+    update = _one_by_one if case["who"] == "one_by_one" else keras_update
+    return plain_loop(model, examples, strategy, update, unrolled), model
 
 
-def _keras_update(
+def keras_update(
     model: keras.Model, gradients: list[Any], variables: list[keras.Variable]
 ) -> None:
+    """Keras' way: the optimizer's own."""
     model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
@@ -179,8 +220,20 @@ def plain_loop(
     examples: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     strategy: tf.distribute.Strategy,
     update: Callable[..., None],
+    unrolled: int = 10,
 ) -> Callable[[int], None]:
-    """A hand-written coordinator loop, as TensorFlow's guide has it."""
+    """A hand-written coordinator loop, as TensorFlow's guide has it.
+
+    Args:
+        model: Compiled, and its optimizer built.
+        examples: The input of each worker.
+        strategy: Of the cluster.
+        update: Applies gradients to variables of the model.
+        unrolled: Steps in a dispatch.
+
+    Returns:
+        What runs a number of steps, whole dispatches of them.
+    """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     context = tf.distribute.InputContext()
     iterator = iter(
@@ -196,33 +249,15 @@ def plain_loop(
 
     @tf.function
     def dispatch(batches: Iterator) -> None:
-        for _ in range(10):
+        for _ in range(unrolled):
             strategy.run(step, args=next(batches))
 
     def run(steps: int) -> None:
-        for _ in range(steps // 10):
+        for _ in range(steps // unrolled):
             coordinator.schedule(dispatch, args=(iterator,))
         coordinator.join()
 
     return run
-
-
-def sent_bytes() -> int:
-    """Bytes through the loopback interface of this network so far."""
-    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    raise RuntimeError("There is no loopback interface.")
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had."""
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            return int(value.split()[0]) * 1024
-    raise RuntimeError("The kernel tells no peak memory.")
 
 
 def main() -> None:
@@ -233,18 +268,18 @@ def main() -> None:
         servers.serve(cluster)
         name = f"{cluster.task_type}{cluster.task_index}.peak"
         output = pathlib.Path(case["output"])
-        output.with_name(name).write_text(str(peak_bytes()))
+        output.with_name(name).write_text(str(counters.peak_bytes()))
         return
     strategy = parameter_server_strategy(cluster)
     run, model = runner(case, strategy, cluster)
     run(case["steps"] // 2 // 10 * 10)
     speeds = []
-    bytes_before, steps = sent_bytes(), case["steps"] // 10 * 10
+    bytes_before, steps = counters.sent_bytes(), case["steps"] // 10 * 10
     for _ in range(case["repeats"]):
         start = time.monotonic()
         run(steps)
         speeds.append(steps / (time.monotonic() - start))
-    sent = sent_bytes() - bytes_before
+    sent = counters.sent_bytes() - bytes_before
     dense = sum(
         v.shape.num_elements()
         for v in model.trainable_variables
@@ -259,7 +294,7 @@ def main() -> None:
         "steps_per_sec": speeds,
         "bytes_per_step": sent / (steps * case["repeats"]),
         "least_bytes": least_bytes(case["rows"], dense),
-        "peak_bytes": {"chief0": peak_bytes()},
+        "peak_bytes": {"chief0": counters.peak_bytes()},
     }
     pathlib.Path(case["output"]).write_text(json.dumps(result))
     servers.release(cluster)

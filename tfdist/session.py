@@ -473,6 +473,11 @@ class MonitoredTrainingSession:
             wish = ask(step)
             if wish is None:
                 continue
+            if wish < 1:
+                raise ValueError(
+                    f"{type(hook).__name__}.steps_until_next must return None "
+                    f"or at least 1. Received: {wish} at step {step}."
+                )
             soon = min(soon, wish)
             if getattr(hook, "wants_none_under_way", False):
                 until = min(until, wish)

@@ -1,0 +1,1 @@
+"""Programs that are measured: one task of a cluster, or one process."""

@@ -1,0 +1,103 @@
+"""Saves and restores a table of 16 columns in 20 shards.
+
+    python -m benchmarks.contenders.checkpoint JSON
+
+One task of a cluster on parameter servers, or one process. Who saves is the
+JSON's `who`: "tfdist", or "tensorflow", which is `tf.train.Checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from benchmarks import counters
+from benchmarks.ps_harness import DIM
+from tfdist import checkpoint, optimizers, servers
+from tfdist.cluster import Cluster
+from tfdist.embedding import PartitionedEmbedding
+from tfdist.strategy import parameter_server_strategy, placed_scope
+
+SHARDS, _SAVES = 20, 3
+
+
+def model_of(rows: int) -> keras.Model:
+    """The table alone, under an optimizer without slots."""
+    ids = keras.Input([1], dtype="int32")
+    table = PartitionedEmbedding(rows, DIM, num_shards=SHARDS)
+    model = keras.Model(ids, table(ids))
+    model.compile(keras.optimizers.SGD(0.01))
+    optimizers.build(model.optimizer, model.trainable_variables)
+    return model
+
+
+def saving(
+    who: str, directory: str, model: keras.Model
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What saves, and what restores."""
+    if who == "tfdist":
+        variables = checkpoint.named_variables(model)
+        checkpoints = checkpoint.Checkpoints(directory, variables)
+        checkpoints.prepare()
+        return lambda: checkpoints.save(1), checkpoints.restore
+    shards = [v.value for v in model.trainable_variables]
+    plain = tf.train.Checkpoint(shards=shards)
+
+    def save() -> None:
+        plain.write(f"{directory}/model")
+
+    return save, lambda: plain.read(f"{directory}/model")
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def main() -> None:
+    """Serves, or saves as the chief."""
+    case = json.loads(sys.argv[1])
+    cluster = Cluster.from_env()
+    if cluster.role == "local":
+        model = model_of(case["rows"])
+    elif cluster.role == "chief":
+        strategy = parameter_server_strategy(cluster)
+        with placed_scope(strategy, num_ps=cluster.num_ps):
+            model = model_of(case["rows"])
+    else:
+        servers.serve(cluster)
+        return
+    directory = case["directory"] + "/model"
+    save, restore = saving(case["who"], directory, model)
+    saves = []
+    for _ in range(_SAVES):
+        shutil.rmtree(directory, ignore_errors=True)
+        pathlib.Path(directory).mkdir()
+        saves.append(seconds(save))
+    peaks = {
+        task: max(map(counters.peak_bytes, pids))
+        for task, pids in counters.tasks().items()
+    }
+    result = {
+        "save": statistics.median(saves),
+        "restore": seconds(restore),
+        "peaks": peaks,
+    }
+    pathlib.Path(case["output"]).write_text(json.dumps(result))
+    if cluster.role == "chief":
+        servers.release(cluster)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Steps that only pull and push: tfdist, or Keras 3 in a coordinator loop.
+
+    python -m benchmarks.contenders.null_step JSON
+
+One task of a cluster on parameter servers, or one process, where tfdist runs
+the same steps on its own variables. The chief measures each of
+`benchmarks.scenarios.null_step`'s cases in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from benchmarks import counters, ps_task
+from tfdist import optimizers, servers
+from tfdist.cluster import Cluster
+from tfdist.loop import LocalLoop
+from tfdist.step import ModelStep
+from tfdist.strategy import parameter_server_strategy
+
+
+def measure(
+    run: Callable[[int], Any], secs: float, num_workers: int
+) -> dict[str, Any]:
+    """What about so many seconds of steps use."""
+    chunk = 20 * max(1, num_workers)  # Some dispatches for each worker.
+    for _ in range(3):  # Traces; then the speed.
+        start = time.monotonic()
+        run(chunk)
+        each = (time.monotonic() - start) / chunk
+    steps = max(chunk, int(secs / each / chunk) * chunk)
+    before = counters.usage()
+    run(steps)
+    return counters.difference(before, counters.usage(), steps)
+
+
+def local_runner(case: dict[str, Any]) -> Callable[[int], Any]:
+    """What runs a number of steps in this process."""
+    global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+    model = ps_task.model_fn(case)
+    optimizers.build(model.optimizer, model.trainable_variables)
+    examples = ps_task.input_fn(case["rows"], case["batch"])
+    dataset = examples(tf.distribute.InputContext())
+    step = ModelStep(model, dataset.element_spec, global_step=global_step)
+    return LocalLoop(step, global_step, dataset).run
+
+
+def main() -> None:
+    """Serves, or measures as the chief."""
+    told = json.loads(sys.argv[1])
+    cluster = Cluster.from_env()
+    if cluster.role in ("ps", "worker"):
+        servers.serve(cluster)
+        return
+    if is_chief := cluster.role == "chief":
+        strategy = parameter_server_strategy(cluster)
+    results = {}
+    for name, case in told["cases"].items():
+        case = {**case, "who": told["who"], "unrolled": told["unrolled"]}
+        if is_chief:
+            run, _ = ps_task.runner(case, strategy, cluster)
+        else:
+            run = local_runner(case)
+        results[name] = measure(run, told["secs"], cluster.num_workers)
+    pathlib.Path(told["output"]).write_text(json.dumps(results))
+    if is_chief:
+        servers.release(cluster)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Wide and deep through tfdist's public API: one task of a cluster, or all.
+
+    python -m benchmarks.contenders.wide_and_deep_tfdist JSON
+
+A compiled Keras model, `Estimator` and `train_and_evaluate`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from benchmarks import clicks, counters
+
+
+class Window(tfdist.SessionRunHook):
+    """Measures the steps between two."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        self._before: counters.Usage | None = None
+        self.used: dict | None = None
+
+    def steps_until_next(self, step: int) -> int | None:
+        """So that a run ends at either."""
+        for end in (self._first, self._last):
+            if step < end:
+                return end - step
+        return None
+
+    def after_run(
+        self,
+        run_context: tfdist.SessionRunContext,
+        run_values: tfdist.SessionRunValues,
+    ) -> None:
+        """Reads the counters at either."""
+        step = run_context.session.step
+        if step == self._first:
+            self._before = counters.usage()
+        elif step == self._last:
+            self.used = counters.difference(
+                self._before, counters.usage(), self._last - self._first
+            )
+
+
+def table(rows: int, width: int, values: Any, name: str) -> Any:
+    """An embedding, whole on one server."""
+    return tfdist.PartitionedEmbedding(
+        rows, width, embeddings_initializer=values, name=name
+    )
+
+
+def estimator(
+    case: dict[str, Any], save_steps: int = 1_000_000_000
+) -> tfdist.Estimator:
+    """The model and configuration that `case` tells."""
+
+    def model_fn() -> keras.Model:
+        wide = keras.optimizers.Ftrl(clicks.WIDE_RATE)
+        deep = keras.optimizers.Adagrad(clicks.DEEP_RATE)
+        optimizer = tfdist.MultiOptimizer([("wide", wide), ("", deep)])
+        return clicks.keras_model(
+            keras, case["rows"], table, optimizer, metrics=["auc"]
+        )
+
+    config = tfdist.RunConfig(
+        case["directory"] + "/model",
+        tf_random_seed=case["seed"],
+        save_checkpoints_steps=save_steps,
+    )
+    return tfdist.Estimator(model_fn, config)
+
+
+def input_fn(
+    case: dict[str, Any],
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """Each worker reads files of its own."""
+    return lambda context: clicks.train(
+        case["data"], context.num_input_pipelines, context.input_pipeline_id
+    )
+
+
+def main() -> None:
+    """Does this task's part; the chief writes what it measured."""
+    case = json.loads(sys.argv[1])
+    last = case["warm"] + case["steps"]
+    window = Window(case["warm"], last)
+    metrics, _ = tfdist.train_and_evaluate(
+        estimator(case),
+        # Some more steps, so that the last one measured is like the others.
+        tfdist.TrainSpec(input_fn(case), max_steps=last + 20, hooks=[window]),
+        tfdist.EvalSpec(lambda: clicks.evaluation(case["data"]), steps=None),
+    )
+    if window.used:
+        result = window.used | {"auc": metrics["auc"]}
+        pathlib.Path(case["output"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a cluster has used so far: seconds, CPU of each task, bytes.
+
+Read from the kernel, by the standard library alone: every contender counts with
+this file, whatever its TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+# Seconds by "time", CPU seconds of each task by "cpu", "bytes" on the wire.
+Usage = dict[str, Any]
+
+
+def sent_bytes() -> int:
+    """Bytes through the loopback interface of this network so far."""
+    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise RuntimeError("There is no loopback interface.")
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most memory a process has had."""
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("The kernel tells no peak memory.")
+
+
+def tasks() -> dict[str, list[int]]:
+    """Process ids of the tasks of this process's cluster, by "job:index".
+
+    They are those whose `TF_CONFIG` names the same cluster; a task's children
+    are among its own. Without `TF_CONFIG` there is this process, "local:0".
+    """
+    own = os.environ.get("TF_CONFIG")
+    if not own:
+        return {"local:0": [os.getpid()]}
+    cluster = json.loads(own)["cluster"]
+    found: dict[str, list[int]] = {}
+    for process in pathlib.Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            lines = (process / "environ").read_bytes().split(b"\0")
+        except OSError:  # It has ended, or is another user's.
+            continue
+        for line in lines:
+            if line.startswith(b"TF_CONFIG="):
+                config = json.loads(line.partition(b"=")[2])
+                if config["cluster"] == cluster:
+                    task = config["task"]
+                    name = f"{task['type']}:{task['index']}"
+                    found.setdefault(name, []).append(int(process.name))
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of a process so far, and of its children that have ended."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # It is one of them now.
+        return 0.0
+    fields = text.rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def usage() -> Usage:
+    """What this process's cluster has used until now."""
+    return {
+        "time": time.monotonic(),
+        "cpu": {
+            name: sum(map(cpu_seconds, pids)) for name, pids in tasks().items()
+        },
+        "bytes": sent_bytes(),
+    }
+
+
+def difference(before: Usage, after: Usage, steps: int) -> dict[str, Any]:
+    """What some steps have used.
+
+    Args:
+        before: `usage()` before them.
+        after: `usage()` after them.
+        steps: how many there were.
+
+    Returns:
+        "steps", "secs", "bytes", "cpu" (seconds of each task), and "began":
+        when, by the machine's monotonic clock.
+    """
+    return {
+        "steps": steps,
+        "began": before["time"],
+        "secs": after["time"] - before["time"],
+        "bytes": after["bytes"] - before["bytes"],
+        "cpu": {
+            name: secs - before["cpu"][name]
+            for name, secs in after["cpu"].items()
+            if name in before["cpu"]
+        },
+    }

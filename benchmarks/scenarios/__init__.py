@@ -1,0 +1,1 @@
+"""A file for each comparison that `python -m benchmarks.run` makes."""

@@ -1,0 +1,32 @@
+"""How even the load of the parameter servers is, by placement."""
+
+from __future__ import annotations
+
+from benchmarks import placement
+from benchmarks.contest import Bench, Result
+
+_MODELS = ("VGG16", "DLRM, 26 tables", "wide and deep")
+_SERVERS = (2, 8)
+
+
+def run(bench: Bench) -> Result:
+    """A skewed model, one of many tables and one of a few, on 2 and 8 ps."""
+    result = Result(
+        "Placement",
+        "The largest load over the mean load, by bytes; 1 is even. On a few "
+        "cores skew does not show in wall clock, so loads are compared. "
+        "`python -m benchmarks.placement` has more models, and seconds.",
+    )
+    for model in _MODELS[2:] if bench.quick else _MODELS:
+        variables = placement.MODELS[model]()
+        for num_ps in _SERVERS:
+            plans = placement.compare(variables, num_ps)
+            for name, plan in plans.items():
+                own = name not in ("round robin", "greedy")
+                result.add(
+                    f"{model} on {num_ps} ps",
+                    f"tfdist, {name}" if own else name,
+                    "largest over mean load",
+                    [plan.imbalance],
+                )
+    return result

@@ -1,0 +1,81 @@
+"""Seconds from the command to the first finished step."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+
+from benchmarks import clicks
+from benchmarks.contest import Bench, Measured, Result, here, run_process
+
+_MODULE = "benchmarks.contenders.wide_and_deep_"
+
+
+def run(bench: Bench) -> Result:
+    """A cluster's start beside imports, which every process pays."""
+    result = Result(
+        "Start-up",
+        "`python -m tfdist.launch --ps=2 --workers=2` of a small wide and deep "
+        "model, until its first step is finished, which is run alone, and "
+        "until the hundredth, when the dispatches of many steps are traced, "
+        "too. Estimator's on 2 ps and two tasks that train, from the first "
+        "step after both have made one. And what imports take in one process.",
+    )
+    with tempfile.TemporaryDirectory() as data:
+        clicks.write(data, 1000, 20_000)
+        case = {"data": data, "rows": 1000, "seed": 0}
+        case |= {"warm": 1, "steps": 99}
+        contenders = {
+            "tfdist": lambda number: _launched(case),
+            "TF 2.15.1 Estimator": lambda number: _estimator(bench, case),
+            "import tensorflow": _importing("import tensorflow"),
+            "import tfdist and all its names": _importing(
+                "import tfdist; [getattr(tfdist, n) for n in tfdist.__all__]"
+            ),
+        }
+        runs = bench.turns(contenders, result)
+    for name, measured in runs.items():
+        for key, measure in (
+            ("first", "seconds"),
+            ("hundredth", "seconds to step 100"),
+        ):
+            secs = [run[key] for run in measured if key in run]
+            result.add("2 ps, 2 workers", name, measure, secs)
+    return result
+
+
+def _launched(case: Measured) -> Measured:
+    with tempfile.TemporaryDirectory() as directory:
+        output = pathlib.Path(directory, "output.json")
+        told = {**case, "directory": directory, "output": str(output)}
+        launch = ("-m", "tfdist.launch", "--ps=2", "--workers=2", "-m")
+        start = time.monotonic()
+        run_process(here(*launch, f"{_MODULE}tfdist", json.dumps(told)))
+        return _since(start, json.loads(output.read_text()))
+
+
+def _estimator(bench: Bench, case: Measured) -> Measured:
+    bench.environments.python("tf_2_15")  # Made before the clock runs.
+    start = time.monotonic()
+    found = bench.run(
+        f"{_MODULE}estimator", case, environment="tf_2_15", ps=2, workers=1
+    )
+    return _since(start, found)
+
+
+def _since(start: float, window: Measured) -> Measured:
+    """The clock is the machine's, the same for all processes."""
+    first = window["began"] - start
+    return {"first": first, "hundredth": first + window["secs"]}
+
+
+def _importing(program: str) -> Callable[[int], Measured]:
+    def measure(number: int) -> Measured:
+        start = time.monotonic()
+        run_process(here("-c", program))
+        return {"first": time.monotonic() - start}
+
+    return measure
