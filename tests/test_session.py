@@ -116,6 +116,18 @@ def test_number_of_steps_is_exact(max_steps):
     assert session.secs_in_steps > 0
 
 
+def test_a_hook_that_wants_no_step_is_named():
+    """Or the session would run none, for ever."""
+
+    class Eager(SessionRunHook):
+        def steps_until_next(self, step):
+            return 3 - step
+
+    message = "Eager.steps_until_next must return None or at least 1.*: 0 at"
+    with pytest.raises(ValueError, match=message):
+        train(make(), 5, [Eager()])
+
+
 def test_request_stop():
     log = []
     train(make(), 100, [Recorder(log, every=2, stop_at=4)])
