@@ -23,8 +23,8 @@ FLOORS = {
     "early_stopping callbacks input_wait",
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",
-    4: "estimator building training canned canned_model heads networks vocabulary "
-    "feature_columns keras_columns estimator_checkpoint launch testing "
+    4: "estimator building training canned canned_model heads networks "
+    "vocabulary feature_columns keras_columns estimator_checkpoint launch testing "
     "supervisor vertex vertex_checks vertex_jobs vertex_machines kubernetes "
     "tuning __init__",
 }

@@ -4,7 +4,7 @@ A placement strategy is a callable from a variable's description to a task
 index (decision D5). The three of TF1 are here, with TF1's names, tie rules and
 results; `tfdist.planner` makes a better one from the whole list of variables.
 
-A strategy is called with a `tfdist.VariableSpec`, or, inside
+A strategy is called with a `VariableSpec`, or, inside
 `tfdist.replica_device_setter`, with the TF1 op that creates the variable. It
 counts: use a new one for each model.
 """
@@ -62,7 +62,7 @@ class GreedyLoadBalancingStrategy:
     The first of several least loaded tasks wins. Reproduces
     `tf.contrib.training.GreedyLoadBalancingStrategy`, but checks what the load
     function returns, and returns a Python `int`. The result is at most 2 - 1/m
-    times the best one on m tasks; `tfdist.plan` does better.
+    times the best one on m tasks; `tfdist.planner.plan` does better.
 
     Args:
         num_tasks: Number of parameter servers, at least 1.

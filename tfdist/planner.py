@@ -241,7 +241,7 @@ def _check_variables(variables: Sequence[VariableSpec], num_ps: int) -> None:
         if not isinstance(spec, VariableSpec):
             raise TypeError(
                 "Argument `variables` must hold `VariableSpec`s, as "
-                f"`tfdist.describe` makes them. Received: {spec!r}."
+                f"`tfdist.variables.describe` makes them. Received: {spec!r}."
             )
         if spec.name in names:
             raise ValueError(

@@ -37,7 +37,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where every variable of a model will live. Made by `tfdist.plan`.
+    """Where every variable of a model will live. Made by `tfdist.planner.plan`.
 
     Attributes:
         variables: The variables, in order of creation.

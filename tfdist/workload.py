@@ -149,7 +149,7 @@ class Workload:
         tensors counts as one position without output.
 
         Args:
-            model_fn: As for `tfdist.describe`.
+            model_fn: As for `tfdist.variables.describe`.
             batch_size: Examples that one replica takes in a step.
             rows_per_step: Different rows that a step reads of a table, by the
                 table's name (without `_part_0`). Default: as if no two ids of
@@ -160,8 +160,8 @@ class Workload:
             A `Workload` without `compute_secs` and `input_secs`.
 
         Raises:
-            TypeError, ValueError: As `tfdist.describe`; `rows_per_step` names
-                what is no table.
+            TypeError, ValueError: As `tfdist.variables.describe`;
+                `rows_per_step` names what is no table.
 
         Example:
         >>> def model_fn():

@@ -1,0 +1,269 @@
+"""What every notebook of the course shares: looks, checks, a quiet log.
+
+Import it before TensorFlow, whose C++ side reads its log level once, when it is
+loaded. Nothing of tfdist is repeated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import matplotlib.pyplot as plt
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+# Of Okabe and Ito: apart for every kind of colour vision. Greyscale tells them
+# by lightness, and by what goes with each: a hatch, or a marker and a dash.
+COLOURS = ("#0072B2", "#E69F00", "#000000", "#009E73", "#CC79A7")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\")
+MARKERS = ("o", "s", "^", "D", "v")
+DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
+_INK = "#333333"
+_FILLS = {
+    "worker": "#D6E9F5",
+    "ps": "#FBE7BE",
+    "chief": "#D9D9D9",
+    "plain": "#FFFFFF",
+}
+
+plt.rcParams.update(
+    {
+        "axes.prop_cycle": cycler(color=COLOURS)
+        + cycler(marker=MARKERS)
+        + cycler(linestyle=DASHES),
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.edgecolor": _INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 90,
+        "figure.figsize": (7.0, 3.2),
+        "font.size": 10,
+        "grid.color": "#DDDDDD",
+        "hatch.linewidth": 0.8,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 5,
+        "savefig.bbox": "tight",
+    }
+)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+# While it is loaded, TensorFlow 2.21 says that it found no GPU, and more,
+# before it knows its log level (tensorflow/tensorflow#100442).
+with _without_stderr():
+    importlib.import_module("tensorflow")
+
+
+def check(
+    number: int, answer: Any, is_right: Callable[[Any], bool], hint: str
+) -> None:
+    """Says whether the answer to an exercise is right.
+
+    Never raises, so that a notebook runs from top to bottom before its
+    exercises are done.
+
+    Args:
+        number: of the exercise.
+        answer: yours; `...` is none.
+        is_right: from an answer to whether it is right. What it raises is
+            shown, and means no.
+        hint: where to look again.
+    """
+    if answer is ...:
+        print(f"Exercise {number}: not answered yet.")
+        return
+    try:
+        right, why = bool(is_right(answer)), ""
+    except Exception as error:
+        right, why = False, f" ({type(error).__name__}: {error})"
+    verdict = "right." if right else f"not right yet{why}. {hint}"
+    print(f"Exercise {number}: {verdict}")
+
+
+def show(path: str) -> None:
+    """Prints a program that a notebook runs in processes of its own."""
+    print(Path(path).read_text().rstrip())
+
+
+def records(output: str) -> list[dict[str, Any]]:
+    """The lines of a task's output that are JSON objects."""
+    lines = (line.strip() for line in output.splitlines())
+    return [json.loads(line) for line in lines if line.startswith('{"')]
+
+
+def bars(
+    axes: Axes,
+    groups: Sequence[str],
+    series: dict[str, Sequence[float]],
+    unit: str,
+    number: str = "{:,.0f}",
+) -> None:
+    """Draws bars side by side, with their values on them.
+
+    Args:
+        axes: where.
+        groups: labels along the x axis.
+        series: by name, a value for each group.
+        unit: label of the y axis.
+        number: format of a value.
+    """
+    width = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        places = [
+            g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))
+        ]
+        drawn = axes.bar(
+            places,
+            values,
+            width * 0.92,
+            label=name,
+            color=COLOURS[i],
+            hatch=HATCHES[i],
+            edgecolor="white" if i != 2 else "#888888",
+        )
+        texts = [number.format(value) for value in values]
+        axes.bar_label(drawn, texts, padding=2, fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(unit)
+    axes.grid(visible=False, axis="x")
+    axes.margins(y=0.15)
+    if len(series) > 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+class Sketch:
+    """A drawing of boxes and arrows.
+
+    Args:
+        title: what the drawing says.
+        width: of the canvas, in units of one box or so.
+        height: likewise.
+    """
+
+    def __init__(self, title: str, width: float, height: float) -> None:
+        _, axes = plt.subplots(figsize=(7.0, 7.0 * height / width + 0.3))
+        axes.set(xlim=(0, width), ylim=(0, height), title=title)
+        axes.set_aspect("equal")
+        axes.axis("off")
+        self.axes: Axes = axes
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        text: str = "",
+        kind: str = "plain",
+        *,
+        at_top: bool = False,
+        size: float = 9,
+    ) -> None:
+        """Draws a box with its lower left corner at `(x, y)`.
+
+        Args:
+            x: of the corner.
+            y: of the corner.
+            width: of the box.
+            height: of the box.
+            text: in the box.
+            kind: its fill: "chief", "worker", "ps" or "plain".
+            at_top: whether the text stands at the top, above other boxes.
+            size: of the text, in points.
+        """
+        shape = "round,pad=0,rounding_size=0.08"
+        patch = FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle=shape,
+            facecolor=_FILLS[kind],
+            edgecolor=_INK,
+        )
+        self.axes.add_patch(patch)
+        self.axes.text(
+            x + width / 2,
+            y + height - 0.08 if at_top else y + height / 2,
+            text,
+            ha="center",
+            va="top" if at_top else "center",
+            fontsize=size,
+        )
+
+    def arrow(
+        self,
+        start: tuple[float, float],
+        end: tuple[float, float],
+        text: str = "",
+        *,
+        offset: tuple[float, float] = (0.0, 0.0),
+        dashed: bool = False,
+    ) -> None:
+        """Draws an arrow, with a text beside its middle."""
+        patch = FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=12,
+            shrinkA=0,
+            shrinkB=0,
+            linewidth=1.3,
+            linestyle="--" if dashed else "-",
+            color=_INK,
+        )
+        self.axes.add_patch(patch)
+        self.text(
+            (start[0] + end[0]) / 2 + offset[0],
+            (start[1] + end[1]) / 2 + offset[1],
+            text,
+        )
+
+    def text(self, x: float, y: float, text: str, size: float = 8.5) -> None:
+        """Writes a text around `(x, y)`."""
+        self.axes.text(x, y, text, ha="center", va="center", fontsize=size)
+
+
+def steps_and_losses(output: str) -> tuple[list[int], list[float]]:
+    """Steps and losses of tfdist's progress lines in a chief's output."""
+    rows = (_step_and_loss(line) for line in output.splitlines())
+    pairs = [row for row in rows if row]
+    return [step for step, _ in pairs], [loss for _, loss in pairs]
+
+
+def _step_and_loss(line: str) -> tuple[int, float] | None:
+    words = line.replace(",", " ").split()
+    if words[:1] != ["step"] or "loss" not in words:
+        return None
+    return int(words[1]), float(words[words.index("loss") + 1])
+
+
+def megabytes(values: Iterable[float]) -> list[float]:
+    """Bytes in MB, 10^6 bytes."""
+    return [value / 1e6 for value in values]

@@ -1,0 +1,73 @@
+"""Trains a step with each placement, and says where the variables are.
+
+Usage: placements.py MODEL_DIR, as every task of a cluster with ps.
+"""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import servers
+
+
+def model_fn() -> keras.Model:
+    """Four layers, of which the third is the largest."""
+    layers = [keras.layers.Dense(n, "relu") for n in (256, 256, 512, 1)]
+    model = keras.Sequential([keras.Input([256]), *layers])
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+def input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """The same batch of zeros, for ever."""
+    batch = tf.zeros([8, 256]), tf.zeros([8, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+class Where(tfdist.SessionRunHook):
+    """Prints the server and the bytes of each of the model's variables."""
+
+    def __init__(self, placement: str) -> None:
+        self._placement = placement
+
+    def after_create_session(
+        self, session: tfdist.MonitoredTrainingSession, coord: None
+    ) -> None:
+        """Prints a line of JSON for each variable."""
+        for variable in session.model.variables:
+            value = variable.value
+            device = tf.DeviceSpec.from_string(value.device)
+            row = {
+                "placement": self._placement,
+                "ps": device.task,
+                "name": variable.path,
+                "bytes": value.dtype.size * value.shape.num_elements(),
+            }
+            print(json.dumps(row), flush=True)
+
+
+def main(directory: str) -> None:
+    """Serves; on the chief, trains one step with each placement."""
+    cluster = tfdist.Cluster.from_env()
+    if cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    for placement in ("round_robin", "greedy", "planned"):
+        config = tfdist.RunConfig(
+            os.path.join(directory, placement),
+            placement=placement,
+            steps_per_dispatch=1,
+        )
+        estimator = tfdist.Estimator(model_fn, config)
+        estimator.train(input_fn, max_steps=1, hooks=[Where(placement)])
+    servers.release(cluster)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,117 @@
+"""Trains tables of several sizes, and says what a step costs and moves.
+
+Usage: tables.py MODEL_DIR, as every task of a cluster with ps.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import servers
+from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+
+STEPS = 40
+
+
+def model_fn(kind: str, rows: int) -> keras.Model:
+    """Looks four ids up in a table of `(rows, 16)`; predicts one number."""
+    if kind == "whole":
+        table = keras.layers.Embedding(rows, 16)
+    else:
+        table = tfdist.PartitionedEmbedding(rows, 16, num_shards=2)
+    model = keras.Sequential(
+        [
+            keras.Input([4], dtype="int64"),
+            table,
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    return model
+
+
+def input_fn(rows: int) -> tf.data.Dataset:
+    """Batches of 64 times four random ids, without end."""
+    ids = tf.data.Dataset.random(seed=1).map(lambda seed: batch(seed, rows))
+    return ids.prefetch(2)
+
+
+def batch(seed: tf.Tensor, rows: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """One batch."""
+    pair = tf.stack([seed, 0])
+    ids = tf.random.stateless_uniform([64, 4], pair, 0, rows, tf.int64)
+    return ids, tf.ones([64, 1])
+
+
+def moved() -> int:
+    """Bytes that all tasks have sent to each other in their network."""
+    text = Path("/proc/self/net/dev").read_text()
+    return int(re.search(r"lo:\s*(\d+)", text)[1])
+
+
+class Meter(tfdist.SessionRunHook):
+    """Measures from step 10 on."""
+
+    def __init__(self, kind: str, rows: int) -> None:
+        self._row = {"kind": kind, "rows": rows}
+        self._marks = []
+
+    def steps_until_next(self, step: int) -> int:
+        """Every ten steps."""
+        return 10 - step % 10
+
+    def after_run(
+        self,
+        run_context: SessionRunContext,
+        run_values: SessionRunValues,
+    ) -> None:
+        """Notes the step, the time and the bytes."""
+        step = run_context.session.step
+        if step >= 10:
+            self._marks.append((step, time.perf_counter(), moved()))
+
+    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
+        """Prints what a step costs."""
+        first, *_, last = self._marks
+        steps, secs, sent = (b - a for a, b in zip(first, last, strict=True))
+        row = {**self._row, "secs": secs / steps, "bytes": sent / steps}
+        print(json.dumps(row), flush=True)
+
+
+def main(directory: str) -> None:
+    """Serves; on the chief, trains each table for some steps."""
+    cluster = tfdist.Cluster.from_env()
+    if cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    for kind in ("whole", "rows"):
+        for rows in (1_000, 30_000, 1_000_000):
+            estimator = tfdist.Estimator(
+                lambda kind=kind, rows=rows: model_fn(kind, rows),
+                tfdist.RunConfig(
+                    os.path.join(directory, f"{kind}_{rows}"),
+                    save_checkpoints_secs=0,
+                    steps_per_dispatch=1,
+                    audit_input=False,
+                ),
+            )
+            estimator.train(
+                lambda rows=rows: input_fn(rows),
+                max_steps=STEPS,
+                hooks=[Meter(kind, rows)],
+            )
+    servers.release(cluster)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
