@@ -24,9 +24,9 @@ FLOORS = {
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",
     4: "estimator building training canned canned_model heads networks "
-    "vocabulary feature_columns keras_columns estimator_checkpoint launch testing "
-    "supervisor vertex vertex_checks vertex_jobs vertex_machines kubernetes "
-    "tuning __init__",
+    "vocabulary feature_columns keras_columns estimator_checkpoint launch "
+    "testing supervisor vertex vertex_checks vertex_jobs vertex_machines "
+    "kubernetes tuning __init__",
 }
 FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
 
