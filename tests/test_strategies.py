@@ -114,10 +114,12 @@ def test_weights_are_those_of_one_device(reports, directory, strategy, feature):
             in (reports[strategy][feature])
         )
         return
+    # The order in which a server's threads add is chance; Adam magnifies it.
+    least = 5e-4 if strategy == "ps" else 2e-5
     assert_alike(
         weights(directory, strategy, feature),
         weights(directory, "one_device", feature),
-        TOLERANCE.get(feature, 2e-5),
+        max(TOLERANCE.get(feature, 0), least),
     )
     # The last five steps' metrics, loss included.
     assert reports[strategy][feature] == pytest.approx(
