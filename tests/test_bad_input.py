@@ -289,6 +289,6 @@ def test_own_train_step_on_a_cluster(tmp_path):
     with LocalCluster(command, ps=1, workers=1, cwd=HERE.parent) as cluster:
         cluster.wait_for_line("chief:0", "ValueError: OwnStep overrides `train")
         output = cluster.output("chief:0")
-    assert "Override `compute_loss` instead, or train in one proc" in output
+    assert "Override `compute_loss` instead, or train on one device." in output
     assert_nothing_left(cluster)
     assert not list(model_dir.glob("model.ckpt*"))
