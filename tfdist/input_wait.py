@@ -25,16 +25,9 @@ class TimedIterator:
 
     def get_next(self) -> Any:
         """The next batch."""
-        return self._noted(self._iterator.get_next())
-
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        """The next batch, or nothing at the end of the data."""
-        return self._noted(self._iterator.get_next_as_optional())
-
-    def _noted(self, batch: Any) -> Any:
-        with tf.control_dependencies(
-            tf.nest.flatten(batch, expand_composites=True)
-        ):
+        batch = self._iterator.get_next()
+        parts = tf.nest.flatten(batch, expand_composites=True)
+        with tf.control_dependencies(parts):
             self._there.append(tf.timestamp())
         return batch
 

@@ -272,7 +272,13 @@ class LocalLoop(InProcessLoop):
             first_step += size
             states = self._input_secs.without(packed.numpy())
             total = self._step.joined(total, states)
+            if self._ended_before(first_step):
+                raise EndOfInput(logs_of(total, self._step))
         return logs_of(total, self._step)
+
+    def _ended_before(self, step: int) -> bool:
+        """Whether the data ended before so many steps, and raised nothing."""
+        return False
 
 
 class FunctionLoop(InProcessLoop):

@@ -9,12 +9,12 @@ whole batch. Layers that look at their whole batch do not know of the others:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.loop import EndOfInput, LocalLoop, logs_of
+from tfdist.loop import LocalLoop
 from tfdist.replicas import Replicas, share, without_examples
 from tfdist.step import ModelStep
 
@@ -71,26 +71,9 @@ class ReplicatedLoop(LocalLoop):
             )
         super().__init__(step, global_step, dataset, steps_per_dispatch)
 
-    def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
-    ) -> dict[str, float]:
-        """See `Loop.run`; the data have ended once steps do not count."""
-        if not self._replicas.skips_empty:
-            return super().run(num_steps, watch, ahead)
-        total: Any = 0.0
-        for size in self._dispatches.sizes(num_steps):
-            first_step = self.step
-            packed = self._dispatches.functions[size](
-                self.iterator, tf.constant(first_step, tf.int64)
-            )
-            states = self._input_secs.without(packed.numpy())
-            total = self._step.joined(total, states)
-            if self.step < first_step + size:
-                raise EndOfInput(logs_of(total, self._step))
-        return logs_of(total, self._step)
+    def _ended_before(self, step: int) -> bool:
+        """Steps for which nobody had an example did not count."""
+        return self._replicas.skips_empty and self.step < step
 
     def _steps(
         self,
