@@ -220,45 +220,51 @@ def with_environ(text):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LESSONS, *SOLUTIONS])
-def test_runs_and_shows_what_is_stored(run, name):
-    assert texts(run(name)) == texts(read(name)), (
-        f"run: python -m notebooks.execute {Path(name).name[:2]}"
-    )
+STALE = "run: python -m notebooks.execute "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LESSONS)
-def test_checks_tell_wrong_from_right(run, name):
+def test_lesson_shows_what_is_stored(run, name):
+    assert texts(run(name)) == texts(read(name)), STALE + name[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LESSONS)
+def test_solution_is_right_and_nothing_else_is(run, name):
+    """Each check runs also after the empty answer and after wrong ones."""
     expected = {}
 
     def try_answers(notebook):
-        """Each check also after the empty answer and after wrong ones."""
         from nbformat.v4 import new_code_cell
 
         answers, checks = tagged(notebook, "answer"), tagged(notebook, "check")
         cells = []
         for cell in notebook["cells"]:
-            cells.append(cell)
             for number in (n for n, check in checks.items() if check is cell):
-                right = source(answers[number])
                 tries = [
                     (f"answer_{number} = ...", "not answered yet."),
                     *((w, "not right yet") for w in WRONG[name[:2]][number]),
-                    (right, "right."),
                 ]
                 for answer, verdict in tries:
-                    text = f"{answer}\n\n\n{source(checks[number])}"
+                    text = f"{answer}\n\n\n{source(cell)}"
                     cells.append(new_code_cell(text))
                     expected[text] = f"Exercise {number}: {verdict}"
+                # The last try left the wrong one.
+                cells.append(new_code_cell(source(answers[number])))
+            cells.append(cell)
         notebook["cells"] = cells
 
-    notebook = run(f"solutions/{name}", edit=try_answers)
-    shown = zip(code(notebook), texts(notebook), strict=True)
+    path = f"solutions/{name}"
+    notebook = run(path, edit=try_answers)
+    shown = list(zip(code(notebook), texts(notebook), strict=True))
     verdicts = {source(cell): "".join(parts) for cell, parts in shown}
     for text, verdict in expected.items():
         assert verdicts[text].startswith(verdict), text
+    stored = {source(cell): cell for cell in code(read(path))}
+    for cell, parts in shown:
+        if source(cell) in stored:
+            assert [parts] == texts({"cells": [stored[source(cell)]]}), STALE
 
 
 @pytest.mark.slow
