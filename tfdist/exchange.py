@@ -3,8 +3,8 @@
 Below a megabyte the number of tensors that cross the wire costs, not their
 bytes. So a step sends each server one message with the ids of all table rows
 that it needs, gets one message with these rows and all dense variables, and
-sends one message with all gradients. The server knows the ids already, so the
-gradients of rows travel without them.
+sends one message with all gradients; larger variables go alone. The server
+knows the ids already, so the gradients of rows travel without them.
 
     worker                                server k
       ids of rows ----------------------->  gather
@@ -27,6 +27,9 @@ import tensorflow as tf
 from tfdist import lookups, optimizers
 from tfdist.fence import Fence
 from tfdist.routing import Group, Route, stacked
+
+# Bytes from which on copying a tensor costs more than another message.
+_LARGE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +334,7 @@ class Exchange:
             with tf.device(device):
                 # Not the tensor itself: a control edge from the output of a
                 # function waits for its side effects alone.
-                arrived[device] = tf.identity(sent[-1])
+                arrived[device] = tf.identity_n(sent)[-1]
                 self._apply(
                     collections.deque(sent[1:] if fence else sent),
                     [self.dense[i] for i in whole],
@@ -459,6 +462,9 @@ def _send(
 ) -> list[tf.Tensor]:
     """Moves tensors from one device to another, in one message per dtype.
 
+    But a large one goes alone: to put it into a message and to take it out
+    are two copies.
+
     Args:
         tensors: On `source`; None is the device that runs the step.
         shapes: Shape of each; scalar int32 tensors on `target` where a
@@ -473,8 +479,7 @@ def _send(
     """
     received: list[tf.Tensor] = [None] * len(tensors)
     generation = None
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        own = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+    for own in _messages([t.dtype for t in tensors], shapes):
         with tf.device(source):
             message = tf.concat(
                 [tf.reshape(tensors[i], [-1]) for i in own], axis=0
@@ -489,6 +494,22 @@ def _send(
                 static = [d if isinstance(d, int) else -1 for d in shapes[i]]
                 received[i] = tf.reshape(piece, static)
     return received
+
+
+def _messages(
+    dtypes: Sequence[tf.DType], shapes: Sequence[list[Any]]
+) -> list[list[int]]:
+    """Which tensors share a message; the first of all is in the first.
+
+    >>> _messages([tf.float32, tf.int64, tf.float32], [[], [2], [1 << 18]])
+    [[0], [1], [2]]
+    """
+    messages = collections.defaultdict(list)
+    for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        static = all(isinstance(d, int) for d in shape)
+        large = static and _size(shape) * dtype.size >= _LARGE
+        messages[dtype, i if large else None].append(i)
+    return list(messages.values())
 
 
 def _size(shape: list[Any]) -> Any:
