@@ -13,9 +13,14 @@ import pytest
 
 from tfdist.connections import Sentinel, connections, cut_connections
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="file descriptors are shared on Linux alone"
-)
+pytestmark = [
+    # Faults at times of their own, which a busy machine would shift.
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="file descriptors are shared on Linux alone",
+    ),
+]
 
 # Speaks first, as a gRPC server does.
 TASK = """

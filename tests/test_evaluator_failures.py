@@ -22,6 +22,9 @@ from tfdist import checkpoint, results
 from tfdist.saved_models import list_exports
 from tfdist.testing import LocalCluster, assert_nothing_left
 
+# Faults at times of their own, which a busy machine would shift.
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 EVALUATOR = "evaluator:0"
 EVALUATED = r"Evaluation of step (\d+): .*"

@@ -14,6 +14,9 @@ import tensorflow as tf
 from tfdist import checkpoint
 from tfdist.testing import LocalCluster, assert_nothing_left
 
+# Faults at times of their own, which a busy machine would shift.
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 CHIEF = "chief:0"
 SAVE_STEPS = 100
