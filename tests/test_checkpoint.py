@@ -78,8 +78,11 @@ def test_an_edited_list_goes_back_to_an_earlier_one(tmp_path, lists_all):
     lines = [first.replace("-3", "-2"), *(rest if lists_all else [])]
     path.write_text("\n".join(lines))
     again = Checkpoints(str(tmp_path), {"global_step": step})
-    assert again.restore() == str(tmp_path / "model.ckpt-2")
+    earlier = [str(tmp_path / f"model.ckpt-{i}") for i in (2, 1)]
+    assert again.restore() == earlier[0]
     assert int(step.numpy()) == 2
+    wanted = earlier if lists_all else earlier[:1]
+    assert checkpoint.listed(str(tmp_path))[: len(wanted)] == wanted
 
 
 def test_restores_the_model_without_its_optimizer(trained):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
 from tfdist import checkpoint
+from tfdist.cluster import Cluster
 from tfdist.hooks import StopAtStepHook
 from tfdist.session import MonitoredTrainingSession, Trainable
 from tfdist.session_run_hook import SessionRunArgs, SessionRunHook
@@ -233,6 +234,16 @@ def test_two_cadences(both, tmp_path):
 def test_no_trainable():
     with pytest.raises(TypeError, match=r"must return a tfdist\.Trainable"):
         MonitoredTrainingSession(lambda: 3)
+
+
+@pytest.mark.parametrize("role", ["worker", "ps", "evaluator"])
+def test_only_the_chief_has_a_session(role):
+    """At once: to wait for the cluster would be to wait for itself."""
+    roles = ("chief", "worker", "ps", "evaluator")
+    jobs = {other: [f"{other}:1"] for other in roles}
+    cluster = Cluster.from_jobs(jobs, role, 0)
+    with pytest.raises(ValueError, match=r"Only the chief .* Call `train_and"):
+        MonitoredTrainingSession(Trainable, cluster=cluster)
 
 
 # --- Recovery in one process -------------------------------------------------

@@ -205,7 +205,7 @@ class Checkpoints:
                 damaged.
         """
         self._remove_unfinished()
-        paths = self._paths()
+        paths = listed(self._directory)
         if not paths:
             _check_there_is_none(self._directory)
         for path, older in itertools.zip_longest(paths, paths[1:]):
@@ -231,14 +231,6 @@ class Checkpoints:
             else:
                 return path
         return None
-
-    def _paths(self) -> list[str]:
-        """The checkpoints, from the newest on."""
-        paths = list(reversed(self._manager.checkpoints))
-        named = tf.train.latest_checkpoint(self._directory)
-        if named in paths:
-            return paths[paths.index(named) :]
-        return [named, *paths] if named else paths
 
     def save_position(self, step: int) -> None:
         """Writes where the input is, and no variable.
@@ -303,6 +295,19 @@ def latest(directory: str) -> str | None:
     if path is None:
         _check_there_is_none(directory)
     return path
+
+
+def listed(directory: str) -> list[str]:
+    """The checkpoints of `directory`, the newest first.
+
+    Where the list was edited to go back, from the one in its first line on.
+    """
+    state = tf.train.get_checkpoint_state(directory)
+    paths = list(state.all_model_checkpoint_paths)[::-1] if state else []
+    first = tf.train.latest_checkpoint(directory)
+    if first in paths:
+        return paths[paths.index(first) :]
+    return [first, *paths] if first else paths
 
 
 def _check_there_is_none(directory: str) -> None:

@@ -285,7 +285,7 @@ class Evaluator:
             done = results.read_json(results.done_path(self._model_dir))
             if done is not None and done != done_before:
                 last_step = done["global_step"]
-            paths = self._paths()
+            paths = checkpoint.listed(self._model_dir)
             if paths and _is_last(paths[0], last_step):
                 self._finish(paths[0])
                 return
@@ -305,7 +305,7 @@ class Evaluator:
         try:
             self.evaluate(path)
         except DamagedCheckpointError as error:
-            if path in self._paths():
+            if path in checkpoint.listed(self._model_dir):
                 self._damaged.add(path)
                 _log.warning("%s It is passed over.", error)
             else:
@@ -336,11 +336,6 @@ class Evaluator:
             ) from error.__cause__
         self.export(is_the_final_export=True)
         self.publish()
-
-    def _paths(self) -> list[str]:
-        """The job's checkpoints, the newest first."""
-        state = tf.train.get_checkpoint_state(self._model_dir)
-        return list(state.all_model_checkpoint_paths)[::-1] if state else []
 
     def _has_evaluated(self, path: str) -> bool:
         return (

@@ -89,6 +89,7 @@ from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
 from tfdist.strategy import (
+    check_is_chief,
     multi_worker_strategy,
     parameter_server_strategy,
     placed_scope,
@@ -188,7 +189,8 @@ class MonitoredTrainingSession:
 
     Raises:
         ValueError: both cadences of one kind; a checkpoint of other variables;
-            a `build_fn` that makes other variables the second time.
+            a `build_fn` that makes other variables the second time; a worker,
+            ps or evaluator of a cluster with ps.
         TimeoutError: a task, or the first checkpoint, was not there in time.
         RuntimeError: another chief holds the job.
     """
@@ -217,6 +219,8 @@ class MonitoredTrainingSession:
         several = cluster is not None and cluster.is_distributed
         self._cluster = cluster if several and cluster.num_ps else None
         self._all_reduce = cluster if several and not cluster.num_ps else None
+        if self._cluster:
+            check_is_chief(self._cluster)
         if self._all_reduce:
             is_chief = cluster.is_chief
         self.step = 0

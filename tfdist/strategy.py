@@ -68,11 +68,7 @@ def parameter_server_strategy(
         TimeoutError: A task was not up in time.
         RuntimeError: Another chief holds the job.
     """
-    if cluster.role != "chief" or not cluster.num_ps:
-        raise ValueError(
-            "Only the chief of a cluster with parameter servers can connect "
-            f"to it. Received: cluster={cluster}."
-        )
+    check_is_chief(cluster)
     _widen_thread_pool()
     servers.reconnect_quickly()
     expire_remote_state_after(_KEEP_ALIVE_SECS)
@@ -87,6 +83,16 @@ def parameter_server_strategy(
     servers.hold(cluster)
     servers.count_connection(cluster)
     return strategy
+
+
+def check_is_chief(cluster: Cluster) -> None:
+    """Raises ValueError unless this is the chief of a cluster with ps."""
+    if cluster.role != "chief" or not cluster.num_ps:
+        raise ValueError(
+            "Only the chief of a cluster with parameter servers can connect "
+            f"to it. Received: cluster={cluster}. Call `train_and_evaluate` in "
+            "every task, or `tfdist.servers.serve` in workers and ps."
+        )
 
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps", "tpu")
