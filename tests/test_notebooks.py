@@ -60,6 +60,92 @@ WRONG = {
             "answer_3 = lambda secs, n: np.sort(secs, axis=1)[:, :n].mean()",
         ],
     },
+    "06": {
+        1: ["answer_1 = 27", "answer_1 = 35"],
+        2: ["answer_2 = 6 * 20 * 5", "answer_2 = 20 * 5"],
+        3: [
+            "answer_3 = lambda secs, n: [secs[: len(secs) // n], "
+            "secs[len(secs) // n :]]",
+            "answer_3 = lambda secs, n: [sorted(secs)[i::n] for i in range(n)]",
+        ],
+    },
+    "07": {
+        1: ["answer_1 = 10", "answer_1 = 7 + (10 - 6)"],
+        2: [
+            "answer_2 = 101 * 24 / 1000 * 5",
+            "answer_2 = 21 * 24 / 1000 * 10",
+        ],
+        3: [
+            "answer_3 = tfdist.SessionRunHook()",
+            "answer_3 = tfdist.StopAtStepHook(last_step=10)",
+        ],
+    },
+    "08": {
+        1: ["answer_1 = (1 / 8) ** 8", "answer_1 = 1 / 8"],
+        2: ["answer_2 = 256", "answer_2 = 256 * (1 + 2)"],
+        3: [
+            "answer_3 = lambda read, n: ([], [])",
+            "answer_3 = lambda read, n: "
+            "(sorted(set(read[0]) & set(read[1])), "
+            "sorted(set(range(n)) - set(read[0]) - set(read[1])))",
+        ],
+    },
+    "09": {
+        1: ["answer_1 = [40, 50]", "answer_1 = [10, 20, 40]"],
+        2: [
+            "answer_2 = lambda best_eval_result, current_eval_result: ("
+            "current_eval_result['auc'] >= best_eval_result['auc'])",
+            "answer_2 = lambda best, current: current['auc'] > best['auc']",
+        ],
+        3: [
+            "answer_3 = lambda saved, takes, throttle_secs: saved",
+            "answer_3 = lambda saved, takes, throttle_secs: saved[:: max("
+            "1, (takes + throttle_secs) // 10)]",
+        ],
+    },
+    "10": {
+        1: ["answer_1 = 8", "answer_1 = 8 * 0.2 / (0.2 + 0.1 / 1.25)"],
+        2: ["answer_2 = [200, 100]", "answer_2 = 200"],
+        3: [
+            'answer_3 = ["mirrored", "ps", "mirrored", "mirrored"]',
+            "answer_3 = 4",
+        ],
+    },
+    "11": {
+        1: ['answer_1 = "/job:worker/task:1"', "answer_1 = 2"],
+        2: [
+            "answer_2 = Job(image=image, base_output_dir=bucket, workers=4, "
+            "machine=Machine(machine_type='n1-standard-16', "
+            "accelerator_type='NVIDIA_TESLA_T4', accelerator_count=2), "
+            "spot=True, timeout_secs=21600)",
+            "answer_2 = Job(image=image, base_output_dir=bucket, workers=3, "
+            "spot=True, timeout_secs=21600)",
+        ],
+        3: [
+            "answer_3 = 'worker_pool_specs: []'",
+            "answer_3 = '{'",
+        ],
+    },
+    "12": {
+        1: [
+            "answer_1 = keras.optimizers.Adam(0.01)",
+            "answer_1 = keras.optimizers.Adam(0.001, epsilon=1e-8)",
+        ],
+        2: [
+            "answer_2 = lambda table, n: [table[i::n] for i in range(n)]",
+            "answer_2 = lambda table, n: np.array_split(table[::-1], n)",
+        ],
+        3: [
+            "def answer_3():\n"
+            "    x = keras.Input([2], name='x')\n"
+            "    net = keras.layers.Dense(4, 'tanh')(x)\n"
+            "    model = keras.Model({'x': x}, keras.layers.Dense(3)(net))\n"
+            "    model.compile(keras.optimizers.SGD(0.1), "
+            "'sparse_categorical_crossentropy')\n"
+            "    return model",
+            "answer_3 = keras.Model",
+        ],
+    },
 }
 
 
@@ -176,7 +262,11 @@ def test_links_lead_somewhere():
     readme = (FOLDER / "README.md").read_text()
     assert all(f"({name})" in readme for name in LESSONS)
     pages = {"README.md": readme} | {
-        name: "\n".join(source(cell) for cell in read(name)["cells"])
+        name: "\n".join(
+            source(cell)
+            for cell in read(name)["cells"]
+            if cell["cell_type"] == "markdown"
+        )
         for name in LESSONS
     }
     for name, text in pages.items():

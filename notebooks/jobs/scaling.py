@@ -1,0 +1,120 @@
+"""The pace of training, by the number of workers and by the model's size.
+
+Usage: scaling.py MODEL_DIR, as every task of a cluster with ps. To compute a
+step takes 30 ms, in which a worker only waits, so that two cores can play
+several machines. What takes time beside that is to pull the weights and to push
+gradients.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import servers
+from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+
+PAUSE = 30_000  # Microseconds.
+# Outputs of the model, and with how many workers it is trained.
+RUNS = {10: (1, 2, 3), 2_000: (1,), 5_000: (1, 2, 3)}
+
+
+class Wait(keras.layers.Layer):
+    """Passes on what it is given, after a pause."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        """TensorFlow's own sleep, since no Python runs on a worker."""
+        pause = tf.raw_ops.SleepDataset(
+            input_dataset=tf.data.experimental.to_variant(
+                tf.data.Dataset.from_tensors(0)
+            ),
+            sleep_microseconds=tf.constant(PAUSE, tf.int64),
+            output_types=[tf.int32],
+            output_shapes=[[]],
+        )
+        pause = tf.data.experimental.from_variant(
+            pause, tf.TensorSpec([], tf.int32)
+        )
+        only = pause.take(1).get_single_element()
+        with tf.control_dependencies([only]):
+            return tf.identity(x)
+
+
+def model_fn(units: int) -> keras.Model:
+    """A layer of 1,000 times so many weights."""
+    layers = [keras.Input([1000]), keras.layers.Dense(units), Wait()]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def input_fn(
+    context: tf.distribute.InputContext, units: int, workers: int
+) -> tf.data.Dataset:
+    """Batches of one example without end; none for the other workers."""
+    batch = tf.ones([1, 1000]), tf.ones([1, units])
+    works = tf.less(context.input_pipeline_id, workers)
+    return tf.data.Dataset.from_tensors(batch).repeat(
+        tf.where(works, tf.constant(-1, tf.int64), 0)
+    )
+
+
+class Pace(tfdist.SessionRunHook):
+    """Measures how many steps a second all workers do together."""
+
+    def __init__(self, units: int, workers: int) -> None:
+        self._row = {"bytes": 4 * 1001 * units, "workers": workers}
+        self._every = 5 * workers
+        self._times = []
+
+    def steps_until_next(self, step: int) -> int:
+        """Five for each worker."""
+        return self._every - step % self._every
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Notes the time."""
+        self._times.append(time.perf_counter())
+
+    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
+        """Prints a line of JSON."""
+        secs = [b - a for a, b in itertools.pairwise(self._times)]
+        pace = self._every / statistics.median(secs)
+        print(json.dumps({**self._row, "pace": pace}), flush=True)
+
+
+def main(directory: str) -> None:
+    """Serves; on the chief, trains each model with some of the workers."""
+    cluster = tfdist.Cluster.from_env()
+    if cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    for units, workers in ((u, n) for u, some in RUNS.items() for n in some):
+        config = tfdist.RunConfig(
+            os.path.join(directory, f"{units}_{workers}"),
+            save_checkpoints_secs=0,
+            log_step_count_steps=None,
+            steps_per_dispatch=1,
+            audit_input=False,
+        )
+        tfdist.Estimator(lambda units=units: model_fn(units), config).train(
+            lambda context, units=units, workers=workers: input_fn(
+                context, units, workers
+            ),
+            max_steps=30 * workers,
+            hooks=[Pace(units, workers)],
+        )
+    servers.release(cluster)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
