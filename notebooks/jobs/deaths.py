@@ -17,7 +17,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.session_run_hook import SessionRunContext, SessionRunValues
 
-MAX_STEPS = 900
+MAX_STEPS = 700
 PAUSE = 25_000  # Microseconds.
 
 
@@ -28,7 +28,7 @@ def model_fn() -> keras.Model:
     rows = tfdist.PartitionedEmbedding(100_000, 1, num_shards=2)(ids)
     y = keras.layers.Dense(1)(x) + keras.layers.Flatten()(rows)
     model = keras.Model({"x": x, "ids": ids}, y)
-    model.compile(keras.optimizers.SGD(0.001), "mse")
+    model.compile(keras.optimizers.SGD(0.0015), "mse")
     return model
 
 
@@ -86,7 +86,7 @@ class Diary(tfdist.SessionRunHook):
 
 
 def main(model_dir: str) -> None:
-    """Trains for 900 steps, with a checkpoint every 100."""
+    """Trains for 700 steps, with a checkpoint every 100."""
     config = tfdist.RunConfig(
         model_dir,
         tf_random_seed=1,

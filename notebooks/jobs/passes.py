@@ -18,8 +18,8 @@ import tensorflow as tf
 import tfdist
 from tfdist.session_run_hook import SessionRunContext, SessionRunValues
 
-EXAMPLES, BLOCK, BATCH = 480, 20, 4
-PAUSE = 20_000  # Microseconds; worker 1 takes five times as long.
+EXAMPLES, BLOCK, BATCH = 400, 20, 4
+PAUSE = 15_000  # Microseconds; worker 1 takes five times as long.
 
 
 def model_fn() -> keras.Model:
