@@ -235,8 +235,8 @@ def test_what_a_death_costs(tmp_path):
         for task, start, end in zip(deaths, starts, starts[1:], strict=False)
     }
     print("\n" + "\n".join(f"{t}: {len(x)}: {x}" for t, x in losses.items()))
-    # One batch in its step, and two of each data worker on their way.
-    assert 0 < len(losses["worker:2"]) <= 5 * BATCH
+    # One batch in its step, one in a `map`, two of each data worker under way.
+    assert 0 < len(losses["worker:2"]) <= 6 * BATCH
     assert len(losses["data_worker:1"]) <= 2 * BLOCK
     assert losses["dispatcher:0"] == []
 

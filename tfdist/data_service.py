@@ -18,7 +18,8 @@ for `read_csv` and its like, an example for `Dataset.from_tensor_slices`. So:
 
 Nothing fails: each example is trained on once in each epoch.
 A worker dies: it costs the batch that it trained on and those on their way to
-  it, two for each data worker. Started again it reads on.
+  it, two for each data worker; behind a `map` of the result, which TensorFlow
+  runs ahead, one more. Started again it reads on.
 The chief dies, or a ps: the pass goes on where it was, with the weights of the
   last checkpoint. It costs the batches trained on since, and at each worker as
   many as if it had died. So does the death of any process of an all-reduce job.
