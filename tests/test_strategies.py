@@ -115,7 +115,8 @@ def test_weights_are_those_of_one_device(reports, directory, strategy, feature):
         )
         return
     # The order in which a server's threads add is chance; Adam magnifies it.
-    least = 5e-4 if strategy == "ps" else 2e-5
+    # An example that crosses a threshold of the AUC changes it by 6e-4.
+    least, of_metrics = (5e-4, 2e-3) if strategy == "ps" else (2e-5, 1e-4)
     assert_alike(
         weights(directory, strategy, feature),
         weights(directory, "one_device", feature),
@@ -123,7 +124,8 @@ def test_weights_are_those_of_one_device(reports, directory, strategy, feature):
     )
     # The last five steps' metrics, loss included.
     assert reports[strategy][feature] == pytest.approx(
-        reports["one_device"][feature], abs=TOLERANCE.get(feature, 1e-4)
+        reports["one_device"][feature],
+        abs=max(TOLERANCE.get(feature, 0), of_metrics),
     )
 
 

@@ -22,6 +22,9 @@ from tfdist.testing import (
     random_faults,
 )
 
+# Faults at times of their own, which a busy machine would shift.
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 DEADLINE = 30.0
 
@@ -729,9 +732,6 @@ def test_what_is_left_is_found(what):
 PROBE = """
 from tfdist import servers
 from tfdist.cluster import Cluster
-
-# Faults at times of their own, which a busy machine would shift.
-pytestmark = pytest.mark.alone
 cluster = Cluster.from_env()
 if cluster.role == "ps":
     servers.serve(cluster)
