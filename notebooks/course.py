@@ -19,6 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 # Of Okabe and Ito: apart for every kind of colour vision. Greyscale tells them
@@ -156,6 +157,11 @@ def bars(
     axes.margins(y=0.15)
     if len(series) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def headline(figure: Figure, text: str) -> None:
+    """Writes the title of a figure of several axes where one's own would be."""
+    figure.suptitle(text, x=0.01, ha="left", size=11, weight="bold")
 
 
 class Sketch:

@@ -69,7 +69,7 @@ def train_op_of(loss: tf.Tensor) -> tf.Operation:
     )
 
 
-def model_fn(features, labels, mode):  # noqa: ANN001, ANN201
+def model_fn(features, labels, mode):
     """As `tf.estimator.Estimator` called it, once for each mode."""
     logits = logits_of(features)
     probability = tf.sigmoid(logits)
