@@ -224,6 +224,8 @@ def plain_loop(
 ) -> Callable[[int], None]:
     """A hand-written coordinator loop, as TensorFlow's guide has it.
 
+    The loss is returned: else TensorFlow would leave out what only it needs.
+
     Args:
         model: Compiled, and its optimizer built.
         examples: The input of each worker.
@@ -240,17 +242,17 @@ def plain_loop(
         coordinator.create_per_worker_dataset(lambda: examples(context))
     )
 
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True))
         variables = model.trainable_variables
         read = [v.value for v in variables]
         update(model, tape.gradient(loss, read), variables)
+        return loss
 
     @tf.function
-    def dispatch(batches: Iterator) -> None:
-        for _ in range(unrolled):
-            strategy.run(step, args=next(batches))
+    def dispatch(batches: Iterator) -> list[tf.Tensor]:
+        return [strategy.run(step, args=next(batches)) for _ in range(unrolled)]
 
     def run(steps: int) -> None:
         for _ in range(steps // unrolled):

@@ -53,8 +53,10 @@ class Meeting:
             time.sleep(0.01)
 
 
-def train_op(case: dict[str, Any], scope: str, step: tf.Variable) -> Any:
-    """One step of a case, in the default graph."""
+def train_op(
+    case: dict[str, Any], scope: str, step: tf.Variable
+) -> tuple[Any, Any]:
+    """One step of a case, in the default graph, and its loss."""
     examples = ps_task.input_fn(case["rows"], case.get("batch", BATCH))
     dataset = examples(tf.distribute.InputContext())
     ids, _ = tf1.data.make_one_shot_iterator(dataset).get_next()
@@ -64,7 +66,7 @@ def train_op(case: dict[str, Any], scope: str, step: tf.Variable) -> Any:
             "sgd": tf1.train.GradientDescentOptimizer(0.01),
             "adagrad": tf1.train.AdagradOptimizer(0.05),
         }[case["optimizer"]]
-        return optimizer.minimize(loss, step)
+        return optimizer.minimize(loss, step), loss
 
 
 def _variable(name: str, shape: list[int], **options: Any) -> Any:
