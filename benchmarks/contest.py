@@ -81,6 +81,8 @@ class Result:
         for task in runs[0]["cpu"] if len(runs[0]["cpu"]) > 1 else ():
             own = [1e3 * r["cpu"].get(task, 0) / r["steps"] for r in runs]
             self.add(case, contender, f"CPU ms per step, {task}", own)
+        switches = [sum(r["switches"].values()) / r["steps"] for r in runs]
+        self.add(case, contender, "context switches per step", switches)
         sent = [r["bytes"] / r["steps"] / 1e3 for r in runs if r.get("wire")]
         self.add(case, contender, "kB per step on the wire", sent)
 

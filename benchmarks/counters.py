@@ -1,4 +1,4 @@
-"""What a cluster has used so far: seconds, CPU of each task, bytes.
+"""What a cluster has used so far: seconds, CPU and switches of tasks, bytes.
 
 Read from the kernel, by the standard library alone: every contender counts with
 this file, whatever its TensorFlow.
@@ -14,7 +14,8 @@ from typing import Any
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
-# Seconds by "time", CPU seconds of each task by "cpu", "bytes" on the wire.
+# Seconds by "time", CPU seconds of each task by "cpu", "bytes" on the wire,
+# how often a thread of each task began or left off by "switches".
 Usage = dict[str, Any]
 
 
@@ -74,14 +75,31 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS
 
 
+def context_switches(pid: int) -> int:
+    """How often the threads that a process has were given a CPU so far."""
+    switches = 0
+    for thread in pathlib.Path(f"/proc/{pid}/task").glob("*/status"):
+        try:
+            text = thread.read_text()
+        except OSError:  # It has ended.
+            continue
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if name.endswith("voluntary_ctxt_switches"):
+                switches += int(value)
+    return switches
+
+
 def usage() -> Usage:
     """What this process's cluster has used until now."""
+    pids = tasks()
     return {
         "time": time.monotonic(),
-        "cpu": {
-            name: sum(map(cpu_seconds, pids)) for name, pids in tasks().items()
-        },
+        "cpu": {name: sum(map(cpu_seconds, own)) for name, own in pids.items()},
         "bytes": sent_bytes(),
+        "switches": {
+            name: sum(map(context_switches, own)) for name, own in pids.items()
+        },
     }
 
 
@@ -94,17 +112,20 @@ def difference(before: Usage, after: Usage, steps: int) -> dict[str, Any]:
         steps: how many there were.
 
     Returns:
-        "steps", "secs", "bytes", "cpu" (seconds of each task), and "began":
-        when, by the machine's monotonic clock.
+        "steps", "secs", "bytes", "cpu" and "switches" (of each task), and
+        "began": when, by the machine's monotonic clock.
     """
     return {
         "steps": steps,
         "began": before["time"],
         "secs": after["time"] - before["time"],
         "bytes": after["bytes"] - before["bytes"],
-        "cpu": {
-            name: secs - before["cpu"][name]
-            for name, secs in after["cpu"].items()
-            if name in before["cpu"]
+        **{
+            what: {
+                name: number - before[what][name]
+                for name, number in after[what].items()
+                if name in before[what]
+            }
+            for what in ("cpu", "switches")
         },
     }
