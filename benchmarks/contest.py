@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import commands
+from benchmarks.commands import RunError
 from benchmarks.environments import HERE, Environments, MissingError
 from tfdist import testing
 
-ROOT = pathlib.Path(__file__).parent.parent
-_TIMEOUT_SECS, _QUICK_TIMEOUT_SECS = 900.0, 240.0
+_QUICK_TIMEOUT_SECS = 240.0
 
 # What one run of a contender found.
 Measured = dict[str, Any]
@@ -172,7 +172,9 @@ class Bench:
             RunError: it failed, with the end of what the chief said.
         """
         python = self.environments.python(environment)
-        timeout_secs = _QUICK_TIMEOUT_SECS if self.quick else _TIMEOUT_SECS
+        timeout_secs = (
+            _QUICK_TIMEOUT_SECS if self.quick else commands.TIMEOUT_SECS
+        )
         with tempfile.TemporaryDirectory() as directory:
             output = pathlib.Path(directory) / "output.json"
             told = {**case, "directory": directory, "output": str(output)}
@@ -181,14 +183,10 @@ class Bench:
                 private = _run_cluster(command, ps, workers, timeout_secs)
             else:
                 private = False
-                run_process(command, timeout_secs)
+                commands.run(command, timeout_secs)
             if not output.exists():
                 raise RunError(f"{module} left no result.")
             return {**json.loads(output.read_text()), "wire": private}
-
-
-class RunError(RuntimeError):
-    """A contender failed."""
 
 
 def _run_cluster(
@@ -196,7 +194,7 @@ def _run_cluster(
 ) -> bool:
     """Returns whether the cluster had a network of its own."""
     with testing.LocalCluster(
-        command, ps=ps, workers=workers, cwd=ROOT
+        command, ps=ps, workers=workers, cwd=commands.ROOT
     ) as cluster:
         try:
             code = cluster.wait(timeout_secs=timeout_secs)
@@ -206,32 +204,6 @@ def _run_cluster(
             tail = cluster.output("chief:0")[-3000:]
             raise RunError(f"The chief ended with {code}: {tail}")
         return cluster.private
-
-
-def run_process(
-    command: Sequence[str], timeout_secs: float = _TIMEOUT_SECS
-) -> str:
-    """Runs one process in the repository; returns what it printed.
-
-    Raises:
-        RunError: it failed, with the end of what it said.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_secs,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"It took more than {error.timeout} s.") from error
-    if done.returncode:
-        tail = (done.stdout + done.stderr)[-3000:]
-        raise RunError(f"It ended with {done.returncode}: {tail}")
-    return done.stdout
 
 
 def here(*arguments: str) -> list[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-import subprocess
 import sys
 import sysconfig
+
+from benchmarks import commands
 
 HERE = "here"  # This interpreter.
 
@@ -107,17 +108,8 @@ def _old_python() -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALL_SECS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MissingError(f"{command[0]} took {error.timeout} s.") from error
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise MissingError(f"{' '.join(command[1:4])} failed: {' '.join(last)}")
-    return done.stdout
+        return commands.run(command, _INSTALL_SECS)
+    except commands.RunError as error:
+        last = str(error).strip().splitlines()[-1]
+        told = " ".join(command[1:4])
+        raise MissingError(f"{told} failed: {last}") from error

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.bars import BARS
-from benchmarks.contest import Bench, Result, RunError
+from benchmarks.commands import RunError
+from benchmarks.contest import Bench, Result
 from benchmarks.environments import Environments
 
 ROOT = Path(__file__).parent.parent
@@ -123,10 +124,12 @@ def test_a_tiny_run_writes_figures_and_the_page(tmp_path):
         "CPU ms per step",
         "CPU ms per step, ps:1",
         "CPU ms per step, worker:1",
+        "context switches per step",
     ):
         assert len(found[measure]) == 1
     assert found["examples per second"][0] > 0
     assert found["CPU ms per step"][0] > 0
+    assert found["context switches per step"][0] > 1
     assert 0 < found["AUC"][0] < 1
     page = (tmp_path / "report.md").read_text()
     assert "## Wide and deep" in page

@@ -55,7 +55,7 @@ def main() -> None:
     steps = case["points"] * case["every"]
     aucs, seconds = Aucs(), Seconds()
     tfdist.train_and_evaluate(
-        estimator(case, save_steps=case["every"]),
+        estimator(case, ["auc"], save_steps=case["every"]),
         tfdist.TrainSpec(
             input_fn(case), max_steps=steps, saving_listeners=[seconds]
         ),

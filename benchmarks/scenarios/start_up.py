@@ -8,8 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from benchmarks import clicks
-from benchmarks.contest import Bench, Measured, Result, here, run_process
+from benchmarks import clicks, commands
+from benchmarks.contest import Bench, Measured, Result, here
 
 _MODULE = "benchmarks.contenders.wide_and_deep_"
 
@@ -53,7 +53,7 @@ def _launched(case: Measured) -> Measured:
         told = {**case, "directory": directory, "output": str(output)}
         launch = ("-m", "tfdist.launch", "--ps=2", "--workers=2", "-m")
         start = time.monotonic()
-        run_process(here(*launch, f"{_MODULE}tfdist", json.dumps(told)))
+        commands.run(here(*launch, f"{_MODULE}tfdist", json.dumps(told)))
         return _since(start, json.loads(output.read_text()))
 
 
@@ -75,7 +75,7 @@ def _since(start: float, window: Measured) -> Measured:
 def _importing(program: str) -> Callable[[int], Measured]:
     def measure(number: int) -> Measured:
         start = time.monotonic()
-        run_process(here("-c", program))
+        commands.run(here("-c", program))
         return {"first": time.monotonic() - start}
 
     return measure
