@@ -18,10 +18,9 @@ class Figure:
     Attributes:
         scenario: Its name.
         case: One of the scenario.
-        contender: One, or how the names of several variants begin: the best
-            of them counts.
-        measure: What is measured; "... second" is the better the more, and
-            every other the better the less.
+        contender: One, or how the names of several variants begin.
+        measure: What is measured. Of several variants the most counts where
+            it is "... second", else the least.
     """
 
     scenario: str
