@@ -99,11 +99,14 @@ def keras_model(
         metrics: As for `compile`.
     """
     ids = {name: keras.Input([], dtype="int32", name=name) for name in FEATURES}
-    # Where Estimator begins.
-    zeros = keras.initializers.Zeros()
-    spread = keras.initializers.TruncatedNormal(stddev=DIM**-0.5)
-    wide = [table(rows, 1, zeros, f"wide_{n}")(ids[n]) for n in FEATURES]
-    deep = [table(rows, DIM, spread, f"deep_{n}")(ids[n]) for n in FEATURES]
+
+    # Where Estimator begins. An initializer of its own for each table: one that
+    # is shared gives all of them the same values in Keras 3.
+    def spread() -> Any:
+        return keras.initializers.TruncatedNormal(stddev=DIM**-0.5)
+
+    wide = [table(rows, 1, "zeros", f"wide_{n}")(ids[n]) for n in FEATURES]
+    deep = [table(rows, DIM, spread(), f"deep_{n}")(ids[n]) for n in FEATURES]
     hidden = keras.layers.Concatenate()(deep)
     for units in HIDDEN:
         hidden = keras.layers.Dense(units, "relu")(hidden)
