@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +20,8 @@ class Figure:
         scenario: Its name.
         case: One of the scenario.
         contender: One, or how the names of several variants begin.
-        measure: What is measured. Of several variants the most counts where
-            it is "... second", else the least.
+        measure: What is measured. Of several variants that with the most
+            counts where it is "... second", else that with the least.
     """
 
     scenario: str
@@ -28,19 +29,17 @@ class Figure:
     contender: str
     measure: str
 
-    def median(self, results: Results) -> float | None:
-        """The median of the rounds; None where it was not measured."""
-        medians = [
-            statistics.median(figure["values"])
+    def values(self, results: Results) -> list[float]:
+        """One of each round; empty where it was not measured."""
+        variants = [
+            figure["values"]
             for figure in results.get(self.scenario, {}).get("figures", ())
             if figure["case"] == self.case
             and figure["contender"].startswith(self.contender)
             and figure["measure"] == self.measure
         ]
-        if not medians:
-            return None
         best = max if self.measure.endswith("second") else min
-        return best(medians)
+        return best(variants, key=statistics.median, default=[])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,9 @@ class Bar:
         over: The denominator.
         least: The least that is asked, or None.
         most: The most that is asked, or None.
-        is_difference: Whether to subtract instead.
+        is_difference: Whether to subtract instead. Such a bar is met within
+            two standard errors: rounds differ by their seeds alone, and two
+            that are alike would else fail every other time.
     """
 
     number: int
@@ -66,16 +67,24 @@ class Bar:
     is_difference: bool = False
 
     def value(self, results: Results) -> float | None:
-        """The ratio; None where one of the two was not measured."""
-        a, b = self.figure.median(results), self.over.median(results)
-        if a is None or b is None:
+        """The ratio of medians; None where one of the two was not measured."""
+        both = [f.values(results) for f in (self.figure, self.over)]
+        if not all(both):
             return None
+        a, b = map(statistics.median, both)
         return a - b if self.is_difference else a / b
 
-    def is_met(self, value: float) -> bool:
-        """Whether `value` is what is asked."""
-        return (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
+    def doubt(self, results: Results) -> float:
+        """Two standard errors of a difference; 0 for a ratio, or one round."""
+        both = [f.values(results) for f in (self.figure, self.over)]
+        if not self.is_difference or min(map(len, both)) < 2:
+            return 0.0
+        return 2 * math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
+
+    def is_met(self, value: float, doubt: float = 0.0) -> bool:
+        """Whether `value` is what is asked, give or take `doubt`."""
+        return (self.least is None or value >= self.least - doubt) and (
+            self.most is None or value <= self.most + doubt
         )
 
     def asked(self) -> str:
@@ -87,9 +96,11 @@ class Bar:
             return f"at least {self.least:g}{unit}"
         return f"{self.least:g} to {self.most:g}{unit}"
 
-    def told(self, value: float) -> str:
+    def told(self, value: float, doubt: float = 0.0) -> str:
         """A value in words."""
-        return f"{value:+.4f}" if self.is_difference else f"{value:.2f} x"
+        if self.is_difference:
+            return f"{value:+.4f} (two standard errors: {doubt:.4f})"
+        return f"{value:.2f} x"
 
 
 def _wide_and_deep(rows: str) -> list[Bar]:

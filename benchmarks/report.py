@@ -82,8 +82,9 @@ def _bar_row(bar: Bar, results: Results) -> list[str] | None:
     if value is None:
         told, verdict = "not measured", ""
     else:
-        told = bar.told(value)
-        verdict = "met" if bar.is_met(value) else "**missed**"
+        doubt = bar.doubt(results)
+        told = bar.told(value, doubt)
+        verdict = "met" if bar.is_met(value, doubt) else "**missed**"
     return [str(bar.number), bar.text, told, f"asked: {bar.asked()}", verdict]
 
 

@@ -9,6 +9,7 @@ JSON's `who`: "tfdist", or "tensorflow", which is `tf.train.Checkpoint`.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import statistics
@@ -84,6 +85,7 @@ def main() -> None:
     for _ in range(_SAVES):
         shutil.rmtree(directory, ignore_errors=True)
         pathlib.Path(directory).mkdir()
+        os.sync()  # Or it waits for the disk, busy with what others wrote.
         saves.append(seconds(save))
     peaks = {
         task: max(map(counters.peak_bytes, pids))
