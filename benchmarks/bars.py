@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +19,8 @@ class Figure:
         scenario: Its name.
         case: One of the scenario.
         contender: One, or how the names of several variants begin.
-        measure: What is measured. Of several variants that with the most
-            counts where it is "... second", else that with the least.
+        measure: What is measured. Of several variants the most counts where
+            it is "... second", else the least.
     """
 
     scenario: str
@@ -29,17 +28,19 @@ class Figure:
     contender: str
     measure: str
 
-    def values(self, results: Results) -> list[float]:
-        """One of each round; empty where it was not measured."""
-        variants = [
-            figure["values"]
+    def median(self, results: Results) -> float | None:
+        """The median of the rounds; None where it was not measured."""
+        medians = [
+            statistics.median(figure["values"])
             for figure in results.get(self.scenario, {}).get("figures", ())
             if figure["case"] == self.case
             and figure["contender"].startswith(self.contender)
             and figure["measure"] == self.measure
         ]
+        if not medians:
+            return None
         best = max if self.measure.endswith("second") else min
-        return best(variants, key=statistics.median, default=[])
+        return best(medians)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +54,7 @@ class Bar:
         over: The denominator.
         least: The least that is asked, or None.
         most: The most that is asked, or None.
-        is_difference: Whether to subtract instead. Such a bar is met within
-            two standard errors: rounds differ by their seeds alone, and two
-            that are alike would else fail every other time.
+        is_difference: Whether to subtract instead.
     """
 
     number: int
@@ -67,24 +66,16 @@ class Bar:
     is_difference: bool = False
 
     def value(self, results: Results) -> float | None:
-        """The ratio of medians; None where one of the two was not measured."""
-        both = [f.values(results) for f in (self.figure, self.over)]
-        if not all(both):
+        """The ratio; None where one of the two was not measured."""
+        a, b = self.figure.median(results), self.over.median(results)
+        if a is None or b is None:
             return None
-        a, b = map(statistics.median, both)
         return a - b if self.is_difference else a / b
 
-    def doubt(self, results: Results) -> float:
-        """Two standard errors of a difference; 0 for a ratio, or one round."""
-        both = [f.values(results) for f in (self.figure, self.over)]
-        if not self.is_difference or min(map(len, both)) < 2:
-            return 0.0
-        return 2 * math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
-
-    def is_met(self, value: float, doubt: float = 0.0) -> bool:
-        """Whether `value` is what is asked, give or take `doubt`."""
-        return (self.least is None or value >= self.least - doubt) and (
-            self.most is None or value <= self.most + doubt
+    def is_met(self, value: float) -> bool:
+        """Whether `value` is what is asked."""
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
         )
 
     def asked(self) -> str:
@@ -96,11 +87,9 @@ class Bar:
             return f"at least {self.least:g}{unit}"
         return f"{self.least:g} to {self.most:g}{unit}"
 
-    def told(self, value: float, doubt: float = 0.0) -> str:
+    def told(self, value: float) -> str:
         """A value in words."""
-        if self.is_difference:
-            return f"{value:+.4f} (two standard errors: {doubt:.4f})"
-        return f"{value:.2f} x"
+        return f"{value:+.4f}" if self.is_difference else f"{value:.2f} x"
 
 
 def _wide_and_deep(rows: str) -> list[Bar]:

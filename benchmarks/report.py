@@ -82,9 +82,8 @@ def _bar_row(bar: Bar, results: Results) -> list[str] | None:
     if value is None:
         told, verdict = "not measured", ""
     else:
-        doubt = bar.doubt(results)
-        told = bar.told(value, doubt)
-        verdict = "met" if bar.is_met(value, doubt) else "**missed**"
+        told = bar.told(value)
+        verdict = "met" if bar.is_met(value) else "**missed**"
     return [str(bar.number), bar.text, told, f"asked: {bar.asked()}", verdict]
 
 

@@ -75,21 +75,6 @@ def test_each_bar_is_met_and_missed(bar):
         assert bar.is_met(found) is is_met
 
 
-def test_a_difference_is_met_within_two_standard_errors():
-    [bar] = [
-        bar
-        for bar in BARS
-        if bar.is_difference and bar.figure.case.startswith("100,000")
-    ]
-    # Three rounds of either: a variance of 1, hence errors of (1 / 3 + 1 / 3).
-    results = results_of(bar, 100.0, 101.0)
-    doubt = bar.doubt(results)
-    assert doubt == pytest.approx(2 * (2 / 3) ** 0.5)
-    assert bar.is_met(-1.0, doubt)
-    assert not bar.is_met(-1.0)
-    assert not bar.is_met(-1.01 * doubt, doubt)
-
-
 def test_the_report_has_each_ratio_beside_its_bar(tmp_path):
     [bar] = [bar for bar in BARS if bar.figure.scenario == "start_up"]
     for value, word in (
