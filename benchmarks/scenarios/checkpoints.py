@@ -19,8 +19,8 @@ def run(bench: Bench) -> Result:
         f"A table of width {DIM} in {checkpoint.SHARDS} shards, saved and "
         "restored by the chief of 1 to 3 ps; beside it `tf.train.Checkpoint` "
         "on the same shards, on 2 ps and in one process. A save is the median "
-        "of eleven in a run, a restore one. Peaks are of whole processes, "
-        "TensorFlow included.",
+        f"of {checkpoint.SAVES} in a run, a restore one. Peaks are of whole "
+        "processes, TensorFlow included.",
     )
     sizes = (1, 2) if bench.quick else (10, 160, 640)
     for megabytes in sizes:
