@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist import inputs, record_files
 from tfdist.reading import shards_by_file
+from tfdist.worker_context import WorkerContext
 
 FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
 
@@ -163,14 +164,92 @@ def test_by_file_or_by_example():
     assert not shards_by_file(8, 4, "example")
 
 
-def test_a_worker_without_examples_is_an_error(tmp_path):
+def test_fewer_examples_than_workers(tmp_path):
+    """In a pass some have none; each reads everything in the end."""
     paths = numbered(tmp_path, [2, 0])
     context = tf.distribute.InputContext(4, 3, 4)
     dataset = inputs.read_tfrecords(paths, FEATURES, 2, context=context)
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="Worker 3 of 4 has no example"
-    ):
-        next(iter(dataset))
+    assert set(column(dataset.take(3))) == {0, 1}
+
+
+def one_of_the_passes(paths, number, workers, as_tensor=False, **options):
+    """What each worker reads in the pass of a number."""
+
+    def input_fn(context):
+        context = WorkerContext(
+            workers, context.input_pipeline_id, tf.constant(number, tf.int64)
+        )
+        dataset = inputs.read_tfrecords(
+            paths, FEATURES, 4, context=context, num_epochs=1, **options
+        )
+        assert not context.fixed_share
+        return dataset
+
+    return [
+        column(of_worker(input_fn, worker, workers, as_tensor))
+        for worker in range(workers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_files", "as_tensor"), [(1, True), *slow((2, False), (6, True))]
+)
+def test_every_pass_deals_again(tmp_path, num_files, as_tensor):
+    """Nobody twice in a pass; each reads everything in as many passes."""
+    paths = numbered(tmp_path, [30 // num_files + i for i in range(num_files)])
+    everything = sorted(itertools.chain(*shares(paths, 1)))
+    passes = [
+        one_of_the_passes(paths, number, 3, as_tensor, seed=5)
+        for number in (6, 7, 8)
+    ]
+    for found in passes:
+        assert sorted(itertools.chain(*found)) == everything
+    for worker in range(3):
+        alone = [found[worker] for found in passes]
+        assert sorted(itertools.chain(*alone)) == everything
+        assert alone[0] != alone[1]
+
+
+def test_passes_follow_each_other(tmp_path):
+    """One that goes on reads what one that begins there would."""
+    paths = numbered(tmp_path, [31])
+    context = tf.distribute.InputContext(3, 1, 3)
+    several = inputs.read_tfrecords(
+        paths, FEATURES, 5, context=context, num_epochs=3, seed=1
+    )
+    alone = [
+        one_of_the_passes(paths, number, 3, seed=1)[1] for number in range(3)
+    ]
+    found = column(several)
+    for own in alone:
+        assert sorted(found[: len(own)]) == sorted(own)
+        del found[: len(own)]
+    assert not found
+
+
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_who_begins_again_begins_elsewhere(tmp_path, num_files):
+    """Ten lives, each of a tenth of the data: more than a tenth is seen."""
+    size = 12_000
+    for i in range(num_files):
+        lines = range(i, size, num_files)
+        write(tmp_path / f"{i}.txt", "".join(f"{line:08}\n" for line in lines))
+
+    def life(first_pass):
+        context = WorkerContext(1, 0, tf.constant(first_pass, tf.int64))
+        dataset = inputs.read_text(
+            str(tmp_path / "*.txt"),
+            100,
+            context=context,
+            seed=3,
+            shuffle_buffer_size=50,
+        )
+        found = dataset.take(size // 1000)
+        return {int(line) for batch in found for line in batch.numpy()}
+
+    lives = [life(97 * number) for number in range(10)]
+    assert life(97) == lives[1]
+    assert len(set().union(*lives)) > 0.4 * size
 
 
 def test_a_thousand_files(tmp_path):
@@ -431,10 +510,8 @@ def test_csv_with_long_quotes_across_blocks(tmp_path):
 def test_no_example_at_all(tmp_path):
     paths = [write(tmp_path / "a.csv", "x,y\n"), write(tmp_path / "b.csv", "")]
     assert rows(paths) == []
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=f"no example.*{paths[0]}"
-    ):
-        next(iter(inputs.read_csv(paths, 2)))
+    with pytest.raises(ValueError, match=f"no example.*{paths[0]}"):
+        inputs.read_csv(paths, 2)
 
 
 HEADER = "a,b,y\n"

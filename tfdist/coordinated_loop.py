@@ -21,6 +21,7 @@ from tfdist.loop import (
     run_steps,
 )
 from tfdist.step import ModelStep
+from tfdist.worker_context import WorkerContext
 from tfdist.workers import Workers
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -55,6 +56,10 @@ class CoordinatedLoop:
         steps_per_dispatch: Steps in one dispatch. Default: by
             `automatic_steps_per_dispatch`.
         strategy: The strategy.
+
+    Attributes:
+        fixed_shares: Whether each worker reads a part of the data that nobody
+            else ever reads; known once steps have run.
     """
 
     iterator = None  # Each worker has its own, which dies with it.
@@ -81,10 +86,9 @@ class CoordinatedLoop:
             dispatch_size(step, example, steps_per_dispatch),
             self._generations.fence,
         )
-        dataset = self._workers.coordinator.create_per_worker_dataset(
-            lambda: input_fn(worker_context(num_workers))
-        )
-        self._iterator = iter(dataset)
+        self._input_fn, self._num_workers = input_fn, num_workers
+        self._iterator: Iterator | None = None
+        self.fixed_shares = False
         self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._most_ahead = 2 * num_workers * self._dispatches.full
         self._pending: list[_Dispatch] = []
@@ -164,6 +168,7 @@ class CoordinatedLoop:
         if missing <= 0:
             return
         if not self._concrete:
+            self._iterator = self._read_data()
             self._trace(1)
             sizes = [1] * min(missing, self._most_ahead)
         else:
@@ -173,6 +178,24 @@ class CoordinatedLoop:
         for size in sizes:
             self._hand_out(self._next_step, size)
             self._next_step += size
+
+    def _read_data(self) -> Iterator:
+        """Has every worker begin to read.
+
+        A worker that is lost begins again, as the function below is called
+        for it: by then, another generation tells that from the first time.
+        """
+        first = self.step - self._generations.current
+
+        def dataset() -> tf.data.Dataset:
+            generation = tf.cast(self._generations.read(), tf.int64)
+            context = worker_context(self._num_workers, first + generation)
+            batches = self._input_fn(context)
+            self.fixed_shares = context.fixed_share
+            return batches
+
+        coordinator = self._workers.coordinator
+        return iter(coordinator.create_per_worker_dataset(dataset))
 
     def _trace(self, size: int) -> None:
         self._concrete[size] = self._workers.trace(
@@ -302,18 +325,16 @@ class _Dispatch:
         self._crew.remove()
 
 
-def worker_context(num_workers: int) -> tf.distribute.InputContext:
+def worker_context(
+    num_workers: int, first_pass: int | tf.Tensor = 0
+) -> WorkerContext:
     """Which part of the data a worker reads (design decision D11).
 
     Must be called while a per-worker dataset is traced; `tf.distribute` itself
     would say that every worker is pipeline 0 of 1.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index()
-    return tf.distribute.InputContext(
-        num_input_pipelines=num_workers,
-        input_pipeline_id=index,
-        num_replicas_in_sync=1,
-    )
+    return WorkerContext(num_workers, index, first_pass)
 
 
 def _ps_devices() -> list[str]:

@@ -54,6 +54,7 @@ import tensorflow as tf
 
 from tfdist import servers, storage
 from tfdist.cluster import Cluster
+from tfdist.worker_context import read_by_all
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def one_pass(
             "the input function gets as its argument. Received: "
             f"context={context!r}."
         )
+    read_by_all(context)
     cluster = Cluster.from_env() if cluster is None else cluster
     alone = not cluster.is_distributed and cluster.dispatcher is None
     if alone or cluster.role == "evaluator":

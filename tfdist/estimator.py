@@ -55,6 +55,7 @@ from tfdist.summary_hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
+from tfdist.unread_data import UnreadDataHook
 from tfdist.variables import describe
 from tfdist.warm_start import WarmStartHook, WarmStartSettings
 from tfdist.workers import Workers
@@ -164,7 +165,7 @@ class Estimator:
                 "checkpoints. Set `save_checkpoints_steps` or "
                 "`save_checkpoints_secs` of the RunConfig."
             )
-        own = [*self._own_hooks(max_steps), *savers]
+        own = [*self._own_hooks(input_fn, max_steps), *savers]
         hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
         session = MonitoredTrainingSession(
             lambda strategy: self._builder.build(strategy, input_fn),
@@ -218,7 +219,9 @@ class Estimator:
             keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
         )
 
-    def _own_hooks(self, max_steps: int | None) -> list[SessionRunHook]:
+    def _own_hooks(
+        self, input_fn: InputFn, max_steps: int | None
+    ) -> list[SessionRunHook]:
         """All of the chief's hooks but the one that saves.
 
         They act at multiples of their intervals, where TF1 began at step 1: so
@@ -246,8 +249,12 @@ class Estimator:
                     at_first_step=False,
                 )
             )
-        if every is not None and self.config.strategy_name == "ps":
-            hooks.append(StalenessHook(directory, every))
+        if self.config.strategy_name == "ps":
+            hooks.append(
+                UnreadDataHook(input_fn, self.config.cluster.num_workers)
+            )
+            if every is not None:
+                hooks.append(StalenessHook(directory, every))
         if max_steps is not None:
             hooks.append(StopAtStepHook(last_step=max_steps))
         return hooks

@@ -35,6 +35,10 @@ class Generations:
         """What the updates of a dispatch of `generation` must pass."""
         return Fence(generation, self._variables)
 
+    def read(self) -> tf.Tensor:
+        """The current generation; in a function, that of when it is called."""
+        return next(iter(self._variables.values())).read_value()
+
     def advance(self) -> None:
         """Starts a new generation on every server."""
         self.current += 1

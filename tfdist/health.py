@@ -139,6 +139,17 @@ class HealthMonitor:
         if lost := self.lost():
             raise ServerLostError(lost)
 
+    def missing(self, job: str, secs: float) -> list[str]:
+        """The tasks of a job that have not answered for so many seconds."""
+        now = time.monotonic()
+        return [
+            f"{name}:{index}"
+            for (name, index), record in sorted(self._records.items())
+            if name == job
+            and record.state is not TaskState.LIVE
+            and now - record.since >= secs
+        ]
+
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
         counts = {}

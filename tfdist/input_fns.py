@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.worker_context import read_by_all
+
 InputFn = Callable[..., tf.data.Dataset]
 
 
@@ -34,6 +36,8 @@ def with_context(
     takes = takes_context(input_fn)
 
     def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        if not takes:
+            read_by_all(context)
         dataset = input_fn(context) if takes else input_fn()
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(

@@ -38,9 +38,12 @@ class Loop(Protocol):
         step: Steps applied in the job, as far as `run` has counted them.
         iterator: What the steps read from, where its position can be saved
             with a checkpoint; else None.
+        fixed_shares: Whether each worker reads a part of the data that nobody
+            else ever reads.
     """
 
     step: int
+    fixed_shares: bool
     iterator: tf.data.Iterator | None
 
     def run(
@@ -190,6 +193,7 @@ class InProcessLoop:
     """
 
     own_batches = False
+    fixed_shares = False
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step

@@ -1,27 +1,36 @@
 """From files to batches: one pipeline for every format.
 
-    files -> blocks of records -> this worker's share -> cache -> shuffle
-          -> repeat -> parse many at once -> batches
+    pass 0, 1, ... -> this worker's files -> blocks of records -> its records
+          -> cache -> shuffle -> parse many at once -> batches
 
 It consists of TensorFlow operations alone, so a parameter-server job can build
 it in the chief and run it on its workers, each with its own index, there a
 tensor.
+
+Every pass deals the examples again, by a rule that all workers know: in `n`
+passes each of `n` workers reads everything once. So what a dead or slow worker
+does not read in one pass, others read in the next, and a worker that is left
+alone does not memorize a part of the data. No two workers read the same example
+in the same pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist import record_files
 from tfdist.block_cache import BlockCache
-from tfdist.blocks import Files, Parse, RecordParser, check, read_blocks
+from tfdist.blocks import Files, Parse, RecordParser, read_blocks
+from tfdist.worker_context import first_pass, read_by_all
 
 # AutoGraph finds nothing to convert in the functions below; it takes its time.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -33,6 +42,8 @@ _BUFFER_BYTES = 256 << 20
 _BUFFER_RECORDS = 10_000
 _PARSED_BYTES = 4 << 20
 _PARSED_RECORDS = 2048
+# What a worker that was started again skips takes time to read.
+_MOST_SKIPPED = 64 << 20
 # Files by which the share of one worker may exceed that of another.
 _UNEVEN = 1.25
 
@@ -44,8 +55,11 @@ class ReadOptions:
     Attributes:
         context: which of several workers reads: what `tf.distribute`, or
             `tfdist.Estimator`, gives the input function. `input_pipeline_id`
-            may be a tensor. Default: the only one.
-        num_epochs: passes over this worker's share. Default: without end.
+            may be a tensor. That of a parameter-server job also says where a
+            worker begins that was started again; see `WorkerContext`.
+            Default: the only one.
+        num_epochs: passes, in each of which this worker reads another share.
+            Default: without end.
         shuffle: whether in random order, another one in every pass: the files,
             then the records within a buffer. If not, one file after another,
             sorted by name.
@@ -59,10 +73,10 @@ class ReadOptions:
         drop_remainder: whether the last batch of a finite dataset is left out
             if it is not full, so that the shapes of all are static, as a TPU
             needs them. Without end, every batch is full.
-        shard_by: "file": each worker reads files of its own; "example": all
-            read every file, and each keeps every n-th record. Default: by file
-            if no worker gets over 1.25 times the files of another, else by
-            example.
+        shard_by: "file": in each pass a worker reads files of its own;
+            "example": all read every file, and each keeps every n-th record.
+            Default: by file if no worker gets over 1.25 times the files of
+            another, else by example.
         num_parallel_reads: files that are read at the same time.
         transform: a function of what was parsed, which treats each example by
             itself: it gets more than one batch at once. Use `dataset.map` for
@@ -72,15 +86,18 @@ class ReadOptions:
         check_gzip: whether compressed files are unpacked once before, since
             TensorFlow takes one that was cut off for whole. Default: where
             they have at most 1 GiB together.
-        cache: where the records of this worker's share stay after they were
-            read, so that files that are far away or compressed are read only
-            once. True: in memory, and in each saved position of the input,
-            too. A path: in a directory, local or `gs://`, the same for all
-            workers if need be, also for the next run; a file is copied as a
-            whole before its first record is given. It is never cleared: delete
-            it when nobody reads from it. Records are cached before they are
-            shuffled and parsed: each pass has an order of its own (in memory,
-            within the buffer), and `transform` may be random. Default: nowhere.
+        cache: where the records that this worker reads stay, so that files
+            that are far away or compressed are read only once. True: in
+            memory, and in each saved position of the input, too; then a worker
+            keeps the share of its first pass for good, and what a dead one
+            held nobody reads. A path: in a directory, local or `gs://`, the
+            same for all workers if need be, also for the next run (a worker
+            has cached everything after as many passes as there are workers);
+            a file is copied as a whole before its first record is given. It is
+            never cleared: delete it when nobody reads from it. Records are
+            cached before they are shuffled and parsed: each pass has an order
+            of its own (in memory, within the buffer), and `transform` may be
+            random. Default: nowhere.
 
     Raises:
         TypeError: `cache` is neither True nor a path.
@@ -164,35 +181,25 @@ def batches(
         `tf.distribute` will not shard again.
 
     Raises:
-        ValueError: `batch_size` is not positive, or the share of a worker can
-            only be empty.
+        ValueError: `batch_size` is not positive, or there is no example, and
+            without end none would ever come.
     """
     if batch_size < 1:
         raise ValueError(
             "Argument `batch_size` must be positive. "
             f"Received: batch_size={batch_size}."
         )
-    with tf.init_scope():
-        size = _record_bytes(files)
     deterministic = options.deterministic
     seed = _seed(options)
     if deterministic is None:
         deterministic = seed is not None or not options.shuffle
     if seed is None:
         seed = random.SystemRandom().getrandbits(31)
-    # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
-    seed = seed + 1_000_003 * options.worker
     endless = options.num_epochs is None
-
-    records = _records(files, options, size, seed)
-    if options.shuffle:
-        buffer = options.shuffle_buffer_size or min(
-            _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
-        )
-        records = records.shuffle(buffer, seed=seed)
-    records = records.repeat(options.num_epochs)
-    if endless:
-        records = records.concatenate(_empty_share(files, options))
+    with tf.init_scope():
+        sizes = _sizes(files, endless)
+    records = _passes(files, options, sizes, seed)
+    size = sizes.record
     together = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size) // batch_size
     together = max(1, together)
     full = endless or options.drop_remainder
@@ -257,92 +264,174 @@ def _seed(options: ReadOptions) -> int | None:
     return tf.compat.v1.get_seed(None)[0]
 
 
-def _record_bytes(files: Files) -> int:
-    """Mean length of some records at the start of the first files."""
-    starts = (
-        tf.data.Dataset.from_tensor_slices(files.sources)
-        .take(3)
-        .flat_map(lambda *source: files.read(*source).take(16))
+class _Sizes(NamedTuple):
+    """Mean bytes of some records, and of some files as far as is worthwhile."""
+
+    record: int
+    file: int
+
+
+def _sizes(files: Files, endless: bool) -> _Sizes:
+    """Looks at the start of the first files.
+
+    Raises:
+        ValueError: there is no record at all, and `endless` would look for one
+            for ever.
+    """
+    starts = tf.data.Dataset.from_tensor_slices(files.sources).flat_map(
+        lambda *source: files.read(*source).take(16)
     )
     lengths = []
     with contextlib.suppress(tf.errors.OpError):  # Told when they are read.
-        for record in starts.as_numpy_iterator():
+        for record in starts.take(48).as_numpy_iterator():
             lengths.append(len(record))
-    return 1 + sum(lengths) // max(1, len(lengths))
+    # There may be more headers and blank lines than these.
+    if endless and len(lengths) < 48 and _are_empty(files):
+        raise ValueError(
+            f"There is no example in the {len(files.paths)} files to read (the "
+            f"first is {files.paths[0]}). Check their names, and that they "
+            "were written to the end."
+        )
+    return _Sizes(1 + sum(lengths) // max(1, len(lengths)), _file_bytes(files))
 
 
-def _records(
-    files: Files, options: ReadOptions, size: int, seed: tf.Tensor
-) -> tf.data.Dataset:
-    """A worker's (record, place), once, with shuffled file names."""
-    number = len(files.paths)
-    workers, worker = options.num_workers, options.worker
-    by_file = shards_by_file(number, workers, options.shard_by)
+def _are_empty(files: Files) -> bool:
+    """Whether all can be read, and none has a record."""
     sources = tf.data.Dataset.from_tensor_slices(
         (list(files.paths), files.sources)
-    ).enumerate()
+    )
+    records = sources.enumerate().flat_map(
+        lambda i, source: read_blocks(files, _BLOCKS[0], i, *source, 1, 0)
+    )
+    with contextlib.suppress(tf.errors.OpError):
+        return not any(True for _ in records.unbatch().take(1))
+    return False
+
+
+def _file_bytes(files: Files) -> int:
+    """Mean size of the first files, unpacked; `_MOST_SKIPPED` at most."""
+    lengths = [0]
+    with contextlib.suppress(tf.errors.OpError):
+        lengths = [
+            tf.io.gfile.stat(path).length
+            # Text is packed to a quarter or so.
+            * (4 if record_files.compression(path) else 1)
+            for path in files.paths[:3]
+        ]
+    return min(sum(lengths) // len(lengths), _MOST_SKIPPED)
+
+
+def _passes(
+    files: Files, options: ReadOptions, sizes: _Sizes, seed: int
+) -> tf.data.Dataset:
+    """A worker's (record, place), pass by pass, each in an order of its own."""
+    first = first_pass(options.context)
+    passes = tf.data.Dataset.counter(tf.cast(first, tf.int64))
+    passes = passes.take(
+        -1 if options.num_epochs is None else options.num_epochs
+    )
+    # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
+    own_seed = seed + 1_000_003 * options.worker
+    buffer = options.shuffle_buffer_size or min(
+        _BUFFER_RECORDS, 1 + _BUFFER_BYTES // sizes.record
+    )
+    read = functools.partial(_blocks, files, options, sizes, own_seed)
+    if options.cache is True:
+        share = read(first).cache()
+    else:
+        read_by_all(options.context)
+
+    def records(number: tf.Tensor) -> tf.data.Dataset:
+        blocks = share if options.cache is True else read(number)
+        if not options.shuffle:
+            return blocks.unbatch()
+        return blocks.unbatch().shuffle(
+            buffer, seed=own_seed + 15_485_863 * number
+        )
+
+    return passes.flat_map(_as_written(records))
+
+
+def _blocks(
+    files: Files,
+    options: ReadOptions,
+    sizes: _Sizes,
+    seed: tf.Tensor,
+    number: tf.Tensor,
+) -> tf.data.Dataset:
+    """A worker's blocks of (record, place) in the pass of a number.
+
+    In `workers` passes one after the other, each worker has each turn once.
+    """
+    workers = options.num_workers
+    number = tf.cast(number, tf.int64)
+    turn = (options.worker + number) % workers
+    by_file = shards_by_file(len(files.paths), workers, options.shard_by)
+    own = tf.range(len(files.paths), dtype=tf.int64)
+    shuffled = tf.random.experimental.stateless_shuffle
     if by_file and workers > 1:
-        sources = sources.shard(workers, worker)
+        if options.shuffle:
+            # The same for all workers, whatever their seeds.
+            own = shuffled(own, [options.seed or 0, number // workers])
+        own = own[turn::workers]
     cycle_length = 1
     if options.shuffle:
-        cycle_length = min(options.num_parallel_reads, number)
-    fitting = [block for block in _BLOCKS if block * size <= _BLOCK_BYTES]
+        own = shuffled(own, tf.stack([seed, number]))
+        cycle_length = min(options.num_parallel_reads, len(files.paths))
+    fitting = [
+        block for block in _BLOCKS if block * sizes.record <= _BLOCK_BYTES
+    ]
     block = max([_BLOCKS[0], *fitting])
-    # Each keeps every n-th record, the first file from its own index on.
+    # Each keeps every n-th record, the first file from its own turn on.
     every = 1 if by_file else workers
+    # Who was started again begins anywhere in each file, and reads the
+    # beginning last.
+    first = first_pass(options.context)
+    again = (number == first) & (number > 0)
+    in_a_file = sizes.file // (block * sizes.record)
+    most = 1 + tf.where(again, tf.constant(in_a_file, tf.int64), 0)
 
     def read(
-        index: tf.Tensor, source: tuple[tf.Tensor, Any]
+        index: tf.Tensor, path: tf.Tensor, source: tuple[tf.Tensor, ...]
     ) -> tf.data.Dataset:
-        offset = 0 if by_file else worker - index
-        return read_blocks(files, block, index, *source, every, offset)
+        offset = 0 if by_file else turn - index
+        blocks = read_blocks(files, block, index, path, source, every, offset)
+        if not (options.shuffle and tf.is_tensor(first)):
+            return blocks
+        skipped = tf.random.stateless_uniform(
+            [], tf.stack([seed + number, index]), maxval=most, dtype=tf.int64
+        )
+        return blocks.skip(skipped).concatenate(blocks.take(skipped))
 
     if options.cache_directory is not None:
         cache = BlockCache(options.cache_directory, files, f"{block} {every}")
-        read = _through(cache, read, lambda index: (worker - index) % every)
-    if options.shuffle:
-        # Which files a worker has never changes, their order does.
-        sources = sources.shuffle(number, seed=seed)
-    blocks = sources.interleave(
-        _as_written(read),
+        read = _through(cache, read, lambda index: (turn - index) % every)
+    paths, sources = list(files.paths), files.sources
+    return tf.data.Dataset.from_tensor_slices(own).interleave(
+        _as_written(
+            lambda index: read(
+                index,
+                tf.gather(paths, index),
+                tuple(tf.gather(column, index) for column in sources),
+            )
+        ),
         cycle_length=cycle_length,
         block_length=1,
         num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
     )
-    if options.cache is True:
-        blocks = blocks.cache()
-    return blocks.unbatch()
 
 
 def _through(
     cache: BlockCache,
-    read: Callable[[tf.Tensor, Any], tf.data.Dataset],
+    read: Callable[..., tf.data.Dataset],
     share: Callable[[tf.Tensor], tf.Tensor],
-) -> Callable[[tf.Tensor, Any], tf.data.Dataset]:
+) -> Callable[..., tf.data.Dataset]:
     """What `read` reads, from a cache that it fills."""
 
-    def cached(index: tf.Tensor, source: Any) -> tf.data.Dataset:
-        blocks = read(index, source)
+    def cached(index: tf.Tensor, *source: Any) -> tf.data.Dataset:
+        blocks = read(index, *source)
         written = cache.write(index, share(index), blocks)
         with tf.control_dependencies([written]):
             return cache.read(index, share(index))
 
     return cached
-
-
-def _empty_share(files: Files, options: ReadOptions) -> tf.data.Dataset:
-    """An error for who gets there: nothing follows what repeats for ever."""
-
-    def fail(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        checked = check(
-            tf.constant(False),
-            "Worker ",
-            tf.strings.as_string(options.worker),
-            f" of {options.num_workers} has no example: there are "
-            f"{len(files.paths)} files (the first is {files.paths[0]}), and "
-            "too few with an example in them. Every worker needs one.",
-        )
-        with tf.control_dependencies([checked]):
-            return tf.constant(""), tf.constant(0, tf.int64)
-
-    return tf.data.Dataset.from_tensors(0).map(_as_written(fail))

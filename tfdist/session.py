@@ -390,6 +390,12 @@ class MonitoredTrainingSession:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
         return self._health.alive() if self._health else ""
 
+    def missing_workers(self, secs: float) -> list[str]:
+        """Workers gone for so long whose share of the data nobody reads."""
+        if not (self._health and self._loop.fixed_shares):
+            return []
+        return self._health.missing("worker", secs)
+
     def checkpoints(
         self,
         directory: str,
