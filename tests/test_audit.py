@@ -91,6 +91,30 @@ def test_shards_differ(workers, index_as_tensor):
     assert audit.check_workers_differ(sharded, workers, seed=1) is None
 
 
+@pytest.mark.parametrize("index_as_tensor", [False, True])
+@pytest.mark.parametrize("num_files", [1, 6])
+def test_dealt_again_in_each_pass(tmp_path, num_files, index_as_tensor):
+    for i in range(num_files):
+        lines = range(i, SIZE, num_files)
+        (tmp_path / f"{i}.txt").write_text("".join(f"{n}\n" for n in lines))
+
+    def dealt(context):
+        return tfdist.read_text(
+            str(tmp_path / "*.txt"), BATCH, context=context, seed=1
+        )
+
+    found = audit.audit(dealt, 3, index_as_tensor=index_as_tensor)
+    assert found.repeated == 0
+    assert found.alone.tolist() == [1, 1, 1]
+    assert not found.problems()
+    assert "in the end: 100%, 100%, 100%" in found.table()
+    # Shards of the user's own are of a worker for good.
+    own = audit.audit(sharded, 3, index_as_tensor=index_as_tensor)
+    assert own.repeated == 0
+    assert own.alone == pytest.approx(1 / 3)
+    assert audit.audit(unsharded, 3, seed=1).repeated == SIZE // 3 * 2
+
+
 def test_a_seed_of_its_own():
     found = audit.audit(own_seed, 2, seed=1)
     assert found.in_all[0, 1] == 1.0

@@ -73,6 +73,28 @@ class Audit:
         )
 
     @property
+    def repeated(self) -> int:
+        """Examples that two workers read in their first pass, or one twice.
+
+        A pass is as many examples of each worker as it takes for all to be
+        read once; equal examples count as one.
+        """
+        share = len(self.known) // len(self.batches)
+        first = np.concatenate([_all(each)[:share] for each in self.batches])
+        return len(first) - len(np.unique(first))
+
+    @property
+    def alone(self) -> np.ndarray:
+        """Share of all examples that a worker reads in the end; `(workers,)`.
+
+        1 where every pass deals the examples again: then what a dead worker
+        held, others read.
+        """
+        return np.array(
+            [np.isin(self.known, _all(each)).mean() for each in self.batches]
+        )
+
+    @property
     def unread(self) -> np.ndarray:
         """Places in `known` of the examples that no worker reads."""
         read = np.concatenate([_all(batches) for batches in self.batches])
@@ -153,6 +175,9 @@ class Audit:
             "",
             f"read by nobody: {len(self.unread)} of "
             f"{len(self.known)}{self._which(self.unread)}",
+            f"read twice in the first pass: {self.repeated}",
+            "share of all examples that a worker reads in the end: "
+            + ", ".join(f"{share:.0%}" for share in self.alone),
         ]
         problems = self.problems()
         return "\n".join(lines + [f"problem: {p}" for p in problems])

@@ -40,7 +40,8 @@ class CoordinatedLoop:
     In the step in which it dies, a worker may have reached some servers and
     not others; it counts if it reached the one that holds `global_step`.
     A worker whose connection to a server breaks is taken for one that died
-    and came back: it reads its data from the start.
+    and came back: both begin with another pass over the data (see
+    `WorkerContext`), as does the whole job when it is restored.
 
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or

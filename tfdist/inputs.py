@@ -6,7 +6,9 @@
 
 Each function gives a dataset of batches, shuffled, for ever, prefetched; with a
 `context` every worker reads other examples than its neighbours, in another
-order. What they have in common are the keyword arguments of `ReadOptions`:
+order. Each pass deals the examples to the workers again, so that all are read
+whoever is slow or gone. What the functions have in common are the keyword
+arguments of `ReadOptions`:
 
     read_csv(..., seed=7)                         the same order every time
     read_csv(..., shuffle=False, num_epochs=1)    once and in order
@@ -58,10 +60,11 @@ def read_csv(
 ) -> tf.data.Dataset:
     """Batches of the rows of CSV files.
 
-    As `tf.data.experimental.make_csv_dataset`, but: a worker reads a share of
-    its own; many rows are parsed at once, several times as fast; every file's
-    header is compared, and an error names the file and the line; a missing
-    number is NaN, not 0; integers are int64, all other numbers float32.
+    As `tf.data.experimental.make_csv_dataset`, but: in each pass a worker
+    reads another share; many rows are parsed at once, several times as fast;
+    every file's header is compared, and an error names the file and the line;
+    a missing number is NaN, not 0; integers are int64, all other numbers
+    float32.
 
     Fields may be quoted (RFC 4180), with line breaks inside; lines end in LF
     or CRLF; a byte order mark and blank lines are left out. A file that ends
@@ -175,9 +178,9 @@ def read_tfrecords(
 ) -> tf.data.Dataset:
     """Batches of the `tf.train.Example`s in TFRecord files.
 
-    As `tf.data.experimental.make_batched_features_dataset`, but: a worker
-    reads a share of its own, many examples are parsed at once, and an error
-    names the file and the number of the record.
+    As `tf.data.experimental.make_batched_features_dataset`, but: in each
+    pass a worker reads another share, many examples are parsed at once, and an
+    error names the file and the number of the record.
 
     Args:
         file_pattern: as in `read_csv`.

@@ -9,9 +9,10 @@
 What each failure costs (design decision D7):
 
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
-  made up for. It is taken back when it is up again.
-A worker loses its connection to a ps: as if it had died, but at once. Its input
-  starts anew.
+  made up for. It is taken back when it is up again, and begins with another
+  pass over its data; meanwhile tfdist's readers let the others read all. Where
+  an input function has shards of its own, a warning tells what nobody reads.
+A worker loses its connection to a ps: as if it had died, but at once.
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
   up. What it then still sends is refused.
 A parameter server (ps) dies and comes back: everything is built anew in this

@@ -34,8 +34,8 @@ def read_tfds(
 ) -> tf.data.Dataset:
     """Batches of a prepared dataset of TensorFlow Datasets.
 
-    As `builder.as_dataset`, but: a worker reads a share of its own, also where
-    its index is a tensor; examples of numbers and strings are parsed many at
+    As `builder.as_dataset`, but: a worker reads another share in each pass,
+    also where its index is a tensor; examples of numbers and strings are parsed many at
     once.
 
     Args:

@@ -191,10 +191,11 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the training examples of one worker, shuffled, for ever.
 
-        Each of the `input_context.num_input_pipelines` workers reads other
-        examples than its neighbours: whole files if there are enough of them,
-        else every n-th record; and it shuffles with a seed of its own. May be
-        called inside a `tf.function`, where `input_pipeline_id` is a tensor.
+        In each pass, each of the `input_context.num_input_pipelines` workers
+        reads other examples than its neighbours, and others than in the pass
+        before: whole files if there are enough of them, else every n-th
+        record; and it shuffles with a seed of its own. May be called inside a
+        `tf.function`, where `input_pipeline_id` is a tensor.
 
         Args:
             input_context: which worker this is; None for the only one.
