@@ -3,10 +3,10 @@
     python -m benchmarks.deaths [--seeds=3] [--max_steps=6000] -- \
         --train_files='train.csv' --eval_files=eval.csv --label=income
 
-Runs `trainer.task` with the flags after `--` on 2 ps and 3 workers: undisturbed;
-with eight kills of workers, which come back; with two workers killed at step
-500, which do not. Prints the AUC of each run, and how far the disturbed ones are
-from the undisturbed.
+Runs `trainer.task` with the flags after `--` on 2 ps and 3 workers:
+undisturbed; with eight kills of workers, which come back; with two workers
+killed at step 500, which do not. Prints the AUC of each run, and how far the
+disturbed ones are from the undisturbed.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def read_tfds(
     """Batches of a prepared dataset of TensorFlow Datasets.
 
     As `builder.as_dataset`, but: a worker reads another share in each pass,
-    also where its index is a tensor; examples of numbers and strings are parsed many at
-    once.
+    also where its index is a tensor; examples of numbers and strings are
+    parsed many at once.
 
     Args:
         builder: a `tfds.core.DatasetBuilder`, or the name of one, with version
