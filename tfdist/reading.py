@@ -376,62 +376,63 @@ def _blocks(
         own = own[turn::workers]
     cycle_length = 1
     if options.shuffle:
-        own = shuffled(own, tf.stack([seed, number]))
+        own = shuffled(own, [seed, number])
         cycle_length = min(options.num_parallel_reads, len(files.paths))
-    fitting = [
-        block for block in _BLOCKS if block * sizes.record <= _BLOCK_BYTES
-    ]
-    block = max([_BLOCKS[0], *fitting])
+    block = max(
+        b
+        for b in _BLOCKS
+        if b * sizes.record <= _BLOCK_BYTES or b == _BLOCKS[0]
+    )
     # Each keeps every n-th record, the first file from its own turn on.
     every = 1 if by_file else workers
-    # Who was started again begins anywhere in each file, and reads the
-    # beginning last.
-    first = first_pass(options.context)
-    again = (number == first) & (number > 0)
-    in_a_file = sizes.file // (block * sizes.record)
-    most = 1 + tf.where(again, tf.constant(in_a_file, tf.int64), 0)
-
-    def read(
-        index: tf.Tensor, path: tf.Tensor, source: tuple[tf.Tensor, ...]
-    ) -> tf.data.Dataset:
-        offset = 0 if by_file else turn - index
-        blocks = read_blocks(files, block, index, path, source, every, offset)
-        if not (options.shuffle and tf.is_tensor(first)):
-            return blocks
-        skipped = tf.random.stateless_uniform(
-            [], tf.stack([seed + number, index]), maxval=most, dtype=tf.int64
-        )
-        return blocks.skip(skipped).concatenate(blocks.take(skipped))
-
+    cache = None
     if options.cache_directory is not None:
         cache = BlockCache(options.cache_directory, files, f"{block} {every}")
-        read = _through(cache, read, lambda index: (turn - index) % every)
-    paths, sources = list(files.paths), files.sources
-    return tf.data.Dataset.from_tensor_slices(own).interleave(
-        _as_written(
-            lambda index: read(
-                index,
-                tf.gather(paths, index),
-                tuple(tf.gather(column, index) for column in sources),
+
+    def read(index: tf.Tensor) -> tf.data.Dataset:
+        path = tf.gather(list(files.paths), index)
+        source = tuple(tf.gather(column, index) for column in files.sources)
+        offset = (turn - index) % every
+        blocks = read_blocks(files, block, index, path, source, every, offset)
+        if cache is not None:
+            written = cache.write(index, offset, blocks)
+            with tf.control_dependencies([written]):
+                blocks = cache.read(index, offset)
+        if options.shuffle:
+            most = sizes.file // (block * sizes.record)
+            return _begun_elsewhere(
+                blocks, options, [seed, index], number, most
             )
-        ),
+        return blocks
+
+    return tf.data.Dataset.from_tensor_slices(own).interleave(
+        _as_written(read),
         cycle_length=cycle_length,
         block_length=1,
         num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
     )
 
 
-def _through(
-    cache: BlockCache,
-    read: Callable[..., tf.data.Dataset],
-    share: Callable[[tf.Tensor], tf.Tensor],
-) -> Callable[..., tf.data.Dataset]:
-    """What `read` reads, from a cache that it fills."""
+def _begun_elsewhere(
+    blocks: tf.data.Dataset,
+    options: ReadOptions,
+    seed: list[tf.Tensor],
+    number: tf.Tensor,
+    most: int,
+) -> tf.data.Dataset:
+    """The blocks of a file, of which who was started again skips some at first.
 
-    def cached(index: tf.Tensor, *source: Any) -> tf.data.Dataset:
-        blocks = read(index, *source)
-        written = cache.write(index, share(index), blocks)
-        with tf.control_dependencies([written]):
-            return cache.read(index, share(index))
-
-    return cached
+    In its first pass: or what comes late in a large file would be read only by
+    who lives long enough.
+    """
+    first = first_pass(options.context)
+    if isinstance(first, int) and first == 0:
+        return blocks
+    again = (number == first) & (number > 0)
+    skipped = tf.random.stateless_uniform(
+        [],
+        [seed[0] + number, seed[1]],
+        maxval=tf.where(again, tf.constant(most + 1, tf.int64), 1),
+        dtype=tf.int64,
+    )
+    return blocks.skip(skipped).concatenate(blocks.take(skipped))
