@@ -166,10 +166,12 @@ def test_by_file_or_by_example():
 
 def test_fewer_examples_than_workers(tmp_path):
     """In a pass some have none; each reads everything in the end."""
-    paths = numbered(tmp_path, [2, 0])
+    paths = numbered(tmp_path, [2])
     context = tf.distribute.InputContext(4, 3, 4)
-    dataset = inputs.read_tfrecords(paths, FEATURES, 2, context=context)
-    assert set(column(dataset.take(3))) == {0, 1}
+    dataset = inputs.read_tfrecords(
+        paths, FEATURES, 2, context=context, num_epochs=4
+    )
+    assert sorted(column(dataset)) == [0, 1]
 
 
 def one_of_the_passes(paths, number, workers, as_tensor=False, **options):
