@@ -5,6 +5,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from both_sessions import Training, tf1
+from counting import count
 from small_models import batches, local_loop, logistic
 
 from tfdist import checkpoint
@@ -46,6 +48,9 @@ class Raiser(SessionRunHook):
     def __init__(self, method, error, step=None, times=1):
         self._error, self._step, self._times = error, step, times
         setattr(self, method, self._raise)
+
+    def steps_until_next(self, step):
+        return None
 
     def _raise(self, *args):
         step = getattr(getattr(args[0], "session", None), "step", None)
@@ -127,6 +132,53 @@ def test_a_hook_that_wants_no_step_is_named():
     message = "Eager.steps_until_next must return None or at least 1.*: 0 at"
     with pytest.raises(ValueError, match=message):
         train(make(), 5, [Eager()])
+
+
+class Steps(tf.compat.v1.train.SessionRunHook):
+    """A TF1 hook: writes down the losses; says nothing of steps."""
+
+    def __init__(self, library):
+        self.library, self.losses = library, []
+
+    def before_run(self, run_context):
+        loss = "loss:0" if self.library is tf.compat.v1.train else "loss"
+        return tf.compat.v1.train.SessionRunArgs(loss)
+
+    def after_run(self, run_context, run_values):
+        self.losses.append(float(run_values.results))
+
+
+class OurSteps(SessionRunHook):
+    """The same, as one of tfdist's."""
+
+    def __init__(self, library):
+        self.losses = []
+
+    def after_run(self, run_context, run_values):
+        self.losses.append(float(run_values.results["loss"]))
+
+
+@pytest.mark.parametrize("kind", [Steps, OurSteps])
+def test_a_hook_that_says_nothing_sees_every_step(kind, caplog):
+    """As in TF1, whose session is run beside."""
+    theirs = Steps(tf.compat.v1.train)
+    tf1(
+        Training(
+            lambda library, _: [theirs, library.StopAtStepHook(last_step=9)]
+        )
+    )
+    hook = kind(None)
+    with caplog.at_level("WARNING"):
+        count([hook], 9)
+    np.testing.assert_allclose(hook.losses, theirs.losses)
+    assert len(hook.losses) == 9
+    assert caplog.text.count(f"{kind.__name__} is called after every step") == 1
+
+
+def test_a_hook_that_says_any_number_is_called_less(caplog):
+    log = []
+    assert count([Recorder(log)], 9) == [9]
+    assert "after every step" not in caplog.text
 
 
 def test_request_stop():

@@ -260,6 +260,9 @@ class NanTensorHook(SessionRunHook):
         self._loss = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
 
+    def steps_until_next(self, step: int) -> None:
+        """Any number: one NaN makes the mean of all NaN."""
+
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
@@ -335,6 +338,9 @@ class GlobalStepWaiterHook(SessionRunHook):
     def begin(self) -> None:
         """Forgets an earlier session."""
         self._started = False
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: it acts once."""
 
     def before_run(self, run_context: SessionRunContext) -> None:
         """Waits, the first time."""

@@ -65,6 +65,7 @@ saved; a warning says where it cannot.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import logging
@@ -88,6 +89,7 @@ from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
+from tfdist.session_run_hook import SessionRunHook, wants_every_step
 from tfdist.strategy import (
     check_is_chief,
     multi_worker_strategy,
@@ -134,6 +136,8 @@ class MonitoredTrainingSession:
       (at most about two seconds' worth).
     * What was restored is not saved again at once.
     * A session that is at its last step already runs no step.
+    * A hook is called after every step unless its `steps_until_next` says
+      otherwise; a warning names the one for whose sake steps run one by one.
     * Of the hooks, `NanTensorHook`s come first, so that no checkpoint holds
       what they found; else the order is TF1's.
     * An `EndOfInput` of the loop ends the session after the hooks have seen
@@ -282,6 +286,8 @@ class MonitoredTrainingSession:
         except BaseException:
             self._release()
             raise
+        if not (self._follows or isinstance(self._loop, FunctionLoop)):
+            self._say_who_wants_every_step()
 
     # --- For the user --------------------------------------------------------
 
@@ -473,8 +479,8 @@ class MonitoredTrainingSession:
             soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
-            ask = getattr(hook, "steps_until_next", lambda step: None)
-            wish = ask(step)
+            default = functools.partial(SessionRunHook.steps_until_next, hook)
+            wish = getattr(hook, "steps_until_next", default)(step)
             if wish is None:
                 continue
             if wish < 1:
@@ -486,6 +492,19 @@ class MonitoredTrainingSession:
             if getattr(hook, "wants_none_under_way", False):
                 until = min(until, wish)
         return soon, max(0, until - soon)
+
+    def _say_who_wants_every_step(self) -> None:
+        """What a hook costs that steps cannot run in one go for."""
+        for kind in {
+            type(hook) for hook in self.hooks if wants_every_step(hook)
+        }:
+            _log.warning(
+                "%s is called after every step, which costs up to half of the "
+                "steps per second: no two run in one go. Let it have a method "
+                "`steps_until_next(step)`, which returns how many may run "
+                "before the next call (None: any number), if it allows more.",
+                kind.__name__,
+            )
 
     def _watch(self) -> None:
         """What is looked at while others work."""
