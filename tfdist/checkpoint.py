@@ -22,6 +22,7 @@ from tfdist import optimizers, slots, storage
 from tfdist._private import CheckpointTracedOnce, ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 from tfdist.errors import gist
+from tfdist.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ class Checkpoints:
         iterator_fn: Returns the iterator of the input, whose position is
             saved too, or None. Where it cannot be saved, a warning says so.
         before_save: Called with the step before anything is saved.
+        check_numerics: Whether nothing is saved once a variable holds a NaN or
+            an infinite value.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Checkpoints:
         keep_every_n_hours: float | None = None,
         iterator_fn: Callable[[], tf.data.Iterator | None] = lambda: None,
         before_save: Callable[[int], None] = lambda step: None,
+        check_numerics: bool = True,
     ) -> None:
         self._directory = directory
         self._variables = dict(variables)
@@ -146,6 +150,7 @@ class Checkpoints:
         }
         self._iterator_fn = iterator_fn
         self._before_save = before_save
+        self._finite = FiniteCheck(variables) if check_numerics else None
         self._set_iterator(None)
 
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
@@ -170,9 +175,18 @@ class Checkpoints:
         """Does now what else the first save would do: traces a function."""
         self._set_iterator(self._iterator_fn())
         self._checkpoint.trace()
+        if self._finite:
+            self._finite.trace()
 
     def save(self, step: int) -> str:
-        """Writes `model.ckpt-<step>` and returns its path."""
+        """Writes `model.ckpt-<step>` and returns its path.
+
+        Raises:
+            NonFiniteVariablesError: a variable holds a NaN or an infinite
+                value. Nothing is written.
+        """
+        if self._finite:
+            self._check_finite(step)
         self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
@@ -191,6 +205,20 @@ class Checkpoints:
         self._iterator_fn = lambda: None
         self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
+
+    def _check_finite(self, step: int) -> None:
+        names = self._finite.not_finite()
+        if not names:
+            return
+        good = self.latest
+        raise NonFiniteVariablesError(
+            f"At step {step} {len(names)} of {len(self._variables)} variables "
+            f"hold NaN or infinite values: {', '.join(names[:20])}. They are "
+            "not saved; the last good checkpoint is "
+            + (f"of step {good.rpartition('-')[2]}: {good}" if good else "none")
+            + ". Look for NaN among the features, and for a learning rate that "
+            "is too large; `check_numerics=False` saves what is there."
+        )
 
     def restore(self) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.

@@ -176,6 +176,7 @@ class Estimator:
             log_step_count_steps=None,
             max_wait_secs=config.session_creation_timeout_secs,
             max_to_keep=config.keep_checkpoint_max,
+            check_numerics=config.check_numerics,
             cluster=config.cluster,
             strategy=self._local_strategy(),
         )

@@ -176,6 +176,9 @@ class MonitoredTrainingSession:
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
+        check_numerics: Whether, before a checkpoint is written, every variable
+            must be finite; else a `NanLossDuringTrainingError` names those that
+            are not, and the last good step. Each server looks at its own.
         cluster: With parameter servers, of which this process is the chief;
             or without any, for all-reduce: then each task has a session, and
             `is_chief` is what the cluster says.
@@ -217,6 +220,7 @@ class MonitoredTrainingSession:
         summary_dir: str | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
+        check_numerics: bool = True,
         cluster: Cluster | None = None,
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
@@ -236,6 +240,7 @@ class MonitoredTrainingSession:
         self.is_chief = is_chief
         self._strategy = strategy
         self._peers: Peers | None = None
+        self._check_numerics = check_numerics
         self._max_wait_secs = max_wait_secs
         self._grace_secs = stop_grace_period_secs
         self._stop = False
@@ -410,6 +415,7 @@ class MonitoredTrainingSession:
             keep_checkpoint_every_n_hours,
             iterator_fn=self._iterator,
             before_save=self._save_positions,
+            check_numerics=self._check_numerics,
         )
 
     def _iterator(self) -> tf.data.Iterator | None:
