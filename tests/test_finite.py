@@ -119,7 +119,7 @@ def values(model_dir):
                 yield reader.get_tensor(key)
 
 
-@pytest.mark.parametrize
+@pytest.mark.parametrize(
     ("nan_at", "max_steps", "good"), [(24, 40, 20), (38, 38, 30)]
 )
 def test_a_nan_that_the_loss_does_not_show(tmp_path, nan_at, max_steps, good):
