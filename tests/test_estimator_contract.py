@@ -374,10 +374,6 @@ LOG_DIFFERENCES = {
         "the last export is the final one",
         the_last_is_final(15),
     ),
-    "empty train input": (
-        "the last export is the final one",
-        the_last_is_final(0),
-    ),
     "listener stops at 10": (
         "the last export is the final one, though there was one of this step",
         {"listener.end 10": ["listener.end 10", exported(10, True)]},

@@ -130,6 +130,9 @@ class Checkpoints:
         before_save: Called with the step before anything is saved.
         check_numerics: Whether nothing is saved once a variable holds a NaN or
             an infinite value.
+
+    Attributes:
+        position_restored: Whether the input's position was restored.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Checkpoints:
         }
         self._iterator_fn = iterator_fn
         self._before_save = before_save
+        self.position_restored = False
         self._finite = FiniteCheck(variables) if check_numerics else None
         self._set_iterator(None)
 
@@ -294,6 +298,7 @@ class Checkpoints:
         saved = tf.train.Checkpoint(iterator=iterator)
         try:
             saved.restore(path).expect_partial()
+            self.position_restored = True
         except tf.errors.OpError as error:
             _log.warning(
                 "The input is another than the one whose position %s holds: it "

@@ -190,6 +190,8 @@ class MonitoredTrainingSession:
         step: Steps applied in the job so far.
         checkpoint_dir: As given.
         restored_from: Path of the checkpoint that was restored last, or None.
+        input_restored: Whether the input then went on where it was saved.
+        input_ended: Whether it came to its end.
         secs_in_steps: Seconds spent in steps, without hooks.
         input_secs: `[waited for data, all]`: seconds of steps, of all workers
             together; zeros around a step function.
@@ -234,6 +236,7 @@ class MonitoredTrainingSession:
         self.step = 0
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
+        self.input_restored = self.input_ended = False
         self.secs_in_steps = 0.0
         self.input_secs = np.zeros(2)
         self._build_fn = build_fn
@@ -245,7 +248,6 @@ class MonitoredTrainingSession:
         self._grace_secs = stop_grace_period_secs
         self._stop = False
         self._closed = False
-        self._input_ended = False
         self._steps_per_sec = 0.0
         self._trainable: Trainable | None = None
         self._loop: Loop | None = None
@@ -309,7 +311,7 @@ class MonitoredTrainingSession:
             exc_type, tf.errors.OutOfRangeError | StopIteration
         )
         if clean:
-            self._input_ended |= exc_type is not None
+            self.input_ended |= exc_type is not None
             self.close()
         elif not self._closed:
             self._release()
@@ -420,7 +422,7 @@ class MonitoredTrainingSession:
 
     def _iterator(self) -> tf.data.Iterator | None:
         """What the steps read from, unless a later job shall start anew."""
-        if self._input_ended:
+        if self.input_ended:
             return None
         return self._trainable.iterator or self._loop.iterator
 
@@ -437,12 +439,12 @@ class MonitoredTrainingSession:
         around = Round(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
-        if self.step > first_step or not self._input_ended:
+        if self.step > first_step or not self.input_ended:
             around.end(logs)
         self._failures.report(self.step)
         if self._follows:
             return logs  # What comes now is for the leader to say.
-        if around.stop_requested or self._input_ended:
+        if around.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
             self.settle()
@@ -462,13 +464,13 @@ class MonitoredTrainingSession:
                     self._peers.tell(run=num_steps)
             logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
-            self._input_ended = True
+            self.input_ended = True
             logs = end.logs
         self.step = self._loop.step
         secs = time.monotonic() - start
         self.secs_in_steps += secs
         self.input_secs = self.input_secs + self._loop.input_secs()
-        if self._input_ended:
+        if self.input_ended:
             _log.info("The training input ended at step %d.", self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
@@ -573,6 +575,7 @@ class MonitoredTrainingSession:
         else:
             checkpoints.restore_from(path, position=path)
         self.restored_from = path
+        self.input_restored = checkpoints.position_restored
 
     # --- Recovery ------------------------------------------------------------
 
@@ -699,6 +702,7 @@ class MonitoredTrainingSession:
             self._wait_for_checkpoint()
         checkpoints = self.checkpoints(self.checkpoint_dir)
         self.restored_from = checkpoints.restore()
+        self.input_restored = checkpoints.position_restored
 
     def _wait_for_checkpoint(self) -> None:
         deadline = time.monotonic() + self._max_wait_secs

@@ -47,9 +47,11 @@ def train_and_evaluate(
     * A job that has reached `max_steps` already is evaluated and exported, for
       its last process may have died before that; hooks and listeners begin and
       end around no step. TF returned `(None, None)`.
+    * A training input without a single batch is an error; TF evaluated and
+      exported the model as it was.
     * What was restored is not saved again at once.
-    * A training hook is called around runs of many steps, unless its
-      `steps_until_next` asks for fewer.
+    * A training hook is called around runs of many steps if it says, by
+      `steps_until_next`, how many.
     * Exporters get the evaluated model instead of an estimator and the path of
       a checkpoint.
     * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
