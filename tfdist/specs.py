@@ -99,7 +99,8 @@ class RunConfig:
             "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
             a callable from a `VariableSpec` to the index of a server.
         session_creation_timeout_secs: Seconds the chief waits for workers and
-            ps that are missing, at the start and after one was lost.
+            ps that are missing, at the start and after one was lost; and an
+            evaluator for the chief, where an earlier one has left.
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
         cluster: Default: from the environment.
@@ -309,7 +310,8 @@ class EvalSpec:
 
     Attributes:
         input_fn: Returns a `tf.data.Dataset` of batches.
-        steps: Batches per evaluation at most; None: the whole dataset.
+        steps: Batches per evaluation at most; None: the whole dataset, which
+            must have an end.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
         hooks: Run during each evaluation, the same objects each time.
         exporters: Exporters, or one, run after each evaluation.
