@@ -9,10 +9,12 @@ cluster of any shape and into a plain model in one process.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -30,8 +32,14 @@ _log = logging.getLogger(__name__)
 _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+_WAYS_OUT = (
+    "To go on, let it hold the line `model_checkpoint_path: "
+    '"model.ckpt-<step>"`, of a step that is there. To train anew, move the '
+    "files away, or choose another model_dir."
+)
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
+_LATER = re.compile(rf"{BASENAME}-[1-9]\d*\.index")  # Than a job's first state.
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
 NO_DAMAGE = (
@@ -163,12 +171,13 @@ class Checkpoints:
         self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._variables), **parts
         )
-        self._manager = tf.train.CheckpointManager(
-            self._checkpoint,
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
-        )
+        with _naming_the_list(self._directory):
+            self._manager = tf.train.CheckpointManager(
+                self._checkpoint,
+                self._directory,
+                checkpoint_name=BASENAME,
+                **self._keep,
+            )
 
     @property
     def latest(self) -> str | None:
@@ -234,7 +243,7 @@ class Checkpoints:
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
-                damaged.
+                damaged, or their list is, or is missing.
         """
         self._remove_unfinished()
         paths = listed(self._directory)
@@ -309,9 +318,9 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Deletes the folders of saves that did not come to their end."""
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
+        for name in storage.names_in(self._directory):
+            if re.match(rf"{BASENAME}-.*_temp", name):
+                storage.remove_tree(os.path.join(self._directory, name))
 
 
 def latest(directory: str) -> str | None:
@@ -322,11 +331,12 @@ def latest(directory: str) -> str | None:
 
     Raises:
         OpError: the directory cannot be read.
-        ValueError: the list of its checkpoints cannot.
+        ValueError: the list of its checkpoints cannot, or is missing.
     """
-    path = tf.train.latest_checkpoint(directory)
-    if path is None:
-        _check_there_is_none(directory)
+    with _naming_the_list(directory):
+        path = tf.train.latest_checkpoint(directory)
+        if path is None:
+            _check_there_is_none(directory)
     return path
 
 
@@ -335,9 +345,10 @@ def listed(directory: str) -> list[str]:
 
     Where the list was edited to go back, from the one in its first line on.
     """
-    state = tf.train.get_checkpoint_state(directory)
+    with _naming_the_list(directory):
+        state = tf.train.get_checkpoint_state(directory)
+        first = tf.train.latest_checkpoint(directory)
     paths = list(state.all_model_checkpoint_paths)[::-1] if state else []
-    first = tf.train.latest_checkpoint(directory)
     if first in paths:
         return paths[paths.index(first) :]
     return [first, *paths] if first else paths
@@ -349,8 +360,29 @@ def _check_there_is_none(directory: str) -> None:
     if storage.read_text(path):
         raise ValueError(
             f"{path!r} lists checkpoints, and none of them can be found, or "
-            "the list is damaged. Delete it to train anew."
+            f"the list is damaged. {_WAYS_OUT}"
         )
+    # A job that was killed while it saved its first state has no list yet.
+    written = [n for n in storage.names_in(directory) if _LATER.fullmatch(n)]
+    if written:
+        raise ValueError(
+            f"{directory!r} holds checkpoints ({', '.join(sorted(written))}) "
+            "and no file `checkpoint`, which says which is the newest: a job "
+            f"would begin at step 0 and overwrite them. {_WAYS_OUT}"
+        )
+
+
+@contextlib.contextmanager
+def _naming_the_list(directory: str) -> Iterator[None]:
+    """Has an error about a list that is no text say where that is."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        path = os.path.join(directory, "checkpoint")
+        raise ValueError(
+            f"{path!r}, the list of checkpoints, is damaged: {error}. "
+            f"{_WAYS_OUT}"
+        ) from error
 
 
 def restore(
@@ -401,13 +433,20 @@ def restore(
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     """Name to shape of every variable in checkpoint `path`."""
     return {
-        key.removeprefix(_PREFIX)
-        .removesuffix(_SUFFIX)
-        .replace(".S", "/")
-        .replace("..", "."): shape
+        _decoded(key.removeprefix(_PREFIX).removesuffix(_SUFFIX)): shape
         for key, shape in tf.train.list_variables(path)
         if key.startswith(_PREFIX)
     }
+
+
+def _decoded(key: str) -> str:
+    """The name that TensorFlow has written as a part of a key.
+
+    >>> _decoded("encoder..Self.Sq"), _decoded("a.Sb...Sc")
+    ('encoder.Self/q', 'a/b./c')
+    """
+    signs = {"..": ".", ".S": "/"}
+    return re.sub(r"\.[.S]", lambda sign: signs[sign[0]], key)
 
 
 def load_variable(path: str, name: str) -> np.ndarray:

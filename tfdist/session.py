@@ -79,7 +79,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, default_hooks, recovery, servers
+from tfdist import checkpoint, default_hooks, recovery, servers, storage
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT, Hook
@@ -233,6 +233,8 @@ class MonitoredTrainingSession:
             check_is_chief(self._cluster)
         if self._all_reduce:
             is_chief = cluster.is_chief
+        if checkpoint_dir:
+            storage.check_no_pattern(checkpoint_dir)
         self.step = 0
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import storage
 from tfdist import strategy as strategy_lib
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT
@@ -363,6 +364,7 @@ def _directory(path: str | os.PathLike) -> str:
     path = os.fspath(path)
     if not path:
         raise ValueError("Argument `model_dir` must not be empty.")
+    storage.check_no_pattern(path)
     return path.rstrip("/") or "/"
 
 
