@@ -9,7 +9,7 @@ from both_sessions import Training, tf1
 from counting import count
 from small_models import batches, local_loop, logistic
 
-from tfdist import checkpoint
+from tfdist import checkpoint, recovery
 from tfdist.cluster import Cluster
 from tfdist.hooks import StopAtStepHook
 from tfdist.session import MonitoredTrainingSession, Trainable
@@ -324,12 +324,39 @@ def test_without_checkpoints_it_starts_over():
     assert [s for _, what, s in log if what == "create"] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "method", ["after_create_session", "before_run", "after_run"]
+)
+@pytest.mark.parametrize("kind", ["UnavailableError", "AbortedError"])
+def test_what_a_hook_raises_again_and_again_is_raised(method, kind, tmp_path):
+    """With steps in between, which made it a new failure each time."""
+    error = getattr(tf.errors, kind)(None, None, "the user's own")
+    at = None if method == "after_create_session" else 4
+    build = make()
+    with pytest.raises(type(error), match="the user's own"):
+        train(
+            build,
+            6,
+            [Recorder([], every=2), Raiser(method, error, at, times=20)],
+            checkpoint_dir=str(tmp_path),
+            save_checkpoint_steps=3,
+        )
+    assert len(build.made) == recovery.MAX_REPEATS
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_passes_is_recovered_from(times):
+    error = tf.errors.UnavailableError(None, None, "for a while")
+    build = make()
+    train(build, 6, [Raiser("after_run", error, times=times)])
+    assert len(build.made) == 1 + times
+
+
 @pytest.mark.slow
 def test_ten_failures_without_a_step_are_raised():
-    build = make()
-    with pytest.raises(tf.errors.AbortedError, match="lost"):
-        train(build, 5, [Raiser("before_run", AGAIN, times=99)])
-    assert len(build.made) == 11
+    failures = [1] * 99
+    with pytest.raises(tf.errors.UnavailableError, match="a server is gone"):
+        count([], 5, fail_at=failures)
 
 
 def test_other_errors_are_raised_at_once():

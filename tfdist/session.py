@@ -55,7 +55,9 @@ stops training. While a ps is waited for, so are workers that are missing.
 
 What is recovered from: `tf.errors.AbortedError` and `UnavailableError`, as in
 TF1, raised by a step or a hook, and any TensorFlow error while a parameter
-server is found to be gone. Ten failures without a step in between are raised.
+server is found to be gone. Ten failures without a step in between are raised,
+and so is what a hook raises for the third time at one step, with every server
+alive: that is the user's own error. (TF1 went on for ever.)
 
 In one process a restored session goes on with the weights, the random seeds
 and the batch of one that was never interrupted, if the loop's iterator can be
@@ -438,11 +440,13 @@ class MonitoredTrainingSession:
             if told is None:
                 self.request_stop()
                 return {}
-        around = Round(self.hooks, self)
+        with recovery.in_hooks():
+            around = Round(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
         if self.step > first_step or not self.input_ended:
-            around.end(logs)
+            with recovery.in_hooks():
+                around.end(logs)
         self._failures.report(self.step)
         if self._follows:
             return logs  # What comes now is for the leader to say.
@@ -603,7 +607,8 @@ class MonitoredTrainingSession:
         remedy = recovery.remedy(
             error, lost, self._failures.count, in_sync=bool(self._all_reduce)
         )
-        if remedy is Remedy.RAISE:
+        users = not lost and self._failures.is_the_users(error, self.step)
+        if remedy is Remedy.RAISE or users:
             raise error
         self._sigterm.leave()
         self._failures.add()
@@ -614,6 +619,7 @@ class MonitoredTrainingSession:
             reason,
         )
         if remedy is Remedy.RESTART and (self._cluster or self._all_reduce):
+            self._failures.keep()
             recovery.restart_process(reason)
         self._end()
         self._ending = self._loop or self._ending
@@ -651,8 +657,9 @@ class MonitoredTrainingSession:
         elif self._peers:
             self._restore_as_told()
         self.settle()
-        for hook in self.hooks:
-            hook.after_create_session(self, self._coord)
+        with recovery.in_hooks():
+            for hook in self.hooks:
+                hook.after_create_session(self, self._coord)
 
     def _connect(self, cluster: Cluster) -> tf.distribute.Strategy:
         """Waits for the tasks, connects to them and watches them."""
