@@ -125,6 +125,9 @@ class UserHook(tfdist.SessionRunHook):
     def __init__(self, raise_at):
         self._raise_at = raise_at
 
+    def steps_until_next(self, step):
+        return None
+
     def after_run(self, run_context, run_values):
         if run_context.session.step >= self._raise_at:
             raise LookupError("A mistake of the user's.")
@@ -135,6 +138,9 @@ class FunctionsHook(tfdist.SessionRunHook):
 
     def __init__(self):
         self._known = 0
+
+    def steps_until_next(self, step):
+        return None
 
     def after_run(self, run_context, run_values):
         traced = len(context.context().list_function_names())

@@ -137,6 +137,9 @@ class Metrics(tfdist.SessionRunHook):
     def begin(self):
         self.last = {}
 
+    def steps_until_next(self, step):
+        return None
+
     def after_run(self, run_context, run_values):
         self.last = dict(run_values.results or {})
 

@@ -100,18 +100,33 @@ def test_no_dataset(tmp_path, input_fn, message):
 # --- No batch ----------------------------------------------------------------
 
 
-def test_empty_from_the_start(tmp_path, caplog):
-    """As TF's Estimator: a warning, and the initial model is evaluated."""
+class Calls(tfdist.CheckpointSaverListener, tfdist.SessionRunHook):
+    """Whether it was told of the end, as hook or listener."""
+
+    ended = False
+
+    def end(self, *_):
+        self.ended = True
+
+
+def test_empty_from_the_start(tmp_path):
+    """Nothing is evaluated, exported or announced; nobody is told `end`."""
 
     def input_fn():
         return batches(size=7, batch_size=8).unbatch().batch(8, True)
 
-    with caplog.at_level(logging.WARNING, "tfdist"):
-        metrics, _ = trained(tmp_path, input_fn)
-    assert metrics["global_step"] == 0
-    (line,) = [r.getMessage() for r in caplog.records if "No step" in r.msg]
-    assert input_fns.described(input_fn) in line
-    assert "drop_remainder=True" in line
+    calls = Calls()
+    with pytest.raises(ValueError, match="has no batch: no step was") as raised:
+        tfdist.train_and_evaluate(
+            estimator(tmp_path),
+            tfdist.TrainSpec(input_fn, 4, [calls], [calls]),
+            tfdist.EvalSpec(batches, exporters=tfdist.FinalExporter("final")),
+        )
+    assert input_fns.described(input_fn) in str(raised.value)
+    assert "drop_remainder=True" in str(raised.value)
+    assert not calls.ended
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & {"export", "eval", "training_done.json"}
 
 
 # --- What the model does not read --------------------------------------------

@@ -1,9 +1,16 @@
+import subprocess
+import sys
+import tempfile
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
+import tfdist
 from tfdist import checkpoint, optimizers
 from tfdist._private import reset_object_names
 from tfdist.checkpoint import Checkpoints, named_variables, restore
@@ -162,6 +169,26 @@ def test_a_new_process_still_deletes_what_an_old_one_wrote(tmp_path):
     assert len(list(tmp_path.glob("*.index"))) == 2
 
 
+names = st.text("aS./_-", min_size=1, max_size=8)
+
+
+@given(st.sets(names | st.text(min_size=1, max_size=4), min_size=1, max_size=9))
+@settings(deadline=None)
+def test_names_are_read_as_tensorflow_writes_them(names):
+    with tempfile.TemporaryDirectory() as directory:
+        variables = {name: tf.Variable(1.0) for name in names}
+        path = tf.train.Checkpoint(variables=variables).write(f"{directory}/c")
+        assert checkpoint.saved_shapes(path) == {name: [] for name in names}
+        assert {checkpoint.load_variable(path, n).item() for n in names} == {1}
+
+
+def test_a_layer_of_any_name_restores(tmp_path):
+    made = logistic(hidden=[keras.layers.Dense(2, name="encoder.Self")])
+    variables = named_variables(made, optimizer=False)
+    assert any(".S" in name for name in variables)
+    restore(Checkpoints(str(tmp_path), variables).save(1), variables, True)
+
+
 @pytest.mark.parametrize("name", ["a/b", "a.b", "a.b/c.d", "a_b"])
 def test_any_name_survives(tmp_path, name):
     checkpoints = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)})
@@ -170,3 +197,117 @@ def test_any_name_survives(tmp_path, name):
     other = {name: tf.Variable(0.0)}
     restore(path, other)
     assert float(other[name]) == 2.0
+
+
+# --- What is there, and cannot be read ---------------------------------------
+
+
+def saved_until(directory, last):
+    """Checkpoints of steps 0 to `last`."""
+    step = tf.Variable(0, dtype=tf.int64)
+    checkpoints = Checkpoints(str(directory), {"global_step": step})
+    for number in range(last + 1):
+        step.assign(number)
+        checkpoints.save(number)
+
+
+def test_a_list_that_is_missing(tmp_path):
+    """A job would begin anew, and overwrite what is there."""
+    saved_until(tmp_path, 3)
+    (tmp_path / "checkpoint").unlink()
+    files = sorted(tmp_path.iterdir())
+    step = tf.Variable(0, dtype=tf.int64)
+    job = Checkpoints(str(tmp_path), {"global_step": step})
+    message = r"model\.ckpt-3\.index\) and no file `checkpoint`"
+    for act in (job.restore, lambda: checkpoint.latest(str(tmp_path))):
+        with pytest.raises(ValueError, match=message):
+            act()
+    assert sorted(tmp_path.iterdir()) == files
+    # The two ways out of which the message tells.
+    line = 'model_checkpoint_path: "model.ckpt-2"'
+    (tmp_path / "checkpoint").write_text(line)
+    job = Checkpoints(str(tmp_path), {"global_step": step})
+    assert job.restore() == str(tmp_path / "model.ckpt-2")
+    assert step.numpy() == 2
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert Checkpoints(str(tmp_path), {"global_step": step}).restore() is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00\x80", b"no list", b"a: \x00"]
+)
+def test_a_list_of_garbage(tmp_path, content):
+    saved_until(tmp_path, 1)
+    (tmp_path / "checkpoint").write_bytes(content)
+    step = {"global_step": tf.Variable(0, dtype=tf.int64)}
+    for act in (
+        lambda: Checkpoints(str(tmp_path), step).restore(),
+        lambda: checkpoint.latest(str(tmp_path)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"damaged.*To go on, let"
+        ) as raised:
+            act()
+        assert type(raised.value) is ValueError
+        assert str(tmp_path / "checkpoint") in str(raised.value)
+
+
+KILLED = """
+import os, signal, sys
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.ops import gen_io_ops
+from tfdist.checkpoint import Checkpoints
+
+def kill(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "while the files are written":
+    gen_io_ops.merge_v2_checkpoints = lambda *_, **__: tf.py_function(
+        kill, [], []
+    )
+else:
+    checkpoint_management.update_checkpoint_state_internal = kill
+step = tf.Variable(0, dtype=tf.int64)
+Checkpoints(sys.argv[1], {"global_step": step}).save(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "when", ["while the files are written", "before they are listed"]
+)
+def test_a_job_killed_in_its_first_save(tmp_path, when):
+    """It left files and no list, and begins again."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path), when]
+    assert subprocess.run(command, timeout=120).returncode == -9
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left
+    assert "checkpoint" not in left
+    assert ("model.ckpt-0.index" in left) == (when == "before they are listed")
+    step = tf.Variable(0, dtype=tf.int64)
+    job = Checkpoints(str(tmp_path), {"global_step": step})
+    assert job.restore() is None
+    job.save(0)
+    assert job.restore() == str(tmp_path / "model.ckpt-0")
+
+
+@pytest.mark.parametrize("name", ["job[1]", "job*", "job?", "a\\b"])
+def test_a_directory_in_whose_name_tensorflow_sees_a_pattern(tmp_path, name):
+    for path in (str(tmp_path / name), f"gs://bucket/{name}"):
+        with pytest.raises(ValueError, match="takes for a pattern"):
+            tfdist.RunConfig(path)
+        with pytest.raises(ValueError, match="takes for a pattern"):
+            tfdist.MonitoredTrainingSession(lambda: None, checkpoint_dir=path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorflow_deletes_the_checkpoints_of_others(tmp_path):
+    """Why such a name is refused."""
+    saved_until(tmp_path / "job2", 0)
+    (tmp_path / "job*").mkdir()
+    step = {"global_step": tf.Variable(0, dtype=tf.int64)}
+    theirs = Checkpoints(str(tmp_path / "job*"), step, max_to_keep=1)
+    theirs.save(0)
+    theirs.save(1)
+    assert not list((tmp_path / "job2").glob("*.index"))

@@ -104,13 +104,25 @@ def test_new_data_after_the_end(tmp_path):
     assert_equal(all_values(made), all_values(once))
 
 
-def test_no_new_data(tmp_path, caplog):
+def test_no_new_data(tmp_path):
     made = estimator(tmp_path).train(batches)
     before = all_values(made)
-    with caplog.at_level(logging.WARNING, "tfdist"):
+    with pytest.raises(ValueError, match="has no batch: no step was run"):
         made.train(lambda: batches().take(0))
-    assert "No step was run" in caplog.text
     assert_equal(all_values(made), before)
+
+
+def test_data_that_had_been_read_to_their_end(tmp_path, caplog):
+    """Saved behind the last batch, by a process that then was killed."""
+    made = estimator(tmp_path).train(batches, max_steps=8)
+    before = all_values(made)
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        made.train(batches, max_steps=9)
+    assert "read to its end when" in caplog.text
+    assert_equal(all_values(made), before)
+    # It ended, so the next job begins anew.
+    made.train(batches, max_steps=9)
+    assert counters(made) == [9, 9]
 
 
 # --- Another model -----------------------------------------------------------

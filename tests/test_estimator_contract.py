@@ -349,6 +349,7 @@ def play(
 def normalized(log):
     """Without the checkpoint that TF's exporters got; exports by their step."""
     log = [re.sub(r" ckpt=\S+", "", line) for line in log]
+    log = [re.sub(r"input function .*? has", "F has", line) for line in log]
     return [
         re.sub(r"\['R(\d+)'\]", lambda m: log[int(m[1]) - 1].split()[1], line)
         for line in log
@@ -375,8 +376,20 @@ LOG_DIFFERENCES = {
         the_last_is_final(15),
     ),
     "empty train input": (
-        "the last export is the final one",
-        the_last_is_final(0),
+        "it is an error, and nothing is evaluated or exported",
+        {
+            "listener.end 0": [
+                "raised ValueError: The dataset of F has no batch: no step was "
+                "run, and nothing is exported. Are its files empty, or smaller "
+                "than one batch with drop_remainder=True?"
+            ],
+            "eval.begin": [],
+            "eval.after_create_session": [],
+            "eval.end after 3 runs": [],
+            exported(0, False): [],
+            "train.end after 0 runs": [],
+            "returned ({'loss': 4.0, 'global_step': 0}, step=0)": [],
+        },
     ),
     "listener stops at 10": (
         "the last export is the final one, though there was one of this step",
@@ -432,7 +445,8 @@ def expected_files(name, evaluated):
     # There is no graph.
     kept = {p for p in recorded if not p.endswith(("graph.pbtxt", ".meta"))}
     if name == "empty train input":
-        kept.remove("events")  # They had held the graph alone.
+        # They had held the graph alone; nothing is evaluated.
+        kept -= {"events", "eval", "eval/events"}
     if evaluated:
         # A job that is over says so, and leaves its result, in files.
         directory = f"eval_{SCENARIOS[name].get('name', '')}".rstrip("_")

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
+import tfdist
 from tfdist import hooks, optimizers, results
 from tfdist.checkpoint import Checkpoints, named_variables
 from tfdist.evaluation import DamagedCheckpointError, Evaluator
@@ -250,6 +251,37 @@ def test_no_batch(job, input_fn):
         evaluator.evaluate(job.save_after(1))
 
 
+def endless():
+    return input_fn().repeat()
+
+
+def test_a_dataset_that_never_ends(job, tmp_path):
+    """Refused before anything is trained, by whoever would evaluate."""
+    path, message = job.save_after(1), "never ends, and `steps` is None"
+    with pytest.raises(ValueError, match=message):
+        evaluator_of(job, endless).evaluate(path)
+    with pytest.raises(ValueError, match=message):
+        evaluator_task(job, 1, input_fn=endless)
+    assert job.failure().startswith("ValueError: The `input_fn`")
+    estimator = tfdist.Estimator(model_fn, tfdist.RunConfig(tmp_path / "new"))
+    with pytest.raises(ValueError, match=message):
+        tfdist.train_and_evaluate(
+            estimator,
+            tfdist.TrainSpec(input_fn),
+            tfdist.EvalSpec(endless, steps=None),
+        )
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=message):
+        estimator.evaluate(endless)
+
+
+def test_what_steps_or_a_hook_ends_may_be_endless(job):
+    path = job.save_after(1)
+    stopped = evaluator_of(job, endless, hooks=[Calls(stop_after=2)])
+    limited = evaluator_of(job, endless, steps=2)
+    assert stopped.evaluate(path) == limited.evaluate(path)
+
+
 # --- Hooks -------------------------------------------------------------------
 
 
@@ -471,6 +503,58 @@ def test_an_evaluator_that_starts_after_the_end_is_reminded(job, monkeypatch):
 
 
 # --- An evaluator that is started again --------------------------------------
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_it_ends_though_the_chief_has_gone(job, published):
+    """And makes the final export, if its predecessor did not."""
+    job.save_after(3)
+    if published:
+        evaluator_task(job, 3, exporters=[Recorder()])
+    results.announce_end(job.dir, 3)
+    recorder = Recorder()
+    evaluator = evaluator_of(job, exporters=[recorder])
+    start = time.monotonic()
+    thread = Background(evaluator.run_continuously, None, 1e6, 0.0, 1.0)
+    thread.get()
+    assert 1.0 <= time.monotonic() - start < 20
+    assert recorder.calls == ([] if published else [(3, True)])
+    assert job.published()["final"]
+
+
+def test_it_follows_a_chief_that_comes_back_with_more_data(job):
+    job.save_after(3)
+    evaluator_task(job, 3)
+    results.announce_end(job.dir, 3)
+    recorder = Recorder()
+    evaluator = evaluator_of(job, exporters=[recorder])
+    thread = Background(evaluator.run_continuously, None, 0.0, 0.0, 1.5)
+    results.retract_end(job.dir)
+    time.sleep(2.5)
+    assert thread.is_alive()
+    job.save_after(2)
+    results.announce_end(job.dir, 5)
+    thread.get()
+    assert recorder.calls[-1] == (5, True)
+
+
+def test_a_chief_takes_back_the_end_of_an_earlier_one(tmp_path):
+    config = tfdist.RunConfig(tmp_path, save_checkpoints_steps=2)
+    seen = []
+
+    def train_input_fn():
+        seen.append(results.read_json(results.done_path(str(tmp_path))))
+        return batches(40, 8)
+
+    for _ in range(2):
+        tfdist.train_and_evaluate(
+            tfdist.Estimator(model_fn, config),
+            tfdist.TrainSpec(train_input_fn),
+            tfdist.EvalSpec(input_fn),
+        )
+    assert seen == [None, None]
+    done = results.read_json(results.done_path(str(tmp_path)))
+    assert done["global_step"] == 10
 
 
 def test_nothing_is_evaluated_twice(job):

@@ -46,6 +46,9 @@ class Speed(SessionRunHook):
     def after_create_session(self, session, coord):
         self.secs, self.first = session.secs_in_steps, session.step
 
+    def steps_until_next(self, step):
+        return None
+
     def after_run(self, run_context, run_values):
         session = run_context.session
         steps = session.step - self.first

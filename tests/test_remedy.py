@@ -1,5 +1,7 @@
 """What is decided about a failure, without a cluster."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -58,6 +60,32 @@ def op_error(kind, message="m"):
 )
 def test_remedy(error, lost, failures, expected):
     assert recovery.remedy(error, lost, failures) is expected
+
+
+def repeated(failures, *events):
+    """Whether each error, of a hook or not, at its step, is the user's."""
+    for message, step, in_hook in events:
+        error = op_error("UnavailableError", message)
+        error.in_hook = in_hook
+        yield failures.is_the_users(error, step)
+
+
+def test_whose_error_it_is(monkeypatch):
+    monkeypatch.delenv("TFDIST_REPEATED_FAILURE", raising=False)
+    a, b, later = ("a", 3, True), ("b", 3, True), ("a", 4, True)
+    remote = ("a", 3, False)
+    new = recovery.Failures
+    assert list(repeated(new(), a, a, a)) == [False, False, True]
+    assert not any(repeated(new(), a, a, b, a, a, later, a, a))
+    assert not any(repeated(new(), *[remote] * 9))
+    # Also if it becomes another process each time.
+    for expected in (False, False, True):
+        failures = new()
+        assert list(repeated(failures, a)) == [expected]
+        failures.keep()
+    assert "TFDIST_REPEATED_FAILURE" in os.environ
+    new()
+    assert "TFDIST_REPEATED_FAILURE" not in os.environ
 
 
 def test_an_interactive_process_is_not_replaced(monkeypatch):

@@ -153,7 +153,7 @@ def test_preemption_saves_without_listeners(tmp_path):
 
 def test_an_error_leaves_the_last_checkpoint(tmp_path):
     hook = CheckpointSaverHook(str(tmp_path), save_steps=2)
-    broken = Scripted("h", [], {("after_run", 2): ValueError("broken")})
+    broken = Scripted("h", [], {("after_run", 3): ValueError("broken")})
     with pytest.raises(ValueError, match="broken"):
         count([broken, hook], 10)
     assert checkpoint_steps(tmp_path) == [0, 2]

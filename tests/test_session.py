@@ -5,9 +5,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from both_sessions import Training, tf1
+from counting import count
 from small_models import batches, local_loop, logistic
 
-from tfdist import checkpoint
+from tfdist import checkpoint, recovery
 from tfdist.cluster import Cluster
 from tfdist.hooks import StopAtStepHook
 from tfdist.session import MonitoredTrainingSession, Trainable
@@ -46,6 +48,9 @@ class Raiser(SessionRunHook):
     def __init__(self, method, error, step=None, times=1):
         self._error, self._step, self._times = error, step, times
         setattr(self, method, self._raise)
+
+    def steps_until_next(self, step):
+        return None
 
     def _raise(self, *args):
         step = getattr(getattr(args[0], "session", None), "step", None)
@@ -127,6 +132,53 @@ def test_a_hook_that_wants_no_step_is_named():
     message = "Eager.steps_until_next must return None or at least 1.*: 0 at"
     with pytest.raises(ValueError, match=message):
         train(make(), 5, [Eager()])
+
+
+class Steps(tf.compat.v1.train.SessionRunHook):
+    """A TF1 hook: writes down the losses; says nothing of steps."""
+
+    def __init__(self, library):
+        self.library, self.losses = library, []
+
+    def before_run(self, run_context):
+        loss = "loss:0" if self.library is tf.compat.v1.train else "loss"
+        return tf.compat.v1.train.SessionRunArgs(loss)
+
+    def after_run(self, run_context, run_values):
+        self.losses.append(float(run_values.results))
+
+
+class OurSteps(SessionRunHook):
+    """The same, as one of tfdist's."""
+
+    def __init__(self, library):
+        self.losses = []
+
+    def after_run(self, run_context, run_values):
+        self.losses.append(float(run_values.results["loss"]))
+
+
+@pytest.mark.parametrize("kind", [Steps, OurSteps])
+def test_a_hook_that_says_nothing_sees_every_step(kind, caplog):
+    """As in TF1, whose session is run beside."""
+    theirs = Steps(tf.compat.v1.train)
+    tf1(
+        Training(
+            lambda library, _: [theirs, library.StopAtStepHook(last_step=9)]
+        )
+    )
+    hook = kind(None)
+    with caplog.at_level("WARNING"):
+        count([hook], 9)
+    np.testing.assert_allclose(hook.losses, theirs.losses)
+    assert len(hook.losses) == 9
+    assert caplog.text.count(f"{kind.__name__} is called after every step") == 1
+
+
+def test_a_hook_that_says_any_number_is_called_less(caplog):
+    log = []
+    assert count([Recorder(log)], 9) == [9]
+    assert "after every step" not in caplog.text
 
 
 def test_request_stop():
@@ -272,12 +324,39 @@ def test_without_checkpoints_it_starts_over():
     assert [s for _, what, s in log if what == "create"] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "method", ["after_create_session", "before_run", "after_run"]
+)
+@pytest.mark.parametrize("kind", ["UnavailableError", "AbortedError"])
+def test_what_a_hook_raises_again_and_again_is_raised(method, kind, tmp_path):
+    """With steps in between, which made it a new failure each time."""
+    error = getattr(tf.errors, kind)(None, None, "the user's own")
+    at = None if method == "after_create_session" else 4
+    build = make()
+    with pytest.raises(type(error), match="the user's own"):
+        train(
+            build,
+            6,
+            [Recorder([], every=2), Raiser(method, error, at, times=20)],
+            checkpoint_dir=str(tmp_path),
+            save_checkpoint_steps=3,
+        )
+    assert len(build.made) == recovery.MAX_REPEATS
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_passes_is_recovered_from(times):
+    error = tf.errors.UnavailableError(None, None, "for a while")
+    build = make()
+    train(build, 6, [Raiser("after_run", error, times=times)])
+    assert len(build.made) == 1 + times
+
+
 @pytest.mark.slow
 def test_ten_failures_without_a_step_are_raised():
-    build = make()
-    with pytest.raises(tf.errors.AbortedError, match="lost"):
-        train(build, 5, [Raiser("before_run", AGAIN, times=99)])
-    assert len(build.made) == 11
+    failures = [1] * 99
+    with pytest.raises(tf.errors.UnavailableError, match="a server is gone"):
+        count([], 5, fail_at=failures)
 
 
 def test_other_errors_are_raised_at_once():

@@ -194,3 +194,9 @@ def test_none_is_no_hook_listener_or_exporter():
     evaluation = tfdist.EvalSpec(input_fn, hooks=None, exporters=None)
     assert train.hooks == train.saving_listeners == ()
     assert evaluation.hooks == evaluation.exporters == ()
+
+
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_check_numerics_is_a_bool(value):
+    with pytest.raises(TypeError, match=f"check_numerics={value!r}"):
+        tfdist.RunConfig("d", check_numerics=value)

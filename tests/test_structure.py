@@ -18,7 +18,7 @@ FLOORS = {
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel data_service",
     2: "step compiled_model keras_step loop replicated_loop workers "
-    "coordinated_loop recovery checkpoint hooks default_hooks "
+    "coordinated_loop recovery checkpoint finite hooks default_hooks "
     "session_run_hook saving_hooks summary_hooks events progress "
     "early_stopping callbacks input_wait unread_data",
     3: "session warm_start evaluation results exporters saved_models serving "

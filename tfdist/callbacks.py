@@ -7,6 +7,7 @@ a callback that relies on the rest is refused, with what does its work instead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from tfdist.session_run_hook import (
 
 if TYPE_CHECKING:
     from tfdist.session import MonitoredTrainingSession
+
+_log = logging.getLogger(__name__)
 
 _INSTEAD = {
     keras.callbacks.ModelCheckpoint: "RunConfig(save_checkpoints_steps=...) "
@@ -57,8 +60,9 @@ class KerasCallbackHook(SessionRunHook):
     `on_train_begin`, `on_epoch_begin`, `on_train_batch_end`, `on_epoch_end` and
     `on_train_end`, with these differences from `fit`:
 
-    * `on_train_batch_end` is called once per run of many steps, with the index
-      of the last of them and the logs of all of them.
+    * `on_train_batch_end` has the logs of its step alone, where `fit` has the
+      means since the epoch began. Where a callback overrides it, steps run one
+      by one, which a warning tells.
     * The logs of an epoch are the means over its steps of the logs of its
       runs: exact for the loss and for metrics that are means over batches of
       one size; for others (AUC) it is the mean of the runs' values.
@@ -98,6 +102,7 @@ class KerasCallbackHook(SessionRunHook):
         for callback in callbacks:
             check_callback(callback, with_evaluations=eval_dir is not None)
         self._callbacks = list(callbacks)
+        self._each_batch = any(map(_wants_each_batch, callbacks))
         self._steps_per_epoch = steps_per_epoch
         self._eval_dir = eval_dir
         self.begin()
@@ -136,7 +141,9 @@ class KerasCallbackHook(SessionRunHook):
         self._step, self._epoch = session.step, None
 
     def steps_until_next(self, step: int) -> int:
-        """Steps until the epoch ends."""
+        """Steps until the epoch ends, or one where a callback sees each."""
+        if self._each_batch:
+            return 1
         return self._steps_per_epoch - step % self._steps_per_epoch
 
     def before_run(self, run_context: SessionRunContext) -> None:
@@ -260,6 +267,25 @@ def _reason_against(
         if _overrides(callback, method):
             return f"It overrides {method}, which is never called: {why}."
     return None
+
+
+def _wants_each_batch(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback acts at the end of a batch; says what that costs."""
+    own = [
+        method
+        for method in ("on_train_batch_end", "on_batch_end")
+        if _overrides(callback, method)
+    ]
+    # TensorBoard overrides all, and does nothing there but by batches.
+    if not own or isinstance(callback, keras.callbacks.TensorBoard):
+        return False
+    _log.warning(
+        "%s overrides %s: steps run one by one for it, never many in one go. "
+        "on_epoch_end costs nothing.",
+        type(callback).__name__,
+        own[0],
+    )
+    return True
 
 
 def _overrides(callback: keras.callbacks.Callback, method: str) -> bool:

@@ -9,10 +9,12 @@ cluster of any shape and into a plain model in one process.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -22,6 +24,7 @@ from tfdist import optimizers, slots, storage
 from tfdist._private import CheckpointTracedOnce, ShardedVariable
 from tfdist.embedding import copy_shard, logical_path, shard_of
 from tfdist.errors import gist
+from tfdist.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +32,14 @@ _log = logging.getLogger(__name__)
 _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+_WAYS_OUT = (
+    "To go on, let it hold the line `model_checkpoint_path: "
+    '"model.ckpt-<step>"`, of a step that is there. To train anew, move the '
+    "files away, or choose another model_dir."
+)
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
+_LATER = re.compile(rf"{BASENAME}-[1-9]\d*\.index")  # Than a job's first state.
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
 NO_DAMAGE = (
@@ -127,6 +136,11 @@ class Checkpoints:
         iterator_fn: Returns the iterator of the input, whose position is
             saved too, or None. Where it cannot be saved, a warning says so.
         before_save: Called with the step before anything is saved.
+        check_numerics: Whether nothing is saved once a variable holds a NaN or
+            an infinite value.
+
+    Attributes:
+        position_restored: Whether the input's position was restored.
     """
 
     def __init__(
@@ -137,6 +151,7 @@ class Checkpoints:
         keep_every_n_hours: float | None = None,
         iterator_fn: Callable[[], tf.data.Iterator | None] = lambda: None,
         before_save: Callable[[int], None] = lambda step: None,
+        check_numerics: bool = True,
     ) -> None:
         self._directory = directory
         self._variables = dict(variables)
@@ -146,6 +161,8 @@ class Checkpoints:
         }
         self._iterator_fn = iterator_fn
         self._before_save = before_save
+        self.position_restored = False
+        self._finite = FiniteCheck(variables) if check_numerics else None
         self._set_iterator(None)
 
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
@@ -154,12 +171,13 @@ class Checkpoints:
         self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._variables), **parts
         )
-        self._manager = tf.train.CheckpointManager(
-            self._checkpoint,
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
-        )
+        with _naming_the_list(self._directory):
+            self._manager = tf.train.CheckpointManager(
+                self._checkpoint,
+                self._directory,
+                checkpoint_name=BASENAME,
+                **self._keep,
+            )
 
     @property
     def latest(self) -> str | None:
@@ -170,9 +188,18 @@ class Checkpoints:
         """Does now what else the first save would do: traces a function."""
         self._set_iterator(self._iterator_fn())
         self._checkpoint.trace()
+        if self._finite:
+            self._finite.trace()
 
     def save(self, step: int) -> str:
-        """Writes `model.ckpt-<step>` and returns its path."""
+        """Writes `model.ckpt-<step>` and returns its path.
+
+        Raises:
+            NonFiniteVariablesError: a variable holds a NaN or an infinite
+                value. Nothing is written.
+        """
+        if self._finite:
+            self._check_finite(step)
         self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
@@ -192,6 +219,20 @@ class Checkpoints:
         self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
 
+    def _check_finite(self, step: int) -> None:
+        names = self._finite.not_finite()
+        if not names:
+            return
+        good = self.latest
+        raise NonFiniteVariablesError(
+            f"At step {step} {len(names)} of {len(self._variables)} variables "
+            f"hold NaN or infinite values: {', '.join(names[:20])}. They are "
+            "not saved; the last good checkpoint is "
+            + (f"of step {good.rpartition('-')[2]}: {good}" if good else "none")
+            + ". Look for NaN among the features, and for a learning rate that "
+            "is too large; `check_numerics=False` saves what is there."
+        )
+
     def restore(self) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
 
@@ -202,7 +243,7 @@ class Checkpoints:
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
-                damaged.
+                damaged, or their list is, or is missing.
         """
         self._remove_unfinished()
         paths = listed(self._directory)
@@ -266,6 +307,7 @@ class Checkpoints:
         saved = tf.train.Checkpoint(iterator=iterator)
         try:
             saved.restore(path).expect_partial()
+            self.position_restored = True
         except tf.errors.OpError as error:
             _log.warning(
                 "The input is another than the one whose position %s holds: it "
@@ -276,9 +318,9 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Deletes the folders of saves that did not come to their end."""
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
+        for name in storage.names_in(self._directory):
+            if re.match(rf"{BASENAME}-.*_temp", name):
+                storage.remove_tree(os.path.join(self._directory, name))
 
 
 def latest(directory: str) -> str | None:
@@ -289,11 +331,12 @@ def latest(directory: str) -> str | None:
 
     Raises:
         OpError: the directory cannot be read.
-        ValueError: the list of its checkpoints cannot.
+        ValueError: the list of its checkpoints cannot, or is missing.
     """
-    path = tf.train.latest_checkpoint(directory)
-    if path is None:
-        _check_there_is_none(directory)
+    with _naming_the_list(directory):
+        path = tf.train.latest_checkpoint(directory)
+        if path is None:
+            _check_there_is_none(directory)
     return path
 
 
@@ -302,9 +345,10 @@ def listed(directory: str) -> list[str]:
 
     Where the list was edited to go back, from the one in its first line on.
     """
-    state = tf.train.get_checkpoint_state(directory)
+    with _naming_the_list(directory):
+        state = tf.train.get_checkpoint_state(directory)
+        first = tf.train.latest_checkpoint(directory)
     paths = list(state.all_model_checkpoint_paths)[::-1] if state else []
-    first = tf.train.latest_checkpoint(directory)
     if first in paths:
         return paths[paths.index(first) :]
     return [first, *paths] if first else paths
@@ -316,8 +360,29 @@ def _check_there_is_none(directory: str) -> None:
     if storage.read_text(path):
         raise ValueError(
             f"{path!r} lists checkpoints, and none of them can be found, or "
-            "the list is damaged. Delete it to train anew."
+            f"the list is damaged. {_WAYS_OUT}"
         )
+    # A job that was killed while it saved its first state has no list yet.
+    written = [n for n in storage.names_in(directory) if _LATER.fullmatch(n)]
+    if written:
+        raise ValueError(
+            f"{directory!r} holds checkpoints ({', '.join(sorted(written))}) "
+            "and no file `checkpoint`, which says which is the newest: a job "
+            f"would begin at step 0 and overwrite them. {_WAYS_OUT}"
+        )
+
+
+@contextlib.contextmanager
+def _naming_the_list(directory: str) -> Iterator[None]:
+    """Has an error about a list that is no text say where that is."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        path = os.path.join(directory, "checkpoint")
+        raise ValueError(
+            f"{path!r}, the list of checkpoints, is damaged: {error}. "
+            f"{_WAYS_OUT}"
+        ) from error
 
 
 def restore(
@@ -368,13 +433,20 @@ def restore(
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     """Name to shape of every variable in checkpoint `path`."""
     return {
-        key.removeprefix(_PREFIX)
-        .removesuffix(_SUFFIX)
-        .replace(".S", "/")
-        .replace("..", "."): shape
+        _decoded(key.removeprefix(_PREFIX).removesuffix(_SUFFIX)): shape
         for key, shape in tf.train.list_variables(path)
         if key.startswith(_PREFIX)
     }
+
+
+def _decoded(key: str) -> str:
+    """The name that TensorFlow has written as a part of a key.
+
+    >>> _decoded("encoder..Self.Sq"), _decoded("a.Sb...Sc")
+    ('encoder.Self/q', 'a/b./c')
+    """
+    signs = {"..": ".", ".S": "/"}
+    return re.sub(r"\.[.S]", lambda sign: signs[sign[0]], key)
 
 
 def load_variable(path: str, name: str) -> np.ndarray:

@@ -117,7 +117,7 @@ class CoordinatedLoop:
             if exhausted and not self._pending:
                 raise EndOfInput(logs_of(total, self._step))
             if not (exhausted or self._uncertain):
-                self._hand_out_up_to(limit)
+                self._hand_out_up_to(limit, most=num_steps)
             total += self._collect(watch, target)
         return logs_of(total, self._step)
 
@@ -156,8 +156,11 @@ class CoordinatedLoop:
         """See `Loop.has_ended`."""
         return self._workers.has_ended()
 
-    def _hand_out_up_to(self, limit: int) -> None:
+    def _hand_out_up_to(self, limit: int, most: int) -> None:
         """Makes sure that the steps before `limit` are done or under way.
+
+        No dispatch is of more than `most` steps: who runs them one by one is
+        to see each.
 
         The first go one by one: a function of one step is traced in a tenth
         of the time. While they run, that of a full dispatch is traced; from
@@ -174,6 +177,8 @@ class CoordinatedLoop:
             sizes = [1] * min(missing, self._most_ahead)
         else:
             sizes = self._dispatches.sizes(missing, self._next_step)
+            if most < self._dispatches.full:
+                sizes = [1] * missing
             if not self._concrete.keys() >= set(sizes):
                 self._trace(self._dispatches.full)
         for size in sizes:

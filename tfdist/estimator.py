@@ -122,8 +122,7 @@ class Estimator:
         Must be called on the chief of a cluster or in a single process.
 
         Args:
-            input_fn: As for `TrainSpec`. A dataset without any batch trains
-                nothing, and a warning says so, as in TF.
+            input_fn: As for `TrainSpec`.
             hooks: As for `TrainSpec`.
             steps: Steps to run from the latest checkpoint on. A process that
                 dies and is started again begins to count anew: jobs that may
@@ -139,7 +138,10 @@ class Estimator:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
                 checkpoint of another model, with what differs; a model that
-                is not compiled, or does not read what the dataset has.
+                is not compiled, or does not read what the dataset has; a
+                dataset without any batch (TF trained nothing).
+            NanLossDuringTrainingError: the loss, or a weight that is to be
+                saved, is not finite.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -177,21 +179,35 @@ class Estimator:
             log_step_count_steps=None,
             max_wait_secs=config.session_creation_timeout_secs,
             max_to_keep=config.keep_checkpoint_max,
+            check_numerics=config.check_numerics,
             cluster=config.cluster,
             strategy=self._local_strategy(),
         )
         with named(input_fn), session:
-            first_step, no_steps = session.step, session.should_stop()
+            first_step = session.step
             while not session.should_stop():
                 session.run()
-        if session.step == first_step and not no_steps:
-            _log.warning(
-                "No step was run: the dataset of input function %s has no "
-                "batch. Are its files empty, or smaller than one batch with "
-                "drop_remainder=True?",
-                described(input_fn),
-            )
+                if session.input_ended and session.step == first_step:
+                    self._check_was_read(session, input_fn)
         return self
+
+    def _check_was_read(
+        self, session: MonitoredTrainingSession, input_fn: InputFn
+    ) -> None:
+        """Raises if an input had no batch, not even before a restart."""
+        one_pass = session.restored_from and self.config.cluster.dispatcher
+        if session.input_restored or one_pass:
+            _log.warning(
+                "No step was run: the input had been read to its end when %s "
+                "was saved.",
+                session.restored_from,
+            )
+            return
+        raise ValueError(
+            f"The dataset of input function {described(input_fn)} has no "
+            "batch: no step was run, and nothing is exported. Are its files "
+            "empty, or smaller than one batch with drop_remainder=True?"
+        )
 
     def _audit(self, input_fn: InputFn) -> None:
         """Warns if two workers would read the same examples."""

@@ -13,6 +13,9 @@ An error in it (no batch, a hook or an exporter that raises): the process ends
   Whoever started the process may start it again. A chief that waits for the
   result logs the error within a second; after the third, or a minute after
   one from which the evaluator did not come back, it ends without the result.
+It is started again when the chief has gone: it finds the end announced, waits
+  `patience_secs` for a chief that would take that back, makes what is missing
+  of the last evaluation, and ends.
 It never starts: the chief ends after `evaluator_timeout_secs`, likewise.
 The newest checkpoint is damaged: a warning, and the one before is evaluated,
   unless it was already. The job's last one is damaged: an error, as above.
@@ -156,10 +159,10 @@ class Evaluator:
 
         Raises:
             DamagedCheckpointError: `path` cannot be read.
-            ValueError: there is no batch; the checkpoint is of another model;
-                a metric has a reserved name.
+            ValueError: there is no batch, or no end of them; the checkpoint is
+                of another model; a metric has a reserved name.
         """
-        dataset = self._input_fn()
+        dataset = self._endless_is_refused(self._input_fn())
         if self._steps is not None:
             dataset = dataset.take(self._steps)
         identity = results.identity_of(path) if path else None
@@ -181,6 +184,23 @@ class Evaluator:
         self._final = False
         self._report()
         return self.metrics
+
+    def check_input(self) -> None:
+        """Raises `ValueError` if an evaluation would never end."""
+        if self._steps is None:
+            self._endless_is_refused(self._input_fn())
+
+    def _endless_is_refused(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The dataset, if it ends, or else `steps` or a hook may end it."""
+        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        if endless and self._steps is None and not self._hooks:
+            raise ValueError(
+                "The `input_fn` of the evaluation whose results go to "
+                f"{self.eval_dir!r} returned a dataset that never ends, and "
+                "`steps` is None, for all of it. Set `steps`, or leave out "
+                "`repeat()`."
+            )
+        return dataset
 
     def export(self, is_the_final_export: bool) -> list[str | None]:
         """Runs the exporters on the evaluated model.
@@ -228,6 +248,7 @@ class Evaluator:
         max_steps: int | None,
         start_delay_secs: float,
         throttle_secs: float,
+        patience_secs: float = 600.0,
     ) -> None:
         """Evaluates each newest checkpoint until the last of the job.
 
@@ -240,9 +261,12 @@ class Evaluator:
                 says that it is done.
             start_delay_secs: Seconds before the first evaluation.
             throttle_secs: Least seconds between the starts of two evaluations.
+            patience_secs: Seconds after which an end of training is believed
+                that was announced before this process began. A chief that
+                trains on takes it back when it starts.
 
         Raises:
-            ValueError: `model_dir` cannot be written.
+            ValueError: `model_dir` cannot be written; the input has no end.
             Exception: whatever an evaluation or an exporter raises.
         """
         storage.check_writable(self._model_dir)
@@ -250,8 +274,11 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process is back from it.
         try:
+            self.check_input()
             self._resume()
-            self._follow(max_steps, start_delay_secs, throttle_secs)
+            self._follow(
+                max_steps, start_delay_secs, throttle_secs, patience_secs
+            )
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             results.write_json(failure, {"error": text, "time": time.time()})
@@ -277,14 +304,15 @@ class Evaluator:
         max_steps: int | None,
         start_delay_secs: float,
         throttle_secs: float,
+        patience_secs: float,
     ) -> None:
         done_before = results.read_json(results.done_path(self._model_dir))
         not_before = time.monotonic() + start_delay_secs
-        last_step = max_steps
+        believe_at = time.monotonic() + patience_secs
         while True:
             done = results.read_json(results.done_path(self._model_dir))
-            if done is not None and done != done_before:
-                last_step = done["global_step"]
+            new = done != done_before or time.monotonic() >= believe_at
+            last_step = done["global_step"] if done and new else max_steps
             paths = checkpoint.listed(self._model_dir)
             if paths and _is_last(paths[0], last_step):
                 self._finish(paths[0])
@@ -294,7 +322,7 @@ class Evaluator:
             due = path and now >= not_before and not self._has_evaluated(path)
             if due and self._evaluate_newest(path):
                 not_before = now + throttle_secs
-            time.sleep(results.POLL_SECS)
+            time.sleep(results.poll_secs(self._model_dir))
 
     def _evaluate_newest(self, path: str) -> bool:
         """Evaluates and exports a checkpoint that is not the last.

@@ -240,7 +240,9 @@ class NanTensorHook(SessionRunHook):
     As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
     their mean, so one NaN among them is found. The session calls hooks of this
     class before those that save, so that no checkpoint of NaNs is written
-    after the last good one.
+    after the last good one. A NaN may miss the loss (`relu(NaN)` is 0 on a
+    CPU): the weights themselves are looked at before each checkpoint, by the
+    session's `check_numerics`.
 
     Args:
         loss_tensor: Name of the loss in the logs, or of a variable. None:
@@ -259,6 +261,9 @@ class NanTensorHook(SessionRunHook):
     ) -> None:
         self._loss = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: one NaN makes the mean of all NaN."""
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -335,6 +340,9 @@ class GlobalStepWaiterHook(SessionRunHook):
     def begin(self) -> None:
         """Forgets an earlier session."""
         self._started = False
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: it acts once."""
 
     def before_run(self, run_context: SessionRunContext) -> None:
         """Waits, the first time."""

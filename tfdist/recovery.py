@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -9,18 +10,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
 from tfdist import servers
 from tfdist._private import COORDINATOR_ERRORS
+from tfdist.errors import gist
 from tfdist.health import Loss, ServerLostError
 
 _log = logging.getLogger(__name__)
 
 MAX_FAILURES = 10
 """Failures without a step in between after which the last one is raised."""
+
+MAX_REPEATS = 3
+"""As the error of a hook, at one step, with every task alive, it is raised."""
 
 MAX_REBUILDS = 3
 """After so many of them the chief of a cluster starts its process anew."""
@@ -107,11 +112,26 @@ def restart_process(reason: str) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+@contextlib.contextmanager
+def in_hooks() -> Iterator[None]:
+    """Marks the errors of hooks as such."""
+    try:
+        yield
+    except FAILURES as error:
+        error.in_hook = True
+        raise
+
+
 class Failures:
     """The failures since the last step that succeeded."""
 
+    _KEPT = "TFDIST_REPEATED_FAILURE"
+
     def __init__(self) -> None:
         self.count = 0
+        # How often, and what; of the process that this one was before, too.
+        times, _, self._what = os.environ.pop(self._KEPT, "0").partition(" ")
+        self._times = int(times)
         self._first_at = 0.0
         self._last_at = 0.0
         self._parts: list[str] = []
@@ -123,6 +143,21 @@ class Failures:
         self.count += 1
         self._last_at = time.monotonic()
         self._parts = []
+
+    def is_the_users(self, error: Exception, step: int) -> bool:
+        """Whether a hook has raised the same at the same step once too often.
+
+        A server that is lost may show in a hook, too, but not always there.
+        """
+        what = f"{type(error).__name__} at step {step}: {gist(error)}"
+        if getattr(error, "in_hook", False):
+            self._times = self._times + 1 if what == self._what else 1
+            self._what = what
+        return what == self._what and self._times >= MAX_REPEATS
+
+    def keep(self) -> None:
+        """Hands the count on to the process that this one becomes."""
+        os.environ[self._KEPT] = f"{self._times} {self._what}"
 
     def lap(self, part: str) -> None:
         """A part of the recovery is done."""

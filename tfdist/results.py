@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 RESULT_FILE = "latest.json"
 FAILURE_FILE = "failure.json"
 POLL_SECS = 0.5
+STORE_POLL_SECS = 5.0  # Of an object store, which is paid by the request.
 # Seconds between the chief's reminders, while it waits, that it is done.
 _REMIND_SECS = 5.0
 # When a waiting chief gives a failing evaluator up. The launcher starts one
@@ -44,6 +45,18 @@ def done_path(model_dir: str) -> str:
 def announce_end(model_dir: str, step: int) -> None:
     """Tells the evaluator that training is over, at `step`."""
     write_json(done_path(model_dir), {"global_step": step, "time": time.time()})
+
+
+def retract_end(model_dir: str) -> None:
+    """Takes back what an earlier chief has announced: training goes on."""
+    if tf.io.gfile.exists(done_path(model_dir)):
+        tf.io.gfile.remove(done_path(model_dir))
+
+
+def poll_secs(model_dir: str) -> float:
+    """Seconds between two looks at the files of a job."""
+    on_store = storage.is_object_store(model_dir)
+    return STORE_POLL_SECS if on_store else POLL_SECS
 
 
 def wait_for_result(
@@ -91,7 +104,7 @@ def wait_for_result(
                     "Waiting for the evaluator's result of step %d.", step
                 )
             reminders += 1
-        time.sleep(POLL_SECS)
+        time.sleep(poll_secs(model_dir))
     _log.warning(
         "The job ends without the evaluator's result of step %d and the final "
         "exports. %s",

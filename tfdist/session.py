@@ -56,7 +56,9 @@ stops training. While a ps is waited for, so are workers that are missing.
 
 What is recovered from: `tf.errors.AbortedError` and `UnavailableError`, as in
 TF1, raised by a step or a hook, and any TensorFlow error while a parameter
-server is found to be gone. Ten failures without a step in between are raised.
+server is found to be gone. Ten failures without a step in between are raised,
+and so is what a hook raises for the third time at one step, with every server
+alive: that is the user's own error. (TF1 went on for ever.)
 
 In one process a restored session goes on with the weights, the random seeds
 and the batch of one that was never interrupted, if the loop's iterator can be
@@ -66,6 +68,7 @@ saved; a warning says where it cannot.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import logging
@@ -79,7 +82,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checkpoint, default_hooks, recovery, servers
+from tfdist import checkpoint, default_hooks, recovery, servers, storage
 from tfdist.checkpoint import Checkpoints, Saveable
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT, Hook
@@ -89,6 +92,7 @@ from tfdist.hooks import NanTensorHook, Round
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
+from tfdist.session_run_hook import SessionRunHook, wants_every_step
 from tfdist.strategy import (
     check_is_chief,
     multi_worker_strategy,
@@ -135,6 +139,8 @@ class MonitoredTrainingSession:
       (at most about two seconds' worth).
     * What was restored is not saved again at once.
     * A session that is at its last step already runs no step.
+    * A hook is called after every step unless its `steps_until_next` says
+      otherwise; a warning names the one for whose sake steps run one by one.
     * Of the hooks, `NanTensorHook`s come first, so that no checkpoint holds
       what they found; else the order is TF1's.
     * An `EndOfInput` of the loop ends the session after the hooks have seen
@@ -173,6 +179,9 @@ class MonitoredTrainingSession:
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
+        check_numerics: Whether, before a checkpoint is written, every variable
+            must be finite; else a `NanLossDuringTrainingError` names those that
+            are not, and the last good step. Each server looks at its own.
         cluster: With parameter servers, of which this process is the chief;
             or without any, for all-reduce: then each task has a session, and
             `is_chief` is what the cluster says.
@@ -184,6 +193,8 @@ class MonitoredTrainingSession:
         step: Steps applied in the job so far.
         checkpoint_dir: As given.
         restored_from: Path of the checkpoint that was restored last, or None.
+        input_restored: Whether the input then went on where it was saved.
+        input_ended: Whether it came to its end.
         secs_in_steps: Seconds spent in steps, without hooks.
         input_secs: `[waited for data, all]`: seconds of steps, of all workers
             together; zeros around a step function.
@@ -214,6 +225,7 @@ class MonitoredTrainingSession:
         summary_dir: str | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
+        check_numerics: bool = True,
         cluster: Cluster | None = None,
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
@@ -224,20 +236,23 @@ class MonitoredTrainingSession:
             check_is_chief(self._cluster)
         if self._all_reduce:
             is_chief = cluster.is_chief
+        if checkpoint_dir:
+            storage.check_no_pattern(checkpoint_dir)
         self.step = 0
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
+        self.input_restored = self.input_ended = False
         self.secs_in_steps = 0.0
         self.input_secs = np.zeros(2)
         self._build_fn = build_fn
         self.is_chief = is_chief
         self._strategy = strategy
         self._peers: Peers | None = None
+        self._check_numerics = check_numerics
         self._max_wait_secs = max_wait_secs
         self._grace_secs = stop_grace_period_secs
         self._stop = False
         self._closed = False
-        self._input_ended = False
         self._steps_per_sec = 0.0
         self._trainable: Trainable | None = None
         self._loop: Loop | None = None
@@ -283,6 +298,8 @@ class MonitoredTrainingSession:
         except BaseException:
             self._release()
             raise
+        if not (self._follows or isinstance(self._loop, FunctionLoop)):
+            self._say_who_wants_every_step()
 
     # --- For the user --------------------------------------------------------
 
@@ -299,7 +316,7 @@ class MonitoredTrainingSession:
             exc_type, tf.errors.OutOfRangeError | StopIteration
         )
         if clean:
-            self._input_ended |= exc_type is not None
+            self.input_ended |= exc_type is not None
             self.close()
         elif not self._closed:
             self._release()
@@ -411,11 +428,12 @@ class MonitoredTrainingSession:
             keep_checkpoint_every_n_hours,
             iterator_fn=self._iterator,
             before_save=self._save_positions,
+            check_numerics=self._check_numerics,
         )
 
     def _iterator(self) -> tf.data.Iterator | None:
         """What the steps read from, unless a later job shall start anew."""
-        if self._input_ended:
+        if self.input_ended:
             return None
         return self._trainable.iterator or self._loop.iterator
 
@@ -429,15 +447,17 @@ class MonitoredTrainingSession:
             if told is None:
                 self.request_stop()
                 return {}
-        around = Round(self.hooks, self)
+        with recovery.in_hooks():
+            around = Round(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
-        if self.step > first_step or not self._input_ended:
-            around.end(logs)
+        if self.step > first_step or not self.input_ended:
+            with recovery.in_hooks():
+                around.end(logs)
         self._failures.report(self.step)
         if self._follows:
             return logs  # What comes now is for the leader to say.
-        if around.stop_requested or self._input_ended:
+        if around.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
             self.settle()
@@ -457,13 +477,13 @@ class MonitoredTrainingSession:
                     self._peers.tell(run=num_steps)
             logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
-            self._input_ended = True
+            self.input_ended = True
             logs = end.logs
         self.step = self._loop.step
         secs = time.monotonic() - start
         self.secs_in_steps += secs
         self.input_secs = self.input_secs + self._loop.input_secs()
-        if self._input_ended:
+        if self.input_ended:
             _log.info("The training input ended at step %d.", self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
@@ -480,8 +500,8 @@ class MonitoredTrainingSession:
             soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
-            ask = getattr(hook, "steps_until_next", lambda step: None)
-            wish = ask(step)
+            default = functools.partial(SessionRunHook.steps_until_next, hook)
+            wish = getattr(hook, "steps_until_next", default)(step)
             if wish is None:
                 continue
             if wish < 1:
@@ -493,6 +513,19 @@ class MonitoredTrainingSession:
             if getattr(hook, "wants_none_under_way", False):
                 until = min(until, wish)
         return soon, max(0, until - soon)
+
+    def _say_who_wants_every_step(self) -> None:
+        """What a hook costs that steps cannot run in one go for."""
+        for kind in {
+            type(hook) for hook in self.hooks if wants_every_step(hook)
+        }:
+            _log.warning(
+                "%s is called after every step, which costs up to half of the "
+                "steps per second: no two run in one go. Let it have a method "
+                "`steps_until_next(step)`, which returns how many may run "
+                "before the next call (None: any number), if it allows more.",
+                kind.__name__,
+            )
 
     def _watch(self) -> None:
         """What is looked at while others work."""
@@ -555,6 +588,7 @@ class MonitoredTrainingSession:
         else:
             checkpoints.restore_from(path, position=path)
         self.restored_from = path
+        self.input_restored = checkpoints.position_restored
 
     # --- Recovery ------------------------------------------------------------
 
@@ -580,7 +614,8 @@ class MonitoredTrainingSession:
         remedy = recovery.remedy(
             error, lost, self._failures.count, in_sync=bool(self._all_reduce)
         )
-        if remedy is Remedy.RAISE:
+        users = not lost and self._failures.is_the_users(error, self.step)
+        if remedy is Remedy.RAISE or users:
             raise error
         self._sigterm.leave()
         self._failures.add()
@@ -591,6 +626,7 @@ class MonitoredTrainingSession:
             reason,
         )
         if remedy is Remedy.RESTART and (self._cluster or self._all_reduce):
+            self._failures.keep()
             recovery.restart_process(reason)
         self._end()
         self._ending = self._loop or self._ending
@@ -628,8 +664,9 @@ class MonitoredTrainingSession:
         elif self._peers:
             self._restore_as_told()
         self.settle()
-        for hook in self.hooks:
-            hook.after_create_session(self, self._coord)
+        with recovery.in_hooks():
+            for hook in self.hooks:
+                hook.after_create_session(self, self._coord)
 
     def _connect(self, cluster: Cluster) -> tf.distribute.Strategy:
         """Waits for the tasks, connects to them and watches them."""
@@ -681,6 +718,7 @@ class MonitoredTrainingSession:
             self._wait_for_checkpoint()
         checkpoints = self.checkpoints(self.checkpoint_dir)
         self.restored_from = checkpoints.restore()
+        self.input_restored = checkpoints.position_restored
 
     def _wait_for_checkpoint(self) -> None:
         deadline = time.monotonic() + self._max_wait_secs

@@ -1,9 +1,10 @@
 """What a hook is: called around the steps, at its cadence.
 
-A hook in TF1 ran after every single step. Here many steps may run in one go, so
-a hook also says how many may pass before it must be called again
-(`steps_until_next`); the session runs the smallest such number, and cadences
-stay exact.
+A hook in TF1 ran after every single step, and so does one here that overrides
+`before_run` or `after_run` and says no more: what it counts is right. But many
+steps can run in one go, so a hook may say how many may pass before it must be
+called again (`steps_until_next`); the session runs the smallest such number,
+and cadences stay exact.
 
 A hook written for TF1 that touches no graph runs as it is: `SessionRunArgs`,
 `SessionRunContext` and `SessionRunValues` are TensorFlow's own. A tensor that
@@ -50,13 +51,31 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     def steps_until_next(self, step: int) -> int | None:
         """How many steps may run before the next call; None for any number.
 
+        Default: one, of a hook that overrides `before_run` or `after_run`.
+
         Args:
             step: The global step now.
         """
-        return None
+        return 1 if wants_every_step(self) else None
 
     def on_preemption(self, session: MonitoredTrainingSession) -> None:
         """The process was told to end (SIGTERM) and has seconds left."""
+
+
+def wants_every_step(hook: tf.compat.v1.train.SessionRunHook) -> bool:
+    """Whether a hook acts at steps, and does not say at which."""
+    theirs = tf.compat.v1.train.SessionRunHook
+    acts = _has(hook, "before_run", theirs) or _has(hook, "after_run", theirs)
+    return acts and not _has(hook, "steps_until_next", SessionRunHook)
+
+
+def _has(
+    hook: tf.compat.v1.train.SessionRunHook, name: str, base: type
+) -> bool:
+    """Whether a hook has a method that is not that of its base class."""
+    default = getattr(base, name)
+    own = getattr(type(hook), name, default)
+    return name in vars(hook) or own is not default
 
 
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):

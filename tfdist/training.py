@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from tfdist import checkpoint, data_service, recovery, results, servers
+from tfdist import checkpoint, data_service, recovery, results, servers, storage
 from tfdist.compiled_model import overrides
 from tfdist.estimator import Estimator
 from tfdist.evaluation import Evaluator
@@ -47,9 +47,11 @@ def train_and_evaluate(
     * A job that has reached `max_steps` already is evaluated and exported, for
       its last process may have died before that; hooks and listeners begin and
       end around no step. TF returned `(None, None)`.
+    * A training input without a single batch is an error; TF evaluated and
+      exported the model as it was.
     * What was restored is not saved again at once.
-    * A training hook is called around runs of many steps, unless its
-      `steps_until_next` asks for fewer.
+    * A training hook is called around runs of many steps if it says, by
+      `steps_until_next`, how many.
     * Exporters get the evaluated model instead of an estimator and the path of
       a checkpoint.
     * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
@@ -69,7 +71,8 @@ def train_and_evaluate(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: the estimator's configuration has no checkpoints.
+        ValueError: the estimator's configuration has no checkpoints, or an
+            evaluation would have no end.
     """
     for name, value, wanted in (
         ("eval_spec", eval_spec, EvalSpec),
@@ -116,6 +119,7 @@ def train_and_evaluate(
             train_spec.max_steps,
             eval_spec.start_delay_secs,
             eval_spec.throttle_secs,
+            estimator.config.session_creation_timeout_secs,
         )
         return evaluator.metrics, evaluator.exports
     result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
@@ -143,6 +147,7 @@ def _train_and_evaluate(
     separate = config.cluster.has_evaluator
     listeners = [*train_spec.saving_listeners]
     if not separate:
+        evaluator.check_input()
         listeners.append(
             _EvaluateAfterSave(
                 evaluator,
@@ -151,6 +156,8 @@ def _train_and_evaluate(
                 has_workers=config.strategy_name == "ps",
             )
         )
+    storage.check_writable(config.model_dir)
+    results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn,
         hooks=train_spec.hooks,
