@@ -18,9 +18,38 @@ InputFn = Callable[..., tf.data.Dataset]
 
 
 def takes_context(input_fn: InputFn) -> bool:
-    """Whether an input function has an argument without a default."""
-    parameters = inspect.signature(input_fn).parameters.values()
-    return any(p.default is p.empty for p in parameters)
+    """Whether an input function is to be called with an `InputContext`."""
+    return takes_argument(input_fn, "input_fn", "an InputContext")
+
+
+def takes_argument(function: Callable, name: str, given: str) -> bool:
+    """Whether a user's function has an argument without a default.
+
+    `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, are none.
+
+    Args:
+        function: The function.
+        name: Of the argument that it is.
+        given: What it is called with then.
+
+    Raises:
+        ValueError: it has another than one that may be given by position.
+    """
+    kinds = inspect.Parameter
+    required = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty
+        and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    ]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise ValueError(
+            f"Argument `{name}` may have one argument without a default, by "
+            f"position, which gets {given}. Received: {described(function)} "
+            f"with {', '.join(map(str, required))}. Give the others a default, "
+            "or bind them by `functools.partial`."
+        )
+    return bool(required)
 
 
 def with_context(

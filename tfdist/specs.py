@@ -19,7 +19,7 @@ from tfdist import strategy as strategy_lib
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT
 from tfdist.exporters import Exporter
-from tfdist.input_fns import InputFn
+from tfdist.input_fns import InputFn, takes_context
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.variables import VariableSpec
 
@@ -278,7 +278,8 @@ class TrainSpec:
 
     Raises:
         TypeError: an attribute of another type.
-        ValueError: `max_steps` is not positive.
+        ValueError: `max_steps` is not positive; `input_fn` has arguments that
+            nobody gives.
     """
 
     input_fn: InputFn
@@ -288,6 +289,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
         check_at_least("max_steps", self.max_steps, 1)
         _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
         _make_tuple(self, "saving_listeners", CheckpointSaverListener)
@@ -298,7 +300,7 @@ class EvalSpec:
     """What to evaluate on, as `tf.estimator.EvalSpec`.
 
     Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches.
+        input_fn: As for `TrainSpec`; the context is that of a process alone.
         steps: Batches per evaluation at most; None: the whole dataset.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
         hooks: Run during each evaluation, the same objects each time.
@@ -323,6 +325,7 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
         check_at_least("steps", self.steps, 1)
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(
