@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,6 +24,8 @@ from tfdist.loop import (
 )
 from tfdist.step import ModelStep
 from tfdist.workers import Workers
+
+_log = logging.getLogger(__name__)
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -52,8 +56,7 @@ class CoordinatedLoop:
             while the dataset is traced, `input_pipeline_id` is a scalar
             tensor.
         num_workers: Number of workers.
-        steps_per_dispatch: Steps in one dispatch. Default: by
-            `automatic_steps_per_dispatch`.
+        steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
         strategy: The strategy.
     """
 
@@ -78,7 +81,7 @@ class CoordinatedLoop:
         example = input_fn(tf.distribute.InputContext())
         self._dispatches = Dispatches(
             functools.partial(run_steps, step),
-            dispatch_size(step, example, steps_per_dispatch),
+            self._dispatch_size(step.model, example, steps_per_dispatch),
             self._generations.fence,
         )
         dataset = self._workers.coordinator.create_per_worker_dataset(
@@ -94,6 +97,23 @@ class CoordinatedLoop:
         self._settled: Any = 0.0
         self._input_secs = InputSeconds()
         self.step = self._next_step = 0
+
+    def _dispatch_size(
+        self, model: keras.Model, dataset: tf.data.Dataset, wanted: int | None
+    ) -> int:
+        """One step where the data may end, so that it ends exactly."""
+        size = dispatch_size(model, wanted)
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            return size
+        if size in (wanted, model.steps_per_execution) and size > 1:
+            _log.warning(
+                "Steps are dispatched one by one, not %d at a time as was "
+                "asked for (steps_per_dispatch, steps_per_execution): on "
+                "parameter servers the dispatch in which a worker's data ends "
+                "would lose its other steps. `dataset.repeat()` has no end.",
+                size,
+            )
+        return 1
 
     def run(
         self,

@@ -8,7 +8,7 @@ while a step computes is no waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,14 @@ import tensorflow as tf
 class TimedIterator:
     """An iterator within a dispatch that notes when each batch was there."""
 
-    def __init__(self, iterator: tf.data.Iterator) -> None:
+    def __init__(self, iterator: Iterator) -> None:
         self._iterator = iterator
         self._start = tf.timestamp()
         self._there: list[tf.Tensor] = []
 
     def get_next(self) -> Any:
         """The next batch."""
-        batch = self._iterator.get_next()
+        batch = next(self._iterator)
         parts = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(parts):
             self._there.append(tf.timestamp())

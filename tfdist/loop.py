@@ -8,9 +8,12 @@ remainder that does not fill a dispatch goes in dispatches of a single step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -95,15 +98,13 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
     return int(np.clip(500 // max(num_variables, 1), 1, 10))
 
 
-def dispatch_size(
-    step: ModelStep, dataset: tf.data.Dataset, wanted: int | None
-) -> int:
-    """One step where the data may end, so that it ends exactly."""
-    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-        return 1
+def dispatch_size(model: keras.Model, wanted: int | None) -> int:
+    """Steps per dispatch: as the job, or else `compile`, was told."""
     if wanted is not None:
         return wanted
-    return automatic_steps_per_dispatch(len(step.model.trainable_variables))
+    if model.steps_per_execution > 1:
+        return model.steps_per_execution
+    return automatic_steps_per_dispatch(len(model.trainable_variables))
 
 
 class Dispatches:
@@ -116,10 +117,13 @@ class Dispatches:
     Args:
         steps: From a number of steps, an iterator, the number of the first
             step and a fence to the packed metric states of the steps, which
-            it runs; see `run_steps`. The functions add to the vector what
+            it runs; see `run_steps`. The functions take an iterator or the
+            batches of the steps, and add to the vector what
             `TimedIterator.seconds` tells.
         full: Number of steps in a full dispatch.
         fence: From a generation to what each update must pass; None: nothing.
+        batches: Where the functions take batches: the `tf.TypeSpec` structures
+            of those of one step.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Dispatches:
         steps: Callable[..., tf.Tensor],
         full: int,
         fence: Callable[[tf.Tensor], Fence] | None = None,
+        batches: tuple[Any, ...] = (),
     ) -> None:
         if full < 1:
             raise ValueError(
@@ -138,16 +143,22 @@ class Dispatches:
         self._fence = fence
         # As in Keras' own training function, autograph converts nothing.
         self.functions = {
-            n: tf.function(self._unrolled(n), autograph=False)
+            n: tf.function(
+                self._unrolled(n),
+                input_signature=(n * batches, tf.TensorSpec([], tf.int64))
+                if batches
+                else None,
+                autograph=False,
+            )
             for n in {1, full}
         }
 
     def _unrolled(self, num_steps: int) -> Callable[..., tf.Tensor]:
         def dispatch(
-            iterator: Iterator, first_step: tf.Tensor, *generation: tf.Tensor
+            source: Iterable, first_step: tf.Tensor, *generation: tf.Tensor
         ) -> tf.Tensor:
             fence = self._fence(*generation) if self._fence else None
-            timed = TimedIterator(iterator)
+            timed = TimedIterator(iter(source))
             packed = self._steps(num_steps, timed, first_step, fence)
             return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
 
@@ -224,10 +235,11 @@ class LocalLoop(InProcessLoop):
     Args:
         step: The step.
         global_step: Scalar int64 variable, incremented once per step.
-        dataset: The batches, in order. One whose length is finite or unknown
-            runs one step per dispatch, so that its end is exact.
-        steps_per_dispatch: Steps in one `tf.function` call. Default: by
+        dataset: The batches, in order.
+        steps_per_dispatch: Steps in one `tf.function` call. Default: the
+            `steps_per_execution` of `compile`, if that is more than 1; else by
             `automatic_steps_per_dispatch`.
+        batches_per_step: How many a step reads.
     """
 
     def __init__(
@@ -236,10 +248,16 @@ class LocalLoop(InProcessLoop):
         global_step: tf.Variable,
         dataset: tf.data.Dataset,
         steps_per_dispatch: int | None = None,
+        batches_per_step: int = 1,
     ) -> None:
         super().__init__(global_step)
+        self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+        self._batches_per_step = batches_per_step
+        read = batches_per_step * (dataset.element_spec,)
         self._dispatches = Dispatches(
-            self._steps, dispatch_size(step, dataset, steps_per_dispatch)
+            self._steps,
+            dispatch_size(step.model, steps_per_dispatch),
+            batches=read if self._may_end else (),
         )
         self._step = step
         self.iterator = iter(dataset)
@@ -261,20 +279,48 @@ class LocalLoop(InProcessLoop):
     ) -> dict[str, float]:
         """See `Loop.run`."""
         total = 0.0
-        first_step = self.step
+        first_step = end = self.step
         for size in self._dispatches.sizes(num_steps):
-            try:
-                packed = self._dispatches.functions[size](
-                    self.iterator, tf.constant(first_step, tf.int64)
-                )
-            except tf.errors.OutOfRangeError:
-                raise EndOfInput(logs_of(total, self._step)) from None
-            first_step += size
-            states = self._input_secs.without(packed.numpy())
-            total = self._step.joined(total, states)
-            if self._ended_before(first_step):
+            end += size
+            for source, count in self._sources(size):
+                packed = self._dispatched(count, source, first_step)
+                if packed is None:
+                    break
+                first_step += count
+                states = self._input_secs.without(packed)
+                total = self._step.joined(total, states)
+            if first_step < end or self._ended_before(first_step):
                 raise EndOfInput(logs_of(total, self._step))
         return logs_of(total, self._step)
+
+    def _dispatched(
+        self, size: int, source: Iterable, first_step: int
+    ) -> np.ndarray | None:
+        """What a function returns; None if data without an end have ended."""
+        function = self._dispatches.functions[size]
+        try:
+            return function(source, tf.constant(first_step, tf.int64)).numpy()
+        except tf.errors.OutOfRangeError:
+            return None
+
+    def _sources(self, size: int) -> Iterator[tuple[Iterable, int]]:
+        """What a dispatch reads from, and its number of steps.
+
+        Where the data may end, the batches are read before: a function in
+        which they end would lose its other steps. Those that do not fill a
+        dispatch are dispatches of a single step.
+        """
+        if not self._may_end:
+            yield self.iterator, size
+            return
+        start, each = time.monotonic(), self._batches_per_step
+        batches = tuple(itertools.islice(self.iterator, size * each))
+        self._input_secs.sums += time.monotonic() - start
+        if len(batches) == size * each:
+            yield batches, size
+            return
+        for i in range(len(batches) // each):
+            yield batches[i * each : (i + 1) * each], 1
 
     def _ended_before(self, step: int) -> bool:
         """Whether the data ended before so many steps, and raised nothing."""

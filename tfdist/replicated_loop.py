@@ -69,7 +69,13 @@ class ReplicatedLoop(LocalLoop):
             dataset = dataset.concatenate(
                 tf.data.Dataset.from_tensors(nothing).repeat()
             )
-        super().__init__(step, global_step, dataset, steps_per_dispatch)
+        super().__init__(
+            step,
+            global_step,
+            dataset,
+            steps_per_dispatch,
+            batches_per_step=self._num_here if own_batches else 1,
+        )
 
     def _ended_before(self, step: int) -> bool:
         """Steps for which nobody had an example did not count."""
