@@ -79,7 +79,10 @@ class RunConfig:
             the default, which is over a year: none.
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request (decision D4).
-            Default: up to ten, fewer for models of many variables.
+            Default: the `steps_per_execution` of `compile`, if more than 1;
+            else up to ten, fewer for models of many variables. On parameter
+            servers data that end are read one step per request, so that no
+            step at the end is lost.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
