@@ -6,15 +6,16 @@ import enum
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _private
 from tfdist.fence import Generations
-from tfdist.input_wait import InputSeconds
+from tfdist.input_wait import InputSeconds, InputWatch, awaited
 from tfdist.loop import (
     Dispatches,
     EndOfInput,
@@ -79,9 +80,19 @@ class CoordinatedLoop:
         self._global_step = global_step
         self._generations = Generations(_ps_devices())
         example = input_fn(tf.distribute.InputContext())
+        size = dispatch_size(step.model, steps_per_dispatch)
+        if example.cardinality() != tf.data.INFINITE_CARDINALITY:
+            if steps_per_dispatch or step.model.steps_per_execution > 1:
+                _log.warning(
+                    "One step is dispatched at a time, not %d as asked for: "
+                    "where the data of a worker end, a dispatch would lose its "
+                    "other steps. `dataset.repeat()` has no end.",
+                    size,
+                )
+            size = 1
         self._dispatches = Dispatches(
             functools.partial(run_steps, step),
-            self._dispatch_size(step.model, example, steps_per_dispatch),
+            size,
             self._generations.fence,
         )
         dataset = self._workers.coordinator.create_per_worker_dataset(
@@ -96,24 +107,8 @@ class CoordinatedLoop:
         self._uncertain = True
         self._settled: Any = 0.0
         self._input_secs = InputSeconds()
+        self._input_watch = InputWatch(self._waits)
         self.step = self._next_step = 0
-
-    def _dispatch_size(
-        self, model: keras.Model, dataset: tf.data.Dataset, wanted: int | None
-    ) -> int:
-        """One step where the data may end, so that it ends exactly."""
-        size = dispatch_size(model, wanted)
-        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-            return size
-        if size in (wanted, model.steps_per_execution) and size > 1:
-            _log.warning(
-                "Steps are dispatched one by one, not %d at a time as was "
-                "asked for (steps_per_dispatch, steps_per_execution): on "
-                "parameter servers the dispatch in which a worker's data ends "
-                "would lose its other steps. `dataset.repeat()` has no end.",
-                size,
-            )
-        return 1
 
     def run(
         self,
@@ -221,6 +216,7 @@ class CoordinatedLoop:
             self._count_anew()
             return 0.0
         self._workers.wait(lambda: self._next_over(target), watch)
+        self._input_watch.look()
         over = self._next_over(target)
         if over is None:
             return 0.0
@@ -233,6 +229,18 @@ class CoordinatedLoop:
         elif not self._crew.all_exhausted():
             self._hand_out(over.first_step, over.size)
         return 0.0
+
+    def _waits(self) -> dict[str, int]:
+        """See `InputWatch`. A worker that is in a step for long is asked.
+
+        Not one that is frozen for long: its dispatch is lost by then.
+        """
+        found, now = {}, time.monotonic()
+        for each in self._pending:
+            if not each.outcome and now - each.began > InputWatch.SECS / 10:
+                with tf.device(f"/job:worker/task:{each.worker}"):
+                    found[f"the input of worker:{each.worker}"] = awaited()
+        return found
 
     def _next_over(self, target: float) -> _Dispatch | None:
         """A dispatch that has ended; none that goes beyond `target`.
@@ -268,6 +276,8 @@ class _Dispatch:
         first_step: Number of the first of its steps.
         size: How many.
         outcome: How it ended; None until then.
+        worker: Index of the worker that runs it; None until one does.
+        began: When it did.
         packed: What the function returned, if it is done.
     """
 
@@ -281,12 +291,13 @@ class _Dispatch:
     ) -> None:
         self.first_step, self.size = first_step, size
         self.outcome: _Outcome | None = None
+        self.worker: int | None = None
         self.packed: np.ndarray | None = None
         self._workers = workers
         self._crew = workers.crew
         self._function = function
         self._args = args
-        self._started = False
+        self.began = math.inf
 
     def __call__(self, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
@@ -294,13 +305,14 @@ class _Dispatch:
         The coordinator calls again, for another worker, what has failed.
         """
         self._crew.enter()
-        if self._started:
+        if self.began < math.inf:
             self._end(_Outcome.LOST)
         elif self._crew.is_exhausted():
             self._crew.leave_to_others()
             self._end(_Outcome.SKIPPED)
         else:
-            self._started = True
+            self.worker = _private.current_worker()
+            self.began = time.monotonic()
             self._run(iterator)
 
     def _run(self, iterator: Iterator) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.input_wait import InputWatch
+
 InputFn = Callable[..., tf.data.Dataset]
 
 
@@ -61,9 +63,11 @@ def with_context(
     function returns a dataset.
     """
     takes = takes_context(input_fn)
+    watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
 
     def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        dataset = input_fn(context) if takes else input_fn()
+        with watch:
+            dataset = input_fn(context) if takes else input_fn()
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(
                 f"Input function {described(input_fn)} must return a "

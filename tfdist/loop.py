@@ -8,6 +8,7 @@ remainder that does not fill a dispatch goes in dispatches of a single step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Fence
-from tfdist.input_wait import InputSeconds, TimedIterator
+from tfdist.input_wait import (
+    InputSeconds,
+    InputWatch,
+    TimedIterator,
+    awaited,
+)
 from tfdist.step import ModelStep
 
 
@@ -99,12 +105,11 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
 
 
 def dispatch_size(model: keras.Model, wanted: int | None) -> int:
-    """Steps per dispatch: as the job, or else `compile`, was told."""
-    if wanted is not None:
-        return wanted
-    if model.steps_per_execution > 1:
+    """Steps per dispatch: as wanted, as `compile` was told, or automatic."""
+    if wanted is None and model.steps_per_execution > 1:
         return model.steps_per_execution
-    return automatic_steps_per_dispatch(len(model.trainable_variables))
+    automatic = automatic_steps_per_dispatch(len(model.trainable_variables))
+    return automatic if wanted is None else wanted
 
 
 class Dispatches:
@@ -158,7 +163,7 @@ class Dispatches:
             source: Iterable, first_step: tf.Tensor, *generation: tf.Tensor
         ) -> tf.Tensor:
             fence = self._fence(*generation) if self._fence else None
-            timed = TimedIterator(iter(source))
+            timed = TimedIterator(iter(source), first_step)
             packed = self._steps(num_steps, timed, first_step, fence)
             return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
 
@@ -236,11 +241,12 @@ class LocalLoop(InProcessLoop):
         step: The step.
         global_step: Scalar int64 variable, incremented once per step.
         dataset: The batches, in order.
-        steps_per_dispatch: Steps in one `tf.function` call. Default: the
-            `steps_per_execution` of `compile`, if that is more than 1; else by
-            `automatic_steps_per_dispatch`.
-        batches_per_step: How many a step reads.
+        steps_per_dispatch: Steps in one `tf.function` call. Default: see
+            `dispatch_size`.
     """
+
+    _task = "this process"
+    _batches_per_step = 1
 
     def __init__(
         self,
@@ -248,17 +254,17 @@ class LocalLoop(InProcessLoop):
         global_step: tf.Variable,
         dataset: tf.data.Dataset,
         steps_per_dispatch: int | None = None,
-        batches_per_step: int = 1,
     ) -> None:
         super().__init__(global_step)
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
-        self._batches_per_step = batches_per_step
-        read = batches_per_step * (dataset.element_spec,)
+        read = self._batches_per_step * (dataset.element_spec,)
         self._dispatches = Dispatches(
             self._steps,
             dispatch_size(step.model, steps_per_dispatch),
             batches=read if self._may_end else (),
         )
+        self._read_at = 0.0
+        self._watch = InputWatch(self._waits)
         self._step = step
         self.iterator = iter(dataset)
 
@@ -279,48 +285,48 @@ class LocalLoop(InProcessLoop):
     ) -> dict[str, float]:
         """See `Loop.run`."""
         total = 0.0
-        first_step = end = self.step
-        for size in self._dispatches.sizes(num_steps):
-            end += size
-            for source, count in self._sources(size):
-                packed = self._dispatched(count, source, first_step)
-                if packed is None:
-                    break
-                first_step += count
-                states = self._input_secs.without(packed)
+        first_step = self.step
+        end = first_step + num_steps
+        with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
+            for source, size in self._sources(num_steps):
+                packed = self._dispatches.functions[size](
+                    source, tf.constant(first_step, tf.int64)
+                )
+                first_step += size
+                states = self._input_secs.without(packed.numpy())
                 total = self._step.joined(total, states)
-            if first_step < end or self._ended_before(first_step):
-                raise EndOfInput(logs_of(total, self._step))
+                if self._ended_before(first_step):
+                    end += 1
+                    break
+        if first_step < end:
+            raise EndOfInput(logs_of(total, self._step))
         return logs_of(total, self._step)
 
-    def _dispatched(
-        self, size: int, source: Iterable, first_step: int
-    ) -> np.ndarray | None:
-        """What a function returns; None if data without an end have ended."""
-        function = self._dispatches.functions[size]
-        try:
-            return function(source, tf.constant(first_step, tf.int64)).numpy()
-        except tf.errors.OutOfRangeError:
-            return None
-
-    def _sources(self, size: int) -> Iterator[tuple[Iterable, int]]:
-        """What a dispatch reads from, and its number of steps.
+    def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
+        """What each dispatch reads from, and its number of steps.
 
         Where the data may end, the batches are read before: a function in
         which they end would lose its other steps. Those that do not fill a
         dispatch are dispatches of a single step.
         """
-        if not self._may_end:
-            yield self.iterator, size
-            return
-        start, each = time.monotonic(), self._batches_per_step
-        batches = tuple(itertools.islice(self.iterator, size * each))
-        self._input_secs.sums += time.monotonic() - start
-        if len(batches) == size * each:
+        each = self._batches_per_step
+        for size in self._dispatches.sizes(num_steps):
+            if not self._may_end:
+                yield self.iterator, size
+                continue
+            self._read_at = time.monotonic()
+            batches = tuple(itertools.islice(self.iterator, size * each))
+            self._input_secs.sums += time.monotonic() - self._read_at
+            self._read_at = 0.0
+            if len(batches) < size * each:
+                for i in range(0, len(batches) - each + 1, each):
+                    yield batches[i : i + each], 1
+                return
             yield batches, size
-            return
-        for i in range(len(batches) // each):
-            yield batches[i * each : (i + 1) * each], 1
+
+    def _waits(self) -> dict[str, float]:
+        """See `InputWatch`."""
+        return {f"the input of {self._task}": self._read_at or awaited()}
 
     def _ended_before(self, step: int) -> bool:
         """Whether the data ended before so many steps, and raised nothing."""
