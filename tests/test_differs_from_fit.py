@@ -122,12 +122,6 @@ def test_the_gradient_of_a_repeated_id_is_one_sum(optimizer):
     assert abs(theirs - dense).max() > 0.01
 
 
-def test_an_id_out_of_range_is_an_error():
-    data = ids_of([0, 7])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="below"):
-        local_loop(partitioned("sgd"), data)[0].run(1)
-
-
 # --- Optimizers --------------------------------------------------------------
 
 
@@ -264,3 +258,43 @@ def test_variables_are_made_by_the_model_function(tmp_path):
     fitted(unbuilt(), batches())
     with pytest.raises(ValueError, match="has no variables yet"):
         estimator(tmp_path, unbuilt).train(batches)
+
+
+def test_workers_that_read_at_once_add_what_each_found(monkeypatch):
+    """Two steps that both read before either writes."""
+
+    def made():
+        return logistic(hidden=[keras.layers.BatchNormalization()])
+
+    def changes(*data):
+        """Of each weight, by steps that read at once."""
+        model, updates = made(), []
+        step = local_loop(model, batches().repeat())[0]._step
+        update = step._update
+        monkeypatch.setattr(step, "_update", lambda *a: updates.append(a))
+
+        @tf.function(autograph=False)
+        def together():
+            for i, batch in enumerate(data):
+                number = tf.constant(i, tf.int64)
+                step.train(batch, number, step.zero_states())
+            for found in updates:
+                update(*found)
+
+        before = [np.array(v) for v in model.weights]
+        together()
+        return [
+            np.array(v) - b for v, b in zip(model.weights, before, strict=True)
+        ]
+
+    one, other = batches().take(2)
+    both = changes(one, other)
+    for total, *parts in zip(both, changes(one), changes(other), strict=True):
+        np.testing.assert_allclose(total, sum(parts), rtol=1e-4, atol=1e-6)
+    theirs = fitted(made(), batches().take(2))
+    after = [
+        np.array(v) - np.array(b)
+        for v, b in zip(theirs.weights, made().weights, strict=True)
+    ]
+    pairs = zip(after, both, strict=True)
+    assert max(abs(a - b).max() for a, b in pairs) > 1e-3
