@@ -231,13 +231,13 @@ class CoordinatedLoop:
         return 0.0
 
     def _waits(self) -> dict[str, int]:
-        """See `InputWatch`. A worker that is in a step for long is asked.
+        """See `InputWatch`. A worker that is in a dispatch for long is asked.
 
-        Not one that is frozen for long: its dispatch is lost by then.
+        One that is frozen would not answer; by then it has lost its dispatch.
         """
         found, now = {}, time.monotonic()
         for each in self._pending:
-            if not each.outcome and now - each.began > InputWatch.SECS / 10:
+            if not each.outcome and now - each.began > InputWatch.SECS / 3:
                 with tf.device(f"/job:worker/task:{each.worker}"):
                     found[f"the input of worker:{each.worker}"] = awaited()
         return found

@@ -416,13 +416,10 @@ class ModelStep:
 
     def _computation(self, element_spec: Any) -> Callable:
         """`_gradients`, compiled by XLA if the model says so and it can be."""
-        specs = tf.nest.flatten(element_spec)
         reason = None
         if self._tables[True]:
-            reason = (
-                "the number of rows that it reads differs from step to step"
-            )
-        elif any(spec.dtype == tf.string for spec in specs):
+            reason = "it reads another number of rows in each step"
+        elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
             reason = "XLA knows no strings"
         compiled = self.model.jit_compile and not reason
         if self.model.jit_compile and reason:
