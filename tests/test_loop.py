@@ -69,6 +69,66 @@ def test_end_of_input_is_exact(unknown_length):
     assert raised.value.logs == {}
 
 
+def recorded(loop):
+    """The sizes of the dispatches that run from now on."""
+    sizes = []
+
+    def recording(size, function):
+        def call(*args):
+            sizes.append(size)
+            return function(*args)
+
+        return call
+
+    functions = loop._dispatches.functions
+    functions.update({n: recording(n, f) for n, f in functions.items()})
+    return sizes
+
+
+def of_a_generator():
+    spec = [tf.TensorSpec([None, n]) for n in (4, 1)]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(batches(83)), output_signature=tuple(spec)
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [batches(83), batches(83).filter(lambda x, y: True), of_a_generator()],
+    ids=["finite", "unknown", "generator"],
+)
+@pytest.mark.parametrize(
+    ("asked", "compiled", "sizes"),
+    [
+        (4, 1, [4, 4, 1, 1, 1]),
+        (None, 4, [4, 4, 1, 1, 1]),
+        (5, 4, [5, 5, 1]),
+        (1, 4, [1] * 11),
+        (None, 1, [10, 1]),
+    ],
+)
+def test_data_that_end_are_dispatched_as_asked(data, asked, compiled, sizes):
+    """And weights and logs are those of `fit`; the last batch is smaller."""
+
+    def made():
+        model = logistic("adam", metrics=["accuracy"])
+        model.steps_per_execution = compiled
+        return model
+
+    theirs, ours = made(), made()
+    history = theirs.fit(data, verbose=0).history
+    loop, global_step = local_loop(ours, data, asked)
+    seen = recorded(loop)
+    with pytest.raises(EndOfInput) as raised:
+        loop.run(30)
+    assert seen == sizes
+    assert int(global_step.numpy()) == 11
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+    expected = {metric: values[0] for metric, values in history.items()}
+    assert raised.value.logs == pytest.approx(expected, rel=1e-5)
+
+
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),

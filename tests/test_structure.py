@@ -13,14 +13,15 @@ FLOORS = {
     "lookups packing branch_and_bound splitting plans planner device_setter "
     "input_fns inputs audit blocks csv_records reading record_files "
     "tfds_inputs storage chooser cost_formulas cost_model machines reasons "
-    "workload errors tpu statistics block_cache worker_context _private",
+    "workload errors tpu statistics block_cache worker_context input_wait "
+    "_private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel data_service",
     2: "step compiled_model keras_step loop replicated_loop workers "
     "coordinated_loop recovery checkpoint finite hooks default_hooks "
     "session_run_hook saving_hooks summary_hooks events progress "
-    "early_stopping callbacks input_wait unread_data",
+    "early_stopping callbacks unread_data",
     3: "session warm_start evaluation results exporters saved_models serving "
     "specs",
     4: "estimator building training canned canned_model heads networks "

@@ -215,6 +215,11 @@ def schedule(
     coordinator._cluster.schedule(call, args=args, kwargs=None)
 
 
+def current_worker() -> int:
+    """Index of the worker for which what `schedule` calls runs."""
+    return coordinator_context.get_current_dispatch_context().worker_index
+
+
 def renew_resources(coordinator: ClusterCoordinator) -> None:
     """Makes anew what a worker was given: its iterators.
 
@@ -222,8 +227,7 @@ def renew_resources(coordinator: ClusterCoordinator) -> None:
     lost its connection to a parameter server. To be called in what `schedule`
     calls, for the worker that runs it; done before the next call there.
     """
-    index = coordinator_context.get_current_dispatch_context().worker_index
-    coordinator._cluster.workers[index]._on_worker_recovery()
+    coordinator._cluster.workers[current_worker()]._on_worker_recovery()
 
 
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:

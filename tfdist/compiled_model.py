@@ -31,7 +31,8 @@ def checked_model(model: Any) -> keras.Model:
 
     Raises:
         TypeError: it is no Keras model.
-        ValueError: it is not compiled or has no variables yet.
+        ValueError: it is not compiled, or to run eagerly, or has no variables
+            yet.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -43,6 +44,13 @@ def checked_model(model: Any) -> keras.Model:
             f"Model {model.name!r} must be compiled with an optimizer and a "
             "loss. Call `model.compile(optimizer=..., loss=...)` in the model "
             "function."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            f"Model {model.name!r} is compiled with run_eagerly=True, but "
+            "tfdist runs many steps in one `tf.function`, which workers get "
+            "as a graph. Leave it out. To debug a step, call "
+            "`model.train_on_batch` with a few batches, or use `tf.print`."
         )
     # An adversarial network has no `call`; only its parts are ever built.
     steps_itself = overrides(model, "train_step") and model.trainable_variables

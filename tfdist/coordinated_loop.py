@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _private
 from tfdist.fence import Generations
-from tfdist.input_wait import InputSeconds
+from tfdist.input_wait import InputSeconds, InputWatch, awaited
 from tfdist.loop import (
     Dispatches,
     EndOfInput,
@@ -23,6 +26,8 @@ from tfdist.loop import (
 from tfdist.step import ModelStep
 from tfdist.worker_context import WorkerContext
 from tfdist.workers import Workers
+
+_log = logging.getLogger(__name__)
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -54,8 +59,7 @@ class CoordinatedLoop:
             while the dataset is traced, `input_pipeline_id` is a scalar
             tensor.
         num_workers: Number of workers.
-        steps_per_dispatch: Steps in one dispatch. Default: by
-            `automatic_steps_per_dispatch`.
+        steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
         strategy: The strategy.
 
     Attributes:
@@ -82,9 +86,19 @@ class CoordinatedLoop:
         self._global_step = global_step
         self._generations = Generations(_ps_devices())
         example = input_fn(tf.distribute.InputContext())
+        size = dispatch_size(step.model, steps_per_dispatch)
+        if example.cardinality() != tf.data.INFINITE_CARDINALITY:
+            if steps_per_dispatch or step.model.steps_per_execution > 1:
+                _log.warning(
+                    "One step is dispatched at a time, not %d as asked for: "
+                    "where the data of a worker end, a dispatch would lose its "
+                    "other steps. `dataset.repeat()` has no end.",
+                    size,
+                )
+            size = 1
         self._dispatches = Dispatches(
             functools.partial(run_steps, step),
-            dispatch_size(step, example, steps_per_dispatch),
+            size,
             self._generations.fence,
         )
         self._input_fn, self._num_workers = input_fn, num_workers
@@ -98,6 +112,7 @@ class CoordinatedLoop:
         self._uncertain = True
         self._settled: Any = 0.0
         self._input_secs = InputSeconds()
+        self._input_watch = InputWatch(self._waits)
         self.step = self._next_step = 0
 
     def run(
@@ -230,6 +245,7 @@ class CoordinatedLoop:
             self._count_anew()
             return 0.0
         self._workers.wait(lambda: self._next_over(target), watch)
+        self._input_watch.look()
         over = self._next_over(target)
         if over is None:
             return 0.0
@@ -242,6 +258,18 @@ class CoordinatedLoop:
         elif not self._crew.all_exhausted():
             self._hand_out(over.first_step, over.size)
         return 0.0
+
+    def _waits(self) -> dict[str, int]:
+        """See `InputWatch`. A worker that is in a dispatch for long is asked.
+
+        One that is frozen would not answer; by then it has lost its dispatch.
+        """
+        found, now = {}, time.monotonic()
+        for each in self._pending:
+            if not each.outcome and now - each.began > InputWatch.SECS / 3:
+                with tf.device(f"/job:worker/task:{each.worker}"):
+                    found[f"the input of worker:{each.worker}"] = awaited()
+        return found
 
     def _next_over(self, target: float) -> _Dispatch | None:
         """A dispatch that has ended; none that goes beyond `target`.
@@ -277,6 +305,8 @@ class _Dispatch:
         first_step: Number of the first of its steps.
         size: How many.
         outcome: How it ended; None until then.
+        worker: Index of the worker that runs it; None until one does.
+        began: When it did.
         packed: What the function returned, if it is done.
     """
 
@@ -290,12 +320,13 @@ class _Dispatch:
     ) -> None:
         self.first_step, self.size = first_step, size
         self.outcome: _Outcome | None = None
+        self.worker: int | None = None
         self.packed: np.ndarray | None = None
         self._workers = workers
         self._crew = workers.crew
         self._function = function
         self._args = args
-        self._started = False
+        self.began = math.inf
 
     def __call__(self, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
@@ -303,13 +334,14 @@ class _Dispatch:
         The coordinator calls again, for another worker, what has failed.
         """
         self._crew.enter()
-        if self._started:
+        if self.began < math.inf:
             self._end(_Outcome.LOST)
         elif self._crew.is_exhausted():
             self._crew.leave_to_others()
             self._end(_Outcome.SKIPPED)
         else:
-            self._started = True
+            self.worker = _private.current_worker()
+            self.began = time.monotonic()
             self._run(iterator)
 
     def _run(self, iterator: Iterator) -> None:

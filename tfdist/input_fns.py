@@ -14,15 +14,45 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.input_wait import InputWatch
 from tfdist.worker_context import read_by_all
 
 InputFn = Callable[..., tf.data.Dataset]
 
 
 def takes_context(input_fn: InputFn) -> bool:
-    """Whether an input function has an argument without a default."""
-    parameters = inspect.signature(input_fn).parameters.values()
-    return any(p.default is p.empty for p in parameters)
+    """Whether an input function is to be called with an `InputContext`."""
+    return takes_argument(input_fn, "input_fn", "an InputContext")
+
+
+def takes_argument(function: Callable, name: str, given: str) -> bool:
+    """Whether a user's function has an argument without a default.
+
+    `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, are none.
+
+    Args:
+        function: The function.
+        name: Of the argument that it is.
+        given: What it is called with then.
+
+    Raises:
+        ValueError: it has another than one that may be given by position.
+    """
+    kinds = inspect.Parameter
+    required = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty
+        and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    ]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise ValueError(
+            f"Argument `{name}` may have one argument without a default, by "
+            f"position, which gets {given}. Received: {described(function)} "
+            f"with {', '.join(map(str, required))}. Give the others a default, "
+            "or bind them by `functools.partial`."
+        )
+    return bool(required)
 
 
 def with_context(
@@ -34,11 +64,13 @@ def with_context(
     function returns a dataset.
     """
     takes = takes_context(input_fn)
+    watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
 
     def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
         if not takes:
             read_by_all(context)
-        dataset = input_fn(context) if takes else input_fn()
+        with watch:
+            dataset = input_fn(context) if takes else input_fn()
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(
                 f"Input function {described(input_fn)} must return a "

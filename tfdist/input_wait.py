@@ -4,32 +4,55 @@ A dispatch notes when each of its batches was there, and when its last step was
 done. If its steps take equally long, that tells how long one takes, and what
 is left of the time went by in waiting for data. That the next batch is read
 while a step computes is no waiting.
+
+A batch that does not come holds the dispatch up inside TensorFlow. So it also
+notes which one it reads, in a variable of the process that runs it, where
+another thread, or the chief, can look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
+_log = logging.getLogger(__name__)
+
 
 class TimedIterator:
-    """An iterator within a dispatch that notes when each batch was there."""
+    """An iterator within a dispatch that notes when each batch was there.
 
-    def __init__(self, iterator: tf.data.Iterator) -> None:
+    Args:
+        iterator: The iterator.
+        first_step: Scalar int64: number of the first step that reads.
+    """
+
+    def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
         self._iterator = iterator
         self._start = tf.timestamp()
         self._there: list[tf.Tensor] = []
+        self._first_step = first_step
+        self._awaited = _awaited()
+        self._awaits(first_step + 1)
 
     def get_next(self) -> Any:
         """The next batch."""
-        batch = self._iterator.get_next()
-        parts = tf.nest.flatten(batch, expand_composites=True)
-        with tf.control_dependencies(parts):
+        batch = next(self._iterator)
+        self._parts = tf.nest.flatten(batch, expand_composites=True)
+        with tf.control_dependencies(self._parts):
             self._there.append(tf.timestamp())
+            self._awaits(self._first_step + len(self._there) + 1)
         return batch
+
+    def _awaits(self, number: tf.Tensor) -> None:
+        # No time: TensorFlow reads the clock only when the step before has
+        # ended, if that has an op with a side effect, such as `tf.print`.
+        tf.raw_ops.AssignVariableOp(resource=self._awaited, value=number)
 
     def seconds(self, num_steps: int, results: tf.Tensor) -> tf.Tensor:
         """Seconds in which steps waited for data, and of the whole dispatch.
@@ -41,6 +64,8 @@ class TimedIterator:
         Returns:
             float64 `(2,)`.
         """
+        with tf.control_dependencies(self._parts):
+            self._awaits(tf.zeros([], tf.int64))
         with tf.control_dependencies([results]):
             total = tf.timestamp() - self._start
         reads = tf.stack(self._there) - self._start
@@ -98,3 +123,76 @@ def share(seconds: Sequence[float]) -> float:
     """
     waited, total = seconds
     return float(waited / total) if total else 0.0
+
+
+def awaited() -> int:
+    """Number of the batch that the dispatch which runs here waits for.
+
+    "Here" is the task of `tf.device`. 0: for none.
+    """
+    try:
+        number = tf.raw_ops.ReadVariableOp(resource=_awaited(), dtype=tf.int64)
+        return int(number)
+    except tf.errors.OpError:  # No dispatch has run there, or it is gone.
+        return 0
+
+
+def _awaited() -> tf.Tensor:
+    """The variable of a process that tells which batch it waits for."""
+    with tf.device("/device:CPU:0"):
+        return tf.raw_ops.VarHandleOp(
+            dtype=tf.int64, shape=[], shared_name="tfdist_awaited"
+        )
+
+
+class InputWatch:
+    """Says what is waited for: after a minute, and at most once a minute.
+
+    That is no error: data may be slow. Around a call that may last, it looks
+    from a thread of its own.
+
+    Args:
+        waits: Returns what is waited for, and a number that changes when it
+            has come; 0 for nothing.
+    """
+
+    SECS = 60.0
+    _around_calls: ClassVar[set[InputWatch]] = set()
+    _thread: threading.Thread | None = None
+
+    def __init__(self, waits: Callable[[], Mapping[str, float]]) -> None:
+        self._waits = waits
+        self._since: dict[tuple[str, float], float] = {}
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Looks, if that is due."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        waits = [wait for wait in self._waits().items() if wait[1]]
+        self._since = {wait: self._since.get(wait, now) for wait in waits}
+        secs = {what: now - since for (what, _), since in self._since.items()}
+        said = [what for what in secs if secs[what] >= self.SECS]
+        for what in said:
+            _log.warning("Still waiting for %s after %.0f s.", what, secs[what])
+        self._next = now + self.SECS / (1 if said else 10)
+
+    def __enter__(self) -> None:
+        self._around_calls.add(self)
+        if InputWatch._thread is None:
+            InputWatch._thread = threading.Thread(
+                target=self._look_for_all, name="tfdist-input", daemon=True
+            )
+            InputWatch._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._around_calls.discard(self)
+        self._since = {}
+
+    @classmethod
+    def _look_for_all(cls) -> None:
+        while True:
+            time.sleep(cls.SECS / 10)
+            for watch in tuple(cls._around_calls):
+                watch.look()

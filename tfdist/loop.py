@@ -8,14 +8,23 @@ remainder that does not fill a dispatch goes in dispatches of a single step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Fence
-from tfdist.input_wait import InputSeconds, TimedIterator
+from tfdist.input_wait import (
+    InputSeconds,
+    InputWatch,
+    TimedIterator,
+    awaited,
+)
 from tfdist.step import ModelStep
 
 
@@ -98,15 +107,12 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
     return int(np.clip(500 // max(num_variables, 1), 1, 10))
 
 
-def dispatch_size(
-    step: ModelStep, dataset: tf.data.Dataset, wanted: int | None
-) -> int:
-    """One step where the data may end, so that it ends exactly."""
-    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-        return 1
-    if wanted is not None:
-        return wanted
-    return automatic_steps_per_dispatch(len(step.model.trainable_variables))
+def dispatch_size(model: keras.Model, wanted: int | None) -> int:
+    """Steps per dispatch: as wanted, as `compile` was told, or automatic."""
+    if wanted is None and model.steps_per_execution > 1:
+        return model.steps_per_execution
+    automatic = automatic_steps_per_dispatch(len(model.trainable_variables))
+    return automatic if wanted is None else wanted
 
 
 class Dispatches:
@@ -119,10 +125,13 @@ class Dispatches:
     Args:
         steps: From a number of steps, an iterator, the number of the first
             step and a fence to the packed metric states of the steps, which
-            it runs; see `run_steps`. The functions add to the vector what
+            it runs; see `run_steps`. The functions take an iterator or the
+            batches of the steps, and add to the vector what
             `TimedIterator.seconds` tells.
         full: Number of steps in a full dispatch.
         fence: From a generation to what each update must pass; None: nothing.
+        batches: Where the functions take batches: the `tf.TypeSpec` structures
+            of those of one step.
     """
 
     def __init__(
@@ -130,6 +139,7 @@ class Dispatches:
         steps: Callable[..., tf.Tensor],
         full: int,
         fence: Callable[[tf.Tensor], Fence] | None = None,
+        batches: tuple[Any, ...] = (),
     ) -> None:
         if full < 1:
             raise ValueError(
@@ -141,16 +151,22 @@ class Dispatches:
         self._fence = fence
         # As in Keras' own training function, autograph converts nothing.
         self.functions = {
-            n: tf.function(self._unrolled(n), autograph=False)
+            n: tf.function(
+                self._unrolled(n),
+                input_signature=(n * batches, tf.TensorSpec([], tf.int64))
+                if batches
+                else None,
+                autograph=False,
+            )
             for n in {1, full}
         }
 
     def _unrolled(self, num_steps: int) -> Callable[..., tf.Tensor]:
         def dispatch(
-            iterator: Iterator, first_step: tf.Tensor, *generation: tf.Tensor
+            source: Iterable, first_step: tf.Tensor, *generation: tf.Tensor
         ) -> tf.Tensor:
             fence = self._fence(*generation) if self._fence else None
-            timed = TimedIterator(iterator)
+            timed = TimedIterator(iter(source), first_step)
             packed = self._steps(num_steps, timed, first_step, fence)
             return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
 
@@ -228,11 +244,13 @@ class LocalLoop(InProcessLoop):
     Args:
         step: The step.
         global_step: Scalar int64 variable, incremented once per step.
-        dataset: The batches, in order. One whose length is finite or unknown
-            runs one step per dispatch, so that its end is exact.
-        steps_per_dispatch: Steps in one `tf.function` call. Default: by
-            `automatic_steps_per_dispatch`.
+        dataset: The batches, in order.
+        steps_per_dispatch: Steps in one `tf.function` call. Default: see
+            `dispatch_size`.
     """
+
+    _task = "this process"
+    _batches_per_step = 1
 
     def __init__(
         self,
@@ -242,9 +260,15 @@ class LocalLoop(InProcessLoop):
         steps_per_dispatch: int | None = None,
     ) -> None:
         super().__init__(global_step)
+        self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+        read = self._batches_per_step * (dataset.element_spec,)
         self._dispatches = Dispatches(
-            self._steps, dispatch_size(step, dataset, steps_per_dispatch)
+            self._steps,
+            dispatch_size(step.model, steps_per_dispatch),
+            batches=read if self._may_end else (),
         )
+        self._read_at = 0.0
+        self._watch = InputWatch(self._waits)
         self._step = step
         self.iterator = iter(dataset)
 
@@ -266,19 +290,47 @@ class LocalLoop(InProcessLoop):
         """See `Loop.run`."""
         total = 0.0
         first_step = self.step
-        for size in self._dispatches.sizes(num_steps):
-            try:
+        end = first_step + num_steps
+        with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
+            for source, size in self._sources(num_steps):
                 packed = self._dispatches.functions[size](
-                    self.iterator, tf.constant(first_step, tf.int64)
+                    source, tf.constant(first_step, tf.int64)
                 )
-            except tf.errors.OutOfRangeError:
-                raise EndOfInput(logs_of(total, self._step)) from None
-            first_step += size
-            states = self._input_secs.without(packed.numpy())
-            total = self._step.joined(total, states)
-            if self._ended_before(first_step):
-                raise EndOfInput(logs_of(total, self._step))
+                first_step += size
+                states = self._input_secs.without(packed.numpy())
+                total = self._step.joined(total, states)
+                if self._ended_before(first_step):
+                    end += 1
+                    break
+        if first_step < end:
+            raise EndOfInput(logs_of(total, self._step))
         return logs_of(total, self._step)
+
+    def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
+        """What each dispatch reads from, and its number of steps.
+
+        Where the data may end, the batches are read before: a function in
+        which they end would lose its other steps. Those that do not fill a
+        dispatch are dispatches of a single step.
+        """
+        each = self._batches_per_step
+        for size in self._dispatches.sizes(num_steps):
+            if not self._may_end:
+                yield self.iterator, size
+                continue
+            self._read_at = time.monotonic()
+            batches = tuple(itertools.islice(self.iterator, size * each))
+            self._input_secs.sums += time.monotonic() - self._read_at
+            self._read_at = 0.0
+            if len(batches) < size * each:
+                for i in range(0, len(batches) - each + 1, each):
+                    yield batches[i : i + each], 1
+                return
+            yield batches, size
+
+    def _waits(self) -> dict[str, float]:
+        """See `InputWatch`."""
+        return {f"the input of {self._task}": self._read_at or awaited()}
 
     def _ended_before(self, step: int) -> bool:
         """Whether the data ended before so many steps, and raised nothing."""

@@ -69,6 +69,11 @@ class ReplicatedLoop(LocalLoop):
             dataset = dataset.concatenate(
                 tf.data.Dataset.from_tensors(nothing).repeat()
             )
+        if own_batches:
+            self._batches_per_step = self._num_here
+        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            task = strategy.cluster_resolver
+            self._task = f"{task.task_type}:{task.task_id}"
         super().__init__(step, global_step, dataset, steps_per_dispatch)
 
     def _ended_before(self, step: int) -> bool:

@@ -70,7 +70,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import inspect
 import logging
 import os
 import time
@@ -89,6 +88,7 @@ from tfdist.default_hooks import USE_DEFAULT, Hook
 from tfdist.errors import gist
 from tfdist.health import HealthMonitor, ServerLostError
 from tfdist.hooks import NanTensorHook, Round
+from tfdist.input_fns import takes_argument
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
@@ -155,7 +155,7 @@ class MonitoredTrainingSession:
 
     Args:
         build_fn: Returns a `Trainable`. Called without an argument inside the
-            strategy's scope; if it has a parameter without a default, with the
+            strategy's scope; if it has one argument without a default, with the
             strategy, whose scope it then enters itself. Called again after a
             failure; it must make the same variables each time.
         is_chief: A session that is not the chief's runs only `hooks`, writes
@@ -201,8 +201,9 @@ class MonitoredTrainingSession:
 
     Raises:
         ValueError: both cadences of one kind; a checkpoint of other variables;
-            a `build_fn` that makes other variables the second time; a worker,
-            ps or evaluator of a cluster with ps.
+            a `build_fn` that makes other variables the second time, or has
+            arguments that nobody gives; a worker, ps or evaluator of a cluster
+            with ps.
         TimeoutError: a task, or the first checkpoint, was not there in time.
         RuntimeError: another chief holds the job.
     """
@@ -245,6 +246,9 @@ class MonitoredTrainingSession:
         self.secs_in_steps = 0.0
         self.input_secs = np.zeros(2)
         self._build_fn = build_fn
+        self._takes_strategy = takes_argument(
+            build_fn, "build_fn", "the strategy"
+        )
         self.is_chief = is_chief
         self._strategy = strategy
         self._peers: Peers | None = None
@@ -687,8 +691,7 @@ class MonitoredTrainingSession:
         return strategy
 
     def _build(self, strategy: tf.distribute.Strategy) -> Trainable:
-        parameters = inspect.signature(self._build_fn).parameters.values()
-        if any(p.default is p.empty for p in parameters):
+        if self._takes_strategy:
             trainable = self._build_fn(strategy)
         else:
             num_ps = self._cluster.num_ps if self._cluster else 0

@@ -20,7 +20,7 @@ from tfdist import strategy as strategy_lib
 from tfdist.cluster import Cluster
 from tfdist.default_hooks import USE_DEFAULT
 from tfdist.exporters import Exporter
-from tfdist.input_fns import InputFn
+from tfdist.input_fns import InputFn, takes_context
 from tfdist.saving_hooks import CheckpointSaverListener
 from tfdist.variables import VariableSpec
 
@@ -80,7 +80,10 @@ class RunConfig:
             the default, which is over a year: none.
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request (decision D4).
-            Default: up to ten, fewer for models of many variables.
+            Default: the `steps_per_execution` of `compile`, if more than 1;
+            else up to ten, fewer for models of many variables. On parameter
+            servers data that end are read one step per request, so that no
+            step at the end is lost.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -290,7 +293,8 @@ class TrainSpec:
 
     Raises:
         TypeError: an attribute of another type.
-        ValueError: `max_steps` is not positive.
+        ValueError: `max_steps` is not positive; `input_fn` has arguments that
+            nobody gives.
     """
 
     input_fn: InputFn
@@ -300,6 +304,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
         check_at_least("max_steps", self.max_steps, 1)
         _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
         _make_tuple(self, "saving_listeners", CheckpointSaverListener)
@@ -310,7 +315,7 @@ class EvalSpec:
     """What to evaluate on, as `tf.estimator.EvalSpec`.
 
     Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches.
+        input_fn: As for `TrainSpec`; the context is that of a process alone.
         steps: Batches per evaluation at most; None: the whole dataset, which
             must have an end.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
@@ -336,6 +341,7 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
         check_at_least("steps", self.steps, 1)
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(

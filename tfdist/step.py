@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from tfdist.staleness import StalenessCounter
 
 # Above this size a stand-in for a variable is not worth making.
 _MAX_ZEROS = 1 << 24
+
+_log = logging.getLogger(__name__)
 
 Batch = Any
 States = list[tf.Tensor]
@@ -412,16 +415,20 @@ class ModelStep:
         )
 
     def _computation(self, element_spec: Any) -> Callable:
-        """`_gradients`, compiled by XLA if the model says so.
-
-        Where the number of rows differs from step to step it would be compiled
-        again and again, and XLA knows no strings.
-        """
-        specs = tf.nest.flatten(element_spec)
-        strings = any(spec.dtype == tf.string for spec in specs)
-        compiled = self.model.jit_compile and not (
-            self._tables[True] or strings
-        )
+        """`_gradients`, compiled by XLA if the model says so and it can be."""
+        reason = None
+        if self._tables[True]:
+            reason = "it reads another number of rows in each step"
+        elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
+            reason = "XLA knows no strings"
+        compiled = self.model.jit_compile and not reason
+        if self.model.jit_compile and reason:
+            _log.warning(
+                'Model %r has jit_compile=True (which "auto" stands for where '
+                "there is a GPU), but XLA compiles nothing of a step: %s.",
+                self.model.name,
+                reason,
+            )
         if self._replicas and not compiled and _is_synchronized(self.model):
             # No function may wait for the other replicas of this process.
             return self._gradients

@@ -1,0 +1,300 @@
+"""The page "Where tfdist differs from `fit`, and why": each line, run."""
+
+import importlib
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from small_models import batches, examples, local_loop, logistic
+
+import tfdist
+from tfdist.cluster import Cluster
+from tfdist.hooks import NanLossDuringTrainingError, StopAtStepHook
+from tfdist.loop import EndOfInput
+from tfdist.session import MonitoredTrainingSession
+
+ROOT = Path(tfdist.__file__).parent.parent
+PAGE = (ROOT / "tfdist/DIFFERS_FROM_FIT.md").read_text()
+REFERENCES = re.findall(r"`(?:(test_\w+)\.py::)?(test_\w+)`", PAGE)
+
+
+def test_each_line_names_a_test_and_each_test_has_a_line():
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) > 10
+    for line in lines:
+        assert re.search(r"`(test_\w+\.py::)?test_\w+` \|$", line), line
+    for module, name in REFERENCES:
+        found = importlib.import_module(module or __name__)
+        assert callable(getattr(found, name))
+    here = {name for name in globals() if name.startswith("test_")}
+    on_page = {name for module, name in REFERENCES if not module}
+    assert here - on_page == {
+        "test_each_line_names_a_test_and_each_test_has_a_line"
+    }
+
+
+def fitted(model, data, **kwargs):
+    model.fit(data, verbose=0, **kwargs)
+    return model
+
+
+def trained(model, data):
+    """The same by tfdist."""
+    loop, _ = local_loop(model, data)
+    with pytest.raises(EndOfInput):
+        loop.run(1000)
+    return model
+
+
+def ids_of(*steps):
+    """One batch of ids a step, whose rows are to become 1."""
+    data = tf.data.Dataset.from_tensor_slices(tf.constant(steps))
+    return data.map(lambda ids: (ids, tf.ones_like(ids, tf.float32)))
+
+
+def table_model(table, optimizer):
+    """Predicts the sum of a row; rows begin alike."""
+    ids = keras.Input([], dtype="int64")
+    model = keras.Model(ids, keras.ops.sum(table(ids), axis=-1))
+    model.compile(optimizer, "mse")
+    return model
+
+
+def partitioned(optimizer, rows=3):
+    table = tfdist.PartitionedEmbedding(rows, 2, embeddings_initializer="ones")
+    return table_model(table, optimizer)
+
+
+def embedding(optimizer, rows=3):
+    table = keras.layers.Embedding(rows, 2, embeddings_initializer="ones")
+    return table_model(table, optimizer)
+
+
+def rows_of(model):
+    return np.array(model.weights[0])
+
+
+# --- Tables ------------------------------------------------------------------
+
+LAZY = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.5),
+    "weight_decay": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_row_changes_only_in_steps_that_look_it_up(name):
+    once, twice = ids_of([0, 1]), ids_of([0, 1], [1, 2])
+    for train, make, stays in (
+        (trained, partitioned, True),
+        (fitted, embedding, False),
+    ):
+        first = rows_of(train(make(LAZY[name]()), once))[0]
+        then = rows_of(train(make(LAZY[name]()), twice))[0]
+        assert np.array_equal(first, then) == stays
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.Adam(0.1),
+        lambda: keras.optimizers.RMSprop(0.1),
+        lambda: keras.optimizers.SGD(0.1, clipnorm=0.5),
+    ],
+)
+def test_the_gradient_of_a_repeated_id_is_one_sum(optimizer):
+    """As a dense gradient is: of a matrix that one-hot ids multiply."""
+    data = ids_of(*[[0, 0, 0, 1]] * 3)
+    ids = keras.Input([], dtype="int64")
+    matrix = keras.layers.Dense(2, use_bias=False, kernel_initializer="ones")
+    output = keras.ops.sum(matrix(keras.ops.one_hot(ids, 2)), axis=-1)
+    model = keras.Model(ids, output)
+    model.compile(optimizer(), "mse")
+    dense = rows_of(fitted(model, data))
+    ours = rows_of(trained(partitioned(optimizer(), 2), data))
+    theirs = rows_of(fitted(embedding(optimizer(), 2), data))
+    np.testing.assert_allclose(ours, dense, rtol=1e-5)
+    assert abs(theirs - dense).max() > 0.01
+
+
+# --- Optimizers --------------------------------------------------------------
+
+
+def test_weights_are_not_overwritten_by_their_averages_at_the_end():
+    def made():
+        return logistic(keras.optimizers.SGD(0.5, use_ema=True))
+
+    plain = fitted(logistic(keras.optimizers.SGD(0.5)), batches())
+    ours, theirs = trained(made(), batches()), fitted(made(), batches())
+    for mine, other, raw in zip(
+        ours.weights, theirs.weights, plain.weights, strict=True
+    ):
+        np.testing.assert_allclose(mine, raw, rtol=1e-5)
+        assert abs(np.array(other) - np.array(raw)).max() > 0.01
+
+
+# --- Randomness --------------------------------------------------------------
+
+
+def test_random_layers_draw_by_the_number_of_the_step():
+    """A seed's state is where it began; `fit` counts in it."""
+
+    def made():
+        return logistic(hidden=[keras.layers.Dropout(0.5, seed=3)])
+
+    def state(model):
+        (seed,) = model.non_trainable_variables
+        return np.array(seed)
+
+    before = state(made())
+    np.testing.assert_array_equal(state(trained(made(), batches())), before)
+    assert (state(fitted(made(), batches())) != before).any()
+
+
+def test_data_are_read_in_the_order_of_the_dataset():
+    """`fit` shuffles arrays; tfdist takes datasets alone."""
+    x, y = examples(64)
+    shuffled = logistic()
+    shuffled.fit(x, y, batch_size=8, verbose=0)
+    in_order = fitted(logistic(), batches())
+    ours = trained(logistic(), batches())
+    for mine, other, third in zip(
+        ours.weights, in_order.weights, shuffled.weights, strict=True
+    ):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+        assert (np.array(mine) != np.array(third)).any()
+
+
+# --- Logs, metrics, callbacks ------------------------------------------------
+
+
+def test_logs_are_of_the_steps_just_run():
+    """Those of `fit` are running means over the epoch so far."""
+    model = logistic(keras.optimizers.SGD(0.0), metrics=["accuracy"])
+    loop, _ = local_loop(model, batches(32, 8))
+    runs = [loop.run(2), loop.run(2)]
+    theirs = logistic(keras.optimizers.SGD(0.0), metrics=["accuracy"])
+    epoch = theirs.fit(batches(32, 8), verbose=0).history
+    for name in ("loss", "accuracy"):
+        assert runs[0][name] != runs[1][name]
+        mean = (runs[0][name] + runs[1][name]) / 2
+        assert mean == pytest.approx(epoch[name][0], rel=1e-5)
+
+
+def test_batch_callbacks_are_called_once_for_many_steps():
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(batch)
+    )
+
+    def build():
+        model = logistic()
+        loop, global_step = local_loop(model, batches().repeat())
+        return tfdist.Trainable(loop, global_step, {}, model=model)
+
+    hook = tfdist.KerasCallbackHook([callback], steps_per_epoch=8)
+    stop = StopAtStepHook(last_step=16)
+    with MonitoredTrainingSession(build, hooks=[hook, stop]) as session:
+        while not session.should_stop():
+            session.run()
+    assert seen == [7, 7]
+    seen.clear()
+    logistic().fit(batches(), epochs=2, verbose=0, callbacks=[callback])
+    assert seen == [*range(8)] * 2
+
+
+def test_class_weights_are_weights_of_the_examples():
+    """`fit(class_weight=...)` is the third element of a batch."""
+    weights = {0: 0.2, 1: 3.0}
+
+    def weighted(x, y):
+        weight = tf.where(y[:, 0] > 0, weights[1], weights[0])
+        return x, y, weight
+
+    ours = trained(logistic(), batches().map(weighted))
+    theirs = fitted(logistic(), batches(), class_weight=weights)
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+# --- Jobs --------------------------------------------------------------------
+
+
+def estimator(tmp_path, model_fn=logistic):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    return tfdist.Estimator(model_fn, config)
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path):
+    def input_fn():
+        return batches().map(lambda x, y: (x / 0.0, y))
+
+    fitted(logistic(), input_fn())
+    with pytest.raises(NanLossDuringTrainingError):
+        estimator(tmp_path).train(input_fn)
+
+
+def test_training_goes_on_from_the_last_checkpoint(tmp_path):
+    for steps in (3, 5):
+        estimator(tmp_path).train(lambda: batches().repeat(), max_steps=steps)
+    made = estimator(tmp_path)
+    (kernel,) = (n for n in made.get_variable_names() if "/kernel" in n)
+    ours = made.get_variable_value(kernel)
+    theirs = fitted(logistic(), batches().take(5))
+    np.testing.assert_allclose(ours, theirs.weights[0], rtol=1e-5)
+
+
+def test_variables_are_made_by_the_model_function(tmp_path):
+    def unbuilt():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    fitted(unbuilt(), batches())
+    with pytest.raises(ValueError, match="has no variables yet"):
+        estimator(tmp_path, unbuilt).train(batches)
+
+
+def test_workers_that_read_at_once_add_what_each_found(monkeypatch):
+    """Two steps that both read before either writes."""
+
+    def made():
+        return logistic(hidden=[keras.layers.BatchNormalization()])
+
+    def changes(*data):
+        """Of each weight, by steps that read at once."""
+        model, updates = made(), []
+        step = local_loop(model, batches().repeat())[0]._step
+        update = step._update
+        monkeypatch.setattr(step, "_update", lambda *a: updates.append(a))
+
+        @tf.function(autograph=False)
+        def together():
+            for i, batch in enumerate(data):
+                number = tf.constant(i, tf.int64)
+                step.train(batch, number, step.zero_states())
+            for found in updates:
+                update(*found)
+
+        before = [np.array(v) for v in model.weights]
+        together()
+        return [
+            np.array(v) - b for v, b in zip(model.weights, before, strict=True)
+        ]
+
+    one, other = batches().take(2)
+    both = changes(one, other)
+    for total, *parts in zip(both, changes(one), changes(other), strict=True):
+        np.testing.assert_allclose(total, sum(parts), rtol=1e-4, atol=1e-6)
+    theirs = fitted(made(), batches().take(2))
+    after = [
+        np.array(v) - np.array(b)
+        for v, b in zip(theirs.weights, made().weights, strict=True)
+    ]
+    pairs = zip(after, both, strict=True)
+    assert max(abs(a - b).max() for a, b in pairs) > 1e-3

@@ -1,0 +1,93 @@
+"""What an input function or a `build_fn` is called with; how long it takes."""
+
+import functools
+import re
+
+import pytest
+import tensorflow as tf
+from small_models import batches, logistic
+
+import tfdist
+from tfdist import input_fns
+from tfdist.cluster import Cluster
+from tfdist.session import MonitoredTrainingSession
+
+
+def plain():
+    return batches().repeat()
+
+
+def of_context(context):
+    return batches().repeat().skip(context.input_pipeline_id)
+
+
+def with_defaults(size=64, *, batch_size=8):
+    return batches(size, batch_size).repeat()
+
+
+def undecorated(function):
+    """As decorators are that leave out `functools.wraps`."""
+
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def wrapped(function):
+    return functools.wraps(function)(undecorated(function))
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "takes"),
+    [
+        (plain, False),
+        (of_context, True),
+        (with_defaults, False),
+        (undecorated(plain), False),
+        (wrapped(plain), False),
+        (wrapped(of_context), True),
+        (functools.partial(of_context, tf.distribute.InputContext()), False),
+        (functools.partial(with_defaults, 8), False),
+        (lambda *args: plain(), False),
+        (lambda **kwargs: plain(), False),
+        (lambda context, *args, **kwargs: plain(), True),
+    ],
+)
+def test_what_an_input_function_takes(input_fn, takes):
+    assert input_fns.takes_context(input_fn) == takes
+    tfdist.TrainSpec(input_fn)
+    dataset = input_fns.without_context(input_fn)()
+    assert isinstance(dataset, tf.data.Dataset)
+
+
+def two(context, files):
+    return plain()
+
+
+def keyword_only(*, files):
+    return plain()
+
+
+@pytest.mark.parametrize("input_fn", [two, keyword_only, wrapped(two)])
+@pytest.mark.parametrize("spec", [tfdist.TrainSpec, tfdist.EvalSpec])
+def test_arguments_that_nobody_gives_are_refused(spec, input_fn):
+    with pytest.raises(ValueError, match="may have one argument") as raised:
+        spec(input_fn)
+    said = str(raised.value)
+    assert "`functools.partial`" in said
+    assert "files" in said
+    assert re.search(rf"{input_fn.__qualname__}.*test_input_fns.py:\d+", said)
+
+
+def test_a_wrapper_of_what_takes_the_context_fails_aloud(tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    estimator = tfdist.Estimator(logistic, config)
+    with pytest.raises(TypeError, match="'context'"):
+        estimator.train(undecorated(of_context), max_steps=1)
+
+
+@pytest.mark.parametrize("build_fn", [two, keyword_only])
+def test_a_build_fn_of_other_arguments_is_refused(build_fn):
+    with pytest.raises(ValueError, match="`build_fn` may have one argument"):
+        MonitoredTrainingSession(build_fn)
