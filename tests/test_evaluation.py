@@ -522,6 +522,13 @@ def test_it_ends_though_the_chief_has_gone(job, published):
     assert job.published()["final"]
 
 
+@pytest.mark.parametrize(
+    ("directory", "secs"), [("gs://bucket/job", 5.0), ("/tmp/job", 0.5)]
+)
+def test_an_object_store_is_asked_less_often(directory, secs):
+    assert results.poll_secs(directory) == secs
+
+
 def test_it_follows_a_chief_that_comes_back_with_more_data(job):
     job.save_after(3)
     evaluator_task(job, 3)

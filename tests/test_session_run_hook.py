@@ -1,3 +1,4 @@
+import importlib
 import inspect
 import itertools
 
@@ -6,8 +7,13 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.session_run_hook import SecondOrStepTimer, SessionRunHook
+from tfdist.session_run_hook import (
+    SecondOrStepTimer,
+    SessionRunHook,
+    wants_every_step,
+)
 
+TF1Hook = tf.compat.v1.train.SessionRunHook
 STEPS = st.lists(st.integers(0, 7), min_size=1, max_size=30)
 
 
@@ -126,3 +132,36 @@ def test_seconds_start_anew_after_going_back():
 def test_bad_timer(kwargs, message):
     with pytest.raises(ValueError, match=message):
         SecondOrStepTimer(**kwargs)
+
+
+# --- Which hooks are called after every step ---------------------------------
+
+
+def every_hook_of_tfdist():
+    names = "hooks saving_hooks summary_hooks progress early_stopping"
+    for name in [*names.split(), "warm_start", "callbacks", "estimator"]:
+        module = importlib.import_module(f"tfdist.{name}")
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and issubclass(kind, SessionRunHook):
+                yield kind
+
+
+def test_all_hooks_of_tfdist_say_how_many_steps_may_pass():
+    kinds = set(every_hook_of_tfdist())
+    assert len(kinds) > 12
+    assert not [k for k in kinds if wants_every_step(k.__new__(k))]
+
+
+@pytest.mark.parametrize("base", [TF1Hook, SessionRunHook])
+@pytest.mark.parametrize("method", ["before_run", "after_run"])
+def test_who_acts_at_steps_and_says_nothing(base, method):
+    hook = base()
+    assert not wants_every_step(hook)
+    setattr(hook, method, lambda *args: None)
+    assert wants_every_step(hook)
+    hook.steps_until_next = lambda step: None
+    assert not wants_every_step(hook)
+    one = type("One", (base,), {method: lambda *args: None})
+    assert wants_every_step(one())
+    seldom = type("Seldom", (one,), {"steps_until_next": lambda *args: 9})
+    assert not wants_every_step(seldom())

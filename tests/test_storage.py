@@ -444,7 +444,7 @@ def test_a_list_of_checkpoints_that_cannot_be_read(
     write(f"{directory}/checkpoint", b"model_checkpoint_path: 'cut off")
     jobs = checkpoint.Checkpoints(directory, {"v": tf.Variable(1.0)})
     for act in (jobs.restore, lambda: checkpoint.latest(directory)):
-        with pytest.raises(ValueError, match="To train anew, move"):
+        with pytest.raises(ValueError, match="to train anew, move"):
             act()
 
 

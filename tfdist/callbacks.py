@@ -102,7 +102,12 @@ class KerasCallbackHook(SessionRunHook):
         for callback in callbacks:
             check_callback(callback, with_evaluations=eval_dir is not None)
         self._callbacks = list(callbacks)
-        self._each_batch = any(map(_wants_each_batch, callbacks))
+        self._each_batch = any(map(_acts_at_batches, callbacks))
+        if self._each_batch:
+            _log.warning(
+                "A callback overrides on_train_batch_end: no two steps run in "
+                "one go, and the metrics of each cost milliseconds."
+            )
         self._steps_per_epoch = steps_per_epoch
         self._eval_dir = eval_dir
         self.begin()
@@ -142,9 +147,8 @@ class KerasCallbackHook(SessionRunHook):
 
     def steps_until_next(self, step: int) -> int:
         """Steps until the epoch ends, or one where a callback sees each."""
-        if self._each_batch:
-            return 1
-        return self._steps_per_epoch - step % self._steps_per_epoch
+        rest = self._steps_per_epoch - step % self._steps_per_epoch
+        return 1 if self._each_batch else rest
 
     def before_run(self, run_context: SessionRunContext) -> None:
         """Begins an epoch."""
@@ -269,23 +273,13 @@ def _reason_against(
     return None
 
 
-def _wants_each_batch(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback acts at the end of a batch; says what that costs."""
-    own = [
-        method
-        for method in ("on_train_batch_end", "on_batch_end")
-        if _overrides(callback, method)
-    ]
+def _acts_at_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback has to see each batch."""
     # TensorBoard overrides all, and does nothing there but by batches.
-    if not own or isinstance(callback, keras.callbacks.TensorBoard):
-        return False
-    _log.warning(
-        "%s overrides %s: steps run one by one for it, never many in one go. "
-        "on_epoch_end costs nothing.",
-        type(callback).__name__,
-        own[0],
+    methods = ("on_train_batch_end", "on_batch_end")
+    return not isinstance(callback, keras.callbacks.TensorBoard) and any(
+        _overrides(callback, method) for method in methods
     )
-    return True
 
 
 def _overrides(callback: keras.callbacks.Callback, method: str) -> bool:

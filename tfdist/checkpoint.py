@@ -9,12 +9,11 @@ cluster of any shape and into a plain model in one process.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -33,13 +32,11 @@ _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _WAYS_OUT = (
-    "To go on, let it hold the line `model_checkpoint_path: "
-    '"model.ckpt-<step>"`, of a step that is there. To train anew, move the '
-    "files away, or choose another model_dir."
+    'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
+    "that is whole; to train anew, move all away or choose another model_dir."
 )
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
-_LATER = re.compile(rf"{BASENAME}-[1-9]\d*\.index")  # Than a job's first state.
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
 NO_DAMAGE = (
@@ -136,8 +133,7 @@ class Checkpoints:
         iterator_fn: Returns the iterator of the input, whose position is
             saved too, or None. Where it cannot be saved, a warning says so.
         before_save: Called with the step before anything is saved.
-        check_numerics: Whether nothing is saved once a variable holds a NaN or
-            an infinite value.
+        check_numerics: Whether only finite values are saved.
 
     Attributes:
         position_restored: Whether the input's position was restored.
@@ -153,6 +149,7 @@ class Checkpoints:
         before_save: Callable[[int], None] = lambda step: None,
         check_numerics: bool = True,
     ) -> None:
+        _newest(directory)  # Or raises.
         self._directory = directory
         self._variables = dict(variables)
         self._keep = {
@@ -171,13 +168,12 @@ class Checkpoints:
         self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._variables), **parts
         )
-        with _naming_the_list(self._directory):
-            self._manager = tf.train.CheckpointManager(
-                self._checkpoint,
-                self._directory,
-                checkpoint_name=BASENAME,
-                **self._keep,
-            )
+        self._manager = tf.train.CheckpointManager(
+            self._checkpoint,
+            self._directory,
+            checkpoint_name=BASENAME,
+            **self._keep,
+        )
 
     @property
     def latest(self) -> str | None:
@@ -195,11 +191,11 @@ class Checkpoints:
         """Writes `model.ckpt-<step>` and returns its path.
 
         Raises:
-            NonFiniteVariablesError: a variable holds a NaN or an infinite
-                value. Nothing is written.
+            NonFiniteVariablesError: the check finds something.
         """
-        if self._finite:
-            self._check_finite(step)
+        names = self._finite.not_finite() if self._finite else []
+        if names:
+            raise NonFiniteVariablesError(self._refusal(step, names))
         self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
@@ -219,18 +215,13 @@ class Checkpoints:
         self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
 
-    def _check_finite(self, step: int) -> None:
-        names = self._finite.not_finite()
-        if not names:
-            return
-        good = self.latest
-        raise NonFiniteVariablesError(
+    def _refusal(self, step: int, names: Sequence[str]) -> str:
+        return (
             f"At step {step} {len(names)} of {len(self._variables)} variables "
             f"hold NaN or infinite values: {', '.join(names[:20])}. They are "
-            "not saved; the last good checkpoint is "
-            + (f"of step {good.rpartition('-')[2]}: {good}" if good else "none")
-            + ". Look for NaN among the features, and for a learning rate that "
-            "is too large; `check_numerics=False` saves what is there."
+            f"not saved; the last good checkpoint is {self.latest}. Look for "
+            "NaN among the features, and for a learning rate that is too "
+            "large; `check_numerics=False` saves what is there."
         )
 
     def restore(self) -> str | None:
@@ -318,9 +309,9 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Deletes the folders of saves that did not come to their end."""
-        for name in storage.names_in(self._directory):
-            if re.match(rf"{BASENAME}-.*_temp", name):
-                storage.remove_tree(os.path.join(self._directory, name))
+        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
+        for path in tf.io.gfile.glob(pattern):
+            storage.remove_tree(path)
 
 
 def latest(directory: str) -> str | None:
@@ -333,10 +324,9 @@ def latest(directory: str) -> str | None:
         OpError: the directory cannot be read.
         ValueError: the list of its checkpoints cannot, or is missing.
     """
-    with _naming_the_list(directory):
-        path = tf.train.latest_checkpoint(directory)
-        if path is None:
-            _check_there_is_none(directory)
+    path = _newest(directory)
+    if path is None:
+        _check_there_is_none(directory)
     return path
 
 
@@ -345,9 +335,8 @@ def listed(directory: str) -> list[str]:
 
     Where the list was edited to go back, from the one in its first line on.
     """
-    with _naming_the_list(directory):
-        state = tf.train.get_checkpoint_state(directory)
-        first = tf.train.latest_checkpoint(directory)
+    first = _newest(directory)
+    state = tf.train.get_checkpoint_state(directory)
     paths = list(state.all_model_checkpoint_paths)[::-1] if state else []
     if first in paths:
         return paths[paths.index(first) :]
@@ -363,25 +352,23 @@ def _check_there_is_none(directory: str) -> None:
             f"the list is damaged. {_WAYS_OUT}"
         )
     # A job that was killed while it saved its first state has no list yet.
-    written = [n for n in storage.names_in(directory) if _LATER.fullmatch(n)]
-    if written:
+    later = os.path.join(directory, f"{BASENAME}-[1-9]*.index")
+    if found := tf.io.gfile.glob(later):
         raise ValueError(
-            f"{directory!r} holds checkpoints ({', '.join(sorted(written))}) "
-            "and no file `checkpoint`, which says which is the newest: a job "
-            f"would begin at step 0 and overwrite them. {_WAYS_OUT}"
+            f"{path!r} is missing, which lists the checkpoints, and there are "
+            f"{sorted(found)}: a job would begin at step 0 and overwrite them. "
+            f"{_WAYS_OUT}"
         )
 
 
-@contextlib.contextmanager
-def _naming_the_list(directory: str) -> Iterator[None]:
-    """Has an error about a list that is no text say where that is."""
+def _newest(directory: str) -> str | None:
+    """As `tf.train.latest_checkpoint`; says where a list is that is no text."""
     try:
-        yield
+        return tf.train.latest_checkpoint(directory)
     except UnicodeDecodeError as error:
-        path = os.path.join(directory, "checkpoint")
         raise ValueError(
-            f"{path!r}, the list of checkpoints, is damaged: {error}. "
-            f"{_WAYS_OUT}"
+            f"'{directory}/checkpoint', the list of checkpoints, is damaged: "
+            f"{error}. {_WAYS_OUT}"
         ) from error
 
 
@@ -442,11 +429,10 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
 def _decoded(key: str) -> str:
     """The name that TensorFlow has written as a part of a key.
 
-    >>> _decoded("encoder..Self.Sq"), _decoded("a.Sb...Sc")
-    ('encoder.Self/q', 'a/b./c')
+    >>> _decoded("encoder..Self.Sq")
+    'encoder.Self/q'
     """
-    signs = {"..": ".", ".S": "/"}
-    return re.sub(r"\.[.S]", lambda sign: signs[sign[0]], key)
+    return re.sub(r"\.[.S]", lambda m: "." if m[0] == ".." else "/", key)
 
 
 def load_variable(path: str, name: str) -> np.ndarray:

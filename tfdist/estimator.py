@@ -140,8 +140,7 @@ class Estimator:
                 checkpoint of another model, with what differs; a model that
                 is not compiled, or does not read what the dataset has; a
                 dataset without any batch (TF trained nothing).
-            NanLossDuringTrainingError: the loss, or a weight that is to be
-                saved, is not finite.
+            NanLossDuringTrainingError: the loss or a weight is not finite.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(

@@ -13,9 +13,8 @@ An error in it (no batch, a hook or an exporter that raises): the process ends
   Whoever started the process may start it again. A chief that waits for the
   result logs the error within a second; after the third, or a minute after
   one from which the evaluator did not come back, it ends without the result.
-It is started again when the chief has gone: it finds the end announced, waits
-  `patience_secs` for a chief that would take that back, makes what is missing
-  of the last evaluation, and ends.
+It is started again when the chief has gone: an end that is announced already it
+  believes after `patience_secs`, makes what is missing, and ends.
 It never starts: the chief ends after `evaluator_timeout_secs`, likewise.
 The newest checkpoint is damaged: a warning, and the one before is evaluated,
   unless it was already. The job's last one is damaged: an error, as above.
@@ -162,7 +161,8 @@ class Evaluator:
             ValueError: there is no batch, or no end of them; the checkpoint is
                 of another model; a metric has a reserved name.
         """
-        dataset = self._endless_is_refused(self._input_fn())
+        dataset = self._input_fn()
+        self.check_ends(dataset)
         if self._steps is not None:
             dataset = dataset.take(self._steps)
         identity = results.identity_of(path) if path else None
@@ -185,22 +185,18 @@ class Evaluator:
         self._report()
         return self.metrics
 
-    def check_input(self) -> None:
+    def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
         """Raises `ValueError` if an evaluation would never end."""
-        if self._steps is None:
-            self._endless_is_refused(self._input_fn())
-
-    def _endless_is_refused(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The dataset, if it ends, or else `steps` or a hook may end it."""
-        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        if endless and self._steps is None and not self._hooks:
+        if self._steps is not None or self._hooks:  # Which may stop it.
+            return
+        dataset = self._input_fn() if dataset is None else dataset
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 "The `input_fn` of the evaluation whose results go to "
                 f"{self.eval_dir!r} returned a dataset that never ends, and "
                 "`steps` is None, for all of it. Set `steps`, or leave out "
                 "`repeat()`."
             )
-        return dataset
 
     def export(self, is_the_final_export: bool) -> list[str | None]:
         """Runs the exporters on the evaluated model.
@@ -261,9 +257,8 @@ class Evaluator:
                 says that it is done.
             start_delay_secs: Seconds before the first evaluation.
             throttle_secs: Least seconds between the starts of two evaluations.
-            patience_secs: Seconds after which an end of training is believed
-                that was announced before this process began. A chief that
-                trains on takes it back when it starts.
+            patience_secs: Seconds to wait for a chief that takes back, as it
+                starts, an end of training that an earlier one has announced.
 
         Raises:
             ValueError: `model_dir` cannot be written; the input has no end.
@@ -274,7 +269,7 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process is back from it.
         try:
-            self.check_input()
+            self.check_ends()
             self._resume()
             self._follow(
                 max_steps, start_delay_secs, throttle_secs, patience_secs

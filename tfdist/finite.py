@@ -22,9 +22,9 @@ class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
     Every device adds up what it holds, in one pass over its memory: a sum that
-    is finite has finite terms alone. Only the variables of other sums are
-    looked at element by element, for large finite terms may overflow. Over the
-    network comes a truth value for each variable, in a message per device.
+    is finite has finite terms alone. Variables of other sums are looked at
+    element by element, for large terms may overflow. Over the network comes
+    one message per device, a truth value for each variable.
 
     Args:
         variables: Name to variable; one in shards, or with a copy for each
@@ -35,32 +35,31 @@ class FiniteCheck:
         self._parts = collections.defaultdict(list)
         for name, whole in variables.items():
             for shard in getattr(whole, "variables", [whole]):
-                for part in _local(shard):
-                    if part.dtype in _FLOATS:
-                        self._parts[part.device].append((name, part))
-        self._traced: Any = None
+                copies = [shard]
+                if isinstance(shard, tf.distribute.DistributedValues):
+                    strategy = shard.distribute_strategy
+                    copies = strategy.experimental_local_results(shard)
+                for v in copies:
+                    if v.dtype in _FLOATS:
+                        self._parts[v.device].append((name, v))
+        self._sums = tf.function(self._are_sums_finite, autograph=False)
 
     def trace(self) -> None:
-        """Traces the function that adds up, before the first question.
-
-        TensorFlow calls every task for a new function, and would hang with one
-        that is frozen.
-        """
-        function = tf.function(self._are_sums_finite, autograph=False)
-        self._traced = function.get_concrete_function()
+        """Traces the function that adds up, while every task is alive."""
+        self._sums.get_concrete_function()
 
     def not_finite(self) -> list[str]:
         """Names of the variables that are not finite throughout."""
-        if self._traced is None:
-            self.trace()
-        finite = zip(self._traced(), self._parts.values(), strict=True)
-        suspects = [
-            part
-            for sums, parts in finite
-            for is_finite, part in zip(sums.numpy(), parts, strict=True)
-            if not is_finite
-        ]
-        return list(dict.fromkeys(n for n, v in suspects if not _is_finite(v)))
+        found = {}
+        for finite, parts in zip(
+            self._sums(), self._parts.values(), strict=True
+        ):
+            for i in (~finite.numpy()).nonzero()[0]:
+                name, variable = parts[i]
+                with tf.device(variable.device):
+                    exact = tf.math.is_finite(variable.read_value())
+                    found[name] = not tf.reduce_all(exact) or found.get(name)
+        return [name for name, is_bad in found.items() if is_bad]
 
     def _are_sums_finite(self) -> list[tf.Tensor]:
         """For each device, whether each of its variables has a finite sum."""
@@ -68,23 +67,10 @@ class FiniteCheck:
         for device, parts in self._parts.items():
             sums: list[tf.Tensor] = []
             with tf.device(device):
-                for _, part in parts:
+                for _, variable in parts:
                     # One by one: reading may copy, where rows are updated.
                     with tf.control_dependencies(sums[-1:]):
-                        total = tf.reduce_sum(part.read_value())
+                        total = tf.reduce_sum(variable.read_value())
                     sums.append(tf.math.is_finite(total))
                 finite.append(tf.stack(sums))
         return finite
-
-
-def _local(variable: tf.Variable) -> list[tf.Variable]:
-    """The copies that this process has of a variable; of most it is one."""
-    if not isinstance(variable, tf.distribute.DistributedValues):
-        return [variable]
-    strategy = variable.distribute_strategy
-    return list(strategy.experimental_local_results(variable))
-
-
-def _is_finite(variable: tf.Variable) -> bool:
-    with tf.device(variable.device):
-        return bool(tf.reduce_all(tf.math.is_finite(variable.read_value())))

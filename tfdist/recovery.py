@@ -145,15 +145,13 @@ class Failures:
         self._parts = []
 
     def is_the_users(self, error: Exception, step: int) -> bool:
-        """Whether a hook has raised the same at the same step once too often.
-
-        A server that is lost may show in a hook, too, but not always there.
-        """
-        what = f"{type(error).__name__} at step {step}: {gist(error)}"
-        if getattr(error, "in_hook", False):
-            self._times = self._times + 1 if what == self._what else 1
-            self._what = what
-        return what == self._what and self._times >= MAX_REPEATS
+        """Whether a hook has raised the same at the same step too often."""
+        if not getattr(error, "in_hook", False):
+            return False
+        what = f"{step} {gist(error)}"
+        self._times = self._times + 1 if what == self._what else 1
+        self._what = what
+        return self._times >= MAX_REPEATS
 
     def keep(self) -> None:
         """Hands the count on to the process that this one becomes."""

@@ -68,7 +68,6 @@ saved; a warning says where it cannot.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import logging
 import os
@@ -92,7 +91,7 @@ from tfdist.input_fns import takes_argument
 from tfdist.loop import EndOfInput, FunctionLoop, Loop
 from tfdist.peers import Peers
 from tfdist.recovery import Remedy
-from tfdist.session_run_hook import SessionRunHook, wants_every_step
+from tfdist.session_run_hook import wants_every_step
 from tfdist.strategy import (
     check_is_chief,
     multi_worker_strategy,
@@ -179,9 +178,9 @@ class MonitoredTrainingSession:
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        check_numerics: Whether, before a checkpoint is written, every variable
-            must be finite; else a `NanLossDuringTrainingError` names those that
-            are not, and the last good step. Each server looks at its own.
+        check_numerics: Whether, before a checkpoint is written, each server
+            looks whether its variables are finite; if not, training ends with
+            a `NanLossDuringTrainingError` that names them.
         cluster: With parameter servers, of which this process is the chief;
             or without any, for all-reduce: then each task has a session, and
             `is_chief` is what the cluster says.
@@ -504,8 +503,8 @@ class MonitoredTrainingSession:
             soon = 1  # The first step tells that all is well.
         until = _MANY
         for hook in self.hooks:
-            default = functools.partial(SessionRunHook.steps_until_next, hook)
-            wish = getattr(hook, "steps_until_next", default)(step)
+            ask = getattr(hook, "steps_until_next", lambda step: None)
+            wish = 1 if wants_every_step(hook) else ask(step)
             if wish is None:
                 continue
             if wish < 1:
@@ -519,15 +518,13 @@ class MonitoredTrainingSession:
         return soon, max(0, until - soon)
 
     def _say_who_wants_every_step(self) -> None:
-        """What a hook costs that steps cannot run in one go for."""
-        for kind in {
-            type(hook) for hook in self.hooks if wants_every_step(hook)
-        }:
+        """Names the hooks for whose sake no two steps run in one go."""
+        for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
             _log.warning(
-                "%s is called after every step, which costs up to half of the "
-                "steps per second: no two run in one go. Let it have a method "
-                "`steps_until_next(step)`, which returns how many may run "
-                "before the next call (None: any number), if it allows more.",
+                "%s is called after every step: no two run in one go, and the "
+                "metrics of each cost milliseconds. Give it a method "
+                "`steps_until_next(step)` that returns how many may run before "
+                "the next call (None: any number), if it allows more.",
                 kind.__name__,
             )
 

@@ -51,7 +51,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     def steps_until_next(self, step: int) -> int | None:
         """How many steps may run before the next call; None for any number.
 
-        Default: one, of a hook that overrides `before_run` or `after_run`.
+        Where it is not overridden: one, if `before_run` or `after_run` is.
 
         Args:
             step: The global step now.
@@ -64,18 +64,14 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
 
 def wants_every_step(hook: tf.compat.v1.train.SessionRunHook) -> bool:
     """Whether a hook acts at steps, and does not say at which."""
+
+    def has(name: str, base: type) -> bool:
+        own = getattr(type(hook), name, None) or getattr(base, name)
+        return name in vars(hook) or own is not getattr(base, name)
+
     theirs = tf.compat.v1.train.SessionRunHook
-    acts = _has(hook, "before_run", theirs) or _has(hook, "after_run", theirs)
-    return acts and not _has(hook, "steps_until_next", SessionRunHook)
-
-
-def _has(
-    hook: tf.compat.v1.train.SessionRunHook, name: str, base: type
-) -> bool:
-    """Whether a hook has a method that is not that of its base class."""
-    default = getattr(base, name)
-    own = getattr(type(hook), name, default)
-    return name in vars(hook) or own is not default
+    acts = has("before_run", theirs) or has("after_run", theirs)
+    return acts and not has("steps_until_next", SessionRunHook)
 
 
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):

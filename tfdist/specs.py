@@ -95,10 +95,8 @@ class RunConfig:
             `python -m tfdist.inputs`); it takes as long as four batches.
             Default: only if the input function takes no `InputContext`, by
             which a worker would know what to read.
-        check_numerics: Whether, before a checkpoint is written, every variable
-            must be finite; else training ends with an error that names those
-            that are not, and the last good step. It costs a few percent of the
-            time that saving takes.
+        check_numerics: Whether training ends with an error, instead of a
+            checkpoint, once a variable is not finite.
         placement: Which parameter server holds a variable: "round_robin",
             "greedy" or "planned" (see `tfdist.strategy.placement_by_name`), or
             a callable from a `VariableSpec` to the index of a server.
@@ -166,16 +164,15 @@ class RunConfig:
         ):
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
-        if not isinstance(self.audit_input, bool | None):
-            raise TypeError(
-                "Argument `audit_input` must be True, False or None. "
-                f"Received: audit_input={self.audit_input!r}."
-            )
-        if not isinstance(self.check_numerics, bool):
-            raise TypeError(
-                "Argument `check_numerics` must be True or False. Received: "
-                f"check_numerics={self.check_numerics!r}."
-            )
+        for name, kind in (
+            ("audit_input", bool | None),
+            ("check_numerics", bool),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"Argument `{name}` must be True or False. "
+                    f"Received: {name}={getattr(self, name)!r}."
+                )
         strategy_lib.check(self.strategy, self.cluster)
 
     def _resolve_defaults(self) -> None:

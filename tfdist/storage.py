@@ -119,26 +119,17 @@ def make_directory(path: str) -> None:
 
 
 def check_no_pattern(directory: str) -> None:
-    """Raises `ValueError` for a name in which TensorFlow would see a pattern.
+    """Raises `ValueError` for a name that is a pattern to TensorFlow.
 
-    It finds and deletes checkpoints by patterns: those in `job[1]` would never
-    be found, and with those of `job*` it would delete those of `job2`.
+    It finds and deletes checkpoints by patterns: none in `job[1]`, and with
+    those of `job*` those of `job2`.
     """
-    signs = sorted(set(directory) & set("*?[\\"))
-    if signs:
+    if set(directory) & set("*?[\\"):
         raise ValueError(
-            f"Directory {directory!r} has {' and '.join(signs)} in its name, "
+            f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
             "which TensorFlow takes for a pattern: checkpoints there could not "
-            "be found, or others be deleted. Choose another name."
+            "be found, or others be deleted."
         )
-
-
-def names_in(directory: str) -> list[str]:
-    """The names of files and folders in a directory, without slashes."""
-    try:
-        return [n.rstrip("/") for n in tf.io.gfile.listdir(directory)]
-    except tf.errors.NotFoundError:
-        return []
 
 
 def read_text(path: str) -> str | None:

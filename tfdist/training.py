@@ -147,7 +147,7 @@ def _train_and_evaluate(
     separate = config.cluster.has_evaluator
     listeners = [*train_spec.saving_listeners]
     if not separate:
-        evaluator.check_input()
+        evaluator.check_ends()
         listeners.append(
             _EvaluateAfterSave(
                 evaluator,

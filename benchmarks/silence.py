@@ -1,0 +1,182 @@
+"""What two safeguards cost: finite weights, and a hook at every step.
+
+    python -m benchmarks.silence
+
+640 MB of variables are looked at and saved, in one process and on two
+parameter servers, with and without `check_numerics`; a model trains with and
+without a hook that is called at each step. One line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import servers
+from tfdist.checkpoint import Checkpoints
+from tfdist.finite import FiniteCheck
+from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.testing import LocalCluster
+
+TABLES, ROWS, WIDTH = 10, 1_000_000, 16  # 640 MB.
+ROUNDS = 7
+STEPS = 2000
+
+
+def tables(num_ps: int) -> dict[str, tf.Variable]:
+    """Float tables, on each server as many."""
+    strategy = tf.distribute.get_strategy()
+    if num_ps:
+        strategy = parameter_server_strategy(tfdist.Cluster.from_env())
+    with placed_scope(strategy, num_ps=num_ps):
+        return {
+            str(i): tf.Variable(tf.zeros([ROWS, WIDTH])) for i in range(TABLES)
+        }
+
+
+def secs(act: Callable[[], object]) -> float:
+    """How long it takes."""
+    start = time.monotonic()
+    act()
+    return time.monotonic() - start
+
+
+def check(num_ps: int, sparse: bool) -> dict[str, object]:
+    """Milliseconds of a look and of a save, with and without; medians.
+
+    `sparse`: rows were updated, so that a table is copied when it is read.
+    """
+    variables = tables(num_ps)
+    if sparse:
+        for variable in variables.values():
+            variable.scatter_sub(tf.IndexedSlices(tf.ones([1, WIDTH]), [0]))
+    looks = FiniteCheck(variables)
+    with (
+        tempfile.TemporaryDirectory() as on,
+        tempfile.TemporaryDirectory() as off,
+    ):
+        saves = {
+            "save_on": Checkpoints(on, variables, max_to_keep=1),
+            "save_off": Checkpoints(
+                off, variables, max_to_keep=1, check_numerics=False
+            ),
+        }
+        times = {"look": [], "save_on": [], "save_off": []}
+        for i in range(ROUNDS + 1):
+            times["look"].append(secs(looks.not_finite))
+            for name, checkpoints in saves.items():
+                times[name].append(secs(lambda: checkpoints.save(i)))  # noqa: B023
+    # The first traces.
+    medians = {
+        f"{k}_ms": round(1000 * statistics.median(v[1:]), 1)
+        for k, v in times.items()
+    }
+    share = medians["look_ms"] / medians["save_off_ms"]
+    return {**medians, "share": round(share, 3)}
+
+
+class EveryStep(tfdist.SessionRunHook):
+    """Counts."""
+
+    steps = 0
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        """Counts one."""
+        self.steps += 1
+
+
+class Seldom(EveryStep):
+    """Counts runs."""
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number."""
+
+
+def model_fn() -> keras.Model:
+    """A small dense network."""
+    hidden = keras.layers.Dense(32, "relu")
+    output = keras.layers.Dense(1, "sigmoid")
+    model = keras.Sequential([keras.Input([16]), hidden, output])
+    model.compile("adagrad", "binary_crossentropy", metrics=["auc"])
+    return model
+
+
+def input_fn() -> tf.data.Dataset:
+    """The same batch, for ever."""
+    batch = tf.random.normal([64, 16]), tf.ones([64, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+def rate(hook: EveryStep) -> float:
+    """Steps per second between a quarter of the steps and the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = tfdist.RunConfig(directory, log_step_count_steps=None)
+        made = tfdist.Estimator(model_fn, config)
+        made.train(input_fn, [hook], max_steps=STEPS // 4)
+        clock = _Clock()
+        made.train(input_fn, [hook, clock], max_steps=STEPS)
+    return clock.rate
+
+
+class _Clock(tfdist.SessionRunHook):
+    """Measures from the second run on: the first traces."""
+
+    first = None
+
+    def steps_until_next(self, step: int) -> int:
+        """Ten times in all."""
+        return STEPS // 10 - step % (STEPS // 10)
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        """Looks at the clock."""
+        now = time.monotonic(), run_context.session.step
+        if self.first is None:
+            self.first = now
+        elif now[1] == STEPS:
+            self.rate = (now[1] - self.first[1]) / (now[0] - self.first[0])
+
+
+def hooks() -> dict[str, object]:
+    """Steps per second with either hook; medians of three."""
+    rates = {"seldom": [], "every_step": []}
+    for _ in range(3):
+        rates["seldom"].append(rate(Seldom()))
+        rates["every_step"].append(rate(EveryStep()))
+    return {k: round(statistics.median(v)) for k, v in rates.items()}
+
+
+def main() -> None:
+    """Starts itself as every task of a cluster, too."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", action="store_true")
+    cluster = tfdist.Cluster.from_env()
+    if cluster.num_ps and cluster.role != "chief":
+        servers.serve(cluster)
+        return
+    where = {"ps": cluster.num_ps, "workers": cluster.num_workers}
+    for sparse in (False, True):
+        found = check(cluster.num_ps, sparse)
+        print("RESULT", json.dumps({**where, "sparse": sparse, **found}))
+    print("RESULT", json.dumps({**where, "steps_per_sec": hooks()}), flush=True)
+    if cluster.num_ps:
+        servers.release(cluster)
+    elif not parser.parse_args().task:
+        command = [sys.executable, "-m", "benchmarks.silence", "--task"]
+        with LocalCluster(command, ps=2, workers=2) as job:
+            job.wait(timeout_secs=600)
+            for line in job.output("chief:0").splitlines():
+                if line.startswith("RESULT"):
+                    print(line)
+
+
+if __name__ == "__main__":
+    main()
