@@ -92,9 +92,7 @@ class CoordinatedLoop:
                 )
             size = 1
         self._dispatches = Dispatches(
-            functools.partial(run_steps, step),
-            size,
-            self._generations.fence,
+            functools.partial(run_steps, step), size, self._generations.fence
         )
         dataset = self._workers.coordinator.create_per_worker_dataset(
             lambda: input_fn(worker_context(num_workers))
