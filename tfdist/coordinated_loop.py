@@ -88,7 +88,8 @@ class CoordinatedLoop:
         example = input_fn(tf.distribute.InputContext())
         size = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
-            if steps_per_dispatch or step.model.steps_per_execution > 1:
+            asked = steps_per_dispatch or step.model.steps_per_execution > 1
+            if asked and size > 1:
                 _log.warning(
                     "One step is dispatched at a time, not %d as asked for: "
                     "where the data of a worker end, a dispatch would lose its "
@@ -97,9 +98,7 @@ class CoordinatedLoop:
                 )
             size = 1
         self._dispatches = Dispatches(
-            functools.partial(run_steps, step),
-            size,
-            self._generations.fence,
+            functools.partial(run_steps, step), size, self._generations.fence
         )
         self._input_fn, self._num_workers = input_fn, num_workers
         self._iterator: Iterator | None = None

@@ -36,23 +36,19 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
         given: What it is called with then.
 
     Raises:
-        ValueError: it has another than one that may be given by position.
+        ValueError: it has others than one that may be given by position.
     """
-    kinds = inspect.Parameter
-    required = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty
-        and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-    ]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise ValueError(
-            f"Argument `{name}` may have one argument without a default, by "
-            f"position, which gets {given}. Received: {described(function)} "
-            f"with {', '.join(map(str, required))}. Give the others a default, "
-            "or bind them by `functools.partial`."
-        )
-    return bool(required)
+    signature = inspect.signature(function)
+    for takes, args in ((False, ()), (True, (given,))):
+        with contextlib.suppress(TypeError):
+            signature.bind(*args)
+            return takes
+    raise ValueError(
+        f"Argument `{name}` is called without an argument, or with one that "
+        f"has no default: {given}. Received: {described(function)}, which "
+        f"takes {signature}. Give the others a default, or bind them by "
+        "`functools.partial`."
+    )
 
 
 def with_context(

@@ -19,12 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.fence import Fence
-from tfdist.input_wait import (
-    InputSeconds,
-    InputWatch,
-    TimedIterator,
-    awaited,
-)
+from tfdist.input_wait import InputSeconds, InputWatch, TimedIterator, awaited
 from tfdist.step import ModelStep
 
 
