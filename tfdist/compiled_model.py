@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -91,12 +92,18 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
     model.reset_metrics()
 
 
+def training_of(model: keras.Model, training: bool) -> dict[str, bool]:
+    """The argument of `call` that says so, where a model has it."""
+    has = "training" in inspect.signature(model.call).parameters
+    return {"training": training} if has else {}
+
+
 def _output_spec(model: keras.Model, x: Any) -> Any:
     """Like what the model returns.
 
     `keras.Model(x, [y])` returns the tensor, and says that it returns a list.
     """
-    spec = model.compute_output_spec(x, training=False)
+    spec = model.compute_output_spec(x, **training_of(model, False))
     is_functional = getattr(model, "outputs", None) is not None
     if is_functional and isinstance(spec, list | tuple) and len(spec) == 1:
         return spec[0]

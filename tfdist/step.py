@@ -446,7 +446,7 @@ class ModelStep:
         """Loss, and results of the metrics, which are updated `aside`."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model = self.model
-        y_pred = model(x, training=training)
+        y_pred = model(x, **compiled_model.training_of(model, training))
         loss = model.compute_loss(
             x, y, y_pred, sample_weight, training=training
         )
