@@ -225,7 +225,7 @@ class ModelStep:
         model = self.model
         fixed = [v for v in model.non_trainable_variables if not _is_seed(v)]
         # Slots are none of a model's business.
-        scalars = [v for v in model.optimizer.variables if not v.shape]
+        scalars = [v for v in model.optimizer.variables if not len(v.shape)]
         return Forward(
             run,
             spec,
