@@ -84,7 +84,11 @@ class Retrieval(keras.Model):
         for where, table, kind in self.plan:
             if where == "call":
                 rows = self.tables[table](self.ids(kind, x, like=hidden))
-                hidden += keras.ops.mean(rows)
+                each = (
+                    range(1, len(rows.shape)) if len(rows.shape) == 3 else None
+                )
+                shift = keras.ops.mean(rows, axis=each, keepdims=True)
+                hidden += keras.ops.reshape(shift, [-1, 1])
             elif where == "add_loss":
                 ids = self.ids(kind, x, like=hidden)
                 hidden = next(layers)(hidden, ids)
@@ -96,7 +100,12 @@ class Retrieval(keras.Model):
             if where == "compute_loss":
                 rows = self.tables[table](self.ids(kind, x, y, y_pred))
                 scores = keras.ops.sum(keras.ops.tanh(rows), axis=-1)
-                loss += keras.ops.mean(scores) * keras.ops.mean(y_pred)
+                if len(scores.shape) == 2:  # Ids of each example.
+                    scores = keras.ops.mean(scores, axis=-1)
+                    scores *= keras.ops.mean(y_pred, axis=-1)
+                    loss += keras.ops.mean(scores)
+                else:
+                    loss += keras.ops.mean(scores) * keras.ops.mean(y_pred)
                 loss += 0.1 * keras.ops.mean(keras.ops.square(scores - 0.5))
         if self.softmax is not None:
             items = self.tables[self.softmax](y["ids"][:, 0])
@@ -120,24 +129,31 @@ class Retrieval(keras.Model):
 
 
 def drawn(number):
-    """What the model of a number is like."""
+    """What the model of a number is like.
+
+    The losses of negative ones are means over examples, as they must be for
+    replicas to learn what one device does.
+    """
+    kinds = KINDS if number >= 0 else ("x", "y", "repeated")
+    number = abs(number)
     rng = np.random.default_rng(number)
     tables = int(rng.integers(1, 4))
     plan = [
         (
             str(rng.choice(PLACES)),
             int(rng.integers(tables)),
-            str(rng.choice(KINDS)),
+            str(rng.choice(kinds)),
         )
         for _ in range(rng.integers(1, 6))
     ]
-    # Keras knows a gradient of every table.
+    softmax = int(rng.integers(tables)) if rng.random() < 0.5 else None
+    # A gradient for every table: Keras warns where there is none.
     plan += [("compute_loss", t, "y") for t in range(tables)]
     return {
         "widths": [int(rng.choice([2, 3])) for _ in range(tables)],
         "shards": [int(rng.integers(1, 4)) for _ in range(tables)],
         "plan": [plan[i] for i in rng.permutation(len(plan))],
-        "softmax": int(rng.integers(tables)) if rng.random() < 0.5 else None,
+        "softmax": softmax if kinds is KINDS else None,
         "rule": str(rng.choice(list(RULES))),
         "drop_remainder": bool(rng.random() < 0.5),
     }
@@ -147,7 +163,7 @@ def made(number, ours):
     """The compiled model of a number, with known weights."""
     reset_object_names()
     like = drawn(number)
-    rng = np.random.default_rng(number + 1)
+    rng = np.random.default_rng(abs(number) + 1)
     tables = []
     for i, (width, shards) in enumerate(
         zip(like["widths"], like["shards"], strict=True)
@@ -177,7 +193,7 @@ def made(number, ours):
 
 def dataset(number):
     """As many batches as there are steps, all different."""
-    rng = np.random.default_rng(number + 2)
+    rng = np.random.default_rng(abs(number) + 2)
     like, size = drawn(number), STEPS * BATCH
     data = (
         {
@@ -207,8 +223,8 @@ def weights(model):
 
 
 def fitted(number):
-    """The weights after Keras' own `fit`."""
+    """The model after Keras' own `fit`."""
     model = made(number, ours=False)
     model.run_eagerly = True
     model.fit(dataset(number), verbose=0, shuffle=False)
-    return weights(model)
+    return model

@@ -1,44 +1,101 @@
 """Tables are learned wherever a loss looks them up, as under `fit`."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import lookup_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from lookup_models import weights as weights_of
 from small_models import local_loop
 
 from tfdist import PartitionedEmbedding
+
+ROOT = Path(__file__).parent.parent
 
 
 def trained(number):
     model = lookup_models.made(number, ours=True)
     loop, _ = local_loop(model, lookup_models.dataset(number))
     loop.run(lookup_models.STEPS)
-    return lookup_models.weights(model)
+    return weights_of(model)
 
 
-def check_models(numbers):
-    for number in numbers:
-        for ours, theirs in zip(
-            trained(number), lookup_models.fitted(number), strict=True
-        ):
-            np.testing.assert_allclose(
-                ours,
-                theirs,
-                rtol=1e-4,
-                atol=2e-5,
-                err_msg=f"{number}: {lookup_models.drawn(number)}",
-            )
+def check_same(number, ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            mine,
+            other,
+            rtol=1e-4,
+            atol=2e-5,
+            err_msg=f"{number}: {lookup_models.drawn(number)}",
+        )
 
 
 @pytest.mark.parametrize("number", range(8))
 def test_random_models_learn_what_fit_does(number):
-    check_models([number])
+    check_same(
+        number, trained(number), weights_of(lookup_models.fitted(number))
+    )
 
 
 @pytest.mark.slow
 def test_many_random_models_learn_what_fit_does():
-    check_models(range(100, 200))
+    for number in range(100, 200):
+        theirs = lookup_models.fitted(number)
+        check_same(number, trained(number), weights_of(theirs))
+
+
+def launched(directory, numbers, *tasks):
+    log = directory / "log"
+    with log.open("w") as file:
+        code = subprocess.run(
+            [
+                *[sys.executable, "-m", "tfdist.launch", *tasks],
+                *["--max_restarts=0", "tests/lookup_checks.py"],
+                *[str(directory), *map(str, numbers)],
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+        ).returncode
+    assert code == 0, log.read_text()[-8000:]
+
+
+def left(directory, number):
+    return list(np.load(directory / f"{number}.npz").values())
+
+
+@pytest.mark.slow
+def test_parameter_servers_learn_and_evaluate_what_keras_does(tmp_path):
+    numbers = range(300, 312)
+    launched(tmp_path, numbers, "--ps=2", "--workers=1")
+    for number in numbers:
+        theirs = lookup_models.fitted(number)
+        check_same(number, left(tmp_path, number), weights_of(theirs))
+        expected = theirs.evaluate(
+            lookup_models.dataset(number), verbose=0, return_dict=True
+        )
+        metrics = json.loads((tmp_path / f"{number}.json").read_text())
+        assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_all_reduce_learns_what_fit_does(tmp_path):
+    """Losses that are means over examples: else replicas cannot."""
+    numbers = range(-412, -400)
+    launched(tmp_path, numbers, "--ps=0", "--workers=1")
+    for number in numbers:
+        theirs = lookup_models.fitted(number)
+        check_same(number, left(tmp_path, number), weights_of(theirs))
 
 
 # --- Ids that are drawn ------------------------------------------------------
