@@ -125,6 +125,7 @@ class ModelStep:
         self._ahead: int | None = None
         self.staleness: StalenessCounter | None = None
         self._results: Callable[..., Any] | None = None
+        self._shapes = [s.shape for s in _flat(element_spec)]
         if metrics:
             self._look(element_spec)
         self._prepare_metrics()
@@ -198,8 +199,7 @@ class ModelStep:
             ),
             batch,
         )
-        flat = tf.nest.flatten(spec, expand_composites=True)
-        key = mode, repr([(s.shape, s.dtype) for s in flat])
+        key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
         while key not in self._forwards:
             with tf.init_scope():
                 forward = self._traced(mode, spec)
@@ -426,7 +426,7 @@ class ModelStep:
                 _private.counter, (self.model.optimizer, *self._parts)
             )
         }
-        read = tf.nest.flatten(batch, expand_composites=True)
+        read = _flat(batch)
         for counter in (self._global_step, *counters.values()):
             device = self._exchange.device_of(counter)
             gradients = arrived.get(device)
@@ -530,6 +530,15 @@ class ModelStep:
             ValueError: the model overrides `test_step`.
         """
         compiled_model.refuse_own(self.model, "test_step", "compute_metrics")
+        # Keras weighs losses of single outputs by a batch's static size, if
+        # any: the dataset's, not that of the batch at hand.
+        relaxed = [
+            tf.compat.v1.placeholder_with_default(
+                t, t.shape.most_specific_compatible_shape(shape)
+            )
+            for t, shape in zip(_flat(batch), self._shapes, strict=True)
+        ]
+        batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(_EVALUATION, batch, states) as scope:
             loss, _ = self._pass(batch, training=False)
         return self._states_after(scope, states, loss, batch)
@@ -656,6 +665,10 @@ def _num_examples(batch: Batch) -> tf.Tensor:
     return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
 
 
+def _flat(batch: Any) -> list[Any]:
+    return tf.nest.flatten(batch, expand_composites=True)
+
+
 def _moving(exchange: Exchange) -> list[keras.Variable]:
     """Variables that a step moves by what it adds to them."""
     return [v for v in exchange.fixed if not _is_seed(v)]
@@ -700,7 +713,7 @@ def flat_floats(
         if isinstance(value, Mapping):
             flat |= flat_floats(value, f"{prefix}{name}/")
         elif np.ndim(value):
-            parts = {str(i): part for i, part in enumerate(value)}
+            parts = {str(i): part for i, part in enumerate(np.array(value))}
             flat |= flat_floats(parts, f"{prefix}{name}/")
         else:
             flat[prefix + name] = float(value)
