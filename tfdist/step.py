@@ -9,6 +9,7 @@ changes by operations that the variable's own device executes atomically.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -490,9 +491,8 @@ class ModelStep:
             with lookups.at(answers):
                 loss, _ = self._pass(batch, True, tape.stop_recording())
             answers.check_all_given()
-            if self._replicas:
-                # Keras divides its losses by the number of replicas.
-                loss *= self._replicas.num
+            # Keras divides its own losses by this, where it sees replicas.
+            loss *= tf.distribute.get_strategy().num_replicas_in_sync
             scaled_loss = self.model.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, [*dense, *rows])
         gradients = self._exchange.summed(gradients)
@@ -519,9 +519,20 @@ class ModelStep:
         if self._replicas and not compiled and _is_synchronized(self.model):
             # No function may wait for the other replicas of this process.
             return self._gradients
-        return tf.function(
+        function = tf.function(
             self._gradients, autograph=False, jit_compile=compiled or None
         )
+
+        def alone(*args: Any) -> Any:
+            # On a thread of its own Keras sees no replicas; where it does, it
+            # divides its own losses by their number, but none that a model
+            # computes itself, which would count for each.
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                trace = function.get_concrete_function
+                traced = thread.submit(trace, *_specs(args)).result()
+            return traced(*args)
+
+        return alone if self._replicas else function
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -667,6 +678,13 @@ def _num_examples(batch: Batch) -> tf.Tensor:
 
 def _flat(batch: Any) -> list[Any]:
     return tf.nest.flatten(batch, expand_composites=True)
+
+
+def _specs(values: Any) -> Any:
+    """The specs of tensors; all else as it is."""
+    return tf.nest.map_structure(
+        lambda t: tf.type_spec_from_value(t) if tf.is_tensor(t) else t, values
+    )
 
 
 def _moving(exchange: Exchange) -> list[keras.Variable]:
