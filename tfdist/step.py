@@ -194,12 +194,7 @@ class ModelStep:
 
     def _forward(self, mode: str, batch: Any) -> Forward:
         """The graph of a pass over batches like `batch`, or of its spec."""
-        spec = tf.nest.map_structure(
-            lambda t: (
-                t if isinstance(t, tf.TypeSpec) else tf.type_spec_from_value(t)
-            ),
-            batch,
-        )
+        spec = _specs(batch)
         key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
         while key not in self._forwards:
             with tf.init_scope():
