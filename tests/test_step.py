@@ -301,3 +301,48 @@ def test_loss_that_depends_on_no_variable():
     loop, _ = local_loop(model, batches())
     with pytest.raises(ValueError, match="depends on no trainable variable"):
         loop.run(1)
+
+
+# --- What counts the steps ---------------------------------------------------
+
+
+class Counted(keras.optimizers.SGD):
+    """Sets every variable to the last digits of the update's number."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        digits = tf.cast(self.iterations % 1000, variable.dtype)
+        self.assign(variable, tf.zeros_like(gradient) + digits)
+
+
+class Parity(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return keras.ops.cast(step % 2, "float32")
+
+
+def test_an_iteration_beyond_what_a_float_holds():
+    start = 2**24 + 2
+    model = logistic(Counted(Parity()))
+    loop, global_step = local_loop(model, batches().repeat())
+    model.optimizer.iterations.assign(start)
+    global_step.assign(start)
+    for step in (start, start + 1):
+        loop.run(1)
+        assert model.layers[-1].bias.numpy()[0] == step % 1000
+    rates = []
+    for step in range(start, start + 3):
+        rate, _ = loop._step._learning_rates(tf.constant(step, tf.int64), [])
+        rates.append(float(rate[0]))
+    assert rates == [0.0, 1.0, 0.0]
+
+
+def test_steps_that_are_under_way_while_a_function_is_traced():
+    """The optimizer's and the job's step move on between two reads."""
+    model = logistic()
+    loop, global_step = local_loop(model, batches().repeat())
+    model.optimizer.iterations.assign(50)
+    loop.run(2)
+    # Another worker's step has counted here, and not yet there.
+    global_step.assign_add(1)
+    step, rates = loop._step, [v.value for v in loop._step._rates]
+    _, iteration = step._learning_rates(tf.constant(2, tf.int64), rates)
+    assert int(iteration) == 52

@@ -10,11 +10,11 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
 # design.md, section 3; every new module needs a floor.
 FLOORS = {
     0: "cluster connections processes faults placement partition variables "
-    "lookups packing branch_and_bound splitting plans planner device_setter "
-    "input_fns inputs audit blocks csv_records reading record_files "
-    "tfds_inputs storage chooser cost_formulas cost_model machines reasons "
-    "workload errors tpu statistics block_cache worker_context input_wait "
-    "_private",
+    "lookups forward packing branch_and_bound splitting plans planner "
+    "device_setter input_fns inputs audit blocks csv_records reading "
+    "record_files tfds_inputs storage chooser cost_formulas cost_model "
+    "machines reasons workload errors tpu statistics block_cache "
+    "worker_context input_wait _private",
     1: "servers health fence staleness strategy embedding exchange routing "
     "optimizers slots kernels multi_optimizer replicas peers gates "
     "stages micro_batches model_parallel data_service",

@@ -35,6 +35,11 @@ class PartitionedEmbedding(keras.layers.Layer):
     >>> [shard.shape[0] for shard in layer.shards]
     [4, 3, 3]
 
+    A model may look it up, several times, in `call`, in losses and in metrics,
+    by ids that depend on the batch and on `keras.random`. Ids that depend on
+    variables or on rows, and lookups inside a `tf.cond`, a loop or a
+    `tf.function`, are refused when training starts.
+
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
     an error on every device, never another row; no `mask_zero`.

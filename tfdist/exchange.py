@@ -30,6 +30,8 @@ from tfdist.routing import Group, Route, stacked
 
 # Bytes from which on copying a tensor costs more than another message.
 _LARGE = 1 << 20
+# Integers below are float32 numbers.
+_EXACT = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +71,19 @@ class Exchange:
 
     Args:
         model: A built model with a built optimizer.
-        tables: Its `PartitionedEmbedding` layers.
+        tables: Its `PartitionedEmbedding` layers that a step looks up.
+        others: Those that it does not; it never reads them.
         remote: Whether the variables live in other processes, the tasks of
             which are told apart by device, and get one packed message each.
             Else all are where the step runs.
     """
 
     def __init__(
-        self, model: keras.Model, tables: Sequence[Any], remote: bool
+        self,
+        model: keras.Model,
+        tables: Sequence[Any],
+        remote: bool,
+        others: Sequence[Any] = (),
     ) -> None:
         self._optimizer = model.optimizer
         self._remote = remote
@@ -97,8 +104,11 @@ class Exchange:
             for (_, _, part, _), tables in by_width.items()
         ]
         self.shards = [s for g in self._groups for s in g.shards]
-        held = {id(v) for v in self.shards}
+        held = {id(s) for table in (*tables, *others) for s in table.shards}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
+        self.fixed = [
+            v for v in model.non_trainable_variables if id(v) not in held
+        ]
         self._trained = {id(v) for v in model.trainable_variables}
         for group in self._groups:
             for shard in group.shards:
@@ -111,6 +121,22 @@ class Exchange:
         if isinstance(variable, keras.Variable):
             variable = variable.value
         return variable.device if self._remote else ""
+
+    def check_read(self, read: Sequence[keras.Variable]) -> None:
+        """Raises `ValueError` if rows are read in another way than looked up.
+
+        Args:
+            read: What the loss or the metrics of a model read as a whole.
+        """
+        shards = {id(v) for v in self.shards} & self._trained
+        for variable in read:
+            if id(variable) in shards:
+                raise ValueError(
+                    f"The model looks up rows of {variable.path!r}, and also "
+                    "reads it as a whole, which would not count for its "
+                    "gradient. Look up the rows that are wanted, or use "
+                    "keras.layers.Embedding."
+                )
 
     def answers(
         self,
@@ -135,7 +161,7 @@ class Exchange:
             pieces = tf.split(tf.gather(own_rows, own), lengths, num=len(which))
             for i, piece in zip(which, pieces, strict=True):
                 answers[i] = piece
-        return lookups.Answers(answers)
+        return lookups.Answers([table for table, _ in calls], answers)
 
     def clipped(
         self, dense: Sequence[Any], rows: Sequence[Any]
@@ -306,7 +332,9 @@ class Exchange:
         blocks = self._blocks(pulled, rows)
         arrived: dict[str, tf.Tensor] = {}
         moving = [v for v, _ in moves]
-        scalars = [*rates, tf.cast(iteration, tf.float32)]
+        # As two numbers: a float is exact up to 2**24.
+        parts = [iteration // _EXACT, iteration % _EXACT]
+        scalars = [*rates, *(tf.cast(part, tf.float32) for part in parts)]
         if fence:
             scalars = [fence.generation, *scalars]
         for device in self._devices([*self.dense, *moving]):
@@ -355,7 +383,8 @@ class Exchange:
         """A server's part of `push`, in the order in which it was sent."""
         parts = optimizers.parts(self._optimizer)
         rates = [sent.popleft() for _ in parts]
-        iteration = tf.cast(sent.popleft(), tf.int64)
+        high, low = (tf.cast(sent.popleft(), tf.int64) for _ in range(2))
+        iteration = high * _EXACT + low
         for variable in dense:
             owner = optimizers.owner(self._optimizer, variable)
             optimizers.update(

@@ -1,10 +1,8 @@
 """Who answers a table's lookups while a step is traced.
 
-A step wants all rows that it needs from one server in one message, so it must
-know every id before the first row arrives. It therefore runs the model twice
-while tracing: once to collect the ids (`Collector`; what the model computes
-from the zeros it gets is never executed), then, with the rows at hand, for
-real (`Answers`). Outside a step, tables look themselves up.
+A step first collects the ids of all lookups (`Collector`; see `forward.py`),
+then answers them with rows (`Answers`). Outside a step, tables look themselves
+up.
 """
 
 from __future__ import annotations
@@ -44,55 +42,83 @@ def at(desk: Desk) -> Iterator[None]:
         _desk.reset(token)
 
 
+def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
+    """Zeros that TensorFlow does not take for a constant."""
+    return tf.compat.v1.placeholder_with_default(
+        tf.zeros(shape, dtype), shape if static is None else static
+    )
+
+
 class Collector:
-    """Writes down the ids of each lookup and answers with zeros."""
+    """Writes down the ids of each lookup and answers with zeros.
+
+    Made in the graph in which lookups are to be.
+
+    Attributes:
+        calls: Table and ids of each lookup, in order.
+        answers: Names of the ops of the zeros.
+    """
 
     def __init__(self) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
         self.calls: list[tuple[Any, tf.Tensor]] = []
-        self._answers: set[str] = set()
+        self.answers: list[str] = []
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """See `Desk`."""
-        self._check_independent(table, ids)
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise ValueError(
+                f"Table {table.path!r} is looked up inside a condition, a "
+                "loop (`tf.map_fn`, `tf.vectorized_map`) or a `tf.function` "
+                "of the model. Look up all ids at once, outside of it, and "
+                "use their rows inside."
+            )
+        with tf.control_dependencies(None):
+            ids = tf.identity(ids)
         self.calls.append((table, ids))
-        zeros = tf.zeros([tf.size(ids), table.output_dim], table.compute_dtype)
-        if not tf.executing_eagerly():
-            self._answers.add(zeros.op.name)
-        return zeros
-
-    def _check_independent(self, table: Any, ids: tf.Tensor) -> None:
-        """Ids computed from rows would have been computed from zeros."""
-        if tf.executing_eagerly():
-            return
-        seen, waiting = set(), [ids.op]
-        while waiting:
-            op = waiting.pop()
-            if op.name in seen:
-                continue
-            seen.add(op.name)
-            if op.name in self._answers:
-                raise ValueError(
-                    f"The ids of table {table.path!r} depend on the rows of a "
-                    "table, so they cannot be known before the step reads "
-                    "any. Compute ids from the model's inputs alone."
-                )
-            waiting.extend(tensor.op for tensor in op.inputs)
+        answer = stand_in(
+            [tf.size(ids), table.output_dim],
+            table.compute_dtype,
+            [ids.shape.num_elements(), table.output_dim],
+        )
+        self.answers.append(answer.op.name)
+        return answer
 
 
 class Answers:
     """Answers each lookup, in the order in which they were collected.
 
     Args:
-        answers: Rows `(n, dim)` for each lookup.
+        tables: The table of each lookup.
+        answers: Its rows `(n, dim)`.
     """
 
-    def __init__(self, answers: Sequence[tf.Tensor]) -> None:
-        self._answers = iter(answers)
+    def __init__(
+        self, tables: Sequence[Any], answers: Sequence[tf.Tensor]
+    ) -> None:
+        self._left = list(zip(tables, answers, strict=True))
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """See `Desk`."""
         del ids
-        return tf.cast(next(self._answers), table.compute_dtype)
+        expected, answer = self._left.pop(0) if self._left else (None, None)
+        if expected is not table:
+            raise _differs(table.path, expected)
+        return tf.cast(answer, table.compute_dtype)
+
+    def check_all_given(self) -> None:
+        """Raises `ValueError` if a lookup was not done this time."""
+        if self._left:
+            raise _differs("none", self._left[0][0])
+
+
+def _differs(found: str, expected: Any) -> ValueError:
+    return ValueError(
+        "The model must look up the same tables in the same order each time "
+        f"it is called. Table: {found}, the first time: "
+        f"{expected.path if expected is not None else 'none'}. Does it keep "
+        "what it looked up, or count its calls?"
+    )
 
 
 def length(ids: tf.Tensor) -> Any:

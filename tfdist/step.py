@@ -9,9 +9,9 @@ changes by operations that the variable's own device executes atomically.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,12 @@ from tfdist import (
 from tfdist._private import SEED_STATE_NAME
 from tfdist.exchange import Exchange, Pulled
 from tfdist.fence import Fence
+from tfdist.forward import Forward
 from tfdist.replicas import Replicas, times
 from tfdist.staleness import StalenessCounter
 
-# Above this size a stand-in for a variable is not worth making.
-_MAX_ZEROS = 1 << 24
+# A model may look up other tables in each.
+_TRAINING, _EVALUATION, _PREDICTION = "training", "evaluation", "prediction"
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +70,10 @@ class ModelStep:
     """Training and evaluation steps of one compiled Keras model.
 
     Metric states travel as a list of tensors: the weighted sum of the losses,
-    the weight, then the model's metric variables. States that start at zero
-    add up: the sum over any split of the examples is the metric of them all.
+    the weight, then the model's metric variables. They add up: the sum over
+    any split of the batches is the metric of them all. Where it is not (a
+    maximum), one process hands the state on from batch to batch, in the
+    metric's variable; several tasks refuse the metric.
 
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
@@ -93,7 +96,8 @@ class ModelStep:
         TypeError: `model` is no Keras model.
         ValueError: `model` is not compiled or not built; it overrides
             `train_step`, and is to be trained; the batches are not what it
-            reads.
+            reads; ids of a table's lookup, or results, depend on what they
+            must not; states of a metric do not add up where they must.
     """
 
     def __init__(
@@ -115,54 +119,152 @@ class ModelStep:
             compiled_model.build_metrics(model, element_spec)
             compiled_model.check_metric_names(model)
         self._metrics = list(model.metrics_variables)
-        compiled_model.check_metrics(model, self._metrics)
+        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
         self._global_step = global_step
         self._remote = remote
         self._replicas = replicas
+        self._forwards: dict[Any, Forward] = {}
+        self._tables: dict[str, list[Any]] = {}
+        self._exchanges: dict[str, Exchange] = {}
+        self._ahead: int | None = None
         self.staleness: StalenessCounter | None = None
-        if global_step is not None:
+        self._results: Callable[..., Any] | None = None
+        self._shapes = [s.shape for s in _flat(element_spec)]
+        if metrics:
+            self._look(element_spec)
+        self._prepare_metrics()
+        if global_step is not None and metrics:
             self._prepare_training(element_spec)
+
+    def _look(self, element_spec: Any) -> None:
+        """Sees what the model does with a batch; refuses what cannot be."""
+        model = self.model
+        modes = [] if self._global_step is None else [_TRAINING]
+        if self._remote and not compiled_model.overrides(model, "test_step"):
+            modes += [_EVALUATION]
+        own_results = compiled_model.overrides(model, "compute_metrics")
+        if own_results and not modes:
+            modes = [_EVALUATION]
+        with compiled_model.noted_updates(model) as updates:
+            for mode in modes:
+                self._forward(mode, element_spec)
+        if self._remote or self._replicas:
+            compiled_model.check_metrics(model, self._metrics, updates)
+        if own_results:
+            forward = self._forward(modes[0], element_spec)
+            self._results = forward.results(
+                self._metrics, f"`compute_metrics` of {type(model).__name__}"
+            )
+
+    def _prepare_metrics(self) -> None:
+        """Where the states of metrics start, and which are passed on.
+
+        In one process those of metrics that are not Keras' own may be any
+        function of the state before: they stay in the metric's variables.
+        """
+        listed = {id(v) for v in self.model.metrics_variables}
+        self._start = [
+            v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
+            for v in self._metrics
+        ]
+        passed_on: set[int] = set()
+        if not (self._remote or self._replicas):
+            own = compiled_model.own_metrics(self.model)
+            passed_on = {id(v) for metric in own for v in metric.variables}
+        self._is_passed_on = [id(v) in passed_on for v in self._metrics]
 
     def _prepare_training(self, element_spec: Any) -> None:
         model, remote = self.model, self._remote
         if remote:
             self.staleness = StalenessCounter(self._global_step)
-        # Tables in the order of their lookups, in training and otherwise.
-        self._tables: dict[bool, list[Any]] = {}
-        self._collect = {
-            training: tf.function(
-                functools.partial(self._ids, training), autograph=False
-            )
-            for training in (True, False)
-        }
-        # Tracing once tells which tables the model looks up, in which order.
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-        self._collect[True].get_concrete_function(x)
         self._parts = optimizers.parts(model.optimizer)
-        self._exchange = Exchange(model, self.tables, remote=remote)
+        self._exchange = self._exchange_for(_TRAINING, element_spec)
+        self._exchange.check_read(self._forward(_TRAINING, element_spec).read)
         self._compute = self._computation(element_spec)
         self._gate = gates.gate(
             model.optimizer,
             self._exchange.dense,
             has_tables=bool(self._exchange.shards),
         )
-        held = {id(v) for v in self._exchange.shards}
-        fixed = [v for v in model.non_trainable_variables if id(v) not in held]
-        self._seeds = [v for v in fixed if _is_seed(v)]
-        self._moving = [v for v in fixed if not _is_seed(v)]
+        self._moving = _moving(self._exchange)
         rates = [part.learning_rate for part in self._parts]
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
 
     @property
     def tables(self) -> list[Any]:
         """The partitioned tables that training looks up."""
-        return list(dict.fromkeys(self._tables[True]))
+        return self._tables[_TRAINING]
+
+    def _forward(self, mode: str, batch: Any) -> Forward:
+        """The graph of a pass over batches like `batch`, or of its spec."""
+        spec = _specs(batch)
+        key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
+        while key not in self._forwards:
+            with tf.init_scope():
+                forward = self._traced(mode, spec)
+            own = [*self.model.variables, *self._seeds, *self._metrics]
+            known = {id(v) for v in own}
+            others = [v for v in forward.updated if id(v) not in known]
+            # Those of Keras' global generator, and of metrics not listed.
+            self._seeds += [v for v in others if _is_seed(v)]
+            self._metrics += [v for v in others if not _is_seed(v)]
+            if not others:
+                self._forwards[key] = forward
+                tables = list(dict.fromkeys(forward.tables))
+                self._tables.setdefault(mode, tables)
+        return self._forwards[key]
+
+    def _traced(self, mode: str, spec: Any) -> Forward:
+        def run(batch: Batch) -> Mapping[str, Any]:
+            if mode == _PREDICTION:
+                self.model.predict_step(batch)
+                return {}
+            return self._pass(batch, mode == _TRAINING)[1]
+
+        model = self.model
+        fixed = [v for v in model.non_trainable_variables if not _is_seed(v)]
+        # Slots are none of a model's business.
+        scalars = [v for v in model.optimizer.variables if not len(v.shape)]
+        return Forward(
+            run,
+            spec,
+            self._seeds_of,
+            (2 if self._replicas else 1) if mode == _TRAINING else 0,
+            [*model.trainable_variables, *fixed, *self._metrics, *scalars],
+        )
+
+    def _seeds_of(
+        self, *number: tf.Tensor
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Every generator's seed, in the step with a number."""
+        return [(v, _fold_in(v, *number)) for v in self._seeds]
+
+    def _exchange_for(self, mode: str, batch: Batch) -> Exchange:
+        """What moves the variables that a pass reads."""
+        if mode not in self._exchanges:
+            self._forward(mode, batch)
+            every = itertools.chain.from_iterable(self._tables.values())
+            self._exchanges[mode] = Exchange(
+                self.model, self._tables[mode], self._remote, list(every)
+            )
+        return self._exchanges[mode]
 
     def zero_states(self) -> States:
-        """States of metrics that have seen no example."""
+        """States of metrics that have seen no example.
+
+        Of a metric whose states do not add up, that of its last step.
+        """
         scalar = tf.zeros([], tf.float32)
+        trains = self._global_step is not None
         return [scalar, scalar] + [
-            tf.zeros(v.shape, v.dtype) for v in self._metrics
+            tf.convert_to_tensor(v.value)
+            if trains and passed_on
+            else tf.constant(start)
+            if np.any(start)
+            else tf.zeros(v.shape, v.dtype)
+            for v, start, passed_on in zip(
+                self._metrics, self._start, self._is_passed_on, strict=True
+            )
         ]
 
     def train(
@@ -188,8 +290,9 @@ class ModelStep:
         """
         exchange = self._exchange
         before = self.staleness and self.staleness.read()
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        calls = self._lookups(x, training=True)
+        # No two replicas draw the same random numbers.
+        number = [step, *([self._replicas.index()] if self._replicas else [])]
+        calls = self._forward(_TRAINING, batch).calls(batch, number)
         pulled = exchange.pull(
             [*exchange.dense, *self._moving, *self._rates], calls
         )
@@ -197,8 +300,6 @@ class ModelStep:
         dense = list(itertools.islice(values, len(exchange.dense)))
         moving = list(itertools.islice(values, len(self._moving)))
         rates, iteration = self._learning_rates(step, list(values))
-        # No two replicas draw the same random numbers.
-        number = [step, *([self._replicas.index()] if self._replicas else [])]
         gradients, rows, deltas, states = self._compute(
             batch,
             number,
@@ -211,7 +312,7 @@ class ModelStep:
         )
         found = _Found(pulled, gradients, rows, deltas, rates, iteration)
         if self._replicas:
-            found = self._over_replicas(found, _num_examples(x))
+            found = self._over_replicas(found, _num_examples(batch))
             self._replicas.update(
                 lambda found: self._update(found, batch), found
             )
@@ -290,10 +391,14 @@ class ModelStep:
             # A step may not count.
             iteration = tf.cast(counter.value, tf.int64)
         else:
-            with tf.init_scope():
+            if self._ahead is None:
                 # Differs from 0 where a trained optimizer starts a new job.
-                ahead = counter.numpy() - self._global_step.numpy()
-            iteration = step + ahead
+                # Read once, before any step is under way: both move on.
+                with tf.init_scope():
+                    self._ahead = int(counter.numpy()) - int(
+                        self._global_step.numpy()
+                    )
+            iteration = step + self._ahead
         known = list(zip(self._rates, values, strict=True))
         rates = [
             optimizers.learning_rate(part, iteration, known)
@@ -320,7 +425,7 @@ class ModelStep:
                 _private.counter, (self.model.optimizer, *self._parts)
             )
         }
-        read = tf.nest.flatten(batch, expand_composites=True)
+        read = _flat(batch)
         for counter in (self._global_step, *counters.values()):
             device = self._exchange.device_of(counter)
             gradients = arrived.get(device)
@@ -334,27 +439,19 @@ class ModelStep:
             with tf.device(device), tf.control_dependencies(needed):
                 counter.assign_add(one[0])
 
-    def _lookups(self, x: Any, training: bool) -> list[tuple[Any, tf.Tensor]]:
-        """Table and ids of every lookup that the model does for a batch."""
-        ids = self._collect[training](x) if self._tables[True] else []
-        tables = self._tables[training] if ids else []
-        return list(zip(tables, ids, strict=True))
-
-    def _ids(self, training: bool, x: Any) -> list[tf.Tensor]:
-        """The ids of every table lookup, from a run on zeros."""
-        collector = lookups.Collector()
-        zeros = [
-            (v, tf.zeros(v.shape, v.dtype))
-            for v in (
-                *self.model.trainable_variables,
-                *self.model.non_trainable_variables,
-            )
-            if v.shape.num_elements() <= _MAX_ZEROS
-        ]
-        with keras.StatelessScope(zeros), lookups.at(collector):
-            self.model(x, training=training)
-        self._tables[training] = [table for table, _ in collector.calls]
-        return [ids for _, ids in collector.calls]
+    def _pass(
+        self, batch: Batch, training: bool, aside: Any = None
+    ) -> tuple[tf.Tensor, Mapping[str, Any]]:
+        """Loss, and results of the metrics, which are updated `aside`."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        model = self.model
+        y_pred = model(x, **compiled_model.training_of(model, training))
+        loss = model.compute_loss(
+            x, y, y_pred, sample_weight, training=training
+        )
+        with aside or contextlib.nullcontext():
+            results = model.compute_metrics(x, y, y_pred, sample_weight)
+        return loss, results
 
     def _gradients(
         self,
@@ -376,31 +473,25 @@ class ModelStep:
             and of `rows`, what to add to each of `moving`, and the new metric
             states.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = self.model
         scope = self._scope(
             states,
             [
                 *zip(self._exchange.dense, dense, strict=True),
                 *zip(self._moving, moving, strict=True),
-                *((v, _fold_in(v, *number)) for v in self._seeds),
+                *self._seeds_of(*number),
             ],
         )
-        calls = list(zip(self._tables[True], lengths, strict=True))
+        tables = self._forward(_TRAINING, batch).tables
+        calls = list(zip(tables, lengths, strict=True))
         with scope, tf.GradientTape() as tape:
             tape.watch([*dense, *rows])
             answers = self._exchange.answers(rows, positions, calls)
             with lookups.at(answers):
-                y_pred = model(x, training=True)
-            loss = model.compute_loss(
-                x, y, y_pred, sample_weight, training=True
-            )
-            if self._replicas:
-                # Keras divides its losses by the number of replicas.
-                loss *= self._replicas.num
-            scaled_loss = model.optimizer.scale_loss(loss)
-            with tape.stop_recording():
-                model.compute_metrics(x, y, y_pred, sample_weight)
+                loss, _ = self._pass(batch, True, tape.stop_recording())
+            answers.check_all_given()
+            # Keras divides its own losses by this, where it sees replicas.
+            loss *= tf.distribute.get_strategy().num_replicas_in_sync
+            scaled_loss = self.model.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, [*dense, *rows])
         gradients = self._exchange.summed(gradients)
         deltas = [
@@ -411,13 +502,13 @@ class ModelStep:
             gradients[: len(dense)],
             gradients[len(dense) :],
             deltas,
-            self._states_after(scope, states, loss, x),
+            self._states_after(scope, states, loss, batch),
         )
 
     def _computation(self, element_spec: Any) -> Callable:
         """`_gradients`, compiled by XLA if the model says so and it can be."""
         reason = None
-        if self._tables[True]:
+        if self.tables:
             reason = "it reads another number of rows in each step"
         elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
             reason = "XLA knows no strings"
@@ -432,9 +523,20 @@ class ModelStep:
         if self._replicas and not compiled and _is_synchronized(self.model):
             # No function may wait for the other replicas of this process.
             return self._gradients
-        return tf.function(
+        function = tf.function(
             self._gradients, autograph=False, jit_compile=compiled or None
         )
+
+        def alone(*args: Any) -> Any:
+            # On a thread of its own Keras sees no replicas; where it does, it
+            # divides its own losses by their number, but none that a model
+            # computes itself, which would count for each.
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                trace = function.get_concrete_function
+                traced = thread.submit(trace, *_specs(args)).result()
+            return traced(*args)
+
+        return alone if self._replicas else function
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -443,14 +545,18 @@ class ModelStep:
             ValueError: the model overrides `test_step`.
         """
         compiled_model.refuse_own(self.model, "test_step", "compute_metrics")
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with self._reading(x, states) as scope:
-            y_pred = self.model(x, training=False)
-            loss = self.model.compute_loss(
-                x, y, y_pred, sample_weight, training=False
+        # Keras weighs losses of single outputs by a batch's static size, if
+        # any: the dataset's, not that of the batch at hand.
+        relaxed = [
+            tf.compat.v1.placeholder_with_default(
+                t, t.shape.most_specific_compatible_shape(shape)
             )
-            self.model.compute_metrics(x, y, y_pred, sample_weight)
-        return self._states_after(scope, states, loss, x)
+            for t, shape in zip(_flat(batch), self._shapes, strict=True)
+        ]
+        batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
+        with self._reading(_EVALUATION, batch, states) as scope:
+            loss, _ = self._pass(batch, training=False)
+        return self._states_after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
         """Packed metric states of one batch."""
@@ -458,13 +564,12 @@ class ModelStep:
 
     def predict(self, batch: Batch) -> Any:
         """What the model's `predict_step` returns for one batch."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with self._reading(x, self.zero_states()):
+        with self._reading(_PREDICTION, batch, self.zero_states()):
             return self.model.predict_step(batch)
 
     @contextlib.contextmanager
     def _reading(
-        self, x: Any, states: States
+        self, mode: str, batch: Batch, states: States
     ) -> Iterator[keras.StatelessScope]:
         """A scope for inference; from each server it reads one message."""
         if not self._remote:
@@ -477,8 +582,9 @@ class ModelStep:
             with self._scope(states, regularized) as scope:
                 yield scope
             return
-        exchange, calls = self._exchange, self._lookups(x, training=False)
-        variables = [*exchange.dense, *self._moving]
+        exchange = self._exchange_for(mode, batch)
+        calls = self._forward(mode, batch).calls(batch, [])
+        variables = [*exchange.dense, *_moving(exchange)]
         pulled = exchange.pull(variables, calls)
         answers = exchange.answers(
             pulled.rows,
@@ -486,18 +592,28 @@ class ModelStep:
             [(table, lookups.length(ids)) for table, ids in calls],
         )
         values = list(zip(variables, pulled.values, strict=True))
+        values += self._seeds_of()
         with self._scope(states, values) as scope, lookups.at(answers):
             yield scope
+        answers.check_all_given()
 
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
+        if self._global_step is not None:
+            for variable, state, passed_on in zip(
+                self._metrics, states[2:], self._is_passed_on, strict=True
+            ):
+                if passed_on:
+                    variable.value.assign(state)
         return tf.concat(
             [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
         )
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
         """Packed states of two dispatches in one; 0.0 is of none."""
-        return earlier + later
+        sizes = [1, 1, *(v.size for v in self._start)]
+        passed_on = np.repeat([False, False, *self._is_passed_on], sizes)
+        return np.where(passed_on, later, earlier + later)
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
         """Values of loss and metrics from (a sum of) packed states.
@@ -512,14 +628,25 @@ class ModelStep:
         loss, weight, *rest = np.split(packed, self._offsets())
         if not weight.item():
             return {}
+        tracker = compiled_model.loss_tracker(self.model)
+        of_loss = (
+            {id(tracker.total): loss, id(tracker.count): weight}
+            if tracker
+            else {}
+        )
         values = [
-            (variable, tf.cast(value.reshape(variable.shape), variable.dtype))
-            for variable, value in zip(self._metrics, rest, strict=True)
+            tf.cast(of_loss.get(id(v), value).reshape(v.shape), v.dtype)
+            for v, value in zip(self._metrics, rest, strict=True)
         ]
-        with keras.StatelessScope(values):
-            results = self.model.get_metrics_result()
-        results["loss"] = loss.item() / weight.item()
-        return flat_floats(results)
+        if self._results:
+            results = flat_floats(self._results(*values))
+        else:
+            # A result may be the variable itself.
+            with self._scope([loss, weight, *values]):
+                results = flat_floats(self.model.get_metrics_result())
+        if any(self._is_passed_on) and self._global_step is not None:
+            self.model.reset_metrics()
+        return results | {"loss": loss.item() / weight.item()}
 
     def _offsets(self) -> np.ndarray:
         sizes = [1, 1] + [int(np.prod(v.shape)) for v in self._metrics]
@@ -538,18 +665,35 @@ class ModelStep:
         scope: keras.StatelessScope,
         states: States,
         loss: tf.Tensor,
-        x: Any,
+        batch: Batch,
     ) -> States:
         """As Keras does, batches weigh by their number of examples."""
-        weight = _num_examples(x)
+        weight = _num_examples(batch)
         loss_sum = states[0] + times(tf.cast(loss, tf.float32), weight)
         metrics = [scope.get_current_value(v) for v in self._metrics]
         return [loss_sum, states[1] + weight, *metrics]
 
 
-def _num_examples(x: Any) -> tf.Tensor:
+def _num_examples(batch: Batch) -> tf.Tensor:
     """Scalar float32."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+
+def _flat(batch: Any) -> list[Any]:
+    return tf.nest.flatten(batch, expand_composites=True)
+
+
+def _specs(values: Any) -> Any:
+    """The specs of tensors; all else as it is."""
+    return tf.nest.map_structure(
+        lambda t: tf.type_spec_from_value(t) if tf.is_tensor(t) else t, values
+    )
+
+
+def _moving(exchange: Exchange) -> list[keras.Variable]:
+    """Variables that a step moves by what it adds to them."""
+    return [v for v in exchange.fixed if not _is_seed(v)]
 
 
 def _is_seed(variable: keras.Variable) -> bool:
@@ -591,7 +735,7 @@ def flat_floats(
         if isinstance(value, Mapping):
             flat |= flat_floats(value, f"{prefix}{name}/")
         elif np.ndim(value):
-            parts = {str(i): part for i, part in enumerate(value)}
+            parts = {str(i): part for i, part in enumerate(np.array(value))}
             flat |= flat_floats(parts, f"{prefix}{name}/")
         else:
             flat[prefix + name] = float(value)
