@@ -301,7 +301,8 @@ class MonitoredTrainingSession:
         except BaseException:
             self._release()
             raise
-        if not (self._follows or isinstance(self._loop, FunctionLoop)):
+        by_steps = isinstance(self._loop, FunctionLoop)
+        if not (self._follows or by_steps or self._stop):
             self._say_who_wants_every_step()
 
     # --- For the user --------------------------------------------------------
