@@ -453,7 +453,7 @@ def test_interrupted_is_as_uninterrupted(tmp_path):
             shuffled(),
             metrics=["accuracy"],
             hidden=lambda: [
-                keras.layers.Dense(4),
+                keras.layers.Dense(4, name="hidden"),
                 keras.layers.Dropout(0.5, seed=7),
             ],
         )

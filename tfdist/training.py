@@ -145,6 +145,7 @@ def _train_and_evaluate(
     """The chief's part."""
     config = estimator.config
     separate = config.cluster.has_evaluator
+    storage.check_writable(config.model_dir)
     listeners = [*train_spec.saving_listeners]
     if not separate:
         evaluator.check_ends()
@@ -156,7 +157,6 @@ def _train_and_evaluate(
                 has_workers=config.strategy_name == "ps",
             )
         )
-    storage.check_writable(config.model_dir)
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn,
