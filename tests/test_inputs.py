@@ -287,6 +287,18 @@ def test_order(tmp_path):
     assert [x for x in seeded if x in other] != other
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_global_seed(tmp_path, seed):
+    """Of 0, too, which TensorFlow compares with the seeds of operations."""
+    paths = numbered(tmp_path, [30])
+    tf.random.set_seed(seed)
+    dataset = inputs.read_tfrecords(paths, FEATURES, 5, num_epochs=2)
+    first = column(dataset)
+    assert first == column(dataset)
+    assert sorted(first[:30]) == sorted(first[30:]) == list(range(30))
+    assert first[:30] != first[30:]
+
+
 def test_settings_of_the_dataset(tmp_path):
     paths = numbered(tmp_path, [10])
 

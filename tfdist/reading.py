@@ -345,11 +345,26 @@ def _passes(
         blocks = share if options.cache is True else read(number)
         if not options.shuffle:
             return blocks.unbatch()
-        return blocks.unbatch().shuffle(
-            buffer, seed=own_seed + 15_485_863 * number
-        )
+        seed = own_seed + 15_485_863 * number
+        return _shuffled(blocks.unbatch(), buffer, seed)
 
     return passes.flat_map(_as_written(records))
+
+
+def _shuffled(
+    records: tf.data.Dataset, buffer: int, seed: tf.Tensor
+) -> tf.data.Dataset:
+    """As `Dataset.shuffle`, which takes no tensor if the global seed is 0."""
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(records),
+        buffer_size=buffer,
+        seed=seed,
+        seed2=1,  # Both 0 would be by chance.
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        output_types=[tf.string, tf.int64],
+        output_shapes=[[], []],
+    )
+    return tf.data.experimental.from_variant(variant, records.element_spec)
 
 
 def _blocks(
