@@ -9,12 +9,10 @@ batch.
 """
 
 import argparse
-import json
-import logging
 
 import keras
 import tensorflow as tf
-from one_pass_job import Mean, slowed
+from one_pass_job import Counts, Mean, logged_config, slowed
 
 import tfdist
 from tfdist.unread_data import UnreadDataHook
@@ -58,22 +56,6 @@ def _example(lines):
     return {"id": ids}, tf.zeros(tf.shape(ids))
 
 
-class Counts(tfdist.SessionRunHook):
-    """Prints how often the job has trained on each example."""
-
-    def steps_until_next(self, step):
-        """It has nothing to do before the end."""
-
-    def end(self, session):
-        (table,) = [
-            v
-            for k, v in session.variables.items()
-            if k != "global_step" and "examples" in k
-        ]
-        counts = -BATCH * tf.convert_to_tensor(table)[:, 0]
-        print("counts", json.dumps(counts.numpy().tolist()), flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_dir", required=True)
@@ -86,15 +68,8 @@ def main():
     parser.add_argument("--pace_secs", type=float, default=0.0)
     parser.add_argument("--slow_secs", type=float, default=0.0)
     args = parser.parse_args()
-    logging.basicConfig(format="%(levelname)s %(message)s", force=True)
-    logging.getLogger("tfdist").setLevel(logging.INFO)
-    config = tfdist.RunConfig(
-        args.model_dir,
-        save_checkpoints_steps=10**6,
-        save_summary_steps=None,
-        log_step_count_steps=20,
-        steps_per_dispatch=1,
-        session_creation_timeout_secs=100,
+    config = logged_config(
+        args.model_dir, log_step_count_steps=20, steps_per_dispatch=1
     )
 
     def input_fn(context):
@@ -106,7 +81,7 @@ def main():
         tfdist.TrainSpec(
             input_fn,
             max_steps=args.max_steps,
-            hooks=[Counts(), UnreadDataHook(input_fn, 3, after_secs=4)],
+            hooks=[Counts(BATCH), UnreadDataHook(input_fn, 3, after_secs=4)],
         ),
         tfdist.EvalSpec(
             lambda: tf.data.Dataset.from_tensors(({"id": [0]}, [0.0])),

@@ -84,7 +84,14 @@ def train_input_fn(args, context):
 
 
 class Counts(tfdist.SessionRunHook):
-    """Prints how often the job has trained on what."""
+    """Prints how often the job has trained on what.
+
+    Args:
+        batch: Examples in a step.
+    """
+
+    def __init__(self, batch=BATCH):
+        self._batch = batch
 
     def steps_until_next(self, step):
         """It has nothing to do before the end."""
@@ -95,9 +102,22 @@ class Counts(tfdist.SessionRunHook):
             for table in ("examples", "workers"):
                 if table in name:
                     (part,) = getattr(variable, "variables", [variable])
-                    counts[table] = (-BATCH * part.numpy()[:, 0]).tolist()
+                    counts[table] = (-self._batch * part.numpy()[:, 0]).tolist()
         if session.is_chief:
             print("counts", json.dumps(counts), flush=True)
+
+
+def logged_config(model_dir, **kwargs):
+    """Of a job that tells what it does, and saves at its end alone."""
+    logging.basicConfig(format="%(levelname)s %(message)s", force=True)
+    logging.getLogger("tfdist").setLevel(logging.INFO)
+    return tfdist.RunConfig(
+        model_dir,
+        save_checkpoints_steps=10**6,
+        save_summary_steps=None,
+        session_creation_timeout_secs=100,
+        **kwargs,
+    )
 
 
 def main():
@@ -114,15 +134,10 @@ def main():
             tf.config.list_physical_devices("CPU")[0],
             [tf.config.LogicalDeviceConfiguration()] * args.replicas,
         )
-    logging.basicConfig(format="%(levelname)s %(message)s", force=True)
-    logging.getLogger("tfdist").setLevel(logging.INFO)
-    config = tfdist.RunConfig(
+    config = logged_config(
         args.model_dir,
-        save_checkpoints_steps=10**6,
-        save_summary_steps=None,
         strategy="auto" if args.replicas == 1 else "mirrored",
         log_step_count_steps=10,
-        session_creation_timeout_secs=100,
     )
     tfdist.train_and_evaluate(
         tfdist.Estimator(lambda: model_fn(args), config),

@@ -362,9 +362,7 @@ class _Dispatch:
         self._crew.remove()
 
 
-def worker_context(
-    num_workers: int, first_pass: int | tf.Tensor = 0
-) -> WorkerContext:
+def worker_context(num_workers: int, first_pass: tf.Tensor) -> WorkerContext:
     """Which part of the data a worker reads (design decision D11).
 
     Must be called while a per-worker dataset is traced; `tf.distribute` itself

@@ -23,7 +23,7 @@ import os
 import random
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -197,9 +197,8 @@ def batches(
         seed = random.SystemRandom().getrandbits(31)
     endless = options.num_epochs is None
     with tf.init_scope():
-        sizes = _sizes(files, endless)
-    records = _passes(files, options, sizes, seed)
-    size = sizes.record
+        size = _record_bytes(files, endless)
+    records = _passes(files, options, size, seed)
     together = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size) // batch_size
     together = max(1, together)
     full = endless or options.drop_remainder
@@ -264,15 +263,8 @@ def _seed(options: ReadOptions) -> int | None:
     return tf.compat.v1.get_seed(None)[0]
 
 
-class _Sizes(NamedTuple):
-    """Mean bytes of some records, and of some files as far as is worthwhile."""
-
-    record: int
-    file: int
-
-
-def _sizes(files: Files, endless: bool) -> _Sizes:
-    """Looks at the start of the first files.
+def _record_bytes(files: Files, endless: bool) -> int:
+    """Mean length of some records at the start of the first files.
 
     Raises:
         ValueError: there is no record at all, and `endless` would look for one
@@ -292,7 +284,7 @@ def _sizes(files: Files, endless: bool) -> _Sizes:
             f"first is {files.paths[0]}). Check their names, and that they "
             "were written to the end."
         )
-    return _Sizes(1 + sum(lengths) // max(1, len(lengths)), _file_bytes(files))
+    return 1 + sum(lengths) // max(1, len(lengths))
 
 
 def _are_empty(files: Files) -> bool:
@@ -322,7 +314,7 @@ def _file_bytes(files: Files) -> int:
 
 
 def _passes(
-    files: Files, options: ReadOptions, sizes: _Sizes, seed: int
+    files: Files, options: ReadOptions, size: int, seed: int
 ) -> tf.data.Dataset:
     """A worker's (record, place), pass by pass, each in an order of its own."""
     first = first_pass(options.context)
@@ -333,9 +325,9 @@ def _passes(
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
     own_seed = seed + 1_000_003 * options.worker
     buffer = options.shuffle_buffer_size or min(
-        _BUFFER_RECORDS, 1 + _BUFFER_BYTES // sizes.record
+        _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
-    read = functools.partial(_blocks, files, options, sizes, own_seed)
+    read = functools.partial(_blocks, files, options, size, own_seed)
     if options.cache is True:
         share = read(first).cache()
     else:
@@ -370,7 +362,7 @@ def _shuffled(
 def _blocks(
     files: Files,
     options: ReadOptions,
-    sizes: _Sizes,
+    size: int,
     seed: tf.Tensor,
     number: tf.Tensor,
 ) -> tf.data.Dataset:
@@ -394,12 +386,15 @@ def _blocks(
         own = shuffled(own, [seed, number])
         cycle_length = min(options.num_parallel_reads, len(files.paths))
     block = max(
-        b
-        for b in _BLOCKS
-        if b * sizes.record <= _BLOCK_BYTES or b == _BLOCKS[0]
+        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
     )
     # Each keeps every n-th record, the first file from its own turn on.
     every = 1 if by_file else workers
+    first, most = first_pass(options.context), None
+    if options.shuffle and (tf.is_tensor(first) or first > 0):
+        in_a_file = _file_bytes(files) // (block * size)
+        again = (number == first) & (number > 0)
+        most = tf.where(again, tf.constant(in_a_file, tf.int64), 0)
     cache = None
     if options.cache_directory is not None:
         cache = BlockCache(options.cache_directory, files, f"{block} {every}")
@@ -413,11 +408,8 @@ def _blocks(
             written = cache.write(index, offset, blocks)
             with tf.control_dependencies([written]):
                 blocks = cache.read(index, offset)
-        if options.shuffle:
-            most = sizes.file // (block * sizes.record)
-            return _begun_elsewhere(
-                blocks, options, [seed, index], number, most
-            )
+        if most is not None:
+            blocks = _begun_elsewhere(blocks, most, [seed + number, index])
         return blocks
 
     return tf.data.Dataset.from_tensor_slices(own).interleave(
@@ -429,25 +421,14 @@ def _blocks(
 
 
 def _begun_elsewhere(
-    blocks: tf.data.Dataset,
-    options: ReadOptions,
-    seed: list[tf.Tensor],
-    number: tf.Tensor,
-    most: int,
+    blocks: tf.data.Dataset, most: tf.Tensor, seed: list[tf.Tensor]
 ) -> tf.data.Dataset:
-    """The blocks of a file, of which who was started again skips some at first.
+    """The blocks of a file, of which up to `most` come at the end.
 
-    In its first pass: or what comes late in a large file would be read only by
-    who lives long enough.
+    Who was started again begins so: or what comes late in a large file would
+    be read only by who lives long enough.
     """
-    first = first_pass(options.context)
-    if isinstance(first, int) and first == 0:
-        return blocks
-    again = (number == first) & (number > 0)
     skipped = tf.random.stateless_uniform(
-        [],
-        [seed[0] + number, seed[1]],
-        maxval=tf.where(again, tf.constant(most + 1, tf.int64), 1),
-        dtype=tf.int64,
+        [], seed, maxval=most + 1, dtype=tf.int64
     )
     return blocks.skip(skipped).concatenate(blocks.take(skipped))
