@@ -270,7 +270,7 @@ def test_a_dataset_that_never_ends(job, tmp_path):
             tfdist.TrainSpec(input_fn),
             tfdist.EvalSpec(endless, steps=None),
         )
-    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "new").iterdir())
     with pytest.raises(ValueError, match=message):
         estimator.evaluate(endless)
 
