@@ -11,7 +11,7 @@ setup(
     packages=find_packages(include=["tfdist*", "trainer*"]),
     package_data={"tfdist": ["*.pyi", "py.typed", "*.md"]},
     install_requires=[
-        # The private names listed in tfdist/_private.py pin these two.
+        # The private names listed in tfdist/_tf/private.py pin these two.
         "tensorflow>=2.21,<2.22",
         "keras>=3.15,<3.16",
         "absl-py>=2.1",

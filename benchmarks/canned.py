@@ -97,10 +97,11 @@ def train(library: str, data: str, model_dir: str, seed: int) -> None:
         import keras
 
         import tfdist
-        from tfdist import canned, specs
+        from tfdist.canned import estimators
+        from tfdist.estimator import specs
 
         optimizers, config = keras.optimizers, specs.RunConfig
-        module, run = canned, tfdist
+        module, run = estimators, tfdist
     else:
         optimizers = tf.keras.optimizers.legacy
         module = run = tf.estimator

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import commands
 from benchmarks.commands import RunError
 from benchmarks.environments import HERE, Environments, MissingError
-from tfdist import testing
+from tfdist.launch import testing
 
 _QUICK_TIMEOUT_SECS = 240.0
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from tfdist.testing import LocalCluster
+from tfdist.launch.testing import LocalCluster
 
 _KILLS, _GONE_AT = 8, 500
 _DEADLINE_SECS = 1800.0

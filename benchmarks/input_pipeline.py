@@ -1,4 +1,4 @@
-"""Reading by `tfdist.inputs` against pipelines that are written by hand.
+"""Reading by `tfdist.data.readers` against pipelines that are written by hand.
 
     python -m benchmarks.input_pipeline [--rounds=5] [--seconds=3]
 
@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import benchmarks.ps_harness as harness
-from tfdist import inputs
+from tfdist.data import readers
 
 FILES, ROWS, COLUMNS, BATCH = 8, 40_000, 10, 256
 NAMES = [f"c{i}" for i in range(COLUMNS)]
@@ -92,7 +92,7 @@ def pipelines(directory: pathlib.Path) -> dict[str, tf.data.Dataset]:
         "CSV, TF's own": tf.data.experimental.make_csv_dataset(
             csv, BATCH, column_defaults=defaults, num_parallel_reads=FILES
         ),
-        "CSV, tfdist": inputs.read_csv(csv, BATCH, column_defaults=defaults),
+        "CSV, tfdist": readers.read_csv(csv, BATCH, column_defaults=defaults),
         "TFRecord, plain": _plain(
             records,
             tf.data.TFRecordDataset,
@@ -103,7 +103,7 @@ def pipelines(directory: pathlib.Path) -> dict[str, tf.data.Dataset]:
                 records, BATCH, FEATURES, reader_num_threads=FILES
             )
         ),
-        "TFRecord, tfdist": inputs.read_tfrecords(records, FEATURES, BATCH),
+        "TFRecord, tfdist": readers.read_tfrecords(records, FEATURES, BATCH),
     }
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tfdist import audit, inputs
+from tfdist.data import audit, readers
 
 NUM_FILES = (1, 2, 4, 8, 16)
 NUM_WORKERS = (2, 3, 4)
@@ -69,7 +69,7 @@ def pipelines(paths: list[str]) -> dict[str, InputFn]:
         )
 
     def ours(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return inputs.read_tfrecords(
+        return readers.read_tfrecords(
             paths,
             FEATURES,
             BATCH,

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 import keras
 import numpy as np
 
-from tfdist.placement import (
+from tfdist.placement.planner import plan, simulate
+from tfdist.placement.plans import Plan
+from tfdist.placement.strategies import (
     GreedyLoadBalancingStrategy,
     RoundRobinStrategy,
     byte_size_load_fn,
 )
-from tfdist.planner import plan, simulate
-from tfdist.plans import Plan
-from tfdist.variables import VariableSpec, describe
+from tfdist.placement.variables import VariableSpec, describe
 
 # Rows of the 26 categorical features of the Criteo Kaggle data, as in the
 # DLRM reference implementation.

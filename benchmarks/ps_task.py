@@ -23,12 +23,15 @@ import tensorflow as tf
 
 from benchmarks import counters
 from benchmarks.ps_harness import BATCH, DIM, IDS
-from tfdist import checkpoint, optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.coordinated_loop import CoordinatedLoop
-from tfdist.embedding import PartitionedEmbedding
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.embeddings.layer import PartitionedEmbedding
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.step import ModelStep
 
 _OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.01),
@@ -288,9 +291,9 @@ def main() -> None:
         if "embeddings" not in v.path
     )
     if case.get("save"):
-        checkpoint.Checkpoints(
+        checkpoints.Checkpoints(
             str(pathlib.Path(case["output"]).with_name("checkpoints")),
-            checkpoint.named_variables(model),
+            checkpoints.named_variables(model),
         ).save(steps)
     result = {
         "steps_per_sec": speeds,

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 
-from tfdist import testing
+from tfdist.launch import testing
 
 _PARTS = ("noticed", "waited", "connected", "built", "restored", "first steps")
 

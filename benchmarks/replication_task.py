@@ -25,14 +25,16 @@ import tensorflow as tf
 
 from benchmarks import ps_task
 from benchmarks.replication import SCENARIOS
-from tfdist import optimizers, servers
-from tfdist._private import UninitializedVariable
-from tfdist.cluster import Cluster
-from tfdist.coordinated_loop import CoordinatedLoop, InputFn
-from tfdist.fence import Generations
-from tfdist.loop import automatic_steps_per_dispatch, run_steps
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist._tf.private import UninitializedVariable
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.coordinated_loop import CoordinatedLoop, InputFn
+from tfdist.training.fence import Generations
+from tfdist.training.loop import automatic_steps_per_dispatch, run_steps
+from tfdist.training.step import ModelStep
 
 _COMMON = {"who": "tfdist", "optimizer": "adagrad", "rows": 100_000}
 _MANY = 1 << 40  # More steps than are ever run.

@@ -21,11 +21,12 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import servers
-from tfdist.checkpoint import Checkpoints
-from tfdist.finite import FiniteCheck
-from tfdist.strategy import parameter_server_strategy, placed_scope
-from tfdist.testing import LocalCluster
+from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.launch.testing import LocalCluster
+from tfdist.placement.scope import placed_scope
+from tfdist.training.finite import FiniteCheck
 
 TABLES, ROWS, WIDTH = 10, 1_000_000, 16  # 640 MB.
 ROUNDS = 7

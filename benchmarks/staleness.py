@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 
-from tfdist import testing
+from tfdist.launch import testing
 
 _STEP_SECS = 0.02
 

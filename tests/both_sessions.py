@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist import hooks, saving_hooks, session_run_hook, summary_hooks
-from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.hooks import basic, saving_hooks, session_run_hook, summary_hooks
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 v1 = tf.compat.v1
 OURS = types.SimpleNamespace(
-    **vars(hooks)
+    **vars(basic)
     | vars(saving_hooks)
     | vars(session_run_hook)
     | vars(summary_hooks)
@@ -28,7 +28,7 @@ class Training:
     into. `nan_at`: the step whose loss is NaN.
     """
 
-    hooks: Callable = lambda library, log: []
+    basic: Callable = lambda library, log: []
     chief_only_hooks: Callable = lambda library, log: []
     start: int = 0
     by: int = 1

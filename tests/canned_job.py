@@ -6,7 +6,8 @@ import canned_table
 import keras
 
 import tfdist
-from tfdist import canned, exporters
+from tfdist.canned import estimators
+from tfdist.estimator import exporters
 
 
 def main(kind, model_dir, words):
@@ -17,9 +18,9 @@ def main(kind, model_dir, words):
         "config": tfdist.RunConfig(model_dir, save_checkpoints_steps=100),
     }
     if kind == "linear":
-        estimator = canned.LinearClassifier(linear[:4], **options)
+        estimator = estimators.LinearClassifier(linear[:4], **options)
     else:
-        estimator = canned.DNNLinearCombinedClassifier(
+        estimator = estimators.DNNLinearCombinedClassifier(
             linear_feature_columns=[*linear[:4], *linear[-2:]],
             dnn_feature_columns=[*dnn[:2], *dnn[-2:]],
             dnn_hidden_units=[8, 4],

@@ -8,12 +8,15 @@ import numpy as np
 import tensorflow as tf
 from small_models import examples, logistic
 
-from tfdist import checkpoint, optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.coordinated_loop import CoordinatedLoop
-from tfdist.loop import EndOfInput
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.loop import EndOfInput
+from tfdist.training.step import ModelStep
 
 
 def model_fn(rate=0.1):
@@ -57,7 +60,7 @@ class Job:
         ]
 
     def devices(self):
-        named = checkpoint.named_variables(self.model, self.global_step)
+        named = checkpoints.named_variables(self.model, self.global_step)
         return {name: variable.device for name, variable in named.items()}
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from tfdist.hooks import StopAtStepHook
-from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.hooks.basic import StopAtStepHook
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 
 class CountingLoop:

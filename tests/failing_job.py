@@ -15,11 +15,13 @@ import threading
 import tensorflow as tf
 
 from tests import recovery_job
-from tfdist import optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
-from tfdist.workers import Workers
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.step import ModelStep
+from tfdist.training.workers import Workers
 
 STEPS = 4  # In a dispatch.
 PATIENCE_SECS = 60.0

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from tfdist import processes
+from tfdist.launch import processes
 
 DEADLINE_SECS = 300
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import recovery_job
-from tfdist import servers
+from tfdist.cluster import servers
 
 BATCHES = 60
 

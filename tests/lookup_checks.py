@@ -14,17 +14,18 @@ import lookup_models
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.coordinated_loop import CoordinatedLoop
-from tfdist.replicas import Replicas
-from tfdist.replicated_loop import ReplicatedLoop
-from tfdist.step import ModelStep
-from tfdist.strategy import (
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import (
     multi_worker_strategy,
     parameter_server_strategy,
-    placed_scope,
 )
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.replicas import Replicas
+from tfdist.training.replicated_loop import ReplicatedLoop
+from tfdist.training.step import ModelStep
 
 
 def trained(strategy, cluster, number):

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import PartitionedEmbedding
-from tfdist._private import reset_object_names
+from tfdist._tf.private import reset_object_names
 
 ROWS, BATCH, STEPS, FEATURES = 11, 6, 20, 3
 PLACES = ("call", "add_loss", "compute_loss", "compute_metrics")

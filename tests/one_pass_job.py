@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist.data_service import one_pass
+from tfdist.data.data_service import one_pass
 
 WORKERS = 3
 BLOCK = 20

@@ -18,10 +18,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import servers
-from tfdist.cluster import Cluster
-from tfdist.model_parallel import Pipeline
-from tfdist.stages import op_devices
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.pipeline.model_parallel import Pipeline
+from tfdist.pipeline.stages import op_devices
 
 HERE = Path(__file__).parent
 STEPS = 5

@@ -18,9 +18,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist import servers
-from tfdist.cluster import Cluster
-from tfdist.connections import cut_connections
+from tfdist.cluster import servers
+from tfdist.cluster.connections import cut_connections
+from tfdist.cluster.spec import Cluster
 
 BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
 INFINITE = tf.data.INFINITE_CARDINALITY

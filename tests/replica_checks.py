@@ -13,13 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, optimizers
-from tfdist._private import reset_object_names
-from tfdist.loop import LocalLoop
-from tfdist.replicas import Replicas
-from tfdist.replicated_loop import ReplicatedLoop
-from tfdist.step import ModelStep
-from tfdist.strategy import local_strategy, placed_scope
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.strategies import local_strategy
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
+from tfdist.training.loop import LocalLoop
+from tfdist.training.replicas import Replicas
+from tfdist.training.replicated_loop import ReplicatedLoop
+from tfdist.training.step import ModelStep
 
 STEPS = 50
 OPTIMIZERS = {
@@ -88,7 +90,7 @@ def trained(optimizer, strategy):
             steps_per_dispatch=5,
         )
     metrics = loop.run(STEPS)
-    named = checkpoint.named_variables(model, global_step)
+    named = checkpoints.named_variables(model, global_step)
     values = {
         name: [v.numpy().tolist() for v in getattr(whole, "variables", [whole])]
         for name, whole in named.items()

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.small_models import examples, logistic
-from tfdist import servers
+from tfdist.cluster import servers
 
 NAN = float("nan")
 STEPS, SAVE_STEPS, NAN_AT = 100, 20, 30

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizers
-from tfdist._private import reset_object_names
-from tfdist.loop import LocalLoop
-from tfdist.step import ModelStep
+from tfdist._tf.private import reset_object_names
+from tfdist.training import optimizers
+from tfdist.training.loop import LocalLoop
+from tfdist.training.step import ModelStep
 
 
 def logistic(optimizer=None, metrics=(), hidden=()):

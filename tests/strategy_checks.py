@@ -18,8 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, servers
-from tfdist._private import reset_object_names
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
 
 STEPS, BATCH = 20, 12
 
@@ -199,7 +200,7 @@ def check(args, report):
     if args.strategy == "mirrored":
         report["made_elsewhere"] = refusal_of_a_model_made_elsewhere(args)
     resumed, _ = trained(args, "rich", STEPS + 7)
-    report["resumed"] = checkpoint.step_of(resumed.latest_checkpoint())
+    report["resumed"] = checkpoints.step_of(resumed.latest_checkpoint())
 
 
 def restored(args, other):
@@ -220,7 +221,7 @@ def restored(args, other):
     if is_chief:
         path = f"{target}/model.ckpt-{STEPS}"
         return {
-            "step": checkpoint.step_of(made.latest_checkpoint()),
+            "step": checkpoints.step_of(made.latest_checkpoint()),
             "evaluated": made.evaluate(rich_data, checkpoint_path=path),
         }
 

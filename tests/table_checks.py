@@ -15,20 +15,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import PartitionedEmbedding, checkpoint, optimizers, servers
-from tfdist._private import reset_object_names
-from tfdist.cluster import Cluster
-from tfdist.coordinated_loop import CoordinatedLoop
-from tfdist.placement import (
+from tfdist import PartitionedEmbedding
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.placement.planner import plan
+from tfdist.placement.scope import placed_scope
+from tfdist.placement.strategies import (
     GreedyLoadBalancingStrategy,
     RandomStrategy,
     byte_size_load_fn,
 )
-from tfdist.planner import plan
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy, placed_scope
-from tfdist.variables import describe
-from tfdist.workers import Workers
+from tfdist.placement.variables import describe
+from tfdist.training import optimizers
+from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.step import ModelStep
+from tfdist.training.workers import Workers
 
 STEPS, BATCH = 30, 16
 _HERE = Path(__file__).parent
@@ -123,7 +127,7 @@ class Job:
                 self.model.optimizer, self.model.trainable_variables
             )
         self.strategy, self.cluster = strategy, cluster
-        self.variables = checkpoint.named_variables(
+        self.variables = checkpoints.named_variables(
             self.model, self.global_step
         )
 
@@ -255,7 +259,7 @@ def inference(strategy, cluster, directory):
     job = Job(strategy, cluster)
     step, loop = job.step(), job.loop(steps_per_dispatch=1)
     loop.run(7)
-    checkpoint.Checkpoints(str(directory), job.variables).save(7)
+    checkpoints.Checkpoints(str(directory), job.variables).save(7)
     _write(directory, "metrics", loop.evaluate(uneven_batches()))
     workers = Workers(strategy, cluster.num_workers)
     predict = tf.function(step.predict)
@@ -294,14 +298,14 @@ def save(strategy, cluster, directory, *shards):
     job = Job(strategy, cluster, lambda: table_model(shards))
     randomize(job.variables)
     job.global_step.assign(7)
-    checkpoint.Checkpoints(str(directory), job.variables).save(7)
+    checkpoints.Checkpoints(str(directory), job.variables).save(7)
     np.savez(directory / "saved.npz", **whole(job.variables))
 
 
 def restore(strategy, cluster, directory, *shards):
     """Restores it."""
     job = Job(strategy, cluster, lambda: table_model(shards))
-    checkpoint.Checkpoints(str(directory), job.variables).restore()
+    checkpoints.Checkpoints(str(directory), job.variables).restore()
     name = f"restored-{cluster.num_ps}-{shards[0]}.npz"
     np.savez(directory / name, **whole(job.variables))
 
@@ -309,12 +313,12 @@ def restore(strategy, cluster, directory, *shards):
 def save_forever(strategy, cluster, directory, rows):
     """Saves a small checkpoint, then ever again a large one."""
     job = Job(strategy, cluster, lambda: table_model((2, 2), rows))
-    checkpoints = checkpoint.Checkpoints(
+    saver = checkpoints.Checkpoints(
         str(directory), job.variables, max_to_keep=None
     )
     randomize(job.variables)
     job.global_step.assign(1)
-    checkpoints.save(1)
+    saver.save(1)
     np.savez(directory / "saved.npz", **whole(job.variables))
     (directory / "pid").write_text(str(os.getpid()))
     for step in range(2, 100):
@@ -322,7 +326,7 @@ def save_forever(strategy, cluster, directory, rows):
             for part in getattr(variable, "variables", [variable]):
                 part.assign_add(tf.ones_like(part))
         (directory / "begun").write_text(str(step))
-        checkpoints.save(step)
+        saver.save(step)
 
 
 def _write(directory, name, found):

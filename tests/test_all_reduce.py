@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfdist import checkpoint
-from tfdist.testing import LocalCluster
+from tfdist.checkpoint import checkpoints
+from tfdist.launch.testing import LocalCluster
 
 # Faults at times of their own, which a busy machine would shift.
 pytestmark = pytest.mark.alone
@@ -102,7 +102,7 @@ def test_ends_as_if_undisturbed(directory, tmp_path, own_batches, task, harm):
         if harm == "kill":
             assert job.exit_codes()[task][0] == -9
     path = tf.train.latest_checkpoint(tmp_path / "model")
-    assert checkpoint.step_of(path) == STEPS
+    assert checkpoints.step_of(path) == STEPS
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""tfdist/audit.py."""
+"""tfdist/data/audit.py."""
 
 import functools
 import subprocess
@@ -10,7 +10,7 @@ import tensorflow as tf
 from small_models import logistic
 
 import tfdist
-from tfdist import audit
+from tfdist.data import audit
 
 SIZE, BATCH = 48, 4
 
@@ -245,7 +245,7 @@ def test_command_line(capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["tfdist.inputs", "tfdist.audit"])
+@pytest.mark.parametrize("module", ["tfdist.data.readers", "tfdist.audit"])
 def test_programs(module):
     done = subprocess.run(
         [sys.executable, "-m", module, "--help"],

@@ -12,9 +12,10 @@ import tensorflow as tf
 from small_models import batches, examples, logistic, unbuilt, uncompiled
 
 import tfdist
-from tfdist import checkpoint, input_fns
-from tfdist.cluster import Cluster
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.data import input_fns
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 HERE = Path(__file__).parent
 
@@ -246,7 +247,7 @@ def test_sizes_of_batches_may_differ(tmp_path):
         return generated([8, 4], [3, 4], [8, 4], signature=[None, 4])
 
     made = estimator(tmp_path).train(input_fn)
-    assert checkpoint.step_of(made.latest_checkpoint()) == 3
+    assert checkpoints.step_of(made.latest_checkpoint()) == 3
 
 
 @pytest.mark.parametrize("signature", [[None, 4], [None, None]])
@@ -266,7 +267,7 @@ def test_another_number_of_features_later(tmp_path, caplog, signature):
     (note,) = raised.value.__notes__
     assert input_fns.described(input_fn) in note
     assert "Failed at step" not in caplog.text
-    assert checkpoint.step_of(made.latest_checkpoint()) == 0
+    assert checkpoints.step_of(made.latest_checkpoint()) == 0
 
 
 # --- Model functions ---------------------------------------------------------

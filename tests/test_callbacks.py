@@ -6,12 +6,12 @@ import tensorflow as tf
 from counting import counting_session
 from small_models import batches, local_loop, logistic
 
-from tfdist import checkpoint
-from tfdist.callbacks import KerasCallbackHook
-from tfdist.events import EventFile, read_scalars
-from tfdist.hooks import LoggingTensorHook, StopAtStepHook
-from tfdist.multi_optimizer import MultiOptimizer
-from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.checkpoint import checkpoints
+from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
+from tfdist.hooks.callbacks import KerasCallbackHook
+from tfdist.hooks.events import EventFile, read_scalars
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
+from tfdist.training.multi_optimizer import MultiOptimizer
 
 callbacks = keras.callbacks
 STEPS = 8  # Of an epoch.
@@ -34,7 +34,7 @@ def train(hooks, last_step, fail_at=(), optimizer=None, **kwargs):
             return run(num_steps, watch, ahead)
 
         loop.run = failing
-        variables = checkpoint.named_variables(model)
+        variables = checkpoints.named_variables(model)
         return Trainable(loop, global_step, variables, model=model)
 
     hooks = [*hooks, StopAtStepHook(last_step=last_step)]

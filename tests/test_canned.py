@@ -12,12 +12,12 @@ import tensorflow as tf
 from serving_checks import example, serve
 from small_models import local_loop
 
-from tfdist import canned
-from tfdist.estimator_checkpoint import read_estimator_checkpoint
-from tfdist.exporters import export_saved_model, list_exports
-from tfdist.loop import EndOfInput
-from tfdist.specs import RunConfig
-from tfdist.step import ModelStep
+from tfdist.canned import estimators
+from tfdist.checkpoint.estimator_checkpoint import read_estimator_checkpoint
+from tfdist.estimator.exporters import export_saved_model, list_exports
+from tfdist.estimator.specs import RunConfig
+from tfdist.training.loop import EndOfInput
+from tfdist.training.step import ModelStep
 
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parent / "canned_golden.json").read_text()
@@ -74,7 +74,7 @@ QUICK = ("combined",)
 def test_same_numbers_as_tf_2_15(name, table_columns, tmp_path):
     golden = GOLDEN[name]
     labels, sparse, estimator = canned_table.estimators(
-        canned, *table_columns, lambda name: {"model_dir": str(tmp_path)}
+        estimators, *table_columns, lambda name: {"model_dir": str(tmp_path)}
     )[name]
     model = estimator.model_fn()
     if golden["start"]:
@@ -136,7 +136,7 @@ def rates(estimator):
 
 
 def combined(**kwargs):
-    return canned.DNNLinearCombinedRegressor(
+    return estimators.DNNLinearCombinedRegressor(
         "m",
         linear_feature_columns=linear_columns(),
         dnn_feature_columns=dense_columns(),
@@ -150,11 +150,11 @@ def combined(**kwargs):
     [
         # TF 2.15's, see its linear.py, dnn.py and dnn_linear_combined.py.
         (
-            lambda: canned.LinearRegressor(linear_columns(), "m"),
+            lambda: estimators.LinearRegressor(linear_columns(), "m"),
             [("Ftrl", 0.2)],
         ),
         (
-            lambda: canned.LinearRegressor(
+            lambda: estimators.LinearRegressor(
                 [fc.numeric_column(f"x{i}") for i in range(100)],
                 "m",
                 optimizer=None,
@@ -162,17 +162,17 @@ def combined(**kwargs):
             [("Ftrl", 0.1)],
         ),
         (
-            lambda: canned.LinearRegressor(
+            lambda: estimators.LinearRegressor(
                 linear_columns(), "m", optimizer="RMSProp"
             ),
             [("RMSprop", 0.2)],
         ),
         (
-            lambda: canned.DNNRegressor([2], dense_columns(), "m"),
+            lambda: estimators.DNNRegressor([2], dense_columns(), "m"),
             [("Adagrad", 0.001)],
         ),
         (
-            lambda: canned.DNNRegressor(
+            lambda: estimators.DNNRegressor(
                 [2], dense_columns(), "m", optimizer="SGD"
             ),
             [("SGD", 0.01)],
@@ -220,7 +220,7 @@ def test_models_share_no_optimizer():
 @pytest.mark.parametrize("part", ["linear", "dnn"])
 def test_combined_without_one_part(part):
     columns = {"linear": linear_columns, "dnn": dense_columns}[part]()
-    estimator = canned.DNNLinearCombinedClassifier(
+    estimator = estimators.DNNLinearCombinedClassifier(
         "m", **{f"{part}_feature_columns": columns}, dnn_hidden_units=[2]
     )
     paths = [v.path for v in estimator.model_fn().trainable_variables]
@@ -236,7 +236,7 @@ def test_large_tables_are_split():
 
 
 def test_dropout_is_for_training():
-    estimator = canned.DNNRegressor(
+    estimator = estimators.DNNRegressor(
         [50], dense_columns(), "m", dropout=0.5, batch_norm=True
     )
     model = estimator.model_fn()
@@ -247,7 +247,7 @@ def test_dropout_is_for_training():
 
 
 def test_weights_of_keras_and_of_a_column_multiply():
-    estimator = canned.LinearRegressor(
+    estimator = estimators.LinearRegressor(
         [fc.numeric_column("x")], "m", weight_column="w"
     )
     model = estimator.model_fn()
@@ -260,57 +260,57 @@ def test_weights_of_keras_and_of_a_column_multiply():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: canned.LinearClassifier([], "m"), "must have columns"),
+        (lambda: estimators.LinearClassifier([], "m"), "must have columns"),
         (
-            lambda: canned.LinearClassifier(linear_columns(), "m", 1),
+            lambda: estimators.LinearClassifier(linear_columns(), "m", 1),
             "`n_classes` must be an integer of at least 2",
         ),
         (
-            lambda: canned.LinearClassifier(
+            lambda: estimators.LinearClassifier(
                 linear_columns(), "m", 3, label_vocabulary=["a", "b"]
             ),
             "`label_vocabulary` must be a list of n_classes names",
         ),
         (
-            lambda: canned.LinearClassifier(
+            lambda: estimators.LinearClassifier(
                 linear_columns(), "m", loss_reduction="none"
             ),
             "`loss_reduction` must be one of",
         ),
         (
-            lambda: canned.LinearClassifier(
+            lambda: estimators.LinearClassifier(
                 linear_columns(), "m", optimizer="Adamax"
             ),
             "Unsupported optimizer name: 'Adamax'",
         ),
         (
-            lambda: canned.LinearClassifier(linear_columns()),
+            lambda: estimators.LinearClassifier(linear_columns()),
             "One of `model_dir` and `config`",
         ),
         (
-            lambda: canned.LinearClassifier(
+            lambda: estimators.LinearClassifier(
                 linear_columns(), "m", config=RunConfig("n")
             ),
             r"`model_dir` and `config\.model_dir` differ",
         ),
         (
-            lambda: canned.LinearRegressor(linear_columns(), "m", 0),
+            lambda: estimators.LinearRegressor(linear_columns(), "m", 0),
             "`label_dimension` must be a positive integer",
         ),
         (
-            lambda: canned.DNNClassifier([], dense_columns(), "m"),
+            lambda: estimators.DNNClassifier([], dense_columns(), "m"),
             "`hidden_units` must have positive integers",
         ),
         (
-            lambda: canned.DNNClassifier([3], linear_columns(), "m"),
+            lambda: estimators.DNNClassifier([3], linear_columns(), "m"),
             "categorical column 'f': put it into",
         ),
         (
-            lambda: canned.DNNLinearCombinedClassifier("m"),
+            lambda: estimators.DNNLinearCombinedClassifier("m"),
             "Either `linear_feature_columns` or `dnn_feature_columns`",
         ),
         (
-            lambda: canned.DNNLinearCombinedClassifier(
+            lambda: estimators.DNNLinearCombinedClassifier(
                 "m", dnn_feature_columns=dense_columns()
             ),
             "`dnn_hidden_units` must have",
@@ -333,11 +333,11 @@ def test_bad_value(make, message):
 def test_bad_type(options, message):
     options = {"feature_columns": linear_columns(), **options}
     with pytest.raises(TypeError, match=message):
-        canned.LinearClassifier(model_dir="m", **options)
+        estimators.LinearClassifier(model_dir="m", **options)
 
 
 def test_features_that_are_no_dictionary():
-    model = canned.LinearRegressor(linear_columns(), "m").model_fn()
+    model = estimators.LinearRegressor(linear_columns(), "m").model_fn()
     with pytest.raises(ValueError, match="must be a dictionary"):
         model(tf.zeros([3, 2]))
 
@@ -376,7 +376,7 @@ def classifier(n_classes, **kwargs):
     cross = fc.crossed_column(
         [words_column(), fc.categorical_column_with_identity("g", 5)], 9
     )
-    return canned.DNNLinearCombinedClassifier(
+    return estimators.DNNLinearCombinedClassifier(
         "m",
         linear_feature_columns=[*linear_columns(), cross],
         dnn_feature_columns=[*dense_columns(), fc.embedding_column(cross, 2)],
@@ -419,7 +419,7 @@ def test_export_of_a_classifier_is_served(n_classes, tmp_path):
 
 @pytest.mark.slow
 def test_export_of_a_regressor_is_served(tmp_path):
-    estimator = canned.DNNRegressor([3], dense_columns(), "m")
+    estimator = estimators.DNNRegressor([3], dense_columns(), "m")
     names = ["regression", "serving_default"]
     expected, results = served(estimator, tmp_path, *names)
     for name in names:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
 import tfdist
-from tfdist import checkpoint, optimizers
-from tfdist._private import reset_object_names
-from tfdist.checkpoint import Checkpoints, named_variables, restore
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.checkpoint.checkpoints import Checkpoints, named_variables, restore
+from tfdist.training import optimizers
 
 
 def model(optimizer="adagrad", units=3, dropout=True):
@@ -50,13 +51,13 @@ def test_names(trained):
     }
     assert all(f"{name}/{weight}" in variables for weight in weights)
     assert not any("auc" in variable for variable in variables)
-    saved = checkpoint.saved_shapes(path)
+    saved = checkpoints.saved_shapes(path)
     assert {n: list(v.shape) for n, v in variables.items()} == saved
 
 
 def test_basename_and_step(trained):
     assert trained[2].endswith("/model.ckpt-3")
-    assert checkpoint.step_of(trained[2]) == 3
+    assert checkpoints.step_of(trained[2]) == 3
 
 
 def test_restores_into_another_instance(trained):
@@ -89,7 +90,7 @@ def test_an_edited_list_goes_back_to_an_earlier_one(tmp_path, lists_all):
     assert again.restore() == earlier[0]
     assert int(step.numpy()) == 2
     wanted = earlier if lists_all else earlier[:1]
-    assert checkpoint.listed(str(tmp_path)) == wanted
+    assert checkpoints.listed(str(tmp_path)) == wanted
 
 
 def test_restores_the_model_without_its_optimizer(trained):
@@ -178,8 +179,8 @@ def test_names_are_read_as_tensorflow_writes_them(names):
     with tempfile.TemporaryDirectory() as directory:
         variables = {name: tf.Variable(1.0) for name in names}
         path = tf.train.Checkpoint(variables=variables).write(f"{directory}/c")
-        assert checkpoint.saved_shapes(path) == {name: [] for name in names}
-        assert {checkpoint.load_variable(path, n).item() for n in names} == {1}
+        assert checkpoints.saved_shapes(path) == {name: [] for name in names}
+        assert {checkpoints.load_variable(path, n).item() for n in names} == {1}
 
 
 def test_a_layer_of_any_name_restores(tmp_path):
@@ -193,7 +194,7 @@ def test_a_layer_of_any_name_restores(tmp_path):
 def test_any_name_survives(tmp_path, name):
     checkpoints = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)})
     path = checkpoints.save(0)
-    assert checkpoint.saved_shapes(path) == {name: []}
+    assert checkpoints.saved_shapes(path) == {name: []}
     other = {name: tf.Variable(0.0)}
     restore(path, other)
     assert float(other[name]) == 2.0
@@ -219,7 +220,7 @@ def test_a_list_that_is_missing(tmp_path):
     step = tf.Variable(0, dtype=tf.int64)
     job = Checkpoints(str(tmp_path), {"global_step": step})
     message = r"checkpoint' is missing.*model\.ckpt-3\.index'\]"
-    for act in (job.restore, lambda: checkpoint.latest(str(tmp_path))):
+    for act in (job.restore, lambda: checkpoints.latest(str(tmp_path))):
         with pytest.raises(ValueError, match=message):
             act()
     assert sorted(tmp_path.iterdir()) == files
@@ -243,7 +244,7 @@ def test_a_list_of_garbage(tmp_path, content):
     step = {"global_step": tf.Variable(0, dtype=tf.int64)}
     for act in (
         lambda: Checkpoints(str(tmp_path), step).restore(),
-        lambda: checkpoint.latest(str(tmp_path)),
+        lambda: checkpoints.latest(str(tmp_path)),
     ):
         with pytest.raises(
             ValueError, match=r"damaged.*To go on, write"
@@ -258,7 +259,7 @@ import os, signal, sys
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.ops import gen_io_ops
-from tfdist.checkpoint import Checkpoints
+from tfdist.checkpoint.checkpoints import Checkpoints
 
 def kill(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.small_models import logistic, unbuilt
-from tfdist import PartitionedEmbedding, cost_formulas
-from tfdist.chooser import choose_strategy, main
-from tfdist.cost_model import estimates, replica_bytes
-from tfdist.machines import Machines
-from tfdist.reasons import bytes_text, secs_text
-from tfdist.workload import Workload, measure
+from tfdist import PartitionedEmbedding
+from tfdist.advice import cost_formulas
+from tfdist.advice.chooser import choose_strategy, main
+from tfdist.advice.cost_model import estimates, replica_bytes
+from tfdist.advice.machines import Machines
+from tfdist.advice.reasons import bytes_text, secs_text
+from tfdist.advice.workload import Workload, measure
 
 DAY = 86400.0
 GBIT = 1e9 / 8
@@ -878,7 +879,7 @@ def test_bad_flags(flags, message, capsys):
 
 @pytest.mark.slow
 def test_the_command_itself():
-    command = [sys.executable, "-m", "tfdist.chooser"]
+    command = [sys.executable, "-m", "tfdist.advice"]
     flags = ["--model=trainer.model:nothing"]
     bad = subprocess.run(command + flags, capture_output=True, timeout=120)
     assert bad.returncode == 2

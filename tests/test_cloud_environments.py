@@ -16,8 +16,8 @@ import yaml
 from test_kubernetes import pods
 from test_task_end_to_end import data_flags, write_csv
 
-from tfdist import tuning
-from tfdist.kubernetes import Job
+from tfdist.estimator import tuning
+from tfdist.vertex.kubernetes import Job
 
 ROOT = Path(__file__).parent.parent
 MAX_STEPS = 40

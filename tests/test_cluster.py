@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import cluster as cluster_module
-from tfdist.cluster import Cluster
+from tfdist.cluster import spec as cluster_module
+from tfdist.cluster.spec import Cluster
 
 JOBS = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1", "p:2"]}
 DATA = {**JOBS, "dispatcher": ["d:1"], "data_worker": ["f:1", "f:2"]}
@@ -620,5 +620,7 @@ def test_doctests():
 
 
 def test_imports_no_tensorflow():
-    code = "import sys, tfdist.cluster; sys.exit('tensorflow' in sys.modules)"
+    code = (
+        "import sys, tfdist.cluster.spec; sys.exit('tensorflow' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

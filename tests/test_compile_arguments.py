@@ -11,8 +11,8 @@ import tensorflow as tf
 from small_models import local_loop, logistic
 
 import tfdist
-from tfdist.cluster import Cluster
-from tfdist.loop import EndOfInput
+from tfdist.cluster.spec import Cluster
+from tfdist.training.loop import EndOfInput
 
 RNG = np.random.default_rng(0)
 

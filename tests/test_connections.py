@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tfdist.connections import Sentinel, connections, cut_connections
+from tfdist.cluster.connections import Sentinel, connections, cut_connections
 
 pytestmark = [
     # Faults at times of their own, which a busy machine would shift.
@@ -115,7 +115,7 @@ def test_sentinel_that_was_killed(task, sentinel, caplog):
 
 def test_sentinel_ends_with_its_process(task):
     program = (
-        "import os, signal; from tfdist.connections import Sentinel\n"
+        "import os, signal; from tfdist.cluster.connections import Sentinel\n"
         "print(Sentinel(1.0)._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

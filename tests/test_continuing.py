@@ -8,8 +8,8 @@ import pytest
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import checkpoint
-from tfdist.cluster import Cluster
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -177,4 +177,4 @@ def test_weights_alone_may_be_fewer(tmp_path):
     other = estimator(tmp_path, lambda: logistic(keras.optimizers.SGD(1.0)))
     assert other.evaluate(batches)[STEP] == 2
     assert len(list(other.predict(batches))) == 64
-    assert checkpoint.step_of(made.latest_checkpoint()) == 2
+    assert checkpoints.step_of(made.latest_checkpoint()) == 2

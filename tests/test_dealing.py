@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 pytestmark = pytest.mark.slow
 

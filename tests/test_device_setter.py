@@ -8,8 +8,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.device_setter import device_scope, replica_device_setter
-from tfdist.placement import (
+from tfdist.placement.device_setter import device_scope, replica_device_setter
+from tfdist.placement.strategies import (
     GreedyLoadBalancingStrategy,
     RandomStrategy,
     byte_size_load_fn,
@@ -266,7 +266,7 @@ import tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
-from tfdist.device_setter import replica_device_setter
+from tfdist.placement.device_setter import replica_device_setter
 made = {}
 
 @tf.function(autograph=False)

@@ -11,10 +11,10 @@ import tensorflow as tf
 from small_models import batches, examples, local_loop, logistic
 
 import tfdist
-from tfdist.cluster import Cluster
-from tfdist.hooks import NanLossDuringTrainingError, StopAtStepHook
-from tfdist.loop import EndOfInput
-from tfdist.session import MonitoredTrainingSession
+from tfdist.cluster.spec import Cluster
+from tfdist.hooks.basic import NanLossDuringTrainingError, StopAtStepHook
+from tfdist.session.monitored_session import MonitoredTrainingSession
+from tfdist.training.loop import EndOfInput
 
 ROOT = Path(tfdist.__file__).parent.parent
 PAGE = (ROOT / "tfdist/DIFFERS_FROM_FIT.md").read_text()

@@ -5,8 +5,8 @@ import tensorflow as tf
 from both_sessions import Scripted
 from counting import count
 
-from tfdist import early_stopping
-from tfdist.early_stopping import (
+from tfdist.hooks import early_stopping
+from tfdist.hooks.early_stopping import (
     make_early_stopping_hook,
     stop_if_higher_hook,
     stop_if_lower_hook,

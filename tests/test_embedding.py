@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import local_loop
 
-from tfdist import PartitionedEmbedding, embedding, optimizers
-from tfdist._private import reset_object_names
-from tfdist.partition import fixed_size_partitioner
+from tfdist import PartitionedEmbedding
+from tfdist._tf.private import reset_object_names
+from tfdist.placement.partitioners import fixed_size_partitioner
+from tfdist.training import optimizers
 
 COMBINERS = ["sum", "mean", "sqrtn"]
 
@@ -520,9 +521,9 @@ def test_paths():
         "words/embeddings_part_1",
     ]
     for shard in layer.shards:
-        assert embedding.shard_of(shard) == "words/embeddings"
-        assert embedding.logical_path(shard) == "words/embeddings"
+        assert layer.shard_of(shard) == "words/embeddings"
+        assert layer.logical_path(shard) == "words/embeddings"
     whole = PartitionedEmbedding(5, 2, name="words")
     whole.build()
-    assert embedding.shard_of(whole.shards[0]) is None
-    assert embedding.logical_path(whole.shards[0]) == "words/embeddings"
+    assert layer.shard_of(whole.shards[0]) is None
+    assert layer.logical_path(whole.shards[0]) == "words/embeddings"

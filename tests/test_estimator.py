@@ -7,9 +7,10 @@ import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import building, checkpoint
-from tfdist.cluster import Cluster
-from tfdist.events import read_scalars
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.estimator import building
+from tfdist.hooks.events import read_scalars
 
 
 def model_fn():
@@ -85,7 +86,7 @@ def test_resumes(tmp_path):
     assert calls == [(20, False), (22, True)]
     assert metrics["global_step"] == 22
     path = tf.train.latest_checkpoint(tmp_path)
-    assert checkpoint.step_of(path) == 22
+    assert checkpoints.step_of(path) == 22
     saved = tf.train.load_checkpoint(path)
     key = next(k for k in saved.get_variable_to_shape_map() if "iterat" in k)
     assert saved.get_tensor(key) == 22
@@ -171,7 +172,7 @@ def test_hooks_and_listeners(tmp_path):
     made = tfdist.Estimator(model_fn, config).train(
         endless, hooks=[Stop()], saving_listeners=[listener]
     )
-    assert checkpoint.step_of(made.latest_checkpoint()) == 4
+    assert checkpoints.step_of(made.latest_checkpoint()) == 4
     assert listener.steps == (0, 4)
 
 
@@ -220,7 +221,7 @@ def trained(tmp_path_factory):
 
 
 def test_steps_add_up(trained):
-    assert checkpoint.step_of(trained.latest_checkpoint()) == 12
+    assert checkpoints.step_of(trained.latest_checkpoint()) == 12
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_data_that_ends_begins_anew(tmp_path):
     made = tfdist.Estimator(model_fn, config)
     for step in (8, 16):
         made.train(batches)
-        assert checkpoint.step_of(made.latest_checkpoint()) == step
+        assert checkpoints.step_of(made.latest_checkpoint()) == step
 
 
 def test_evaluate_and_predict_agree(trained):

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import canned
-from tfdist.embedding import logical_path
-from tfdist.estimator_checkpoint import (
+from tfdist.canned import estimators
+from tfdist.checkpoint.estimator_checkpoint import (
     estimator_name,
     read_estimator_checkpoint,
 )
+from tfdist.embeddings.layer import logical_path
 
 fc = tf.feature_column
 
@@ -17,7 +17,7 @@ fc = tf.feature_column
 def model(hidden=(3,), partitioner=None):
     word = fc.categorical_column_with_vocabulary_list("f", ["a", "b", "c"])
     number = fc.numeric_column("x")
-    estimator = canned.DNNLinearCombinedRegressor(
+    estimator = estimators.DNNLinearCombinedRegressor(
         "m",
         linear_feature_columns=[number, word],
         dnn_feature_columns=[number, fc.embedding_column(word, 2)],

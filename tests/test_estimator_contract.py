@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster import Cluster
+from tfdist.cluster.spec import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,14 @@ import tensorflow as tf
 from small_models import batches, local_loop, logistic
 
 import tfdist
-from tfdist import hooks, optimizers, results
-from tfdist.checkpoint import Checkpoints, named_variables
-from tfdist.evaluation import DamagedCheckpointError, Evaluator
-from tfdist.events import read_scalars
-from tfdist.exporters import Exporter, FinalExporter
-from tfdist.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.checkpoint.checkpoints import Checkpoints, named_variables
+from tfdist.estimator import results
+from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluator
+from tfdist.estimator.exporters import Exporter, FinalExporter
+from tfdist.hooks import basic
+from tfdist.hooks.events import read_scalars
+from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.training import optimizers
 
 DEADLINE = 180.0  # A stall of the whole machine is no failure.
 
@@ -410,16 +412,16 @@ def test_hooks_fetch_by_name(job):
 
 
 def test_hooks_of_training_that_only_look(job, caplog):
-    final = hooks.FinalOpsHook(["sequential/dense/bias", "global_step"])
-    nan = hooks.NanTensorHook()
-    line = hooks.LoggingTensorHook(["accuracy"], every_n_iter=3)
-    with caplog.at_level(logging.INFO, "tfdist.hooks"):
+    final = basic.FinalOpsHook(["sequential/dense/bias", "global_step"])
+    nan = basic.NanTensorHook()
+    line = basic.LoggingTensorHook(["accuracy"], every_n_iter=3)
+    with caplog.at_level(logging.INFO, "tfdist.hooks.basic"):
         evaluator = evaluator_of(job, hooks=[final, nan, line])
         evaluator.evaluate(job.save_after(2))
     bias, step = final.final_ops_values
     assert bias == job.model.weights[1].numpy()
     assert step == 2
-    lines = [r for r in caplog.records if r.name == "tfdist.hooks"]
+    lines = [r for r in caplog.records if r.name == "tfdist.hooks.basic"]
     assert len(lines) == 2  # Of batches 1 and 4.
 
 

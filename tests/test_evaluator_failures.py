@@ -1,4 +1,4 @@
-"""What `tfdist/evaluation.py` says of failures: real processes, real signals.
+"""What `estimator/evaluation.py` says of failures: real processes and signals.
 
 `-s` shows how long each took.
 """
@@ -18,9 +18,10 @@ from test_recovery import (
     wait_for_exit,
 )
 
-from tfdist import checkpoint, results
-from tfdist.saved_models import list_exports
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.checkpoint import checkpoints
+from tfdist.estimator import results
+from tfdist.estimator.saved_models import list_exports
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 # Faults at times of their own, which a busy machine would shift.
 pytestmark = pytest.mark.alone
@@ -134,7 +135,7 @@ def test_the_chief_is_done_while_the_evaluator_works(job, model_dir):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     watch.say("the chief is done")
-    last_step = checkpoint.step_of(newest(model_dir))
+    last_step = checkpoints.step_of(newest(model_dir))
     assert f"Batch 16 of the evaluation of {last_step}." not in job.output(
         EVALUATOR
     )

@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator,
 )
 
-from tfdist.events import EventFile, event_file, read_scalars
+from tfdist.hooks.events import EventFile, event_file, read_scalars
 
 SCALARS = {"loss": 0.5, "auc": 0.75}
 

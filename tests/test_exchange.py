@@ -6,9 +6,10 @@ import pytest
 import table_checks
 import tensorflow as tf
 
-from tfdist import checkpoint, optimizers
-from tfdist.loop import LocalLoop
-from tfdist.step import ModelStep
+from tfdist.checkpoint import checkpoints
+from tfdist.training import optimizers
+from tfdist.training.loop import LocalLoop
+from tfdist.training.step import ModelStep
 
 
 def trained_in_one_process(steps_per_dispatch):
@@ -19,7 +20,7 @@ def trained_in_one_process(steps_per_dispatch):
     step = ModelStep(model, dataset.element_spec, global_step=global_step)
     loop = LocalLoop(step, global_step, dataset, steps_per_dispatch)
     loop.run(table_checks.STEPS)
-    return table_checks.whole(checkpoint.named_variables(model, global_step))
+    return table_checks.whole(checkpoints.named_variables(model, global_step))
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,16 @@ import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import checkpoint, exporters, serving
-from tfdist.cluster import Cluster
-from tfdist.exporters import (
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.estimator import exporters, serving
+from tfdist.estimator.exporters import (
     BestExporter,
     Exporter,
     FinalExporter,
     LatestExporter,
 )
-from tfdist.saved_models import list_exports
+from tfdist.estimator.saved_models import list_exports
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_training_ends_with_the_error_of_an_exporter(tmp_path):
 
     with pytest.raises(LookupError, match="as a user's function may"):
         train(tmp_path, 30, LatestExporter("latest", serving_model_fn=fail))
-    assert checkpoint.step_of(tf.train.latest_checkpoint(tmp_path)) == 10
+    assert checkpoints.step_of(tf.train.latest_checkpoint(tmp_path)) == 10
     assert list_exports(str(tmp_path / "export" / "latest")) == []
     metrics, (path,) = train(tmp_path, 30, LatestExporter("latest"))
     assert metrics["global_step"] == 30

@@ -4,9 +4,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import feature_columns
-from tfdist.feature_columns import ColumnReader, checked_columns, look_up
-from tfdist.networks import InputLayer
+from tfdist.canned import feature_columns
+from tfdist.canned.feature_columns import ColumnReader, checked_columns, look_up
+from tfdist.canned.networks import InputLayer
 
 fc = tf.feature_column
 NAMES = ["a", "b", "c"]

@@ -9,10 +9,10 @@ import tensorflow as tf
 from small_models import examples, logistic
 
 import tfdist
-from tfdist._private import ShardedVariable
-from tfdist.checkpoint import Checkpoints
-from tfdist.finite import FiniteCheck
-from tfdist.hooks import NanLossDuringTrainingError
+from tfdist._tf.private import ShardedVariable
+from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.hooks.basic import NanLossDuringTrainingError
+from tfdist.training.finite import FiniteCheck
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 3e38  # Two of them are more than float32 holds.

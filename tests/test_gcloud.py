@@ -26,7 +26,7 @@ from google.cloud.aiplatform_v1.types import (
 )
 from google.protobuf import json_format
 
-from tfdist import vertex
+from tfdist.vertex import command
 
 ROOT = Path(__file__).parent.parent
 COMMON = [
@@ -155,7 +155,7 @@ ARGS = ["--", "--train_files=gs://b/a b*.csv,c", "--message=it's: #1"]
     ],
 )
 def test_gcloud_submits_what_the_file_says(tmp_path, capsys, name):
-    vertex.main([*COMMON, "--name=my job", *JOBS[name], *ARGS])
+    command.main([*COMMON, "--name=my job", *JOBS[name], *ARGS])
     text = capsys.readouterr().out
     (tmp_path / "job.yaml").write_text(text)
     with serving() as server:
@@ -232,7 +232,7 @@ def autopackaged(tmp_path, docker):
 def test_create_packages_for_all_pools(tmp_path, docker, capsys):
     """As vertex/README.md has it: flags for the pools, a file for the rest."""
     flags = ["--workers=2", "--ps=1", "--spot", *COMMON]
-    vertex.main(flags)
+    command.main(flags)
     (tmp_path / "job.yaml").write_text(capsys.readouterr().out)
     image = "gcr.io/fake/trainer:1"
     pool = "--worker-pool-spec=machine-type=n1-standard-4,replica-count"

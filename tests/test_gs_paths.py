@@ -16,10 +16,10 @@ from serving_checks import example
 from test_recovery import wait_for_exit
 
 from tests import gs_job, storage_server
-from tfdist import results
-from tfdist.events import read_scalars
-from tfdist.saved_models import list_exports
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.estimator import results
+from tfdist.estimator.saved_models import list_exports
+from tfdist.hooks.events import read_scalars
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 ROOT = Path(__file__).parent.parent
 BUCKET = "gs://bucket"
@@ -190,8 +190,8 @@ _WITHOUT_CREDENTIALS = """
 import json
 from small_models import logistic, batches
 import tfdist
-from tfdist import checkpoint
-from tfdist.evaluation import Evaluator
+from tfdist.checkpoint import checkpoints
+from tfdist.estimator.evaluation import Evaluator
 
 directory = "gs://bucket/job"
 estimator = tfdist.Estimator(logistic, tfdist.RunConfig(directory))

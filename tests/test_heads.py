@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import heads
-from tfdist.heads import BinaryClassHead, MultiClassHead, RegressionHead
+from tfdist.canned import heads
+from tfdist.canned.heads import BinaryClassHead, MultiClassHead, RegressionHead
 
 LOGITS = tf.constant([[2.0], [-1.0], [0.0], [-3.0]])
 LABELS = tf.constant([1, 0, 1, 1])

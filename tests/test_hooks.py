@@ -9,9 +9,9 @@ from counting import count, counting_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist import hooks
-from tfdist._private import ShardedVariable
-from tfdist.session_run_hook import SessionRunHook
+from tfdist._tf.private import ShardedVariable
+from tfdist.hooks import basic
+from tfdist.hooks.session_run_hook import SessionRunHook
 
 # --- StopAtStepHook ----------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_a_finished_job_runs_no_step(start):
 
 
 def test_num_steps_survives_a_recovery(tmp_path):
-    hook = hooks.StopAtStepHook(num_steps=10)
+    hook = basic.StopAtStepHook(num_steps=10)
     with counting_session(
         [hook],
         start=3,
@@ -61,9 +61,9 @@ def test_num_steps_survives_a_recovery(tmp_path):
 
 
 def logged(caplog, hook, last_step=10, **kwargs):
-    with caplog.at_level(logging.INFO, "tfdist.hooks"):
+    with caplog.at_level(logging.INFO, "tfdist.hooks.basic"):
         count([hook], last_step, **kwargs)
-    return [r.message for r in caplog.records if r.name == "tfdist.hooks"]
+    return [r.message for r in caplog.records if r.name == "tfdist.hooks.basic"]
 
 
 def without_secs(line):
@@ -71,7 +71,7 @@ def without_secs(line):
 
 
 def test_logs_names_and_variables(caplog):
-    lines = logged(caplog, hooks.LoggingTensorHook(["w", "loss"], 4), w=2.0)
+    lines = logged(caplog, basic.LoggingTensorHook(["w", "loss"], 4), w=2.0)
     assert lines[0] == "w = 2.0, loss = 1.0"
     assert lines[1].startswith("w = 2.0, loss = 0.2 (0.")
     assert lines[1].endswith(" sec)")
@@ -79,24 +79,24 @@ def test_logs_names_and_variables(caplog):
 
 
 def test_tags_are_sorted_and_values_not_in_scientific_notation(caplog):
-    hook = hooks.LoggingTensorHook({"b": "loss", "a": "w"}, at_end=True)
+    hook = basic.LoggingTensorHook({"b": "loss", "a": "w"}, at_end=True)
     small = {"loss": lambda step: 1e-4}
     assert logged(caplog, hook, 5, **small) == ["a = 0.0, b = 0.0001"]
 
 
 def test_logs_at_the_end_as_well(caplog):
-    hook = hooks.LoggingTensorHook(["global_step"], 4, at_end=True)
+    hook = basic.LoggingTensorHook(["global_step"], 4, at_end=True)
     lines = [without_secs(line) for line in logged(caplog, hook)]
     assert lines == [f"global_step = {step}" for step in (1, 5, 9, 10)]
 
 
 def test_logs_through_a_formatter(caplog):
-    hook = hooks.LoggingTensorHook(["loss"], 5, formatter=str)
+    hook = basic.LoggingTensorHook(["loss"], 5, formatter=str)
     assert logged(caplog, hook, 1) == ["{'loss': 1.0}"]
 
 
 def test_logs_what_an_undisturbed_run_would(caplog, tmp_path):
-    hook = hooks.LoggingTensorHook(["global_step"], 3)
+    hook = basic.LoggingTensorHook(["global_step"], 3)
     lines = logged(
         caplog,
         hook,
@@ -109,7 +109,7 @@ def test_logs_what_an_undisturbed_run_would(caplog, tmp_path):
 
 
 def test_an_unknown_name(caplog):
-    hook = hooks.LoggingTensorHook(["lost"], 1)
+    hook = basic.LoggingTensorHook(["lost"], 1)
     with pytest.raises(ValueError, match=r"called 'lost'.*'loss'.*'w'"):
         count([hook], 1)
 
@@ -117,7 +117,7 @@ def test_an_unknown_name(caplog):
 def test_fetches_a_table_in_shards():
     shards = [tf.Variable([[1.0], [2.0]]), tf.Variable([[3.0]])]
     table = ShardedVariable(shards)
-    assert hooks.resolve(["t"], {}, {"t": table})[0].tolist() == [[1], [2], [3]]
+    assert basic.resolve(["t"], {}, {"t": table})[0].tolist() == [[1], [2], [3]]
 
 
 # --- NanTensorHook -----------------------------------------------------------
@@ -128,9 +128,9 @@ def nan_at(step):
 
 
 def test_nan_raises_before_it_is_saved(tmp_path, caplog):
-    with pytest.raises(hooks.NanLossDuringTrainingError):
+    with pytest.raises(basic.NanLossDuringTrainingError):
         count(
-            [hooks.NanTensorHook()],
+            [basic.NanTensorHook()],
             20,
             loss=nan_at(12),
             checkpoint_dir=str(tmp_path),
@@ -141,19 +141,19 @@ def test_nan_raises_before_it_is_saved(tmp_path, caplog):
 
 
 def test_nan_stops():
-    hook = hooks.NanTensorHook("loss", fail_on_nan_loss=False)
-    timer = hooks.LoggingTensorHook(["loss"], 4)
+    hook = basic.NanTensorHook("loss", fail_on_nan_loss=False)
+    timer = basic.LoggingTensorHook(["loss"], 4)
     assert count([hook, timer], 100, loss=nan_at(9))[-1] == 9
 
 
 def test_an_infinite_loss_is_no_nan():
-    assert count([hooks.NanTensorHook()], 3, loss=lambda _: math.inf)[-1] == 3
+    assert count([basic.NanTensorHook()], 3, loss=lambda _: math.inf)[-1] == 3
 
 
 def test_a_variable_may_be_watched():
-    assert count([hooks.NanTensorHook("w")], 3)[-1] == 3
-    with pytest.raises(hooks.NanLossDuringTrainingError):
-        count([hooks.NanTensorHook("w")], 3, w=math.nan)
+    assert count([basic.NanTensorHook("w")], 3)[-1] == 3
+    with pytest.raises(basic.NanLossDuringTrainingError):
+        count([basic.NanTensorHook("w")], 3, w=math.nan)
 
 
 # --- FinalOpsHook ------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_a_variable_may_be_watched():
     ],
 )
 def test_final_ops(final_ops, values):
-    hook = hooks.FinalOpsHook(final_ops)
+    hook = basic.FinalOpsHook(final_ops)
     assert hook.final_ops_values is None
     count([hook], 5, w=0.5)
     assert hook.final_ops_values == values
@@ -184,15 +184,15 @@ def test_waits_until_others_have_trained():
             coord.register_thread(others)
             others.start()
 
-    assert count([Others(), hooks.GlobalStepWaiterHook(7)], 9)[0] > 7
+    assert count([Others(), basic.GlobalStepWaiterHook(7)], 9)[0] > 7
 
 
 def test_waits_only_so_long():
     with pytest.raises(TimeoutError, match=r"step is 2 after 0\.1 s"):
-        count([hooks.GlobalStepWaiterHook(5, max_wait_secs=0.1)], 9, start=2)
+        count([basic.GlobalStepWaiterHook(5, max_wait_secs=0.1)], 9, start=2)
 
 
 @pytest.mark.parametrize("wait_until_step", [0, -1, 2])
 def test_waits_for_nothing(wait_until_step):
-    hook = hooks.GlobalStepWaiterHook(wait_until_step, max_wait_secs=0)
+    hook = basic.GlobalStepWaiterHook(wait_until_step, max_wait_secs=0)
     assert count([hook], 9, start=2) == [9]

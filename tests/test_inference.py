@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import recovery_job
 
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import input_fns
-from tfdist.cluster import Cluster
-from tfdist.session import MonitoredTrainingSession
+from tfdist.cluster.spec import Cluster
+from tfdist.data import input_fns
+from tfdist.session.monitored_session import MonitoredTrainingSession
 
 
 def plain():

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import batches, local_loop
 
-from tfdist import input_fns, input_wait
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.data import input_fns, input_wait
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 SECS = st.floats(0.01, 2.0)
 

@@ -1,4 +1,4 @@
-"""tfdist/inputs.py, reading.py, blocks.py, csv_records.py, record_files.py."""
+"""In `tfdist/data/`: readers, reading, blocks, csv_records, record_files."""
 
 import gzip
 import itertools
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import inputs, record_files
-from tfdist.reading import shards_by_file
-from tfdist.worker_context import WorkerContext
+from tfdist.data import readers, record_files
+from tfdist.data.reading import shards_by_file
+from tfdist.data.worker_context import WorkerContext
 
 FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
 
@@ -91,7 +91,7 @@ def _no_global_seed():
 
 def shares(paths, workers, as_tensor=False, **options):
     def input_fn(context):
-        return inputs.read_tfrecords(
+        return readers.read_tfrecords(
             paths, FEATURES, 4, context=context, num_epochs=1, **options
         )
 
@@ -168,7 +168,7 @@ def test_fewer_examples_than_workers(tmp_path):
     """In a pass some have none; each reads everything in the end."""
     paths = numbered(tmp_path, [2])
     context = tf.distribute.InputContext(4, 3, 4)
-    dataset = inputs.read_tfrecords(
+    dataset = readers.read_tfrecords(
         paths, FEATURES, 2, context=context, num_epochs=4
     )
     assert sorted(column(dataset)) == [0, 1]
@@ -181,7 +181,7 @@ def one_of_the_passes(paths, number, workers, as_tensor=False, **options):
         context = WorkerContext(
             workers, context.input_pipeline_id, tf.constant(number, tf.int64)
         )
-        dataset = inputs.read_tfrecords(
+        dataset = readers.read_tfrecords(
             paths, FEATURES, 4, context=context, num_epochs=1, **options
         )
         assert not context.fixed_share
@@ -216,7 +216,7 @@ def test_passes_follow_each_other(tmp_path):
     """One that goes on reads what one that begins there would."""
     paths = numbered(tmp_path, [31])
     context = tf.distribute.InputContext(3, 1, 3)
-    several = inputs.read_tfrecords(
+    several = readers.read_tfrecords(
         paths, FEATURES, 5, context=context, num_epochs=3, seed=1
     )
     alone = [
@@ -239,7 +239,7 @@ def test_who_begins_again_begins_elsewhere(tmp_path, num_files):
 
     def life(first_pass):
         context = WorkerContext(1, 0, tf.constant(first_pass, tf.int64))
-        dataset = inputs.read_text(
+        dataset = readers.read_text(
             str(tmp_path / "*.txt"),
             100,
             context=context,
@@ -268,7 +268,7 @@ def test_order(tmp_path):
     paths = numbered(tmp_path, [300, 40])
 
     def order(size=340, **options):
-        dataset = inputs.read_tfrecords(paths, FEATURES, 20, **options)
+        dataset = readers.read_tfrecords(paths, FEATURES, 20, **options)
         return column(dataset.take(size // 20))
 
     first = order(680, seed=1)
@@ -292,7 +292,7 @@ def test_global_seed(tmp_path, seed):
     """Of 0, too, which TensorFlow compares with the seeds of operations."""
     paths = numbered(tmp_path, [30])
     tf.random.set_seed(seed)
-    dataset = inputs.read_tfrecords(paths, FEATURES, 5, num_epochs=2)
+    dataset = readers.read_tfrecords(paths, FEATURES, 5, num_epochs=2)
     first = column(dataset)
     assert first == column(dataset)
     assert sorted(first[:30]) == sorted(first[30:]) == list(range(30))
@@ -303,7 +303,7 @@ def test_settings_of_the_dataset(tmp_path):
     paths = numbered(tmp_path, [10])
 
     def read(**options):
-        return inputs.read_tfrecords(paths, FEATURES, 4, **options)
+        return readers.read_tfrecords(paths, FEATURES, 4, **options)
 
     endless = read(seed=1)
     assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
@@ -324,11 +324,11 @@ def test_settings_of_the_dataset(tmp_path):
 
 def test_fewer_examples_than_a_batch(tmp_path):
     paths = numbered(tmp_path, [3])
-    endless = inputs.read_tfrecords(paths, FEATURES, 8)
+    endless = readers.read_tfrecords(paths, FEATURES, 8)
     assert len(column(endless.take(2))) == 16
-    once = inputs.read_tfrecords(paths, FEATURES, 8, num_epochs=1)
+    once = readers.read_tfrecords(paths, FEATURES, 8, num_epochs=1)
     assert sorted(column(once)) == [0, 1, 2]
-    static = inputs.read_tfrecords(
+    static = readers.read_tfrecords(
         paths, FEATURES, 8, num_epochs=1, drop_remainder=True
     )
     assert column(static) == []
@@ -336,7 +336,7 @@ def test_fewer_examples_than_a_batch(tmp_path):
 
 def test_transform_sees_labels(tmp_path):
     paths = numbered(tmp_path, [3])
-    dataset = inputs.read_tfrecords(
+    dataset = readers.read_tfrecords(
         paths,
         FEATURES,
         3,
@@ -364,7 +364,7 @@ def test_transform_sees_labels(tmp_path):
 def test_bad_options(tmp_path, options, error, message):
     paths = numbered(tmp_path, [3])
     with pytest.raises(error, match=message):
-        inputs.read_tfrecords(paths, FEATURES, **{"batch_size": 2, **options})
+        readers.read_tfrecords(paths, FEATURES, **{"batch_size": 2, **options})
 
 
 # --- Caches ------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_bad_options(tmp_path, options, error, message):
 
 def cached(paths, cache, worker=0, workers=1, as_tensor=False):
     def input_fn(context):
-        return inputs.read_tfrecords(
+        return readers.read_tfrecords(
             paths, FEATURES, 10, context=context, cache=cache, seed=3
         )
 
@@ -439,7 +439,7 @@ def test_half_of_a_cache(tmp_path):
     (half,) = cache.iterdir()  # No marker beside it.
     assert half.stat().st_size
     for _ in range(2):
-        dataset = inputs.read_text(path, 1000, num_epochs=1, cache=cache)
+        dataset = readers.read_text(path, 1000, num_epochs=1, cache=cache)
         assert sum(len(lines) for lines in dataset) == 400_000
 
 
@@ -467,7 +467,7 @@ def test_position(tmp_path, cache, step):
 
 
 def rows(paths, **options):
-    dataset = inputs.read_csv(
+    dataset = readers.read_csv(
         paths, 100, shuffle=False, num_epochs=1, **options
     )
     return list(dataset.as_numpy_iterator())
@@ -512,7 +512,7 @@ def test_csv_with_long_quotes_across_blocks(tmp_path):
     path = write(tmp_path / "a.csv", "x,s\n" + text)
 
     def input_fn(context):
-        return inputs.read_csv(path, 50, num_epochs=1, context=context)
+        return readers.read_csv(path, 50, num_epochs=1, context=context)
 
     found = [column(of_worker(input_fn, w, 3, False)) for w in range(3)]
     assert sorted(itertools.chain(*found)) == list(range(700))
@@ -525,7 +525,7 @@ def test_no_example_at_all(tmp_path):
     paths = [write(tmp_path / "a.csv", "x,y\n"), write(tmp_path / "b.csv", "")]
     assert rows(paths) == []
     with pytest.raises(ValueError, match=f"no example.*{paths[0]}"):
-        inputs.read_csv(paths, 2)
+        readers.read_csv(paths, 2)
 
 
 HEADER = "a,b,y\n"
@@ -551,7 +551,7 @@ GOOD = "1,x,0\n"
 def test_bad_csv(tmp_path, text, line, message):
     good = write(tmp_path / "a-good.csv", HEADER + GOOD * 1200)
     bad = write(tmp_path / "bad.csv", text)
-    dataset = inputs.read_csv([good, bad], 32, num_epochs=1)
+    dataset = readers.read_csv([good, bad], 32, num_epochs=1)
     with pytest.raises(
         tf.errors.InvalidArgumentError,
         match=rf"{bad}, line {line}: .*{message}",
@@ -573,7 +573,7 @@ def test_bad_csv(tmp_path, text, line, message):
 def test_bad_csv_arguments(tmp_path, text, options, message):
     path = write(tmp_path / "a.csv", text)
     with pytest.raises(ValueError, match=message):
-        inputs.read_csv(path, 2, **options)
+        readers.read_csv(path, 2, **options)
 
 
 # --- Files -------------------------------------------------------------------
@@ -581,24 +581,24 @@ def test_bad_csv_arguments(tmp_path, text, options, message):
 
 def test_no_file_matches(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No file matches.*none-\*"):
-        inputs.read_text([str(tmp_path / "none-*")], 2)
+        readers.read_text([str(tmp_path / "none-*")], 2)
     with pytest.raises(ValueError, match="`file_pattern` must be a path"):
-        inputs.read_text([], 2)
+        readers.read_text([], 2)
 
 
 def test_a_file_that_vanishes(tmp_path):
     path = write(tmp_path / "a", "1\n")
-    dataset = inputs.read_text(path, 1)
+    dataset = readers.read_text(path, 1)
     Path(path).unlink()
     with pytest.raises(tf.errors.NotFoundError, match=path):
         next(iter(dataset))
     with pytest.raises(tf.errors.OpError, match=str(tmp_path)):
-        next(iter(inputs.read_text(str(tmp_path), 1)))
+        next(iter(readers.read_text(str(tmp_path), 1)))
 
 
 def test_text(tmp_path):
     paths = [write(tmp_path / "a", "1\n\n2"), write(tmp_path / "b.gz", "3\r\n")]
-    (lines,) = inputs.read_text(paths, 9, shuffle=False, num_epochs=1)
+    (lines,) = readers.read_text(paths, 9, shuffle=False, num_epochs=1)
     assert lines.numpy().tolist() == [b"1", b"", b"2", b"3"]
 
 
@@ -629,7 +629,7 @@ def test_damaged_tfrecords(tmp_path, size, kind):
     records = [example(x=1000)] * size
     data = Path(write_records(tmp_path / "a", records)).read_bytes()
     path = damaged(tmp_path / "other.tfrecord", data, kind)
-    dataset = inputs.read_tfrecords(path, FEATURES, 16, num_epochs=1)
+    dataset = readers.read_tfrecords(path, FEATURES, 16, num_epochs=1)
     if kind == "whole":
         assert len(column(dataset)) == size
         return
@@ -644,7 +644,7 @@ def test_damaged_tfrecords(tmp_path, size, kind):
 def test_a_record_that_is_no_such_example(tmp_path):
     records = [example(x=1)] * 20 + [example(z=1)] + [example(x=1)] * 20
     path = write_records(tmp_path / "a", records)
-    dataset = inputs.read_tfrecords(path, FEATURES, 4)
+    dataset = readers.read_tfrecords(path, FEATURES, 4)
     with pytest.raises(
         tf.errors.InvalidArgumentError,
         match=f"{path}, record 21: expected a tf.train.Example with x: Fixed",
@@ -658,14 +658,14 @@ def test_damaged_gzip(tmp_path, kind, caplog, monkeypatch):
     data = text if kind == "not compressed" else gzip.compress(text)
     path = damaged(tmp_path / "a.gz", data, kind)
     with pytest.raises(ValueError, match=f"{path} is no whole gzip file"):
-        inputs.read_text(path, 10)
+        readers.read_text(path, 10)
     # Unasked, TensorFlow finds it when it is there, and not who it is.
-    unchecked = inputs.read_text(path, 10, check_gzip=False, num_epochs=1)
+    unchecked = readers.read_text(path, 10, check_gzip=False, num_epochs=1)
     if kind != "cut off":
         with pytest.raises(tf.errors.DataLossError):
             list(unchecked)
     # Too many to be checked unasked.
     monkeypatch.setattr(record_files, "CHECKED_GZIP_BYTES", 10)
     with caplog.at_level(logging.WARNING, "tfdist"):
-        inputs.read_text(path, 10)
+        readers.read_text(path, 10)
     assert "1 gzip files of 0.0 GB are not checked" in caplog.text

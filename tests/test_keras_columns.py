@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.feature_columns import ColumnReader, is_categorical
-from tfdist.keras_columns import feature_column, feature_columns_of
+from tfdist.canned.feature_columns import ColumnReader, is_categorical
+from tfdist.canned.keras_columns import feature_column, feature_columns_of
 
 layers = keras.layers
 WORDS = ["a", "b", "c", "a", "z"]

@@ -7,12 +7,13 @@ import tensorflow as tf
 from small_models import batches
 
 import tfdist
-from tfdist import checkpoint, optimizers
-from tfdist._private import reset_object_names
-from tfdist.cluster import Cluster
-from tfdist.keras_step import KerasStep
-from tfdist.loop import EndOfInput, LocalLoop
-from tfdist.step import ModelStep
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.training import optimizers
+from tfdist.training.keras_step import KerasStep
+from tfdist.training.loop import EndOfInput, LocalLoop
+from tfdist.training.step import ModelStep
 
 
 class Guide(keras.Model):
@@ -140,8 +141,8 @@ def loop(model, data, steps_per_dispatch=None):
 
 def saved(path):
     """Every variable of a checkpoint, by name."""
-    names = checkpoint.saved_shapes(path)
-    return {name: checkpoint.load_variable(path, name) for name in names}
+    names = checkpoints.saved_shapes(path)
+    return {name: checkpoints.load_variable(path, name) for name in names}
 
 
 # --- Training ----------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_nan_in_any_log_ends_training(tmp_path):
     )
     with pytest.raises(tfdist.NanLossDuringTrainingError):
         made.train(dataset)
-    assert checkpoint.step_of(made.latest_checkpoint()) == 0
+    assert checkpoints.step_of(made.latest_checkpoint()) == 0
 
 
 # --- Evaluation --------------------------------------------------------------

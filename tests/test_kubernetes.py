@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tfdist import kubernetes
-from tfdist.cluster import Cluster
-from tfdist.kubernetes import Job
+from tfdist.cluster.spec import Cluster
+from tfdist.vertex import kubernetes
+from tfdist.vertex.kubernetes import Job
 
 ROOT = Path(__file__).parent.parent
 COMMON = ["--image=registry/trainer:1"]

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from tfdist import launch, processes
-from tfdist.cluster import Cluster
-from tfdist.launch import Verdict, restart_decision
-from tfdist.processes import LineCutter
+from tfdist.cluster.spec import Cluster
+from tfdist.launch import command, processes
+from tfdist.launch.command import Verdict, restart_decision
+from tfdist.launch.processes import LineCutter
 
 DEADLINE = 30.0  # Seconds; nothing here takes more than a few.
 
@@ -47,9 +47,9 @@ def test_restart_decision(job, exit_code, restarts, verdict):
 
 
 def test_backoff():
-    pauses = [launch.backoff_secs(n) for n in range(8)]
+    pauses = [command.backoff_secs(n) for n in range(8)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert launch.backoff_secs(10_000) == 30
+    assert command.backoff_secs(10_000) == 30
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_backoff():
     ],
 )
 def test_exit_codes(exit_code, shell, words):
-    assert launch.shell_exit_code(exit_code) == shell
+    assert command.shell_exit_code(exit_code) == shell
     assert processes.how_it_ended(exit_code) == words
 
 
@@ -138,7 +138,7 @@ def test_reserved_ports_are_free_for_the_task_alone():
 # What a task's script begins with.
 PROLOGUE = """
 import os, signal, socket, subprocess, sys, time
-from tfdist.cluster import Cluster
+from tfdist.cluster.spec import Cluster
 me = Cluster.from_env()
 def first_time():
     try:
@@ -283,7 +283,7 @@ def test_a_module_and_its_flags(tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": os.path.dirname(launch.__file__) + "/..",
+            "PYTHONPATH": os.path.dirname(command.__file__) + "/..",
         },
         capture_output=True,
         text=True,
@@ -521,7 +521,8 @@ def reachable(ports):
 
 WITHOUT_PRIVILEGE = """
 import sys
-from tfdist import launch, processes
+from tfdist.launch import command
+from tfdist.launch import processes
 enter = processes._unshare_network
 def unprivileged(flags):
     if flags == processes._CLONE_NEWNET:
@@ -579,7 +580,8 @@ def test_host_network(tmp_path):
 def test_a_system_that_refuses(tmp_path):
     code = """
 import sys
-from tfdist import launch, processes
+from tfdist.launch import command
+from tfdist.launch import processes
 def refuse():
     raise OSError("unshare: Operation not permitted")
 processes.enter_private_network = refuse
@@ -595,7 +597,7 @@ sys.exit(launch.main(sys.argv[1:]))
 def test_a_refusal_leaves_the_process_where_it_was():
     code = """
 import os
-from tfdist import processes
+from tfdist.launch import processes
 def refuse(flags):
     processes._libc.unshare(flags)  # It goes wrong only after this.
     raise OSError(f"refused {flags:#x}")
@@ -671,13 +673,13 @@ wait_for("moved")
 )
 def test_usage_errors(argv, message, capsys):
     with pytest.raises(SystemExit) as info:
-        launch.parse_options(argv)
+        command.parse_options(argv)
     assert info.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_defaults():
-    options = launch.parse_options(["-m", "trainer.task", "--ps=9"])
+    options = command.parse_options(["-m", "trainer.task", "--ps=9"])
     assert (options.ps, options.workers, options.max_restarts) == (0, 0, 3)
     assert (options.evaluator, options.network) == (False, "private")
     assert options.command == [sys.executable, "-m", "trainer.task", "--ps=9"]
@@ -685,7 +687,7 @@ def test_defaults():
 
 def test_colour(tmp_path):
     with open(tmp_path / "out", "wb") as stream:
-        console = launch.Console(stream, colour=True)
+        console = command.Console(stream, colour=True)
         for name in ("ps:0", "ps:1", "ps:0"):
             console.line(name, b"text")
     lines = (tmp_path / "out").read_bytes().splitlines()
@@ -693,7 +695,7 @@ def test_colour(tmp_path):
     assert lines[1] == b"\x1b[33m[ps:1]\x1b[0m text"
 
 
-@pytest.mark.parametrize("module", [launch, processes])
+@pytest.mark.parametrize("module", [command, processes])
 def test_doctests(module):
     assert doctest.testmod(module).failed == 0
 

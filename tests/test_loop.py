@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
-from tfdist.loop import (
+from tfdist.training.loop import (
     Dispatches,
     EndOfInput,
     automatic_steps_per_dispatch,

@@ -9,9 +9,9 @@ import tensorflow as tf
 from keras import ops
 from small_models import batches, local_loop
 
-from tfdist import optimizers
-from tfdist._private import reset_object_names
-from tfdist.step import ModelStep
+from tfdist._tf.private import reset_object_names
+from tfdist.training import optimizers
+from tfdist.training.step import ModelStep
 
 BATCHES = 7
 

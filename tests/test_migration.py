@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, saved_models
+from tfdist.checkpoint import checkpoints
+from tfdist.estimator import saved_models
 
 PAGE = Path(tfdist.__file__).with_name("MIGRATION.md").read_text()
 _, _, _TABLE = PAGE.partition("| TF 1, TF 2.15 |")
@@ -144,12 +145,15 @@ def test_the_rest_names_what_exists(row):
             assert importlib.util.find_spec(code.split()[2]), code
 
 
+NAMES = [n for n in tfdist.__all__ if not n.islower() or "_" in n]
+
+
 def test_every_public_name_is_on_the_page():
     on_page = {n.split(".")[1] for n, _, _ in calls(PAGE.replace("```", ""))}
-    assert not set(tfdist.__all__) - on_page
+    assert not set(NAMES) - on_page
 
 
-@pytest.mark.parametrize("name", tfdist.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_reproduces_a_symbol_is_in_the_table(name):
     documentation = getattr(tfdist, name).__doc__ or ""
     if re.search(r"tf\.(estimator|contrib|compat\.v1)\.", documentation):
@@ -203,7 +207,7 @@ def test_the_snippets_run(tmp_path):
     assert saved_models.list_exports(str(tmp_path / "a/export/serving"))
     for directory in "ab":
         path = tf.train.latest_checkpoint(str(tmp_path / directory))
-        assert checkpoint.step_of(path) == 8  # Then the data ends.
+        assert checkpoints.step_of(path) == 8  # Then the data ends.
     weights = [v.numpy().ravel() for v in names["warm_model_fn"]().weights]
     assert sorted(np.concatenate(weights)) == [1, 3]
     trained = names["estimator"]

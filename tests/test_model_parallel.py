@@ -1,4 +1,4 @@
-"""tfdist/model_parallel.py, stages.py, micro_batches.py and the translator.
+"""tfdist/pipeline and the translator.
 
 What needs no second device runs here with all stages on one; what does is in
 `pipeline_checks.py`, which a process with several devices runs.
@@ -15,9 +15,9 @@ import pipeline_checks
 import pytest
 import tensorflow as tf
 
-from tfdist import model_parallel
-from tfdist.model_parallel import Pipeline, bubble
-from tfdist.stages import op_devices, resolve_devices
+from tfdist.pipeline import model_parallel
+from tfdist.pipeline.model_parallel import Pipeline, bubble
+from tfdist.pipeline.stages import op_devices, resolve_devices
 from trainer import translator
 
 HERE = "/job:localhost/replica:0/task:0/device:CPU:0"

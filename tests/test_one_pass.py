@@ -19,8 +19,11 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfdist import Cluster, data_service, processes, replicas
-from tfdist.data_service import one_pass, serve
+from tfdist import Cluster
+from tfdist.data import data_service
+from tfdist.data.data_service import one_pass, serve
+from tfdist.launch import processes
+from tfdist.training import replicas
 
 # Faults at times of their own, which a busy machine would shift.
 pytestmark = pytest.mark.alone

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import MultiOptimizer, PartitionedEmbedding, optimizers
-from tfdist._private import nadam_product, reset_object_names
-from tfdist.checkpoint import named_variables
-from tfdist.loop import LocalLoop
-from tfdist.slots import named_slots
-from tfdist.step import ModelStep
+from tfdist import MultiOptimizer, PartitionedEmbedding
+from tfdist._tf.private import nadam_product, reset_object_names
+from tfdist.checkpoint.checkpoints import named_variables
+from tfdist.training import optimizers
+from tfdist.training.loop import LocalLoop
+from tfdist.training.slots import named_slots
+from tfdist.training.step import ModelStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:When providing `inputs`")
 

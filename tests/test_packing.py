@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tfdist.branch_and_bound import search
-from tfdist.packing import InfeasibleError, improve, lower_bound, pack
-from tfdist.splitting import fill
+from tfdist.placement.branch_and_bound import search
+from tfdist.placement.packing import InfeasibleError, improve, lower_bound, pack
+from tfdist.placement.splitting import fill
 
 loads_of_few = st.lists(st.integers(0, 20), max_size=7)
 few_bins = st.integers(1, 3)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.partition import (
+from tfdist.placement.partitioners import (
     apply_partitioner,
     fixed_size_partitioner,
     min_max_variable_partitioner,

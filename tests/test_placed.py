@@ -4,9 +4,9 @@ import pytest
 import table_checks
 import tensorflow as tf
 
-from tfdist.placement import byte_size_load_fn
-from tfdist.strategy import placed_scope
-from tfdist.variables import describe
+from tfdist.placement.scope import placed_scope
+from tfdist.placement.strategies import byte_size_load_fn
+from tfdist.placement.variables import describe
 
 PLACEMENTS = ["greedy", "planned", "random"]
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.placement import (
+from tfdist.placement.strategies import (
     GreedyLoadBalancingStrategy,
     RandomStrategy,
     RoundRobinStrategy,
@@ -17,7 +17,7 @@ from tfdist.placement import (
     load_of,
     traffic_load_fn,
 )
-from tfdist.variables import VariableSpec
+from tfdist.placement.variables import VariableSpec
 
 V = VariableSpec("v", (2, 2))
 

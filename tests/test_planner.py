@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import placement as benchmark
-from tfdist.placement import RoundRobinStrategy, traffic_load_fn
-from tfdist.planner import main, plan, simulate
-from tfdist.plans import Piece
-from tfdist.variables import VariableSpec, creation_spec, describe
+from tfdist.placement.planner import main, plan, simulate
+from tfdist.placement.plans import Piece
+from tfdist.placement.strategies import RoundRobinStrategy, traffic_load_fn
+from tfdist.placement.variables import VariableSpec, creation_spec, describe
 
 LITERAL = {
     name: model

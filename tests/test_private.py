@@ -7,7 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist import _private
+from tfdist._tf import private
 
 
 def small_model(optimizer="adam"):
@@ -19,18 +19,18 @@ def small_model(optimizer="adam"):
 
 def test_seed_state_name():
     generator = keras.random.SeedGenerator(7)
-    assert generator.state.path.endswith(_private.SEED_STATE_NAME)
+    assert generator.state.path.endswith(private.SEED_STATE_NAME)
 
 
 def test_dropout_holds_a_seed_state():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.5)])
     (state,) = model.non_trainable_variables
-    assert state.path.endswith(_private.SEED_STATE_NAME)
+    assert state.path.endswith(private.SEED_STATE_NAME)
 
 
 def test_reset_object_names_repeats_paths():
     def paths():
-        _private.reset_object_names()
+        private.reset_object_names()
         model = small_model()
         return [v.path for v in [*model.variables, *model.optimizer.variables]]
 
@@ -40,7 +40,7 @@ def test_reset_object_names_repeats_paths():
 def test_reset_object_names_keeps_the_dtype_policy():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        _private.reset_object_names()
+        private.reset_object_names()
         assert keras.config.dtype_policy().name == "mixed_bfloat16"
     finally:
         keras.config.set_dtype_policy("float32")
@@ -61,10 +61,10 @@ def test_reset_object_names_keeps_the_dtype_policy():
 )
 def test_slot_lists(optimizer, num_slots):
     model = small_model(optimizer)
-    lists = _private.slot_lists(optimizer)
+    lists = private.slot_lists(optimizer)
     assert len(lists) == num_slots
     for i, variable in enumerate(model.trainable_variables):
-        assert _private.variable_index(optimizer, variable) == i
+        assert private.variable_index(optimizer, variable) == i
         for slots in lists.values():
             assert slots[i].shape == variable.shape
 
@@ -72,7 +72,7 @@ def test_slot_lists(optimizer, num_slots):
 def test_moving_averages():
     optimizer = keras.optimizers.SGD(use_ema=True)
     model = small_model(optimizer)
-    averages = _private.moving_averages(optimizer)
+    averages = private.moving_averages(optimizer)
     shapes = [v.shape for v in model.trainable_variables]
     assert [v.shape for v in averages] == shapes
 
@@ -81,24 +81,24 @@ def test_uses_weight_decay():
     optimizer = keras.optimizers.AdamW()
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     kernel, bias = small_model(optimizer).trainable_variables
-    assert _private.uses_weight_decay(optimizer, kernel)
-    assert not _private.uses_weight_decay(optimizer, bias)
+    assert private.uses_weight_decay(optimizer, kernel)
+    assert not private.uses_weight_decay(optimizer, bias)
 
 
 def test_unique_id_tells_variables_apart():
     one, two = tf.Variable(1.0), tf.Variable(1.0)
-    assert _private.unique_id(one) != _private.unique_id(two)
+    assert private.unique_id(one) != private.unique_id(two)
 
 
 def test_nadam_product():
     optimizer = keras.optimizers.Nadam()
     small_model(optimizer)
-    assert float(_private.nadam_product(optimizer).value) == 1.0
+    assert float(private.nadam_product(optimizer).value) == 1.0
 
 
 def test_coordinator():
     """What `schedule` and its kin use of a coordinator; clusters use it too."""
-    module = _private.cluster_coordinator
+    module = private.cluster_coordinator
     queue = module._CoordinatedClosureQueue
     assert "timeout" in inspect.signature(queue.wait).parameters
     assert list(inspect.signature(module.Cluster.schedule).parameters) == [
@@ -114,20 +114,20 @@ def test_coordinator():
     assert "failure_handler.stop()" in inspect.getsource(module.Cluster.stop)
     recovers = inspect.getsource(module.Worker._on_worker_recovery)
     assert "self._schedule_resource(resource._closure)" in recovers
-    context = _private.coordinator_context
+    context = private.coordinator_context
     worker = SimpleNamespace(worker_index=3)
     with context.with_dispatch_context(worker):
         assert context.get_current_dispatch_context().worker_index == 3
     assert callable(module._select_worker_slice)
     assert callable(module._maybe_as_type_spec)
-    for error in _private.COORDINATOR_ERRORS:
+    for error in private.COORDINATOR_ERRORS:
         cause = ValueError("cause")
         assert error(cause).original_exception is cause
 
 
 @pytest.mark.parametrize("name", ["set_server_def", "update_server_def"])
 def test_expire_remote_state_after(name, monkeypatch):
-    method = getattr(_private.context.Context, name)
+    method = getattr(private.context.Context, name)
     (parameter,) = [
         p
         for p in inspect.signature(method).parameters.values()
@@ -135,23 +135,23 @@ def test_expire_remote_state_after(name, monkeypatch):
     ]
     assert parameter.name == "keep_alive_secs"
     monkeypatch.setattr(method, "__defaults__", method.__defaults__)
-    before = _private.context._KEEP_ALIVE_SECS
-    monkeypatch.setattr(_private.context, "_KEEP_ALIVE_SECS", before)
-    _private.expire_remote_state_after(7)
+    before = private.context._KEEP_ALIVE_SECS
+    monkeypatch.setattr(private.context, "_KEEP_ALIVE_SECS", before)
+    private.expire_remote_state_after(7)
     assert method.__defaults__ == (7,)
-    assert _private.context._KEEP_ALIVE_SECS == 7
+    assert private.context._KEEP_ALIVE_SECS == 7
 
 
 def test_accumulators_and_counter():
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     model = small_model(optimizer)
-    sums = _private.accumulators(optimizer)
+    sums = private.accumulators(optimizer)
     assert [s.shape for s in sums] == [
         v.shape for v in model.trainable_variables
     ]
     gradients = [tf.ones(s.shape) for s in sums]
     optimizer.apply(gradients)
-    assert int(_private.counter(optimizer).numpy()) == 1
+    assert int(private.counter(optimizer).numpy()) == 1
     assert int(optimizer.iterations) == 0
     assert float(keras.ops.sum(sums[0])) == 6.0
 
@@ -159,13 +159,13 @@ def test_accumulators_and_counter():
 def test_counter_of_a_scaled_optimizer():
     inner = keras.optimizers.SGD()
     scaled = keras.optimizers.LossScaleOptimizer(inner)
-    assert _private.counter(scaled) is _private.counter(inner)
-    assert _private.counter(inner) is inner.iterations
+    assert private.counter(scaled) is private.counter(inner)
+    assert private.counter(inner) is inner.iterations
 
 
 def test_what_all_reduce_needs_of_the_context():
     """`tests/test_all_reduce.py` runs them; this names what has changed."""
-    context = _private.context.Context
+    context = private.context.Context
     for method, arguments in {
         "configure_coordination_service": {
             "service_type",
@@ -178,19 +178,19 @@ def test_what_all_reduce_needs_of_the_context():
     }.items():
         parameters = inspect.signature(getattr(context, method)).parameters
         assert arguments <= parameters.keys()
-    job = _private.coordination_config_pb2.CoordinatedJob(name="a", num_tasks=2)
+    job = private.coordination_config_pb2.CoordinatedJob(name="a", num_tasks=2)
     assert (job.name, job.num_tasks) == ("a", 2)
 
 
 def test_masks():
     ids = tf.constant([[1, 0]])
     embedded = keras.layers.Embedding(3, 2, mask_zero=True)(ids)
-    assert _private.mask_of(embedded).numpy().tolist() == [[True, False]]
+    assert private.mask_of(embedded).numpy().tolist() == [[True, False]]
     other = tf.zeros([1, 2, 2])
-    assert _private.mask_of(other) is None
-    _private.set_mask(other, tf.constant([[False, True]]))
+    assert private.mask_of(other) is None
+    private.set_mask(other, tf.constant([[False, True]]))
     # A layer finds it there: the first of the two steps is left out.
     values = tf.constant([[[8.0], [2.0]]])
-    _private.set_mask(values, _private.mask_of(other))
+    private.set_mask(values, private.mask_of(other))
     pooled = keras.layers.GlobalAveragePooling1D()(values)
     assert pooled.numpy().tolist() == [[2.0]]

@@ -3,8 +3,8 @@ import io
 import pytest
 from counting import count
 
-from tfdist.hooks import SessionRunHook
-from tfdist.progress import ProgressHook, progress_line
+from tfdist.hooks.basic import SessionRunHook
+from tfdist.hooks.progress import ProgressHook, progress_line
 
 SPEED = "5.00 steps/s (input 25 %)"
 

@@ -1,5 +1,6 @@
-"""Every row of the failure table in `tfdist/session.py`: real processes, real
-signals. `-s` shows how long each took.
+"""Every row of the failure table in `session/monitored_session.py`.
+
+Real processes, real signals. `-s` shows how long each took.
 """
 
 import re
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import checkpoint
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.checkpoint import checkpoints
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 # Faults at times of their own, which a busy machine would shift.
 pytestmark = pytest.mark.alone
@@ -94,7 +95,7 @@ def pids(job, *jobs):
 def assert_ends_at(model_dir, max_steps):
     """The last checkpoint is complete and counts exactly so many steps."""
     path = tf.train.latest_checkpoint(model_dir)
-    assert checkpoint.step_of(path) == max_steps
+    assert checkpoints.step_of(path) == max_steps
     values = tensors(path)
     iterations = [v for name, v in values.items() if "iteration" in name]
     assert iterations == [max_steps]
@@ -236,7 +237,7 @@ def second_life(job, model_dir):
     job.terminate(CHIEF)
     watch.say("it has ended")
     assert job.exit_codes()[CHIEF][-1] == 143
-    step = checkpoint.step_of(tf.train.latest_checkpoint(model_dir))
+    step = checkpoints.step_of(tf.train.latest_checkpoint(model_dir))
     more = command(model_dir, f"--max_steps={step + 137}", "--step_secs=0.1")
     chief = job.add_task("chief", address_of=CHIEF, command=more)
     goes_on(job, 1, chief)
@@ -313,7 +314,7 @@ def test_servers_start_anew_after_many_connections(tmp_path):
         assert [job.pid(task) for task in others] == pids
         assert job.wait(timeout_secs=120) == 0
     path = tf.train.latest_checkpoint(tmp_path / "model")
-    assert checkpoint.step_of(path) == 900
+    assert checkpoints.step_of(path) == 900
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +359,7 @@ def test_error_of_the_user_is_raised_once(
     assert where in output
     assert "last checkpoint" not in output
     path = tf.train.latest_checkpoint(tmp_path)
-    assert checkpoint.step_of(path) == 60
+    assert checkpoints.step_of(path) == 60
     assert_is_finite(path)
 
 
@@ -370,7 +371,7 @@ def test_nan_keeps_the_last_good_checkpoint(servers, tmp_path):
     assert len(re.findall("The loss is NaN at step", output)) == 1
     assert "NanLossDuringTrainingError" in output
     path = tf.train.latest_checkpoint(tmp_path)
-    assert checkpoint.step_of(path) == 60
+    assert checkpoints.step_of(path) == 60
     assert_is_finite(path)
 
 
@@ -514,7 +515,7 @@ def test_job_that_was_frozen_ends_exactly(frozen_job, frozen_dir):
     job = frozen_job
     job.terminate(CHIEF)
     assert job.exit_codes()[CHIEF] == [143]
-    step = checkpoint.step_of(tf.train.latest_checkpoint(frozen_dir))
+    step = checkpoints.step_of(tf.train.latest_checkpoint(frozen_dir))
     more = command(frozen_dir, f"--max_steps={step + 137}", "--step_secs=0.1")
     chief = job.add_task("chief", address_of=CHIEF, command=more)
     goes_on(job, 1, chief)

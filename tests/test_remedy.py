@@ -8,11 +8,12 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import recovery, staleness
-from tfdist._private import COORDINATOR_ERRORS
-from tfdist.fence import Generations
-from tfdist.health import Loss, ServerLostError
-from tfdist.recovery import Remedy
+from tfdist._tf.private import COORDINATOR_ERRORS
+from tfdist.cluster.health import Loss, ServerLostError
+from tfdist.session import recovery
+from tfdist.session.recovery import Remedy
+from tfdist.training import staleness
+from tfdist.training.fence import Generations
 
 DEAD, FROZEN = {"ps:0": Loss.DEAD}, {"ps:0": Loss.DEAD, "ps:1": Loss.FROZEN}
 

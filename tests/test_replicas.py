@@ -11,7 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.replicas import share
+from tfdist.training.replicas import share
 
 ROOT = Path(__file__).parent.parent
 # Sums are taken in another order; Adam divides by small second moments.

@@ -12,9 +12,11 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tfdist import MultiOptimizer, checkpoint, optimizers
-from tfdist._private import reset_object_names
-from tfdist.checkpoint import Checkpoints, named_variables
+from tfdist import MultiOptimizer
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.checkpoint.checkpoints import Checkpoints, named_variables
+from tfdist.training import optimizers
 
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(),
@@ -75,7 +77,7 @@ def test_any_shards_into_any_others(tmp_path, data):
     numbers = st.tuples(st.integers(1, rows), st.integers(1, rows))
     path, expected = saved(tmp_path, data.draw(numbers), rows=rows)
     variables = variables_of(built(data.draw(numbers), rows=rows))
-    checkpoint.restore(path, variables)
+    checkpoints.restore(path, variables)
     assert_same(table_checks.whole(variables), expected)
 
 
@@ -83,13 +85,13 @@ def test_any_shards_into_any_others(tmp_path, data):
 def test_slots_of_every_kind(tmp_path, optimizer):
     path, expected = saved(tmp_path, (3, 2), optimizer=optimizer)
     variables = variables_of(built((1, 4), optimizer))
-    checkpoint.restore(path, variables)
+    checkpoints.restore(path, variables)
     assert_same(table_checks.whole(variables), expected)
 
 
 def test_names_are_those_of_the_table_in_one_piece(tmp_path):
     path, _ = saved(tmp_path, (3, 2))
-    shapes = checkpoint.saved_shapes(path)
+    shapes = checkpoints.saved_shapes(path)
     assert shapes["deep/embeddings"] == [20, 4]
     assert shapes["deep/embeddings/adam/velocity"] == [20, 4]
     assert not any("part" in name for name in shapes)
@@ -102,7 +104,7 @@ def test_restore_without_optimizer(tmp_path):
     path, expected = saved(tmp_path, (3, 2))
     model = table_checks.table_model((1, 1))
     variables = named_variables(model, optimizer=False)
-    checkpoint.restore(path, variables)
+    checkpoints.restore(path, variables)
     assert len(variables) == 3 + 4 + 4
     assert_same(
         table_checks.whole(variables), {n: expected[n] for n in variables}
@@ -115,7 +117,7 @@ def test_what_does_not_fit_is_listed(tmp_path):
     variables["new/kernel"] = tf.Variable([1.0, 2.0])
     before = table_checks.whole(variables)
     with pytest.raises(ValueError, match="does not fit the model") as error:
-        checkpoint.restore(path, variables)
+        checkpoints.restore(path, variables)
     lines = [each for each in str(error.value).splitlines() if "shape" in each]
     assert "  new/kernel: shape (2,) in the model, missing in the chec" in str(
         error.value
@@ -177,17 +179,17 @@ def test_killing_the_chief_in_a_save_leaves_the_checkpoint_before(tmp_path):
     assert half_written(directory)
     begun = int((directory / "begun").read_text())
     latest = tf.train.latest_checkpoint(str(directory))
-    assert checkpoint.step_of(latest) == begun - 1
+    assert checkpoints.step_of(latest) == begun - 1
     variables = variables_of(built((1, 1), rows=rows))
-    checkpoints = Checkpoints(str(directory), variables)
-    assert checkpoints.restore() == checkpoints.latest == latest
+    saver = Checkpoints(str(directory), variables)
+    assert saver.restore() == saver.latest == latest
     got = table_checks.whole(variables)
     for name, value in np.load(directory / "saved.npz").items():
         for _ in range(begun - 2):
             value = value + np.ones_like(value)
         np.testing.assert_array_equal(got[name], value, err_msg=name)
     # A restarted chief comes to the same step again.
-    path = checkpoints.save(begun)
+    path = saver.save(begun)
     assert tf.train.latest_checkpoint(str(directory)) == path
 
 

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 from small_models import logistic
 
-from tfdist import serving
-from tfdist.saved_models import export_saved_model, list_exports
-from tfdist.serving import Serving
+from tfdist.estimator import serving
+from tfdist.estimator.saved_models import export_saved_model, list_exports
+from tfdist.estimator.serving import Serving
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,11 @@ import tensorflow as tf
 from both_sessions import Scripted, checkpoint_steps
 from counting import count, counting_session
 
-from tfdist.hooks import SessionRunHook
-from tfdist.saving_hooks import CheckpointSaverHook, CheckpointSaverListener
+from tfdist.hooks.basic import SessionRunHook
+from tfdist.hooks.saving_hooks import (
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+)
 
 
 class Listener(CheckpointSaverListener):
@@ -49,13 +52,13 @@ def test_saves_as_tf1_recorded_whatever_the_runs(tmp_path):
 
 def test_saves_no_step_twice(tmp_path, caplog):
     directory = str(tmp_path)
-    caplog.set_level(logging.INFO, "tfdist.saving_hooks")
+    caplog.set_level(logging.INFO, "tfdist.hooks.saving_hooks")
     for last_step in (6, 6, 9, 10):
         save(directory, last_step)
     saved = [
         int(record.message.rstrip(".").split("-")[-1])
         for record in caplog.records
-        if record.name == "tfdist.saving_hooks"
+        if record.name == "tfdist.hooks.saving_hooks"
     ]
     assert saved == [0, 3, 6, 9, 10]
 

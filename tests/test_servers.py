@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from tfdist import processes, servers
-from tfdist.cluster import Cluster
-from tfdist.servers import TaskState, probe
+from tfdist.cluster import servers
+from tfdist.cluster.servers import TaskState, probe
+from tfdist.cluster.spec import Cluster
+from tfdist.launch import processes
 
 DEADLINE = 60.0
 SERVE = (
-    "from tfdist import servers; from tfdist.cluster import Cluster; "
+    "from tfdist import servers; from tfdist.cluster.spec import Cluster; "
     "servers.serve(Cluster.from_env())"
 )
 

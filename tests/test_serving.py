@@ -6,8 +6,8 @@ from serving_checks import example, serve
 from small_models import examples, logistic
 
 import tfdist
-from tfdist.saved_models import export_saved_model
-from tfdist.serving import Serving
+from tfdist.estimator.saved_models import export_saved_model
+from tfdist.estimator.serving import Serving
 
 
 def with_names(trained):

@@ -9,11 +9,12 @@ from both_sessions import Training, tf1
 from counting import count
 from small_models import batches, local_loop, logistic
 
-from tfdist import checkpoint, recovery
-from tfdist.cluster import Cluster
-from tfdist.hooks import StopAtStepHook
-from tfdist.session import MonitoredTrainingSession, Trainable
-from tfdist.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.hooks.basic import StopAtStepHook
+from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.session import recovery
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 
 class Recorder(SessionRunHook):
@@ -67,7 +68,7 @@ def make(dataset=None, hidden=list, **kwargs):
         model = logistic(hidden=hidden(), **kwargs)
         data = batches().repeat() if dataset is None else dataset
         loop, global_step = local_loop(model, data, steps_per_dispatch=2)
-        named = checkpoint.named_variables(model)
+        named = checkpoints.named_variables(model)
         made = Trainable(loop, global_step, named, model=model)
         build.made.append(made)
         return made

@@ -20,8 +20,8 @@ from both_sessions import (
     v1,
 )
 
-from tfdist.checkpoint import Checkpoints
-from tfdist.session import MonitoredTrainingSession, Trainable
+from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 pytestmark = pytest.mark.slow
 

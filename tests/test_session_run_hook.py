@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.session_run_hook import (
+from tfdist.hooks.session_run_hook import (
     SecondOrStepTimer,
     SessionRunHook,
     wants_every_step,

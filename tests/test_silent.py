@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from silent_job import NAN_AT, SAVE_STEPS, STEPS
 
-from tfdist.testing import LocalCluster
+from tfdist.launch.testing import LocalCluster
 
 pytestmark = pytest.mark.slow
 

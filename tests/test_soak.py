@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfdist import checkpoint
-from tfdist.testing import LocalCluster, assert_nothing_left, random_faults
+from tfdist.checkpoint import checkpoints
+from tfdist.launch.testing import (
+    LocalCluster,
+    assert_nothing_left,
+    random_faults,
+)
 
 ROOT = Path(__file__).parent.parent
 MAX_STEPS = 9000
@@ -100,7 +104,7 @@ def run(model_dir, some_faults):
         codes = job.exit_codes()
     assert_nothing_left(job)
     path = tf.train.latest_checkpoint(model_dir)
-    assert checkpoint.step_of(path) == MAX_STEPS
+    assert checkpoints.step_of(path) == MAX_STEPS
     assert not list(Path(model_dir).glob("*_temp*"))
     result = json.loads((Path(model_dir) / "eval/latest.json").read_text())
     assert result["metrics"]["global_step"] == MAX_STEPS

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster import Cluster
+from tfdist.cluster.spec import Cluster
 
 
 def input_fn():

@@ -1,4 +1,4 @@
-"""tfdist/statistics.py."""
+"""tfdist/data/statistics.py."""
 
 import json
 import math
@@ -11,9 +11,13 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from tfdist import statistics
-from tfdist.cluster import Cluster
-from tfdist.statistics import NumberStatistics, StringStatistics, compute_once
+from tfdist.cluster.spec import Cluster
+from tfdist.data import statistics
+from tfdist.data.statistics import (
+    NumberStatistics,
+    StringStatistics,
+    compute_once,
+)
 
 TASKS = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
 

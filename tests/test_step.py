@@ -13,8 +13,8 @@ from small_models import (
     uncompiled,
 )
 
-from tfdist import optimizers
-from tfdist.step import ModelStep
+from tfdist.training import optimizers
+from tfdist.training.step import ModelStep
 
 METRICS = {
     "auc": lambda: keras.metrics.AUC(),

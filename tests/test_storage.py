@@ -1,4 +1,4 @@
-"""TensorFlow's `gs://` on the fake of storage_server.py, and tfdist.storage."""
+"""TensorFlow's `gs://` on the fake of storage_server.py, and `_tf/storage`."""
 
 import json
 import ssl
@@ -12,8 +12,10 @@ from small_models import logistic
 
 from tests import storage_server
 from tests.storage_server import Faults, Running
-from tfdist import checkpoint, results, storage
-from tfdist.saved_models import export_saved_model, list_exports
+from tfdist._tf import storage
+from tfdist.checkpoint import checkpoints
+from tfdist.estimator import results
+from tfdist.estimator.saved_models import export_saved_model, list_exports
 
 gfile = tf.io.gfile
 BUCKET = "gs://bucket"
@@ -327,7 +329,7 @@ def test_tensorflow_copies_in_one_call_alone(slow_copies):
     assert slow_copies.store.names("bucket") == ["file"]
 
 
-# --- tfdist.storage ----------------------------------------------------------
+# --- tfdist._tf.storage ------------------------------------------------------
 
 
 @pytest.mark.parametrize("now", [b"1", b"12345678"])
@@ -440,10 +442,10 @@ def test_a_list_of_checkpoints_that_cannot_be_read(
 ):
     """A job would begin anew, and overwrite what is there."""
     directory = folder if where == "gs" else str(tmp_path)
-    assert checkpoint.latest(directory) is None
+    assert checkpoints.latest(directory) is None
     write(f"{directory}/checkpoint", b"model_checkpoint_path: 'cut off")
-    jobs = checkpoint.Checkpoints(directory, {"v": tf.Variable(1.0)})
-    for act in (jobs.restore, lambda: checkpoint.latest(directory)):
+    jobs = checkpoints.Checkpoints(directory, {"v": tf.Variable(1.0)})
+    for act in (jobs.restore, lambda: checkpoints.latest(directory)):
         with pytest.raises(ValueError, match="to train anew, move"):
             act()
 

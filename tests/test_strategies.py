@@ -16,10 +16,10 @@ import pytest
 import tensorflow as tf
 from strategy_checks import examples
 
-from tfdist import checkpoint
-from tfdist.cluster import Cluster
-from tfdist.specs import RunConfig
-from tfdist.testing import LocalCluster
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.estimator.specs import RunConfig
+from tfdist.launch.testing import LocalCluster
 
 ROOT = Path(__file__).parent.parent
 # In this order: each restores a checkpoint of those before as well.
@@ -80,8 +80,8 @@ def restores(reports, directory):
 def weights(directory, strategy, feature, steps=STEPS):
     path = f"{directory}/{strategy}/{feature}/model.ckpt-{steps}"
     return {
-        name: checkpoint.load_variable(path, name)
-        for name in checkpoint.saved_shapes(path)
+        name: checkpoints.load_variable(path, name)
+        for name in checkpoints.saved_shapes(path)
         if "seed_generator" not in name
     }
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import Cluster
-from tfdist.strategy import parameter_server_strategy, placed_scope
-from tfdist.variables import VariableSpec
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.placement.scope import placed_scope
+from tfdist.placement.variables import VariableSpec
 
 pytestmark = pytest.mark.slow
 

@@ -4,41 +4,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PATHS = sorted((ROOT / "tfdist").glob("*.py"))
-MODULES = {path.stem: ast.parse(path.read_text()) for path in PATHS}
-
-# design.md, section 3; every new module needs a floor.
-FLOORS = {
-    0: "cluster connections processes faults placement partition variables "
-    "lookups forward packing branch_and_bound splitting plans planner "
-    "device_setter input_fns inputs audit blocks csv_records reading "
-    "record_files tfds_inputs storage chooser cost_formulas cost_model "
-    "machines reasons workload errors tpu statistics block_cache "
-    "worker_context input_wait _private",
-    1: "servers health fence staleness strategy embedding exchange routing "
-    "optimizers slots kernels multi_optimizer replicas peers gates "
-    "stages micro_batches model_parallel data_service",
-    2: "step compiled_model keras_step loop replicated_loop workers "
-    "coordinated_loop recovery checkpoint finite hooks default_hooks "
-    "session_run_hook saving_hooks summary_hooks events progress "
-    "early_stopping callbacks unread_data",
-    3: "session warm_start evaluation results exporters saved_models serving "
-    "specs",
-    4: "estimator building training canned canned_model heads networks "
-    "vocabulary feature_columns keras_columns estimator_checkpoint launch "
-    "testing supervisor vertex vertex_checks vertex_jobs vertex_machines "
-    "kubernetes tuning __init__",
+# The wings of design.md, section 3, from the ground up: one knows those before.
+WINGS = (
+    "_tf cluster data placement embeddings training pipeline checkpoint hooks "
+    "session estimator canned launch vertex advice"
+).split()
+COMMANDS = ("audit", "kubernetes")
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(
+        path.read_text()
+    )
+    for path in sorted((ROOT / "tfdist").rglob("*.py"))
+    if path.parent != ROOT / "tfdist"
 }
-FLOOR = {name: n for n, names in FLOORS.items() for name in names.split()}
 
 # Where the environment may be touched, and for what.
 ENVIRONMENT = {
-    "tfdist/cluster.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
-    "tfdist/launch.py",  # NO_COLOR and TERM of the user's terminal.
-    "tfdist/processes.py",  # Builds the environment of a child.
-    "tfdist/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
-    "tfdist/recovery.py",  # Sets it for the process that it becomes.
-    "tfdist/strategy.py",  # Sets GRPC_FAIL_FAST, which TensorFlow reads.
+    "tfdist/cluster/spec.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
+    "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
+    "tfdist/launch/processes.py",  # Builds the environment of a child.
+    "tfdist/cluster/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
+    "tfdist/session/recovery.py",  # Sets it for the process that it becomes.
+    "tfdist/cluster/strategies.py",  # Sets GRPC_FAIL_FAST for TensorFlow.
     "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
     "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.
 }
@@ -46,13 +33,13 @@ ENVIRONMENT = {
 SOURCES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text())
     for package in ("tfdist", "trainer")
-    for path in sorted((ROOT / package).glob("*.py"))
+    for path in sorted((ROOT / package).rglob("*.py"))
 }
 
 
 def imports(tree):
-    """Full names of all modules and members that a file imports at runtime."""
-    for node in runtime_nodes(tree):
+    """Full names of all modules and members that a file imports."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -60,35 +47,34 @@ def imports(tree):
             yield from (f"{node.module}.{a.name}" for a in node.names)
 
 
-def runtime_nodes(tree):
-    """All nodes but those under `if TYPE_CHECKING:`."""
-    for node in ast.iter_child_nodes(tree):
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(
-            node.test
-        )
-        if not typing_only:
-            yield node
-            yield from runtime_nodes(node)
-
-
-def tfdist_imports(name):
-    names = {
-        full.split(".")[1]
-        for full in imports(MODULES[name])
-        if full.startswith("tfdist.")
+def test_wings():
+    """Each has a door; beside them there is nothing but two commands."""
+    children = {
+        path.stem
+        for path in (ROOT / "tfdist").iterdir()
+        if path.is_dir() or path.suffix == ".py"
     }
-    return names & set(MODULES)
+    assert children - {"__pycache__"} == {"__init__", *WINGS, *COMMANDS}
+    for wing in WINGS:
+        assert "Read in this order" in ast.get_docstring(
+            MODULES[f"tfdist.{wing}.__init__"]
+        )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_down(name):
-    assert name in FLOOR, "give the new module a floor in FLOORS"
-    for other in tfdist_imports(name):
-        assert FLOOR[other] <= FLOOR[name], f"{name} imports {other}"
+    own = WINGS.index(name.split(".")[1])
+    for full in imports(MODULES[name]):
+        if full.startswith("tfdist."):
+            wing = full.split(".")[1]
+            assert WINGS.index(wing) <= own, f"{name} imports {full}"
 
 
 def test_imports_have_no_cycle():
-    remaining = {name: tfdist_imports(name) for name in MODULES}
+    remaining = {
+        name: set(imports(tree)) & set(MODULES)
+        for name, tree in MODULES.items()
+    }
     while remaining:
         free = [
             n for n, needs in remaining.items() if not needs & set(remaining)
@@ -117,7 +103,7 @@ def test_environment_is_touched_in_few_places(path):
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_private_imports_are_in_one_file(path):
-    if path == "tfdist/_private.py":
+    if path == "tfdist/_tf/private.py":
         return
     private = {
         full
@@ -132,12 +118,12 @@ def test_private_imports_are_in_one_file(path):
 def test_flags_are_defined_in_the_programs_alone(path):
     programs = {
         "trainer/task.py",
-        "tfdist/audit.py",
-        "tfdist/chooser.py",
-        "tfdist/kubernetes.py",
-        "tfdist/launch.py",
-        "tfdist/planner.py",
-        "tfdist/vertex.py",
+        "tfdist/data/audit.py",
+        "tfdist/advice/chooser.py",
+        "tfdist/vertex/kubernetes.py",
+        "tfdist/launch/command.py",
+        "tfdist/placement/planner.py",
+        "tfdist/vertex/command.py",
     }
     parsers = {"absl.flags", "argparse"}
     assert not parsers & set(imports(SOURCES[path])) or path in programs

@@ -6,15 +6,15 @@ import tensorflow as tf
 from both_sessions import Scripted, summaries
 from counting import count, counting_session
 
-from tfdist.events import read_scalars
-from tfdist.hooks import SessionRunHook, StopAtStepHook
-from tfdist.session import MonitoredTrainingSession, Trainable
-from tfdist.summary_hooks import (
+from tfdist.hooks.basic import SessionRunHook, StopAtStepHook
+from tfdist.hooks.events import read_scalars
+from tfdist.hooks.summary_hooks import (
     ProfilerHook,
     StalenessHook,
     StepCounterHook,
     SummarySaverHook,
 )
+from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 # --- SummarySaverHook --------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Clock:
 
 
 def test_steps_per_second(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    caplog.set_level(logging.INFO, "tfdist.hooks.summary_hooks")
     count([StepCounterHook(5, output_dir=str(tmp_path))], 12)
     steps = [6, 11]
     assert summaries(tmp_path) == {
@@ -105,7 +105,7 @@ def test_steps_per_second(tmp_path, caplog):
 
 def test_the_rate_is_that_of_the_clock(tmp_path, monkeypatch):
     hook = StepCounterHook(5, output_dir=str(tmp_path), at_first_step=False)
-    monkeypatch.setattr("tfdist.summary_hooks.time.time", Clock())
+    monkeypatch.setattr("tfdist.hooks.summary_hooks.time.time", Clock())
     count([hook], 10)
     rates = [r["global_step/sec"] for r in read_scalars(str(tmp_path)).values()]
     assert len(rates) == 2
@@ -132,7 +132,7 @@ def test_a_recovery_does_not_spoil_the_rate(tmp_path):
 
 
 def test_logs_without_a_directory(caplog):
-    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    caplog.set_level(logging.INFO, "tfdist.hooks.summary_hooks")
     count([StepCounterHook(every_n_steps=3)], 5)
     assert caplog.text.count("global_step/sec: ") == 1
 
@@ -161,7 +161,7 @@ class Stale(SessionRunHook):
 
 
 def test_staleness(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "tfdist.summary_hooks")
+    caplog.set_level(logging.INFO, "tfdist.hooks.summary_hooks")
     counts = np.zeros([128], np.int64)
     counts[:4] = [60, 30, 9, 1]
     hook = StalenessHook(str(tmp_path), every_n_steps=10)

@@ -15,8 +15,9 @@ import pytest
 import tensorflow as tf
 from test_cluster import MALFORMED_TF_CONFIGS
 
-from tfdist import checkpoint, processes
-from tfdist.events import read_scalars
+from tfdist.checkpoint import checkpoints
+from tfdist.hooks.events import read_scalars
+from tfdist.launch import processes
 from trainer import task as trainer_task
 from trainer.click_log import auc
 
@@ -109,7 +110,7 @@ def test_no_process_is_left(cluster_job):
 
 def test_steps_are_exact(cluster_job):
     path = tf.train.latest_checkpoint(cluster_job[2])
-    assert checkpoint.step_of(path) == MAX_STEPS
+    assert checkpoints.step_of(path) == MAX_STEPS
     assert path == f"{cluster_job[2]}/model.ckpt-{MAX_STEPS}"
     saved = tf.train.load_checkpoint(path)
     counters = [
@@ -204,7 +205,7 @@ def test_ctrl_c(directory):
     assert "Interrupted. The same command continues" in output
     assert "Traceback" not in output
     path = tf.train.latest_checkpoint(directory / "interrupted")
-    step = checkpoint.step_of(path)
+    step = checkpoints.step_of(path)
     code, output = run(
         *["trainer.task", *flags, f"--max_steps={step + 5}"],
         directory=directory,

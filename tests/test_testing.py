@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist import testing
-from tfdist.testing import (
+from tfdist.launch import testing
+from tfdist.launch.testing import (
     Fault,
     LocalCluster,
     NotRunningError,
@@ -241,7 +241,7 @@ for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"),
         file.write(text)
 with open("/proc/sys/user/max_net_namespaces", "w") as file:
     file.write("0")
-from tfdist import testing
+from tfdist.launch import testing
 with testing.LocalCluster(["sleep", "99"]) as cluster:
     print(cluster.private)
     try:
@@ -665,7 +665,7 @@ def test_children_go_with_their_task():
 
 CALLER = """
 import sys, threading, time
-from tfdist import testing
+from tfdist.launch import testing
 def start():
     global cluster
     cluster = testing.LocalCluster(sys.argv[2:], workers=1, log_dir=sys.argv[1])
@@ -730,8 +730,8 @@ def test_what_is_left_is_found(what):
 # --- A real TensorFlow server ------------------------------------------------
 
 PROBE = """
-from tfdist import servers
-from tfdist.cluster import Cluster
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
 cluster = Cluster.from_env()
 if cluster.role == "ps":
     servers.serve(cluster)
@@ -786,5 +786,6 @@ def test_doctests():
 
 
 def test_imports_no_tensorflow():
-    code = "import sys, tfdist.testing; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys; from tfdist import testing; "
+    code += "sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

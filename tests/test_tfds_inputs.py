@@ -1,4 +1,4 @@
-"""tfdist/tfds_inputs.py."""
+"""tfdist/data/tfds_inputs.py."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
-from tfdist import tfds_inputs
+from tfdist.data import tfds_inputs
 
 SIZE = 20
 FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}

@@ -9,8 +9,9 @@ import tensorflow as tf
 from strategy_checks import dense, dense_data
 
 import tfdist
-from tfdist import optimizers, tpu
-from tfdist.step import ModelStep
+from tfdist.cluster import tpu
+from tfdist.training import optimizers
+from tfdist.training.step import ModelStep
 
 
 def keras_table():

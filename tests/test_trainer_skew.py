@@ -9,7 +9,7 @@ import tensorflow as tf
 from serving_checks import serve
 
 import tfdist
-from tfdist.cluster import Cluster
+from tfdist.cluster.spec import Cluster
 from trainer import data, model
 from trainer.source import MAX_VOCABULARY
 

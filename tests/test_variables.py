@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.variables import (
+from tfdist.placement.variables import (
     VariableSpec,
     creation_spec,
     describe,

@@ -19,14 +19,14 @@ from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist import vertex, vertex_checks, vertex_jobs, vertex_machines
-from tfdist.vertex_jobs import Job, Machine, Tuning, parameter
+from tfdist.vertex import checks, command, jobs, machine_types
+from tfdist.vertex.jobs import Job, Machine, Tuning, parameter
 
 ROOT = Path(__file__).parent.parent
 IMAGE = "us-central1-docker.pkg.dev/my-project/tfdist/trainer:1"
 OUTPUT = "gs://my-bucket/clicks"
 COMMON = [f"--image={IMAGE}", f"--base_output_dir={OUTPUT}"]
-REDUCTION = vertex_jobs.REDUCTION_SERVER_IMAGE
+REDUCTION = jobs.REDUCTION_SERVER_IMAGE
 
 
 def as_proto(spec):
@@ -56,7 +56,7 @@ def with_int64_as_text(spec):
 
 def generated(capsys, *flags):
     """What the command prints for these flags, parsed, and the text."""
-    assert vertex.main([*COMMON, *flags]) == 0
+    assert command.main([*COMMON, *flags]) == 0
     text = capsys.readouterr().out
     return yaml.safe_load(text), text
 
@@ -218,7 +218,7 @@ def test_shape(capsys, name):
     assert [summary(pool) for pool in spec["workerPoolSpecs"]] == pools
     # Nothing unknown, everything camelCase: it survives the service's types.
     assert as_proto(spec) == with_int64_as_text(spec)
-    assert vertex_checks.problems_of_job(spec) == []
+    assert checks.problems_of_job(spec) == []
     assert not re.search(r"[&*]id\d", text)
 
 
@@ -303,7 +303,7 @@ def test_a_package_instead_of_an_image(capsys):
         "--executor_image=gcr.io/my-project/python:3.11",
         *["--workers=2", "--ps=1", "--", "--max_steps=5"],
     ]
-    assert vertex.main(flags) == 0
+    assert command.main(flags) == 0
     spec = yaml.safe_load(capsys.readouterr().out)
     assert spec["workerPoolSpecs"][1]["pythonPackageSpec"] == {
         "executorImageUri": "gcr.io/my-project/python:3.11",
@@ -382,7 +382,7 @@ def test_any_arguments_survive_the_yaml(args, env):
         image=IMAGE, base_output_dir=OUTPUT, workers=2, ps=1, args=args, env=env
     )
     spec = job.spec()
-    text = vertex.to_yaml(
+    text = command.to_yaml(
         spec, shape=job.shape, made_by=args, submit=[*args, "--config=job.yaml"]
     )
     assert yaml.safe_load(text) == spec
@@ -610,7 +610,7 @@ BAD = {
 def test_bad_input(capsys, name):
     flags, message = BAD[name]
     with pytest.raises(SystemExit) as info:
-        vertex.main([*COMMON, *flags])
+        command.main([*COMMON, *flags])
     out, err = capsys.readouterr()
     assert info.value.code == 2
     assert message in err
@@ -620,7 +620,7 @@ def test_bad_input(capsys, name):
 
 def test_every_problem_is_listed(capsys):
     with pytest.raises(SystemExit):
-        vertex.main(
+        command.main(
             [*COMMON, "--machine=e2-standard-4", GPU, "--boot_disk_gb=1"]
         )
     err = capsys.readouterr().err
@@ -731,7 +731,7 @@ def test_check_of_a_file(tmp_path, capsys, name):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(spec))
     with pytest.raises(SystemExit) as info:
-        vertex.main([f"--check={path}"])
+        command.main([f"--check={path}"])
     assert info.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -739,7 +739,7 @@ def test_check_of_a_file(tmp_path, capsys, name):
 def test_check_of_a_good_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps(good()))
-    assert vertex.main([f"--check={path}"]) == 0
+    assert command.main([f"--check={path}"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -751,15 +751,15 @@ def test_check_of_no_file(tmp_path, capsys, text, message):
     if text:
         path.write_text(text)
     with pytest.raises(SystemExit):
-        vertex.main([f"--check={path}"])
+        command.main([f"--check={path}"])
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (vertex_checks.CUSTOM_JOB_SPEC, CustomJobSpec),
-        (vertex_checks.TUNING_JOB, HyperparameterTuningJob),
+        (checks.CUSTOM_JOB_SPEC, CustomJobSpec),
+        (checks.TUNING_JOB, HyperparameterTuningJob),
     ],
 )
 def test_known_fields_are_the_services(schema, message):
@@ -780,10 +780,10 @@ def test_known_fields_are_the_services(schema, message):
 
 def test_names_are_the_services():
     known = {entry.name for entry in AcceleratorType}
-    for machine in vertex_machines._TYPES:
-        assert set(vertex_machines.gpus_that_fit(machine) or ()) <= known
+    for machine in machine_types._TYPES:
+        assert set(machine_types.gpus_that_fit(machine) or ()) <= known
     strategies = {entry.name for entry in Scheduling.Strategy}
-    assert set(vertex_checks._STRATEGIES) <= strategies
+    assert set(checks._STRATEGIES) <= strategies
 
 
 # --- The shipped files -------------------------------------------------------
@@ -804,9 +804,9 @@ def test_file_is_what_the_command_in_it_makes(path, capsys):
     text = path.read_text()
     made_by = text.partition("# Submit")[0].split("tfdist.vertex", 1)[1]
     argv = shlex.split(re.sub(r"\\\n#", "", made_by))
-    assert vertex.main(argv) == 0
+    assert command.main(argv) == 0
     assert capsys.readouterr().out == text
-    assert vertex.main([f"--check={path}"]) == 0
+    assert command.main([f"--check={path}"]) == 0
     spec = yaml.safe_load(text)
     assert as_proto(spec) == with_int64_as_text(spec)
 
@@ -814,9 +814,7 @@ def test_file_is_what_the_command_in_it_makes(path, capsys):
 # --- The module --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "module", [vertex, vertex_jobs, vertex_checks, vertex_machines]
-)
+@pytest.mark.parametrize("module", [command, jobs, checks, machine_types])
 def test_doctests(module):
     results = doctest.testmod(module)
     assert results.failed == 0

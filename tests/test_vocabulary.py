@@ -1,7 +1,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.vocabulary import Vocabulary
+from tfdist.canned.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize("dtype", [tf.int32, tf.int64])

@@ -4,9 +4,9 @@ import pytest
 from small_models import batches, logistic
 
 import tfdist
-from tfdist import checkpoint
-from tfdist.cluster import Cluster
-from tfdist.warm_start import WarmStartSettings
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
+from tfdist.estimator.warm_start import WarmStartSettings
 
 KERNEL, BIAS = "sequential/dense/kernel", "sequential/dense/bias"
 
@@ -35,7 +35,7 @@ def started(path, warm_start_from, model_fn=model_fn):
     first = tfdist.Estimator(model_fn, config)
     saved = f"{path}/model.ckpt-0"
     return {
-        name: checkpoint.load_variable(saved, name)
+        name: checkpoints.load_variable(saved, name)
         for name in first.get_variable_names()
     }
 

@@ -9,9 +9,9 @@ import pytest
 import table_checks
 import tensorflow as tf
 
-from tfdist import checkpoint
-from tfdist.step import ModelStep
-from tfdist.testing import LocalCluster, assert_nothing_left
+from tfdist.checkpoint import checkpoints
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
+from tfdist.training.step import ModelStep
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def found(tmp_path_factory):
 def model(found):
     """The model in this process, with the same weights."""
     model = table_checks.table_model()
-    checkpoint.restore(
+    checkpoints.restore(
         tf.train.latest_checkpoint(found),
-        checkpoint.named_variables(model, optimizer=False),
+        checkpoints.named_variables(model, optimizer=False),
     )
     return model
 

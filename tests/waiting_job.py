@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.small_models import batches, logistic
-from tfdist.input_wait import InputWatch
+from tfdist.data.input_wait import InputWatch
 
 
 def input_fn(context):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.blocks import Files
-from tfdist.reading import ReadOptions, batches
-from tfdist.record_files import check_gzip
+from tfdist.data.blocks import Files
+from tfdist.data.reading import ReadOptions, batches
+from tfdist.data.record_files import check_gzip
 from trainer.source import (
     CATEGORICAL,
     NUMERIC,

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist.tfds_inputs import read_tfds
+from tfdist.data.tfds_inputs import read_tfds
 from trainer import click_log
 from trainer.csv_files import CsvSource
 from trainer.source import (

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.vocabulary import Vocabulary
+from tfdist.canned.vocabulary import Vocabulary
 from trainer.source import CATEGORICAL, Column, Schema
 
 # Ids of every column: 0 is "missing", then what its kind says.

@@ -6,8 +6,8 @@ spread, which strings occur. It costs one pass over the training data, made by
 the chief when it first needs it, and is kept in the directory of the job: what
 was trained on it, the evaluator and the export never see another.
 
-The training data set is that of `tfdist.reading`: whatever the source, a share
-for each worker, shuffled, parsed many records at a time.
+The training data set is that of `tfdist.data.reading`: whatever the source, a
+share for each worker, shuffled, parsed many records at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import Cluster
-from tfdist.statistics import (
+from tfdist.cluster.spec import Cluster
+from tfdist.data.statistics import (
     FeatureStatistics,
     NumberStatistics,
     StringStatistics,

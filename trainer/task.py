@@ -28,7 +28,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import tfdist
-from tfdist.tuning import report_metrics
+from tfdist.estimator.tuning import report_metrics
 from trainer import data, model
 from trainer.source import Source
 

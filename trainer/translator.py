@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.model_parallel import Pipeline
+from tfdist.pipeline.model_parallel import Pipeline
 
 # The first word of every target; sentences have the words above.
 START = 0

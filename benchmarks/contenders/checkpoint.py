@@ -22,10 +22,13 @@ import tensorflow as tf
 
 from benchmarks import counters
 from benchmarks.ps_harness import DIM
-from tfdist import checkpoint, optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.embedding import PartitionedEmbedding
-from tfdist.strategy import parameter_server_strategy, placed_scope
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.embeddings.layer import PartitionedEmbedding
+from tfdist.placement.scope import placed_scope
+from tfdist.training import optimizers
 
 # So many saves that their median is not one of the first, which are slow: their
 # CPU is as high as their seconds, whoever saves.
@@ -47,10 +50,10 @@ def saving(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """What saves, and what restores."""
     if who == "tfdist":
-        variables = checkpoint.named_variables(model)
-        checkpoints = checkpoint.Checkpoints(directory, variables)
-        checkpoints.prepare()
-        return lambda: checkpoints.save(1), checkpoints.restore
+        variables = checkpoints.named_variables(model)
+        saver = checkpoints.Checkpoints(directory, variables)
+        saver.prepare()
+        return lambda: saver.save(1), saver.restore
     shards = [v.value for v in model.trainable_variables]
     plain = tf.train.Checkpoint(shards=shards)
 

@@ -19,11 +19,12 @@ from typing import Any
 import tensorflow as tf
 
 from benchmarks import counters, ps_task
-from tfdist import optimizers, servers
-from tfdist.cluster import Cluster
-from tfdist.loop import LocalLoop
-from tfdist.step import ModelStep
-from tfdist.strategy import parameter_server_strategy
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.training import optimizers
+from tfdist.training.loop import LocalLoop
+from tfdist.training.step import ModelStep
 
 
 def measure(

@@ -16,9 +16,9 @@ from typing import Any
 import keras
 
 from benchmarks import clicks, counters, ps_task
-from tfdist import servers
-from tfdist.cluster import Cluster
-from tfdist.strategy import parameter_server_strategy
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import parameter_server_strategy
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Reading by `tfdist.inputs` beside pipelines that are written by hand."""
+"""The readers of `tfdist.data` beside pipelines that are written by hand."""
 
 from __future__ import annotations
 

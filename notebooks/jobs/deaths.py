@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 MAX_STEPS = 700
 PAUSE = 25_000  # Microseconds.

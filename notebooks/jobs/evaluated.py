@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist.evaluation import EvaluationSession
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.estimator.evaluation import EvaluationSession
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 
 def model_fn() -> keras.Model:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 EXAMPLES, BLOCK, BATCH = 400, 20, 4
 PAUSE = 15_000  # Microseconds; worker 1 takes five times as long.

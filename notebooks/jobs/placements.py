@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import servers
+from tfdist.cluster import servers
 
 
 def model_fn() -> keras.Model:

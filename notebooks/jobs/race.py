@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import servers
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.cluster import servers
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 STEPS = 80
 PAUSE = 30_000  # Microseconds.

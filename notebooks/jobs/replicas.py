@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import servers
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.cluster import servers
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 STEPS = 300
 PAUSE = 40_000  # Microseconds.

@@ -19,8 +19,8 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import servers
-from tfdist.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.cluster import servers
+from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 PAUSE = 30_000  # Microseconds.
 # Outputs of the model, and with how many workers it is trained.

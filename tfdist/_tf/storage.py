@@ -1,0 +1,173 @@
+"""What an object store does in another way than a disk, where it matters.
+
+`tf.io.gfile` hides most of it. TensorFlow repeats a request to `gs://` that
+failed (no answer, HTTP 409, 429, 5xx) ten times, over some three minutes, and
+then raises `AbortedError`. It does not hide that
+
+* `makedirs` looks for ever for the parent of a bucket that does not exist;
+* `rmtree` takes a folder for missing if the first look at it fails;
+* the size of a file is remembered for five seconds, so that what another
+  process replaced meanwhile is read cut off, or raises `InternalError`;
+* a folder cannot be renamed at once (see `tfdist.estimator.saved_models`).
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import tensorflow as tf
+
+_PIECE_BYTES = 1 << 20
+_ATTEMPTS = 5
+
+_ADVICE = (
+    (
+        tf.errors.PermissionDeniedError,
+        "response code 401",
+        "TensorFlow found no valid credentials. On Google Cloud the machine's "
+        "service account is used; elsewhere run `gcloud auth "
+        "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to "
+        "the path of a service account's key.",
+    ),
+    (
+        tf.errors.PermissionDeniedError,
+        "response code 403",
+        "The account that TensorFlow uses may not do this. Grant it on the "
+        "bucket the roles `roles/storage.objectUser` and, for TensorFlow asks "
+        "whether there is such a bucket, `roles/storage.legacyBucketReader`.",
+    ),
+    (
+        tf.errors.NotFoundError,
+        "",
+        "Is there such a bucket? `gcloud storage buckets create` makes one.",
+    ),
+    (
+        tf.errors.FailedPreconditionError,
+        "libcurl code",
+        "Google Cloud Storage cannot be reached from here. In a private "
+        "network of `python -m tfdist.launch` nothing can: use "
+        "--network=host.",
+    ),
+    (
+        tf.errors.AbortedError,
+        "retry attempts failed",
+        "Google Cloud Storage does not answer as it should. Is there a "
+        "network, and a proxy between?",
+    ),
+)
+
+
+def is_object_store(path: str) -> bool:
+    """Whether files at `path` move one by one, and folders not at all.
+
+    >>> is_object_store("gs://bucket/job"), is_object_store("/tmp/job")
+    (True, False)
+    """
+    return "://" in path
+
+
+def advice(path: str, error: tf.errors.OpError) -> str:
+    """What to do about an error at `path`; empty where that is unknown.
+
+    >>> missing = tf.errors.NotFoundError(None, None, "HTTP response code 404")
+    >>> advice("gs://bucket/job", missing)
+    'Is there such a bucket? `gcloud storage buckets create` makes one.'
+    """
+    if path.startswith("gs://"):
+        for kind, sign, text in _ADVICE:
+            if isinstance(error, kind) and sign in error.message:
+                return text
+    return ""
+
+
+def check_writable(directory: str) -> None:
+    """Makes a directory and a file in it, and removes the file.
+
+    So that a job fails at its start, not at its first checkpoint.
+
+    Raises:
+        ValueError: that is not possible; says what to do where it can.
+    """
+    # Several tasks may look at the same time.
+    probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
+    try:
+        make_directory(directory)
+        with tf.io.gfile.GFile(probe, "w") as file:
+            file.write("")
+        tf.io.gfile.remove(probe)
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"model_dir {directory!r} cannot be written: {error.message} "
+            f"{advice(directory, error)}".rstrip()
+        ) from error
+
+
+def make_directory(path: str) -> None:
+    """Makes a directory and its parents, where they are missing.
+
+    Raises:
+        NotFoundError: there is no such bucket.
+    """
+    if path.startswith("gs://") and not tf.io.gfile.exists(path):
+        bucket = "/".join(path.split("/")[:3])
+        if not tf.io.gfile.exists(bucket):
+            raise tf.errors.NotFoundError(
+                None, None, f"The bucket {bucket} does not exist."
+            )
+    tf.io.gfile.makedirs(path)
+
+
+def check_no_pattern(directory: str) -> None:
+    """Raises `ValueError` for a name that is a pattern to TensorFlow.
+
+    It finds and deletes checkpoints by patterns: none in `job[1]`, and with
+    those of `job*` those of `job2`.
+    """
+    if set(directory) & set("*?[\\"):
+        raise ValueError(
+            f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
+            "which TensorFlow takes for a pattern: checkpoints there could not "
+            "be found, or others be deleted."
+        )
+
+
+def read_text(path: str) -> str | None:
+    """A file that another process may replace at any time; None without one.
+
+    TensorFlow is not asked for its size, which may be that of an older one.
+    """
+    pieces = []
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            while not pieces or len(pieces[-1]) == _PIECE_BYTES:
+                pieces.append(file.read(_PIECE_BYTES))
+    except tf.errors.NotFoundError:
+        return None
+    return b"".join(pieces).decode()
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file that is never seen half-written, in a directory or not."""
+    on_gs = path.startswith("gs://")  # There it is seen when it is closed.
+    if not on_gs:
+        tf.io.gfile.makedirs(os.path.dirname(path))
+    temporary = path if on_gs else f"{path}.temp"
+    with tf.io.gfile.GFile(temporary, "w") as file:
+        file.write(text)
+    if not on_gs:
+        tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def remove_tree(directory: str) -> None:
+    """Removes a directory with all that is in it, if it is there."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            tf.io.gfile.rmtree(directory)
+        except tf.errors.NotFoundError:
+            if not tf.io.gfile.exists(directory):  # TensorFlow repeats this.
+                return
+            if attempt == _ATTEMPTS:
+                raise
+        else:
+            return

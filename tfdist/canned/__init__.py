@@ -1,0 +1,10 @@
+"""Ready-made linear and deep estimators.
+
+Read in this order: `estimators`, `canned_model` (one Keras model of all their
+parts), `feature_columns` with `vocabulary` (features become numbers),
+`networks`, `heads` (numbers become predictions and losses).
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,8 @@
+from .estimators import DNNClassifier as DNNClassifier
+from .estimators import (
+    DNNLinearCombinedClassifier as DNNLinearCombinedClassifier,
+)
+from .estimators import DNNLinearCombinedRegressor as DNNLinearCombinedRegressor
+from .estimators import DNNRegressor as DNNRegressor
+from .estimators import LinearClassifier as LinearClassifier
+from .estimators import LinearRegressor as LinearRegressor

@@ -1,0 +1,374 @@
+"""What follows the logits: labels, loss, metrics, predictions.
+
+TF 2.15's heads: the same metrics under the same names, weighted as there, the
+same predictions. All metrics are sums, so those of several workers add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfdist.canned.vocabulary import Vocabulary
+
+Metrics = dict[str, keras.Metric]
+
+
+class Head(Protocol):
+    """What every head has.
+
+    Attributes:
+        units: Logits for an example.
+        classification: Names of two predictions, classes and scores, for
+            TensorFlow Serving's classify API, or None.
+        regression: Name of the prediction for its regress API, or None.
+    """
+
+    units: int
+    classification: tuple[str, str] | None
+    regression: str | None
+
+    def labels(self, y: tf.Tensor) -> tf.Tensor:
+        """The labels as numbers, `(batch, ...)` of the form of `losses`."""
+
+    def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        """The loss of each label, unweighted."""
+
+    def metrics(self) -> Metrics:
+        """New metrics, by name."""
+
+    def values(
+        self, labels: tf.Tensor, logits: tf.Tensor
+    ) -> dict[str, tuple[Any, ...]]:
+        """What to update each metric with: values, or labels and values."""
+
+    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Predictions by name, each `(batch, n)`."""
+
+
+class BinaryClassHead:
+    """Two classes, one logit: logistic regression.
+
+    Args:
+        label_vocabulary: The two classes, if labels are strings. Else labels
+            are numbers from 0 to 1.
+    """
+
+    units = 1
+    classification = ("all_classes", "probabilities")
+    regression = "logistic"
+
+    def __init__(self, label_vocabulary: Sequence[str] | None = None) -> None:
+        self._classes = _Classes(2, label_vocabulary)
+
+    def labels(self, y: tf.Tensor) -> tf.Tensor:
+        """float32 `(batch, 1)`."""
+        labels = tf.cast(self._classes.ids(_column(y, 1)), tf.float32)
+        return _in_range(labels, (labels >= 0) & (labels <= 1), "[0, 1]")
+
+    def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        """Cross entropy, `(batch, 1)`."""
+        return tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
+
+    def metrics(self) -> Metrics:
+        """See `Head`."""
+        made = [
+            keras.metrics.Mean("accuracy"),
+            _AccuracyBaseline("accuracy_baseline"),
+            keras.metrics.AUC(name="auc"),
+            keras.metrics.AUC(curve="PR", name="auc_precision_recall"),
+            keras.metrics.Mean("average_loss"),
+            keras.metrics.Mean("label/mean"),
+            keras.metrics.Precision(name="precision"),
+            keras.metrics.Mean("prediction/mean"),
+            keras.metrics.Recall(name="recall"),
+        ]
+        return {metric.name: metric for metric in made}
+
+    def values(
+        self, labels: tf.Tensor, logits: tf.Tensor
+    ) -> dict[str, tuple[Any, ...]]:
+        """See `Head`."""
+        logistic = tf.sigmoid(logits)
+        # As the argmax of (0, logit): a logit of 0 is class 0.
+        class_ids = tf.cast(logits > 0, tf.float32)
+        return {
+            "accuracy": (tf.cast(class_ids == labels, tf.float32),),
+            "accuracy_baseline": (labels,),
+            "auc": (labels, logistic),
+            "auc_precision_recall": (labels, logistic),
+            "average_loss": (self.losses(labels, logits),),
+            "label/mean": (labels,),
+            "precision": (labels, class_ids),
+            "prediction/mean": (logistic,),
+            "recall": (labels, class_ids),
+        }
+
+    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """See `Head`."""
+        two = tf.concat([tf.zeros_like(logits), logits], axis=1)
+        return {
+            "logits": logits,
+            "logistic": tf.sigmoid(logits),
+            "probabilities": tf.nn.softmax(two),
+            **self._classes.predictions(two),
+        }
+
+
+class MultiClassHead:
+    """One of several classes, a logit for each: softmax.
+
+    Args:
+        n_classes: How many.
+        label_vocabulary: Their names, if labels are strings. Else labels are
+            integers from 0.
+    """
+
+    classification = ("all_classes", "probabilities")
+    regression = None
+
+    def __init__(
+        self, n_classes: int, label_vocabulary: Sequence[str] | None = None
+    ) -> None:
+        self.units = n_classes
+        self._classes = _Classes(n_classes, label_vocabulary)
+
+    def labels(self, y: tf.Tensor) -> tf.Tensor:
+        """int64 `(batch, 1)`."""
+        labels = self._classes.ids(_column(y, 1))
+        if not labels.dtype.is_integer:
+            raise ValueError(
+                "Labels of a classifier with n_classes > 2 must be integers, "
+                "or strings with a `label_vocabulary`. Received: "
+                f"{labels.dtype.name}."
+            )
+        labels = tf.cast(labels, tf.int64)
+        return _in_range(
+            labels, (labels >= 0) & (labels < self.units), f"[0, {self.units})"
+        )
+
+    def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        """Cross entropy, `(batch, 1)`."""
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels[:, 0], logits
+        )
+        return losses[:, tf.newaxis]
+
+    def metrics(self) -> Metrics:
+        """See `Head`."""
+        names = ("accuracy", "average_loss")
+        return {name: keras.metrics.Mean(name) for name in names}
+
+    def values(
+        self, labels: tf.Tensor, logits: tf.Tensor
+    ) -> dict[str, tuple[Any, ...]]:
+        """See `Head`."""
+        hits = tf.argmax(logits, axis=1)[:, tf.newaxis] == labels
+        return {
+            "accuracy": (tf.cast(hits, tf.float32),),
+            "average_loss": (self.losses(labels, logits),),
+        }
+
+    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """See `Head`."""
+        return {
+            "logits": logits,
+            "probabilities": tf.nn.softmax(logits),
+            **self._classes.predictions(logits),
+        }
+
+
+class RegressionHead:
+    """Numbers, with the squared error.
+
+    Args:
+        label_dimension: How many for an example.
+    """
+
+    classification = None
+    regression = "predictions"
+
+    def __init__(self, label_dimension: int = 1) -> None:
+        self.units = label_dimension
+
+    def labels(self, y: tf.Tensor) -> tf.Tensor:
+        """float32 `(batch, label_dimension)`."""
+        return tf.cast(_column(y, self.units), tf.float32)
+
+    def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        """Squared errors, `(batch, label_dimension)`."""
+        return tf.math.squared_difference(logits, labels)
+
+    def metrics(self) -> Metrics:
+        """See `Head`."""
+        names = ("average_loss", "label/mean", "prediction/mean")
+        return {name: keras.metrics.Mean(name) for name in names}
+
+    def values(
+        self, labels: tf.Tensor, logits: tf.Tensor
+    ) -> dict[str, tuple[Any, ...]]:
+        """See `Head`."""
+        return {
+            "average_loss": (self.losses(labels, logits),),
+            "label/mean": (labels,),
+            "prediction/mean": (logits,),
+        }
+
+    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """See `Head`."""
+        return {"predictions": logits}
+
+
+def class_head(n_classes: int, label_vocabulary: Sequence[str] | None) -> Head:
+    """The head of a classifier.
+
+    Raises:
+        ValueError: fewer than two classes, or another number of names.
+    """
+    if not isinstance(n_classes, int) or n_classes < 2:
+        raise ValueError(
+            "Argument `n_classes` must be an integer of at least 2. Received: "
+            f"n_classes={n_classes!r}."
+        )
+    if label_vocabulary is not None and (
+        not isinstance(label_vocabulary, list | tuple)
+        or len(label_vocabulary) != n_classes
+    ):
+        raise ValueError(
+            "Argument `label_vocabulary` must be a list of n_classes names. "
+            f"Received: n_classes={n_classes}, label_vocabulary="
+            f"{label_vocabulary!r}."
+        )
+    if n_classes == 2:
+        return BinaryClassHead(label_vocabulary)
+    return MultiClassHead(n_classes, label_vocabulary)
+
+
+def regression_head(label_dimension: int) -> Head:
+    """The head of a regressor.
+
+    Raises:
+        ValueError: `label_dimension` is not positive.
+    """
+    if not isinstance(label_dimension, int) or label_dimension < 1:
+        raise ValueError(
+            "Argument `label_dimension` must be a positive integer. Received: "
+            f"label_dimension={label_dimension!r}."
+        )
+    return RegressionHead(label_dimension)
+
+
+def update(
+    metrics: Metrics,
+    values: dict[str, tuple[Any, ...]],
+    weights: tf.Tensor | None,
+) -> None:
+    """Updates metrics with values, each as heavy as the weights say.
+
+    Args:
+        metrics: From `Head.metrics`.
+        values: From `Head.values`.
+        weights: float32, `(batch, 1)` or of the form of the labels.
+    """
+    for name, arguments in values.items():
+        heavy = weights
+        if weights is not None:
+            heavy = tf.reshape(
+                tf.broadcast_to(weights, tf.shape(arguments[0])), [-1]
+            )
+        flat = [tf.reshape(argument, [-1]) for argument in arguments]
+        metrics[name].update_state(*flat, sample_weight=heavy)
+
+
+def total_loss(
+    losses: tf.Tensor, weights: tf.Tensor | None, reduction: str
+) -> tf.Tensor:
+    """The loss of a batch.
+
+    Args:
+        losses: From `Head.losses`.
+        weights: As for `update`.
+        reduction: "sum", or "sum_over_batch_size": over the number of losses,
+            whatever their weights.
+    """
+    weighted = losses if weights is None else losses * weights
+    total = tf.reduce_sum(weighted)
+    if reduction == "sum":
+        return total
+    return total / tf.cast(tf.size(losses), total.dtype)
+
+
+class _AccuracyBaseline(keras.metrics.Mean):
+    """Accuracy of always predicting the more frequent class."""
+
+    def result(self) -> tf.Tensor:
+        mean = super().result()
+        return keras.ops.maximum(mean, 1.0 - mean)
+
+
+class _Classes:
+    """Ids and names of the classes."""
+
+    def __init__(self, count: int, names: Sequence[str] | None) -> None:
+        self._names = [str(i) for i in range(count)] if names is None else names
+        self._vocabulary = None if names is None else Vocabulary(names)
+
+    def ids(self, labels: tf.Tensor) -> tf.Tensor:
+        """Numbers as they are, strings as places in the vocabulary."""
+        if (labels.dtype == tf.string) != (self._vocabulary is not None):
+            raise ValueError(
+                "Labels must be strings if there is a `label_vocabulary`, else "
+                f"numbers. Received labels of type {labels.dtype.name}."
+            )
+        if self._vocabulary is None:
+            return labels
+        return self._vocabulary.ids(labels)
+
+    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What a classifier says besides probabilities."""
+        count = len(self._names)
+        class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
+        every = tf.ones_like(logits, tf.int32) * tf.range(count)
+        names = tf.constant(self._names)
+        return {
+            "class_ids": class_ids,
+            "classes": tf.gather(names, class_ids),
+            "all_class_ids": every,
+            "all_classes": tf.gather(names, every),
+        }
+
+
+def _column(y: Any, size: int) -> tf.Tensor:
+    """Labels of rank 2."""
+    if isinstance(y, tf.SparseTensor | tf.RaggedTensor):
+        raise ValueError("Labels must be a dense tensor.")
+    y = tf.convert_to_tensor(y)
+    if y.shape.rank == 1 and size == 1:
+        return y[:, tf.newaxis]
+    if y.shape.rank != 2 or y.shape[1] not in (size, None):
+        raise ValueError(
+            f"Labels must have the shape (batch, {size})"
+            f"{' or (batch,)' if size == 1 else ''}. Received: {y.shape}."
+        )
+    return y
+
+
+def _in_range(labels: tf.Tensor, inside: tf.Tensor, interval: str) -> tf.Tensor:
+    """`labels`, once it is sure that each is a class."""
+    if tf.executing_eagerly():
+        # Only in a step. Before the first one, zeros and empty strings are
+        # shown to the model to make its metrics.
+        return labels
+    check = tf.debugging.Assert(
+        tf.reduce_all(inside),
+        [
+            f"Labels must be in {interval}, or words of the vocabulary (others "
+            "are shown as -1). Received:",
+            tf.boolean_mask(labels, ~inside),
+        ],
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(labels)

@@ -1,0 +1,10 @@
+"""Variables by name, whatever the cluster.
+
+Read in this order: `checkpoints` (saved in slices, by those who hold them;
+restored into any number), `estimator_checkpoint` (those that TF 2.15's
+Estimator wrote).
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

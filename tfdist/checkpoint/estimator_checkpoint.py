@@ -1,0 +1,98 @@
+"""Weights of a TF Estimator's checkpoint, read into a canned model.
+
+    here                           TF 2.15
+    linear/<column>/embeddings     linear/linear_model/<column>/weights
+    linear/<column>/kernel         linear/linear_model/<column>/weights
+    linear/bias_weights            linear/linear_model/bias_weights
+    dnn/input_layer/<column>/      dnn/input_from_feature_columns/input_layer/
+      embeddings                     <column>/embedding_weights
+    dnn/hiddenlayer_0/kernel       dnn/hiddenlayer_0/kernel
+    dnn/batchnorm_0/gamma          dnn/hiddenlayer_0/batchnorm_0/gamma
+    dnn/logits/kernel              dnn/logits/kernel
+
+and so on for the other layers and their biases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private import SEED_STATE_NAME
+from tfdist.embeddings.layer import logical_path
+
+_RULES = (
+    (r"^linear/bias_weights$", r"linear/linear_model/bias_weights"),
+    (
+        r"^linear/([^/]+)/(?:embeddings|kernel)$",
+        r"linear/linear_model/\1/weights",
+    ),
+    (
+        r"^dnn/input_layer/([^/]+)/embeddings$",
+        r"dnn/input_from_feature_columns/input_layer/\1/embedding_weights",
+    ),
+    (r"^dnn/batchnorm_(\d+)/", r"dnn/hiddenlayer_\1/batchnorm_\1/"),
+)
+
+
+def estimator_name(path: str) -> str:
+    """What TF 2.15 called the variable of a canned model.
+
+    >>> estimator_name("linear/job/embeddings")
+    'linear/linear_model/job/weights'
+    >>> estimator_name("dnn/logits/bias")
+    'dnn/logits/bias'
+
+    Args:
+        path: `tfdist.embeddings.layer.logical_path` of the variable.
+    """
+    for pattern, replacement in _RULES:
+        path = re.sub(pattern, replacement, path)
+    return path
+
+
+def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
+    """Gives a canned model the weights that TF's canned estimator learned.
+
+    The columns, the hidden layers and the classes must be the same. Slots of
+    optimizers and the step are left alone: training starts anew, from these
+    weights.
+
+    Args:
+        model: What the `model_fn` of a canned estimator returns.
+        path: Checkpoint, or directory of which the latest is read.
+
+    Returns:
+        The names of the variables that were read.
+
+    Raises:
+        ValueError: a variable that the checkpoint does not have, or in another
+            shape; names them all, and what the checkpoint has. Nothing is
+            changed then. Or there is no checkpoint.
+    """
+    reader = tf.train.load_checkpoint(path)
+    shapes = reader.get_variable_to_shape_map()
+    wanted = defaultdict(list)
+    for variable in model.variables:
+        if not variable.path.endswith(SEED_STATE_NAME):
+            wanted[estimator_name(logical_path(variable))].append(variable)
+    wrong = []
+    for name, pieces in wanted.items():
+        rows = sum(v.shape[0] for v in pieces)
+        shape = [rows, *pieces[0].shape[1:]]
+        if shapes.get(name) != shape:
+            wrong.append(f"{name}: {shape}, there {shapes.get(name)}")
+    if wrong:
+        raise ValueError(
+            f"Checkpoint {path!r} does not fit the model. Wanted: "
+            f"{'; '.join(wrong)}. The checkpoint has: {sorted(shapes)}."
+        )
+    for name, pieces in wanted.items():
+        value, start = reader.get_tensor(name), 0
+        for piece in pieces:
+            piece.assign(value[start : start + piece.shape[0]])
+            start += piece.shape[0]
+    return sorted(wanted)

@@ -1,0 +1,11 @@
+"""Who is in the job, are they alive, and the `tf.distribute.Strategy` of it.
+
+Read in this order: `spec` (the environment becomes a `Cluster`), `servers` (the
+tasks that only serve, and the wait until all are up), `strategies`, `health` (a
+server that is silent), `connections` (how one that is frozen is cut off),
+`peers`, `tpu`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

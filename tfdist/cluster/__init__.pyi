@@ -1,0 +1,3 @@
+from .health import ServerLostError as ServerLostError
+from .servers import serve as serve
+from .spec import Cluster as Cluster

@@ -1,0 +1,241 @@
+"""Which tasks are up, silent, gone or replaced, asked all the time.
+
+A dead server is noticed by whoever talks to it. A frozen one is not: its
+connections stay open and every call to it waits for ever. So a thread of the
+chief asks each worker and parameter server for its status (`servers.ask`),
+whatever the job is doing. The answer comes from a thread of TensorFlow's C++
+server: a step that takes minutes does not delay it. A process of its own cuts
+connections where even that thread is held up (`tfdist.cluster.connections`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tfdist.cluster import servers
+from tfdist.cluster.connections import Sentinel, cut_connections
+from tfdist.cluster.servers import TaskState
+from tfdist.cluster.spec import Cluster
+
+_log = logging.getLogger(__name__)
+
+FROZEN_SECS = 15.0
+_ROUND_SECS = 1.0
+_DEAD_ROUNDS = 2
+# A frozen server may hold the main thread inside C: then this thread acts.
+_ACT_SECS = 5.0
+
+
+class Loss(enum.Enum):
+    """Why a parameter server's variables cannot be used any more."""
+
+    DEAD = "is not up"
+    REPLACED = "was started anew and holds no variables"
+    FROZEN = "does not answer"
+
+
+class ServerLostError(RuntimeError):
+    """Parameter servers were lost, and with them their variables.
+
+    Attributes:
+        lost: Task name to the kind of loss.
+    """
+
+    def __init__(self, lost: Mapping[str, Loss]) -> None:
+        self.lost = dict(lost)
+        super().__init__(
+            "; ".join(f"{name} {loss.value}" for name, loss in lost.items())
+        )
+
+
+@dataclasses.dataclass
+class _Record:
+    """What is known of one task.
+
+    Attributes:
+        address: `host:port`.
+        identity: Of the server that the chief connected to.
+        state: As of the last answer or time-out.
+        replaced: Whether another server answers there now.
+        since: When `state` began.
+        rounds: How often in a row it was found so.
+        handled: Whether the chief has cut its connections to it.
+    """
+
+    address: str
+    identity: bytes | None = None
+    state: TaskState = TaskState.LIVE
+    replaced: bool = False
+    since: float = 0.0
+    rounds: int = 0
+    handled: bool = False
+
+
+class HealthMonitor:
+    """Asks every worker and ps of a cluster for its status, all the time.
+
+    A frozen worker is treated as dead: the chief's connections to it are cut,
+    so that its dispatch fails, as that of a killed worker does, and goes to
+    another. When it wakes up it is taken back.
+
+    Args:
+        cluster: The cluster; this process is its chief.
+        frozen_secs: Seconds without an answer, on an open connection, after
+            which a task counts as frozen.
+        on_stuck: Called from the monitor's thread when a frozen server was
+            reported for some seconds and nobody stopped this monitor: the
+            main thread is stuck in a call to that server.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        frozen_secs: float = FROZEN_SECS,
+        on_stuck: Callable[[ServerLostError], None] | None = None,
+    ) -> None:
+        self._records = {
+            task: _Record(servers.address_of(cluster, task))
+            for task in servers.server_tasks(cluster)
+        }
+        self._frozen_secs = frozen_secs
+        self._on_stuck = on_stuck
+        self._stopped = threading.Event()
+        self._asking = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name="tfdist-health", daemon=True
+        )
+        self._sentinel = Sentinel(frozen_secs)
+        self._ask()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+
+    def lost(self) -> dict[str, Loss]:
+        """The parameter servers that are lost, as far as is known now."""
+        lost = {}
+        for (job, index), record in self._records.items():
+            loss = _loss(record, self._frozen_secs) if job == "ps" else None
+            if loss:
+                lost[f"{job}:{index}"] = loss
+        return lost
+
+    def look(self) -> dict[str, Loss]:
+        """Asks all tasks now, twice, and returns the servers that are lost."""
+        for _ in range(_DEAD_ROUNDS):
+            self._ask()
+        return self.lost()
+
+    def check(self) -> None:
+        """Raises `ServerLostError` if a parameter server is lost."""
+        if lost := self.lost():
+            raise ServerLostError(lost)
+
+    def missing(self, job: str, secs: float) -> list[str]:
+        """The tasks of a job that have not answered for so many seconds."""
+        now = time.monotonic()
+        return [
+            f"{name}:{index}"
+            for (name, index), record in sorted(self._records.items())
+            if name == job
+            and record.state is not TaskState.LIVE
+            and now - record.since >= secs
+        ]
+
+    def alive(self) -> str:
+        """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
+        counts = {}
+        for (job, _), record in self._records.items():
+            up, total = counts.get(job, (0, 0))
+            counts[job] = (up + (record.state is TaskState.LIVE), total + 1)
+        names = {"worker": "workers"}
+        return ", ".join(
+            f"{up}/{total} {names.get(job, job)}"
+            for job, (up, total) in sorted(counts.items())
+        )
+
+    def _run(self) -> None:
+        with contextlib.closing(self._sentinel):
+            self._watch()
+
+    def _watch(self) -> None:
+        stuck_since = None
+        while not self._stopped.wait(_ROUND_SECS):
+            self._sentinel.tell([r.address for r in self._records.values()])
+            self._ask()
+            self._cut_frozen_workers()
+            lost = self.lost()
+            if Loss.FROZEN not in lost.values():
+                stuck_since = None
+                continue
+            stuck_since = stuck_since or time.monotonic()
+            stuck = time.monotonic() - stuck_since > _ACT_SECS
+            if stuck and self._on_stuck and not self._stopped.is_set():
+                self._on_stuck(ServerLostError(lost))
+
+    def _ask(self) -> None:
+        """Asks all tasks at once and notes what each answered."""
+        with self._asking:
+            answers = servers.ask([r.address for r in self._records.values()])
+            now = time.monotonic()
+            for (task, record), answer in zip(
+                self._records.items(), answers, strict=True
+            ):
+                self._note(task, record, answer, now)
+
+    def _note(
+        self,
+        task: tuple[str, int],
+        record: _Record,
+        answer: servers.Answer,
+        now: float,
+    ) -> None:
+        name = f"{task[0]}:{task[1]}"
+        if answer.identity is not None:
+            record.identity = record.identity or answer.identity
+            replaced = record.identity != answer.identity
+            if replaced and not record.replaced and task[0] == "ps":
+                _log.warning("%s %s.", name, Loss.REPLACED.value)
+            record.replaced = replaced
+        if answer.state is record.state:
+            record.rounds += 1
+            return
+        if answer.state is TaskState.LIVE:
+            _log.info("%s is back.", name)
+        else:
+            _log.warning("%s: %s.", name, answer.state.value)
+        record.state, record.since, record.rounds = answer.state, now, 1
+        record.handled = False
+
+    def _cut_frozen_workers(self) -> None:
+        for (job, index), record in self._records.items():
+            frozen = _loss(record, self._frozen_secs) is Loss.FROZEN
+            if job == "worker" and frozen and not record.handled:
+                _log.warning(
+                    "worker:%d does not answer since %.0f s: it is treated as "
+                    "dead, and the job goes on with the others.",
+                    index,
+                    time.monotonic() - record.since,
+                )
+                cut_connections(record.address)
+                record.handled = True
+
+
+def _loss(record: _Record, frozen_secs: float) -> Loss | None:
+    """What a record means for the task's variables, if it had any."""
+    if record.replaced:
+        return Loss.REPLACED
+    if record.state is TaskState.DEAD and record.rounds >= _DEAD_ROUNDS:
+        return Loss.DEAD
+    silent = time.monotonic() - record.since
+    if record.state is TaskState.FROZEN and silent >= frozen_secs:
+        return Loss.FROZEN
+    return None

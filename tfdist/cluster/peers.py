@@ -1,0 +1,144 @@
+"""The processes of an all-reduce job, and how they keep in step.
+
+Each has replicas of its own and runs the same functions in the same order, or
+their collectives would wait for each other for ever. So one process leads: it
+decides how many steps come next, and the others do what it says. It says so
+through TensorFlow's coordination service, which also notices who is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._tf import private
+from tfdist.cluster.spec import Cluster
+
+_numbers = itertools.count()
+_POLL_SECS = 1.0
+# A process that is busy may trace a model before it answers.
+_PATIENCE_SECS = 120.0
+
+
+class Peers:
+    """What the processes of a job tell each other.
+
+    To be made once they are connected (`strategy.multi_worker_strategy`), and
+    in every process as often as in the others, in the same order.
+
+    Args:
+        cluster: The cluster, without parameter servers.
+
+    Attributes:
+        leads: Whether this process does.
+        name: This task's, such as "worker:1".
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.leads = cluster.is_chief
+        self.name = f"{cluster.task_type}:{cluster.task_index}"
+        self._others = [n for n in names(cluster) if n != self.name]
+        self._count = 0
+        # What earlier ones have said is not for this one.
+        self._prefix = f"{next(_numbers)}/"
+
+    def tell(self, **command: Any) -> None:
+        """Tells the others what comes next."""
+        self._count += 1
+        self._write(f"command/{self._count}", json.dumps(command))
+
+    def next(self, watch: Callable[[], None]) -> dict[str, Any]:
+        """Waits for what the leader tells.
+
+        Args:
+            watch: Called every second; ends the wait by raising.
+
+        Raises:
+            OpError: the leader is gone.
+        """
+        self._count += 1
+        return json.loads(self._wait_for(f"command/{self._count}", watch))
+
+    def leaders(self, what: str, value: str, watch: Callable[[], None]) -> str:
+        """The leader's value, whatever this process would have."""
+        if self.leads:
+            self._write(what, value)
+            return value
+        return self._wait_for(what, watch)
+
+    def announce(self, what: str, value: str = "") -> None:
+        """Lets the others know that this process has come so far."""
+        self._write(f"{what}/{self.name}", value)
+
+    def wait_for_others(
+        self, what: str, watch: Callable[[], None]
+    ) -> dict[str, str]:
+        """What every other process has announced, by its name.
+
+        Raises:
+            OpError: one of them is gone, or does not in two minutes.
+        """
+        return {
+            name: self._wait_for(f"{what}/{name}", watch, _PATIENCE_SECS)
+            for name in self._others
+        }
+
+    def check_same_program(
+        self, program: Mapping[str, str], watch: Callable[[], None]
+    ) -> None:
+        """Compares what the processes are about to run.
+
+        A difference would have them wait for each other for ever.
+
+        Args:
+            program: Name to description of each part.
+            watch: As for `next`.
+
+        Raises:
+            ValueError: they differ; the message says who, and in what.
+        """
+        self.announce("program", json.dumps(program))
+        for name, text in self.wait_for_others("program", watch).items():
+            other = json.loads(text)
+            differences = [
+                f"  {part}: {program.get(part, 'missing')} in {self.name}, "
+                f"{other.get(part, 'missing')} in {name}"
+                for part in {**program, **other}
+                if program.get(part) != other.get(part)
+            ]
+            if differences:
+                raise ValueError(
+                    "Every process of an all-reduce job must run the same "
+                    "program. They differ:\n" + "\n".join(differences)
+                )
+
+    def _write(self, key: str, value: str) -> None:
+        private.tell_cluster(self._prefix + key, value)
+
+    def _wait_for(
+        self, key: str, watch: Callable[[], None], secs: float = math.inf
+    ) -> str:
+        deadline = time.monotonic() + secs
+        while time.monotonic() < deadline:
+            value = private.ask_cluster(self._prefix + key, _POLL_SECS)
+            if value is not None:
+                return value
+            watch()
+        raise tf.errors.UnavailableError(
+            None, None, f"{self.name} waited {secs:g} s for {key} in vain."
+        )
+
+
+def names(cluster: Cluster) -> list[str]:
+    """Every training task of a cluster."""
+    return [
+        f"{job}:{index}"
+        for job, tasks in cluster.training_spec().items()
+        for index in tasks
+    ]

@@ -1,0 +1,519 @@
+"""TensorFlow servers: run one, ask whether one is up, tell it to go home.
+
+TF1's `tf.train.Server.join()` never returned: parameter servers had to be
+killed from outside. Here the chief's last act is to leave a file in the
+*memory* of every server (TensorFlow's `ram://` file system, one per process,
+written by an ordinary `WriteFile` op placed on that task's device). The server
+sees it and ends with exit code 0. No transport of our own, no file left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import enum
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+import tensorflow as tf
+
+from tfdist.cluster.spec import Cluster
+
+_log = logging.getLogger(__name__)
+
+_DONE = "ram://tfdist/chief_is_done"
+_CHIEF = "ram://tfdist/chief"
+_CONNECTIONS = "ram://tfdist/connections"
+_POLL_SECS = 0.2
+_TRIM_SECS = 30.0
+# TensorFlow keeps the functions, 4 MB of a small model, that were running when
+# a step failed, and on workers a thread for each of their input ops. So after
+# so many chiefs and recoveries a server starts itself anew.
+_MOST_CONNECTIONS = 20
+_GOODBYE_SECS = 60.0
+# How long a server that is told to end serves on for a chief that is told so
+# at the same time and writes its last checkpoint.
+_TERM_SECS = 20.0
+# Where this process has been the chief.
+_held: set[str] = set()
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a task that SIGTERM ended; schedulers start it again."""
+
+# gRPC's own settings leave a server that came back alone for up to two minutes.
+_RECONNECT = {
+    "grpc.initial_reconnect_backoff_ms": 200,
+    "grpc.min_reconnect_backoff_ms": 3000,
+    "grpc.max_reconnect_backoff_ms": 2000,
+}
+
+
+def reconnect_quickly() -> None:
+    """Has TensorFlow look for a lost task every two seconds.
+
+    Applies to connections made later. The user's `TF_GRPC_DEFAULT_OPTIONS`
+    win.
+    """
+    name = "TF_GRPC_DEFAULT_OPTIONS"
+    set_already = os.environ.get(name, "")
+    ours = [
+        f"{option}={value}"
+        for option, value in _RECONNECT.items()
+        if option not in set_already
+    ]
+    os.environ[name] = ",".join([*filter(None, [set_already]), *ours])
+
+
+def inter_op_threads() -> int:
+    """Size of the thread pool that runs ops: the CPUs, but at least four.
+
+    A server whose pool has a single thread (a one-CPU container) hangs on the
+    first step that pulls from and pushes to it: the pull waits inside the
+    thread that the push needs.
+    """
+    return max(4, len(os.sched_getaffinity(0)))
+
+
+def _server_config() -> tf.compat.v1.ConfigProto:
+    """Threads that do not spin while they wait for work.
+
+    Between two messages of a step they would take the CPU from whoever
+    computes: steps are 8 to 18 % faster where five tasks share two cores.
+    """
+    config = tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=inter_op_threads()
+    )
+    config.experimental.disable_thread_spinning = True
+    return config
+
+
+def serve(
+    cluster: Cluster, start_anew: Callable[[str], None] | None = None
+) -> None:
+    """Runs this task's server until the chief says that the job is done.
+
+    Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
+    chief is there, since the whole job may be told so at once and the chief
+    then writes its last checkpoint.
+
+    Args:
+        cluster: A `Cluster` in which this process is a worker or a ps.
+        start_anew: Replaces this process, for the reason it is given. It is
+            called when a chief connects for the twentieth time, which then
+            recovers as from the death of this task.
+
+    Raises:
+        RuntimeError: The server could not start; most often another process
+            holds its port.
+        SystemExit: with code 143, after SIGTERM.
+    """
+    task = f"{cluster.task_type}:{cluster.task_index}"
+    told = _told_to_end()
+    reconnect_quickly()
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(cluster.training_spec()),
+            job_name=cluster.task_type,
+            task_index=cluster.task_index,
+            protocol="grpc",
+            config=_server_config(),
+        )
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"The server of task {task} could not start on {cluster.address}. "
+            "Is another process using that port? TensorFlow says: "
+            f"{error.message}"
+        ) from error
+    _log.info("Task %s serves on %s.", task, server.target)
+    chief = address_of(cluster, ("chief", 0))
+    watch = _ChiefWatch(chief)
+    next_trim = time.monotonic() + _TRIM_SECS
+    while not tf.io.gfile.exists(_DONE):
+        if told.is_set():
+            _wait_until_gone(chief, _TERM_SECS)
+            _log.warning("Task %s was told to end (SIGTERM).", task)
+            raise SystemExit(TERMINATED)
+        watch.look()
+        if time.monotonic() >= next_trim:
+            _trim_memory()  # Of the functions of chiefs and sessions past.
+            next_trim = time.monotonic() + _TRIM_SECS
+        if start_anew and _num_connections() >= _MOST_CONNECTIONS:
+            start_anew(f"{_MOST_CONNECTIONS} connections of a chief")
+        told.wait(_POLL_SECS)
+    # The chief's process still frees what it holds here; let it leave first.
+    _wait_until_gone(chief, _GOODBYE_SECS)
+    _log.info("Task %s ends: the chief is done.", task)
+
+
+def _trim_memory() -> None:
+    """Gives the system back what this process has freed.
+
+    glibc keeps freed memory for later, in an arena for each of TensorFlow's
+    threads. A worker that traced a step for each of twelve recoveries held
+    260 MB like that, a fourth of all it had. Takes milliseconds.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # musl and macOS have none.
+        libc.malloc_trim(0)
+
+
+def _num_connections() -> int:
+    """How often chiefs have connected to this server."""
+    if not tf.io.gfile.exists(_CONNECTIONS):
+        return 0
+    return tf.io.gfile.stat(_CONNECTIONS).length
+
+
+class _ChiefWatch:
+    """Says in a server's log when the chief is gone, frozen or back.
+
+    Nothing else is done about it: whoever started the chief starts it again,
+    and then this server serves the new one.
+    """
+
+    _ROUND_SECS = 5.0
+    _ROUNDS = 3  # In a row, before a state is believed.
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._next_round = 0.0
+        self._state: TaskState | None = None
+        self._rounds = 0
+        self._was_up = False
+        self._told = False
+
+    def look(self) -> None:
+        """Asks the chief every few seconds."""
+        if time.monotonic() < self._next_round:
+            return
+        self._next_round = time.monotonic() + self._ROUND_SECS
+        state = probe(self._address)
+        self._rounds = self._rounds + 1 if state is self._state else 1
+        self._state = state
+        if state is TaskState.LIVE:
+            if self._told:
+                _log.info("The chief at %s is back.", self._address)
+            self._was_up, self._told = True, False
+        elif self._was_up and not self._told and self._rounds >= self._ROUNDS:
+            _log.warning(
+                "The chief at %s is %s; waiting for it.",
+                self._address,
+                state.value,
+            )
+            self._told = True
+
+
+def _told_to_end() -> threading.Event:
+    """An event that SIGTERM sets; only the main thread can have it."""
+    told = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    return told
+
+
+def _wait_until_gone(address: str, timeout_secs: float) -> None:
+    deadline = time.monotonic() + timeout_secs
+    while probe(address) is TaskState.LIVE and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
+
+
+def release(cluster: Cluster) -> None:
+    """Tells every worker and ps that the job is done (see `serve`).
+
+    One that is gone or does not answer is reported and skipped.
+
+    Args:
+        cluster: The cluster; this process is its chief, connected to it.
+    """
+    tasks = server_tasks(cluster)
+    answers = ask([address_of(cluster, task) for task in tasks])
+    for (job, index), answer in zip(tasks, answers, strict=True):
+        problem = answer.state.value
+        if answer.state is TaskState.LIVE:
+            try:
+                with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
+                    tf.io.write_file(_DONE, "")
+                continue
+            except tf.errors.OpError as error:
+                problem = error.message.partition("\n")[0]
+        _log.warning(
+            "Task %s:%d could not be told that the job is done: %s.",
+            job,
+            index,
+            problem,
+        )
+
+
+def hold(cluster: Cluster) -> None:
+    """Leaves this chief's name with the first server; refuses a second chief.
+
+    TensorFlow lets any number of chiefs attach to one cluster, each of which
+    would overwrite what the others train. Two that start within the same
+    milliseconds are not told apart.
+
+    Args:
+        cluster: The cluster; this process is its chief, connected to it.
+
+    Raises:
+        RuntimeError: another chief that is up holds the job; the message says
+            where it runs and since when.
+    """
+    own = {
+        "address": cluster.address,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    with tf.device("/job:ps/task:0/device:CPU:0"):
+        try:
+            # TensorFlow appends to a file in memory, whatever it is told.
+            names = tf.io.read_file(_CHIEF).numpy().splitlines()
+            holder = json.loads(names[-1])
+        except tf.errors.NotFoundError:
+            holder = {}
+        if any(holder.get(key) != value for key, value in own.items()):
+            # On our own address that was a predecessor: we serve there now.
+            elsewhere = holder.get("address", cluster.address)
+            if (
+                elsewhere != cluster.address
+                and probe(elsewhere) is not TaskState.DEAD
+            ):
+                raise RuntimeError(
+                    "Another chief holds this job: process {pid} on host "
+                    "{host}, serving on {address}, since {since}. A cluster "
+                    "has one chief: end that process, or start a cluster of "
+                    "its own for this job.".format(**holder)
+                )
+            own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            tf.io.write_file(_CHIEF, json.dumps(own) + "\n")
+    _held.add(cluster.address)
+
+
+def count_connection(cluster: Cluster) -> None:
+    """Lets every worker and ps count that this chief connected to it.
+
+    Args:
+        cluster: The cluster; this process is its chief, just connected to it.
+    """
+    for job, index in server_tasks(cluster):
+        with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
+            tf.io.write_file(_CONNECTIONS, ".")  # In memory it appends.
+
+
+def refuse_second_chief(cluster: Cluster) -> None:
+    """Raises if another chief serves already on the address that is ours.
+
+    Raises:
+        RuntimeError: some chief is up there.
+    """
+    if cluster.address in _held:
+        return
+    state = probe(cluster.address)
+    if state is not TaskState.DEAD:
+        raise RuntimeError(
+            f"Another chief holds this job: one is {state.value} at "
+            f"{cluster.address}, the chief's address in this cluster. End that "
+            "process first; a chief that died frees its address at once."
+        )
+
+
+class TaskState(enum.Enum):
+    """What a probe found at a task's address."""
+
+    LIVE = "up"
+    FROZEN = "connected, but does not answer"
+    DEAD = "not up"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a task answered when it was asked for its status.
+
+    Attributes:
+        state: The state of the task.
+        identity: Differs between two servers started at one address, for it
+            holds the random incarnation of each device; None without answer.
+    """
+
+    state: TaskState
+    identity: bytes | None = None
+
+
+def ask(addresses: Sequence[str], timeout_secs: float = 3.0) -> list[Answer]:
+    """Asks the TensorFlow servers at `addresses` for their status, at once.
+
+    Calls `GetStatus` of TensorFlow's own worker service on channels of its
+    own, so that no earlier failure to connect is remembered.
+
+    Args:
+        addresses: `host:port` of each.
+        timeout_secs: Seconds after which a server that accepted the
+            connection but did not answer counts as frozen.
+
+    Returns:
+        The answer of each.
+    """
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with contextlib.ExitStack() as channels:
+        calls = []
+        for address in addresses:
+            channel = grpc.insecure_channel(address, options=options)
+            channels.enter_context(channel)
+            get_status = channel.unary_unary(
+                "/tensorflow.WorkerService/GetStatus"
+            )
+            calls.append(get_status.future(b"", timeout=timeout_secs))
+        return [_answer(call) for call in calls]
+
+
+def _answer(call: grpc.Future) -> Answer:
+    try:
+        return Answer(TaskState.LIVE, call.result())
+    except grpc.RpcError as error:
+        frozen = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        return Answer(TaskState.FROZEN if frozen else TaskState.DEAD)
+
+
+def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
+    """The state of the task at `address`; see `ask`."""
+    return ask([address], timeout_secs)[0].state
+
+
+def wait_until_up(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until every worker and ps of `cluster` answers.
+
+    `ParameterServerStrategy` itself would block inside C for many minutes,
+    deaf to signals, when a task is missing.
+
+    Args:
+        cluster: The cluster; this process is its chief.
+        timeout_secs: Seconds to wait.
+        give_up: Called again and again meanwhile; ends the wait by raising.
+
+    Raises:
+        TimeoutError: Some task was not up in time; the message names each.
+    """
+    _wait_for_all(
+        cluster,
+        server_tasks(cluster),
+        lambda addresses: [answer.state for answer in ask(addresses)],
+        timeout_secs,
+        give_up,
+    )
+
+
+def meet(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until every other task of an all-reduce job can be connected to.
+
+    Meanwhile this one listens at its own address, and leaves it to TensorFlow,
+    which would itself wait in C, for ever, and name nobody.
+
+    Args:
+        cluster: The cluster, without parameter servers; all tasks do this.
+        timeout_secs: Seconds to wait.
+        give_up: Called again and again meanwhile; ends the wait by raising.
+
+    Raises:
+        TimeoutError: Some task was not up in time; the message names each.
+        RuntimeError: The own address cannot be listened at.
+    """
+    own = (cluster.task_type, cluster.task_index)
+    others = [
+        (job, index)
+        for job, tasks in cluster.training_spec().items()
+        for index in tasks
+        if (job, index) != own
+    ]
+    host, _, port = cluster.address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", int(port)))
+        except OSError as error:
+            raise RuntimeError(
+                f"Task {own[0]}:{own[1]} cannot listen at {cluster.address}. "
+                f"Is another process using that port? {error}"
+            ) from error
+        listener.listen(len(others))
+        _wait_for_all(cluster, others, _listening, timeout_secs, give_up)
+
+
+def _listening(addresses: Sequence[str]) -> list[TaskState]:
+    states = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            place = host.strip("[]"), int(port)
+            socket.create_connection(place, timeout=1.0).close()
+            states.append(TaskState.LIVE)
+        except OSError:
+            states.append(TaskState.DEAD)
+    return states
+
+
+def _wait_for_all(
+    cluster: Cluster,
+    tasks: Sequence[tuple[str, int]],
+    states_of: Callable[[Sequence[str]], list[TaskState]],
+    timeout_secs: float,
+    give_up: Callable[[], None],
+) -> None:
+    """Waits for tasks to be up, and says for whom; see `wait_until_up`."""
+    deadline = time.monotonic() + timeout_secs
+    next_message = time.monotonic() + 5.0
+    missing = list(tasks)
+    while True:
+        found = states_of([address_of(cluster, task) for task in missing])
+        states = dict(zip(missing, found, strict=True))
+        missing = [t for t, s in states.items() if s is not TaskState.LIVE]
+        if not missing:
+            return
+        give_up()
+        now = time.monotonic()
+        listed = ", ".join(
+            f"{job}:{index} at {address_of(cluster, (job, index))} "
+            f"({states[job, index].value})"
+            for job, index in missing
+        )
+        if now >= deadline:
+            raise TimeoutError(
+                f"{len(missing)} task(s) of the cluster did not come up within "
+                f"{timeout_secs:g} s: {listed}. Start them with the same "
+                "cluster in TF_CONFIG and check that the addresses are right "
+                "and can be reached from here. "
+                "RunConfig(session_creation_timeout_secs=...) sets the limit."
+            )
+        if now >= next_message:
+            _log.warning("Waiting for %s; %.0f s left.", listed, deadline - now)
+            next_message = now + 10.0
+        time.sleep(_POLL_SECS)
+
+
+def server_tasks(cluster: Cluster) -> list[tuple[str, int]]:
+    """`(job, index)` of every task that runs a server for the chief."""
+    return [
+        (job, index)
+        for job in ("ps", "worker")
+        for index in cluster.training_spec().get(job, {})
+    ]
+
+
+def address_of(cluster: Cluster, task: tuple[str, int]) -> str:
+    """`host:port` of a task."""
+    job, index = task
+    return cluster.training_spec()[job][index]

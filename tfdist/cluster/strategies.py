@@ -1,0 +1,278 @@
+"""A `Cluster` becomes a `tf.distribute.Strategy`.
+
+What this adds to `tf.distribute.ParameterServerStrategy` is a start that ends
+in a clear error when a task is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+from tfdist._tf.private import expire_remote_state_after, leave_together
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+
+# How long the servers keep what a chief holds there after its last sign of
+# life. A chief that was frozen for longer makes everything anew.
+_KEEP_ALIVE_SECS = 60
+_CONNECT_SECS = 15.0
+_RETRY_SECS = 0.5
+# How long the processes of an all-reduce job wait for each other at the end.
+_LEAVE_SECS = 10.0
+# A process can join the others of a job once.
+_joined: dict[Cluster, tf.distribute.MultiWorkerMirroredStrategy] = {}
+
+
+def parameter_server_strategy(
+    cluster: Cluster,
+    *,
+    start_timeout_secs: float = 600.0,
+    give_up: Callable[[], None] = lambda: None,
+) -> tf.distribute.ParameterServerStrategy:
+    """Connects the chief to its workers and parameter servers.
+
+    Args:
+        cluster: A cluster with workers and ps in which this process is the
+            chief. The chief's own address is in the cluster spec: without it
+            the servers could not call back after a reconnection.
+        start_timeout_secs: Seconds to wait for every task to be up.
+        give_up: Called again and again meanwhile; ends the wait by raising.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: This process is not the chief of a cluster with ps.
+        TimeoutError: A task was not up in time.
+        RuntimeError: Another chief holds the job.
+    """
+    check_is_chief(cluster)
+    _widen_thread_pool()
+    servers.reconnect_quickly()
+    expire_remote_state_after(_KEEP_ALIVE_SECS)
+    servers.wait_until_up(cluster, start_timeout_secs, give_up)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.training_spec()),
+        task_type="chief",
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+    strategy = _connect(resolver)
+    servers.hold(cluster)
+    servers.count_connection(cluster)
+    return strategy
+
+
+def check_is_chief(cluster: Cluster) -> None:
+    """Raises ValueError unless this is the chief of a cluster with ps."""
+    if cluster.role != "chief" or not cluster.num_ps:
+        raise ValueError(
+            "Only the chief of a cluster with parameter servers can connect "
+            f"to it. Received: cluster={cluster}. Call `train_and_evaluate` in "
+            "every task, or `tfdist.cluster.serve` in workers and ps."
+        )
+
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps", "tpu")
+"""What `RunConfig(strategy=...)` may name, beside "auto"."""
+
+
+SYNCHRONOUS = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.TPUStrategy,
+)
+"""Strategies whose replicas run each step together."""
+
+
+def resolved(name: str, cluster: Cluster) -> str:
+    """A strategy's name, "auto" replaced by what fits.
+
+    That is what the cluster is made for, as its shape says; in one process,
+    all GPUs that it sees.
+    """
+    if name != "auto":
+        return name
+    if cluster.num_ps:
+        return "ps"
+    if cluster.is_distributed:
+        return "multi_worker_mirrored"
+    several = len(tf.config.list_physical_devices("GPU")) > 1
+    return "mirrored" if several else "one_device"
+
+
+def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
+    """Refuses a strategy that there is not, or that the cluster is not for.
+
+    Raises:
+        TypeError: it is neither a name nor a strategy.
+        ValueError: naming what there is and what is needed.
+    """
+    if not isinstance(strategy, str | tf.distribute.Strategy):
+        raise TypeError(
+            "Argument `strategy` must be a string or a tf.distribute.Strategy. "
+            f"Received: strategy={strategy!r}."
+        )
+    connects = (
+        tf.distribute.ParameterServerStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+    )
+    if isinstance(strategy, connects):
+        raise ValueError(
+            f"A {type(strategy).__name__} is made by tfdist itself, and anew "
+            "after a failure. Use strategy='auto'."
+        )
+    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
+        raise ValueError(
+            "Argument `strategy` must be 'auto' or one of "
+            f"{', '.join(map(repr, STRATEGIES))}. Received: "
+            f"strategy={strategy!r}."
+        )
+    fits = {
+        "auto": True,
+        "ps": cluster.num_ps > 0,
+        "multi_worker_mirrored": cluster.is_distributed and not cluster.num_ps,
+    }
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    alone = cluster.role == "local"
+    if cluster.trains and not fits.get(name, alone):
+        raise ValueError(
+            f"Strategy {name!r} does not fit this process, which is {cluster}. "
+            "'ps' needs a cluster with parameter servers, "
+            "'multi_worker_mirrored' one of a chief and workers alone, the "
+            "others no cluster."
+        )
+
+
+@functools.cache
+def local_strategy(name: str) -> tf.distribute.Strategy:
+    """A strategy whose replicas are all driven by this process alone.
+
+    Each is made once: TensorFlow would mix up the messages of two.
+
+    Args:
+        name: "one_device", "mirrored" (every GPU, or, where there is none,
+            every logical CPU) or "tpu" (the slice that `TPU_NAME` names or
+            this machine has).
+
+    Raises:
+        RuntimeError: there is no TPU.
+    """
+    if name == "mirrored":
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        devices = tf.config.list_logical_devices(kind)
+        return tf.distribute.MirroredStrategy([d.name for d in devices])
+    if name == "tpu":
+        return _tpu_strategy()
+    return tf.distribute.get_strategy()
+
+
+def _tpu_strategy() -> tf.distribute.TPUStrategy:
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise RuntimeError(
+            "There is no TPU that this process can use. TensorFlow's build for "
+            "TPUs and a TPU VM are needed; TensorFlow says: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def multi_worker_strategy(
+    cluster: Cluster,
+    start_timeout_secs: float = 600.0,
+    give_up: Callable[[], None] = lambda: None,
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Connects this process to the others of an all-reduce job, once.
+
+    Args:
+        cluster: A cluster without ps; each of its tasks calls this.
+        start_timeout_secs: Seconds to wait for every task to be up.
+        give_up: Called again and again meanwhile; ends the wait by raising.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        TimeoutError: A task was not up in time. One that goes away after that
+            would leave TensorFlow waiting in C, deaf to signals: then this
+            process ends as late, with a traceback and exit code 1.
+    """
+    if cluster in _joined:
+        return _joined[cluster]
+    servers.reconnect_quickly()
+    servers.meet(cluster, start_timeout_secs, give_up)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.training_spec()),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+    leader = next(iter(cluster.tasks))
+    leave_together(
+        {job: len(tasks) for job, tasks in cluster.tasks.items()},
+        f"/job:{leader}/replica:0/task:0",
+        _LEAVE_SECS,
+    )
+    faulthandler.dump_traceback_later(
+        start_timeout_secs, exit=True, file=sys.__stderr__
+    )
+    try:
+        _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        return _joined[cluster]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _connect(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+) -> tf.distribute.ParameterServerStrategy:
+    """Connects, and tries again for a while.
+
+    The connection of this process to a server that was started anew waits up
+    to two seconds between its attempts (`servers.reconnect_quickly`).
+    """
+    deadline = time.monotonic() + _CONNECT_SECS
+    while True:
+        try:
+            with _fail_fast():
+                return tf.distribute.ParameterServerStrategy(resolver)
+        except tf.errors.UnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_SECS)
+
+
+@contextlib.contextmanager
+def _fail_fast() -> Iterator[None]:
+    """Makes a task that died since the probe an error instead of a hang.
+
+    TensorFlow reads the variable at each call. `use_caller`, its recommended
+    setting, holds afterwards: with `true`, recovery would spin.
+    """
+    os.environ["GRPC_FAIL_FAST"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["GRPC_FAIL_FAST"] = "use_caller"
+
+
+def _widen_thread_pool() -> None:
+    """Gives the chief's own server the threads that every server needs."""
+    if tf.config.threading.get_inter_op_parallelism_threads() == 0:
+        # Too late once TensorFlow has started, which is harmless: then the
+        # pool has a thread per CPU, and the chief holds no variables.
+        with contextlib.suppress(RuntimeError):
+            tf.config.threading.set_inter_op_parallelism_threads(
+                servers.inter_op_threads()
+            )

@@ -1,0 +1,11 @@
+from .audit import check_workers_differ as check_workers_differ
+from .data_service import one_pass as one_pass
+from .readers import read_csv as read_csv
+from .readers import read_text as read_text
+from .readers import read_tfrecords as read_tfrecords
+from .reading import ReadOptions as ReadOptions
+from .statistics import FeatureStatistics as FeatureStatistics
+from .statistics import compute_once as compute_once
+from .tfds_inputs import read_array_records as read_array_records
+from .tfds_inputs import read_tfds as read_tfds
+from .worker_context import WorkerContext as WorkerContext

@@ -1,0 +1,284 @@
+"""Exactly one pass over the data, whatever the speed of the workers.
+
+    def input_fn(context):
+        rows = tfdist.read_csv("data/*.csv", 256, num_epochs=1)
+        return tfdist.one_pass(rows, context)
+
+    python -m tfdist.launch --ps=2 --workers=3 --data_workers=2 -m trainer.task
+
+A share of its own for each worker ends early for the fast ones. Here nobody has
+a share: a tf.data service reads the data, and hands each batch to the worker
+that asks next. Its tasks stand in `TF_CONFIG` beside those that train, as
+"dispatcher" (one) and "data_worker"; `train_and_evaluate` runs them, and they
+end with the job.
+
+What is handed out is a batch, and it is handed out once. The dispatcher gives
+the data workers one element at a time of what the dataset begins with: a file
+for `read_csv` and its like, an example for `Dataset.from_tensor_slices`. So:
+
+Nothing fails: each example is trained on once in each epoch.
+A worker dies: it costs the batch that it trained on and those on their way to
+  it, two for each data worker; behind a `map` of the result, which TensorFlow
+  runs ahead, one more. Started again it reads on.
+The chief dies, or a ps: the pass goes on where it was, with the weights of the
+  last checkpoint. It costs the batches trained on since, and at each worker as
+  many as if it had died. So does the death of any process of an all-reduce job.
+A data worker dies: it costs what it has taken and not handed out, of files all
+  that it reads at once or has shuffled the names of; with `shuffle=False` the
+  one it reads and at most the next. The pass ends without it after 30 s.
+The dispatcher dies: it costs nothing. Its journal in `<model_dir>/data_service`
+  tells the next process what was given out.
+All are started again: all of this together. But if the data workers then have
+  other addresses, as after each start of `tfdist.launch`, the pass begins anew,
+  with a warning: what the checkpoint has seen is repeated.
+
+Else nothing is ever repeated. A job that ends deletes the journal, so the next
+one in its directory makes a pass of its own. Whoever changes the data of a job
+that has not ended must delete it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._tf import storage
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.data.worker_context import read_by_all
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECS = 0.5
+# How long a task that is told to end serves on for one that trains.
+_TERM_SECS = 20.0
+_START_SECS = 120.0
+_HEARTBEAT_MS = 2000
+_WORKER_TIMEOUT_MS = 30_000
+# Batches on their way to a process that trains, for each data worker.
+_ON_THEIR_WAY = 2
+
+
+def one_pass(
+    dataset: tf.data.Dataset,
+    context: tf.distribute.InputContext,
+    *,
+    name: str = "train",
+    cluster: Cluster | None = None,
+    start_timeout_secs: float = _START_SECS,
+) -> tf.data.Dataset:
+    """The batches of a dataset, each of them to one of all workers.
+
+    To be called in the input function of training, with the whole data (no
+    shard of them) in batches; the last one of each data worker may be smaller.
+    The order is by chance. For several epochs repeat either the argument or
+    the result: that begins an epoch when the last batch of the one before has
+    been handed out.
+
+    As `tf.data.experimental.service.distribute` with dynamic sharding, of a
+    job that outlives all processes but the dispatcher's (see the top of this
+    module). Parameter servers' steps are dispatched one by one, as for all
+    data that end.
+
+    >>> dataset = tf.data.Dataset.range(5).batch(2)
+    >>> batches = one_pass(dataset, tf.distribute.InputContext())
+    >>> [batch.tolist() for batch in batches.as_numpy_iterator()]
+    [[0, 1], [2, 3], [4]]
+
+    Args:
+        dataset: Of batches. Begins with what can be split: files, or
+            `from_tensor_slices`, `range`, `list_files`. It is run by the data
+            workers, so it may call no Python function.
+        context: What the input function was given. A function without it
+            would, in an all-reduce job, say that all read the same.
+        name: Of the pass. Another one of the same job has another.
+        cluster: Where the dispatcher is. Default: `Cluster.from_env()`.
+        start_timeout_secs: Seconds to wait for the service.
+
+    Returns:
+        The batches that the caller gets; in a single process without a
+        service, and in an evaluator, the dataset itself.
+
+    Raises:
+        TypeError: `context` is no `InputContext`.
+        ValueError: several workers, and no service.
+        TimeoutError: a task of the service was not up in time.
+    """
+    if not isinstance(context, tf.distribute.InputContext):
+        raise TypeError(
+            "Argument `context` must be the tf.distribute.InputContext that "
+            "the input function gets as its argument. Received: "
+            f"context={context!r}."
+        )
+    read_by_all(context)
+    cluster = Cluster.from_env() if cluster is None else cluster
+    alone = not cluster.is_distributed and cluster.dispatcher is None
+    if alone or cluster.role == "evaluator":
+        return dataset
+    if cluster.dispatcher is None:
+        raise ValueError(
+            "One pass by several workers needs a tf.data service, and this "
+            f"cluster has none: {cluster.shape}. Start it with `python -m "
+            "tfdist.launch --data_workers=1 ...`, or give TF_CONFIG's cluster "
+            'the jobs "dispatcher" and "data_worker".'
+        )
+    _wait_until_up(cluster, start_timeout_secs)
+    service = tf.data.experimental.service
+    # Where batches would be unpacked, and in the prefetching that TensorFlow
+    # adds, more would wait, and be lost with their worker: one for each CPU.
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    distribute = service.distribute(
+        processing_mode=service.ShardingPolicy.DYNAMIC,
+        service=f"grpc://{cluster.dispatcher}",
+        job_name=name,
+        max_outstanding_requests=_ON_THEIR_WAY * len(cluster.data_workers),
+        compression=None,
+    )
+    return dataset.apply(distribute).with_options(options)
+
+
+def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
+    """Runs a dispatcher or data worker until training is over.
+
+    Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
+    process that leads is there, since the whole job may be told so.
+
+    Args:
+        cluster: In which this process is the dispatcher or a data worker.
+        work_dir: Of the dispatcher's journal.
+        is_over: Whether training has ended.
+
+    Raises:
+        RuntimeError: The server could not start; most often another process
+            holds its port.
+        TimeoutError: There is no dispatcher.
+        SystemExit: with code 143, after SIGTERM.
+    """
+    told = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    task = f"{cluster.task_type}:{cluster.task_index}"
+    try:
+        server = _server(cluster, work_dir)
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"The server of task {task} could not start on {cluster.address}. "
+            "Is another process using that port? TensorFlow says: "
+            f"{error.message}"
+        ) from error
+    _log.info("Task %s serves on %s.", task, cluster.address)
+    while not is_over():
+        if told.wait(_POLL_SECS):
+            _wait_until_leader_is_gone(cluster, _TERM_SECS)
+            _log.warning("Task %s was told to end (SIGTERM).", task)
+            raise SystemExit(servers.TERMINATED)
+    # Who trains still takes leave of the service; let all go first.
+    _wait_until_leader_is_gone(cluster, float("inf"))
+    server.stop()
+    if cluster.role == "dispatcher":
+        tf.io.gfile.rmtree(work_dir)
+    _log.info("Task %s ends: training is over.", task)
+
+
+def _server(cluster: Cluster, work_dir: str) -> Any:
+    """The server of this task, started."""
+    service = tf.data.experimental.service
+    port = int(cluster.address.rpartition(":")[2])
+    if cluster.role == "dispatcher":
+        _prepare_journal(work_dir, cluster.data_workers)
+        return service.DispatchServer(
+            service.DispatcherConfig(
+                port=port,
+                protocol="grpc",
+                work_dir=work_dir,
+                fault_tolerant_mode=True,
+                # How often it looks for workers that are gone, too.
+                job_gc_check_interval_ms=_HEARTBEAT_MS,
+                # What has been handed out is never forgotten.
+                job_gc_timeout_ms=-1,
+                worker_timeout_ms=_WORKER_TIMEOUT_MS,
+            )
+        )
+    _wait_until_up(cluster, _START_SECS, data_workers=False)
+    return service.WorkerServer(
+        service.WorkerConfig(
+            dispatcher_address=cluster.dispatcher,
+            worker_address=cluster.address,
+            port=port,
+            protocol="grpc",
+            heartbeat_interval_ms=_HEARTBEAT_MS,
+        )
+    )
+
+
+def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
+    """Makes the directory, or leaves what an earlier process has there.
+
+    Unless that was of other data workers: those who train would wait for them
+    in the end, for ever.
+    """
+    path = os.path.join(work_dir, "data_workers.json")
+    before, now = storage.read_text(path), json.dumps(data_workers)
+    if before not in (None, now):
+        _log.warning(
+            "The data workers were %s and are %s: the pass begins anew.",
+            before,
+            now,
+        )
+        tf.io.gfile.rmtree(work_dir)
+    tf.io.gfile.makedirs(work_dir)
+    storage.write_text(path, now)
+
+
+def _wait_until_up(
+    cluster: Cluster, timeout_secs: float, data_workers: bool = True
+) -> None:
+    """Waits for the service; TensorFlow itself would wait for ever."""
+    tasks = {"dispatcher:0": cluster.dispatcher}
+    if data_workers:
+        for index, address in enumerate(cluster.data_workers):
+            tasks[f"data_worker:{index}"] = address
+    deadline = time.monotonic() + timeout_secs
+    while True:
+        tasks = {t: a for t, a in tasks.items() if not _listens(a)}
+        if not tasks:
+            return
+        if time.monotonic() >= deadline:
+            missing = ", ".join(f"{t} at {a}" for t, a in tasks.items())
+            raise TimeoutError(
+                f"{len(tasks)} task(s) of the tf.data service did not come up "
+                f"within {timeout_secs:g} s: {missing}. Start them with the "
+                "same cluster in TF_CONFIG and check that the addresses are "
+                "right and can be reached from here."
+            )
+        time.sleep(_POLL_SECS)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        place = host.strip("[]"), int(port)
+        socket.create_connection(place, timeout=1.0).close()
+        return True
+    return False
+
+
+def _wait_until_leader_is_gone(cluster: Cluster, timeout_secs: float) -> None:
+    """Waits for the chief, or worker 0 where there is none."""
+    leader = next(iter(cluster.tasks.values()), {}).get(0)
+    deadline = time.monotonic() + timeout_secs
+    while leader and servers.probe(leader) is servers.TaskState.LIVE:
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_SECS)

@@ -1,0 +1,215 @@
+"""What an input function returns, checked before anything is trained on it.
+
+An error names the function that the user wrote, and what was expected of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.input_wait import InputWatch
+from tfdist.data.worker_context import read_by_all
+
+InputFn = Callable[..., tf.data.Dataset]
+
+
+def takes_context(input_fn: InputFn) -> bool:
+    """Whether an input function is to be called with an `InputContext`."""
+    return takes_argument(input_fn, "input_fn", "an InputContext")
+
+
+def takes_argument(function: Callable, name: str, given: str) -> bool:
+    """Whether a user's function has an argument without a default.
+
+    `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, are none.
+
+    Args:
+        function: The function.
+        name: Of the argument that it is.
+        given: What it is called with then.
+
+    Raises:
+        ValueError: it has others than one that may be given by position.
+    """
+    signature = inspect.signature(function)
+    for takes, args in ((False, ()), (True, (given,))):
+        with contextlib.suppress(TypeError):
+            signature.bind(*args)
+            return takes
+    raise ValueError(
+        f"Argument `{name}` is called without an argument, or with one that "
+        f"has no default: {given}. Received: {described(function)}, which "
+        f"takes {signature}. Give the others a default, or bind them by "
+        "`functools.partial`."
+    )
+
+
+def with_context(
+    input_fn: InputFn,
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """The user's input function, made to take an `InputContext`.
+
+    What it returns raises a `TypeError` when called, unless the user's
+    function returns a dataset.
+    """
+    takes = takes_context(input_fn)
+    watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
+
+    def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        if not takes:
+            read_by_all(context)
+        with watch:
+            dataset = input_fn(context) if takes else input_fn()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"Input function {described(input_fn)} must return a "
+                f"tf.data.Dataset of batches. Received: {dataset!r} of type "
+                f"{type(dataset).__name__}. {_advice(dataset)}"
+            )
+        return dataset
+
+    return call
+
+
+def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
+    """The user's input function, made to take nothing; see `with_context`."""
+    return lambda: with_context(input_fn)(tf.distribute.InputContext())
+
+
+def _advice(returned: Any) -> str:
+    if returned is None:
+        return "Does it end without `return`?"
+    if inspect.isgenerator(returned):
+        return "Use `tf.data.Dataset.from_generator`."
+    return (
+        "Arrays become a dataset by "
+        "`tf.data.Dataset.from_tensor_slices((features, labels)).batch(...)`."
+    )
+
+
+def described(input_fn: InputFn) -> str:
+    """Name of a function, and the file and line where it is defined.
+
+    >>> described(min)
+    '`min`'
+    """
+    while isinstance(input_fn, functools.partial):
+        input_fn = input_fn.func
+    name = getattr(input_fn, "__qualname__", type(input_fn).__qualname__)
+    code = getattr(input_fn, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"`{name}`{where}"
+
+
+@contextlib.contextmanager
+def named(input_fn: InputFn) -> Iterator[None]:
+    """Adds the name of the input function to errors that may be about it.
+
+    TensorFlow's errors tell of tensors, not of the function whose dataset
+    they came from. The error itself stays as it is; it gets a note.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, ValueError) as error:
+        error.add_note(
+            f"The batches come from input function {described(input_fn)}."
+        )
+        raise
+
+
+def check_batches(
+    model: keras.Model, element_spec: Any, targets: bool = True
+) -> None:
+    """Checks that a dataset has what a model reads.
+
+    Keras takes features by position where their names are not those of the
+    model's inputs, with a warning at most: one feature too many shifts all
+    that follow it.
+
+    Args:
+        model: A built model. Only one made from `keras.Input`s tells the
+            names and dtypes of its inputs; another is not checked for these.
+        element_spec: `tf.TypeSpec` structure of one batch.
+        targets: Whether there must be targets for a compiled loss.
+
+    Raises:
+        ValueError: features are missing, too many, or strings where the model
+            has numbers; no targets.
+    """
+    features, y, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    inputs = _symbolic_inputs(model)
+    if inputs:
+        _check_features(model, inputs, features)
+    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    if targets and y is None and model.loss is not None and not own_loss:
+        raise ValueError(
+            f"Model {model.name!r} is compiled with a loss, so a batch must be "
+            "`(features, targets)` or `(features, targets, sample_weight)`. "
+            f"Received batches without targets: {element_spec}."
+        )
+
+
+def _symbolic_inputs(model: keras.Model) -> list[keras.KerasTensor]:
+    """What the model was made from; empty if it was made by other means."""
+    inputs = getattr(model, "inputs", None) or []
+    symbolic = all(isinstance(i, keras.KerasTensor) for i in inputs)
+    return list(inputs) if symbolic else []
+
+
+def _check_features(
+    model: keras.Model, inputs: list[keras.KerasTensor], features: Any
+) -> None:
+    # A `Sequential` has one input, and no structure.
+    structure = None if isinstance(model, keras.Sequential) else model.input
+    by_key = isinstance(structure, Mapping)
+    expected = dict(structure) if by_key else {i.name: i for i in inputs}
+    if not isinstance(features, Mapping):
+        flat = tf.nest.flatten(features)
+        names = sorted(expected) if by_key else list(expected)
+        if len(flat) != len(names):
+            names = range(len(flat))
+        features = dict(zip(names, flat, strict=True))
+        by_key = True
+    missing = set(expected) - set(features)
+    # Where the inputs are a list, Keras picks features by name.
+    unread = set(features) - set(expected) if by_key else set()
+    names = set(expected) & set(features)
+    differ = any(_differ(expected[name], features[name]) for name in names)
+    if missing or unread or differ:
+        raise ValueError(
+            f"The features of the dataset are not the inputs of model "
+            f"{model.name!r}.\n"
+            f"  Inputs of the model: {_listed(expected)}.\n"
+            f"  Features of the dataset: {_listed(features)}.\n"
+            "Give both the same names, and leave out of the dataset what the "
+            "model does not read."
+        )
+
+
+def _differ(inputs: Any, features: Any) -> bool:
+    """Whether one is a string and the other is not."""
+    flat = zip(tf.nest.flatten(inputs), tf.nest.flatten(features), strict=False)
+    return any(_is_string(i) != _is_string(f) for i, f in flat)
+
+
+def _is_string(part: Any) -> bool:
+    return getattr(part, "dtype", None) in ("string", tf.string)
+
+
+def _listed(features: Mapping[Any, Any]) -> str:
+    return ", ".join(
+        f"{name} ("
+        + ", ".join(
+            f"{tf.as_dtype(part.dtype).name} {part.shape}"
+            for part in tf.nest.flatten(value)
+        )
+        + ")"
+        for name, value in sorted(features.items(), key=str)
+    )

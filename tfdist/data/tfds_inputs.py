@@ -1,0 +1,283 @@
+"""Batches from TensorFlow Datasets, and from ArrayRecord files.
+
+As `tfdist.data.readers`, for what other packages have to be installed for.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import record_files
+from tfdist.data.blocks import Files, Parse
+from tfdist.data.readers import example_parser, expected_example
+from tfdist.data.reading import ReadOptions, batches
+
+# Records that are taken out of an ArrayRecord file at once.
+_CHUNK = 256
+
+
+def read_tfds(
+    builder: Any,
+    split: Any,
+    batch_size: int,
+    *,
+    data_dir: str | None = None,
+    as_supervised: bool = False,
+    select_features: Sequence[str] | None = None,
+    **options: Any,
+) -> tf.data.Dataset:
+    """Batches of a prepared dataset of TensorFlow Datasets.
+
+    As `builder.as_dataset`, but: a worker reads another share in each pass,
+    also where its index is a tensor; examples of numbers and strings are
+    parsed many at once.
+
+    Args:
+        builder: a `tfds.core.DatasetBuilder`, or the name of one, with version
+            or configuration if need be, such as "titanic:4.*.*".
+        split: as TFDS takes it: "train", "train[:80%]", "train+test", a
+            `tfds.core.ReadInstruction`.
+        batch_size: examples in a batch.
+        data_dir: where prepared datasets are; the default of TFDS if omitted.
+        as_supervised: whether to give `(features, label)`, as the builder's
+            `supervised_keys` name them, instead of all features.
+        select_features: the features to parse and to give; all if omitted.
+        **options: those of `ReadOptions`.
+
+    Returns:
+        A dataset of what `builder.as_dataset().batch(batch_size)` gives.
+
+    Raises:
+        ImportError: TensorFlow Datasets is not installed.
+        TypeError: an unknown option.
+        ValueError: the dataset is not prepared, the split is none, or an
+            option is out of range.
+    """
+    import tensorflow_datasets as tfds
+
+    reading = ReadOptions(**options)
+    if isinstance(builder, str):
+        builder = tfds.builder(builder, data_dir=data_dir)
+    if not builder.is_prepared():
+        raise ValueError(
+            f"Dataset {builder.info.full_name} is not prepared in "
+            f"{builder.data_dir}. Prepare it once, where its sources can be "
+            f"reached: `tfds build {builder.name} --data_dir=...`, or "
+            "`builder.download_and_prepare()`."
+        )
+    parts = builder.info.splits[split].file_instructions
+    paths = [str(part.filename) for part in parts]
+    skips = [part.skip for part in parts]
+    # A negative number: all that follow.
+    takes = [
+        part.take if part.take >= 0 else part.examples_in_shard - part.skip
+        for part in parts
+    ]
+    read = {
+        tfds.core.FileFormat.TFRECORD: _tfrecords,
+        tfds.core.FileFormat.ARRAY_RECORD: _array_records,
+    }.get(builder.info.file_format)
+    if read is None:
+        raise ValueError(
+            f"The records of {builder.info.full_name} must be in TFRecord or "
+            f"ArrayRecord files. Received: {builder.info.file_format.value}. "
+            "Prepare it with download_and_prepare(file_format='tfrecord')."
+        )
+    if read is _array_records:
+        _check_index(reading)
+    files = Files(
+        paths,
+        (paths, np.array(skips, np.int64), np.array(takes, np.int64)),
+        read,
+        expected=f"an example of {builder.info.full_name}",
+        skips_errors=read is _tfrecords,
+    )
+    parse = _tfds_parser(builder.info, as_supervised, select_features)
+    return batches(files, parse, batch_size, reading)
+
+
+def read_array_records(
+    file_pattern: str | Sequence[str],
+    features: Mapping[str, Any] | None,
+    batch_size: int,
+    *,
+    label_key: str | None = None,
+    **options: Any,
+) -> tf.data.Dataset:
+    """Batches of the `tf.train.Example`s in ArrayRecord files.
+
+    As `tfdist.read_tfrecords`. TensorFlow has no operation for these files:
+    Python reads them, so a worker of a parameter-server strategy cannot.
+
+    Args:
+        file_pattern: as in `tfdist.read_csv`, but local.
+        features: as in `tfdist.read_tfrecords`.
+        batch_size: examples in a batch.
+        label_key: as in `tfdist.read_tfrecords`.
+        **options: those of `ReadOptions`.
+
+    Returns:
+        As `tfdist.read_tfrecords`.
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ImportError: package `array_record` is not installed.
+        TypeError: an unknown option.
+        ValueError: no ArrayRecord file, `label_key` is no feature, an option
+            is out of range, or the index of the worker is a tensor.
+    """
+    reading = ReadOptions(**options)
+    _check_index(reading)
+    paths = record_files.match(file_pattern)
+    counts = [_reader(path).num_records() for path in paths]
+    files = Files(
+        paths,
+        (paths, np.zeros(len(paths), np.int64), np.array(counts, np.int64)),
+        _array_records,
+        expected=expected_example(features),
+    )
+    parse = example_parser(features, label_key)
+    return batches(files, parse, batch_size, reading)
+
+
+def _check_index(reading: ReadOptions) -> None:
+    if reading.context and tf.is_tensor(reading.context.input_pipeline_id):
+        raise ValueError(
+            "ArrayRecord files are read by Python, which the workers of a "
+            "parameter-server strategy do not run. Write the records to "
+            "TFRecord files."
+        )
+
+
+def _tfrecords(
+    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+) -> tf.data.Dataset:
+    return tf.data.TFRecordDataset(path).skip(skip).take(take)
+
+
+def _array_records(
+    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+) -> tf.data.Dataset:
+    def chunk(start: tf.Tensor) -> tf.Tensor:
+        stop = tf.minimum(start + _CHUNK, skip + take)
+        records = tf.numpy_function(_chunk, [path, start, stop], tf.string)
+        return tf.ensure_shape(records, [None])
+
+    starts = tf.data.Dataset.range(skip, skip + take, _CHUNK)
+    return starts.map(chunk).unbatch()
+
+
+_reading = threading.Lock()
+
+
+def _chunk(path: bytes, start: int, stop: int) -> Any:
+    with _reading:
+        records = _reader(path.decode()).read(list(range(start, stop)))
+    return np.array(records, object)
+
+
+@functools.lru_cache(maxsize=128)
+def _reader(path: str) -> Any:
+    from array_record.python import array_record_module
+
+    reader = array_record_module.ArrayRecordReader(path)
+    if not reader.ok():
+        try:
+            reader.read([0])  # Only this says why.
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path} cannot be read as an ArrayRecord file: {error}."
+            ) from None
+    return reader
+
+
+def _tfds_parser(
+    info: Any, as_supervised: bool, select_features: Sequence[str] | None
+) -> Parse:
+    """From records to what TFDS gives."""
+    import tensorflow_datasets as tfds
+
+    features = info.features
+    if select_features is not None:
+        for name in select_features:
+            if name not in features:
+                raise ValueError(
+                    "Argument `select_features` must name features of "
+                    f"{info.full_name}: {sorted(features)}. Received: {name!r}."
+                )
+        features = tfds.features.FeaturesDict(
+            {name: features[name] for name in select_features}
+        )
+    if as_supervised and not info.supervised_keys:
+        raise ValueError(
+            f"Argument `as_supervised` needs a label, and {info.full_name} "
+            f"names none. Its features: {sorted(info.features)}."
+        )
+    spec = _fixed_features(features)
+
+    def parse(records: tf.Tensor) -> Any:
+        if spec is None:
+            # Images, sequences, what is stored otherwise than it is given.
+            examples = tf.map_fn(
+                features.deserialize_example,
+                records,
+                fn_output_signature=features.get_tensor_spec(),
+            )
+        else:
+            parsed = tf.io.parse_example(records, spec)
+            examples = _nested(features, parsed, "")
+        if not as_supervised:
+            return examples
+        return tuple(
+            tf.nest.map_structure(lambda key: examples[key], keys)
+            for keys in info.supervised_keys
+        )
+
+    return parse
+
+
+def _fixed_features(
+    features: Any, prefix: str = ""
+) -> dict[str, tf.io.FixedLenFeature] | None:
+    """How to parse examples; None if `tf.io.parse_example` alone cannot."""
+    found = {}
+    for name, feature in features.items():
+        info = feature.get_tensor_info()
+        if isinstance(info, Mapping):
+            if not hasattr(feature, "items"):
+                return None
+            inner = _fixed_features(feature, f"{prefix}{name}/")
+            if inner is None:
+                return None
+            found |= inner
+            continue
+        stored = feature.get_serialized_info()
+        if isinstance(stored, Mapping) or None in info.shape:
+            return None
+        if (stored.shape, stored.tf_dtype) != (info.shape, info.tf_dtype):
+            return None
+        dtype = tf.as_dtype(info.tf_dtype)
+        if dtype != tf.string:
+            dtype = tf.float32 if dtype.is_floating else tf.int64
+        found[f"{prefix}{name}"] = tf.io.FixedLenFeature(info.shape, dtype)
+    return found
+
+
+def _nested(features: Any, parsed: Mapping[str, Any], prefix: str) -> Any:
+    """Parsed features in the structure and with the dtypes of TFDS."""
+    found = {}
+    for name, feature in features.items():
+        info = feature.get_tensor_info()
+        if isinstance(info, Mapping):
+            found[name] = _nested(feature, parsed, f"{prefix}{name}/")
+            continue
+        value = parsed[f"{prefix}{name}"]
+        dtype = tf.as_dtype(info.tf_dtype)
+        found[name] = value if value.dtype == dtype else tf.cast(value, dtype)
+    return found

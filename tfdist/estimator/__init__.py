@@ -1,0 +1,10 @@
+"""`Estimator` and `train_and_evaluate`: a model function to a served model.
+
+Read in this order: `estimator`, `specs` (the configuration), `building` (what
+`train` runs), `training` (`train_and_evaluate`), `evaluation` with `results`,
+`exporters` with `saved_models` and `serving`, `warm_start`, `tuning`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

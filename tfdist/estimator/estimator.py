@@ -1,0 +1,562 @@
+"""`Estimator`: a model function and where its checkpoints are.
+
+As `tf.estimator.Estimator`, whose `model_fn` returned an `EstimatorSpec`; here
+it returns a compiled Keras model. Each method builds the model anew and reads
+its variables from a checkpoint: what is in the directory is the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf import storage
+from tfdist._tf.private import reset_object_names
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.health import HealthMonitor
+from tfdist.cluster.strategies import local_strategy, parameter_server_strategy
+from tfdist.data import audit
+from tfdist.data.input_fns import (
+    InputFn,
+    check_batches,
+    described,
+    named,
+    takes_context,
+    without_context,
+)
+from tfdist.estimator.building import Builder
+from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
+from tfdist.estimator.specs import (
+    RunConfig,
+    check_at_least,
+    check_callable,
+    check_type,
+)
+from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
+from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
+from tfdist.hooks.progress import ProgressHook
+from tfdist.hooks.saving_hooks import (
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+)
+from tfdist.hooks.session_run_hook import SessionRunHook
+from tfdist.hooks.summary_hooks import (
+    StalenessHook,
+    StepCounterHook,
+    SummarySaverHook,
+)
+from tfdist.hooks.unread_data import UnreadDataHook
+from tfdist.placement import planner
+from tfdist.placement.plans import Plan
+from tfdist.placement.variables import describe
+from tfdist.session.monitored_session import MonitoredTrainingSession
+from tfdist.training.compiled_model import checked_model
+from tfdist.training.loop import logs_of
+from tfdist.training.step import ModelStep
+from tfdist.training.workers import Workers
+
+_log = logging.getLogger(__name__)
+
+ModelFn = Callable[[], keras.Model]
+
+
+class Estimator:
+    """A model function and a configuration, trained by `train_and_evaluate`.
+
+    Args:
+        model_fn: Returns a compiled, built Keras model. Called inside the
+            strategy's scope, and again for each rebuilt copy. Its own
+            `train_step`, `test_step` and `predict_step` are used in one
+            process (`tfdist.training.keras_step`). A cluster's workers use the
+            third
+            alone: the first is refused; `train_and_evaluate` uses the second,
+            in its evaluator or chief.
+        config: The configuration.
+        warm_start_from: Where a new job takes its weights from: a checkpoint,
+            a directory of such, or `WarmStartSettings`. Default: they are
+            initialized.
+    """
+
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        config: RunConfig,
+        warm_start_from: WarmStartSettings | str | None = None,
+    ) -> None:
+        check_callable("model_fn", model_fn)
+        if isinstance(model_fn, keras.Model):
+            raise TypeError(
+                "Argument `model_fn` must be a function that returns a "
+                "compiled model, since each task builds its own. Received: "
+                f"the model {model_fn.name!r}."
+            )
+        check_type("config", config, RunConfig)
+        self._warm_start = warm_start_from and WarmStartHook(warm_start_from)
+        self.model_fn = model_fn
+        self.config = config
+        self._builder = Builder(model_fn, config)
+
+    @property
+    def model_dir(self) -> str:
+        """Directory of checkpoints, summaries and exports."""
+        return self.config.model_dir
+
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest complete checkpoint, or None."""
+        return checkpoints.latest(self.model_dir)
+
+    def train(
+        self,
+        input_fn: InputFn,
+        hooks: Iterable[SessionRunHook] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> Estimator:
+        """Trains from the latest checkpoint, if there is one.
+
+        Must be called on the chief of a cluster or in a single process.
+
+        Args:
+            input_fn: As for `TrainSpec`.
+            hooks: As for `TrainSpec`.
+            steps: Steps to run from the latest checkpoint on. A process that
+                dies and is started again begins to count anew: jobs that may
+                be use `max_steps`.
+            max_steps: Step at which training ends; if the checkpoint is there
+                already, a warning says so. Neither: until the data ends.
+            saving_listeners: Told of each checkpoint.
+
+        Returns:
+            This estimator.
+
+        Raises:
+            TypeError: `input_fn` returns no dataset, or `model_fn` no model.
+            ValueError: both `steps` and `max_steps`, or one not positive; a
+                checkpoint of another model, with what differs; a model that
+                is not compiled, or does not read what the dataset has; a
+                dataset without any batch (TF trained nothing).
+            NanLossDuringTrainingError: the loss or a weight is not finite.
+        """
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                "Only one of `steps` and `max_steps` can be given. Received: "
+                f"steps={steps}, max_steps={max_steps}."
+            )
+        check_at_least("steps", steps, 1)
+        check_at_least("max_steps", max_steps, 1)
+        config = self.config
+        self._seed()
+        storage.check_writable(self.model_dir)
+        self._audit(input_fn)
+        if steps is not None:
+            path = self.latest_checkpoint()
+            max_steps = steps + (checkpoints.step_of(path) if path else 0)
+        listeners = list(saving_listeners or ())
+        savers = []
+        if config.saves_checkpoints:
+            savers.append(self._saver(listeners))
+        elif listeners:
+            raise ValueError(
+                "Argument `saving_listeners` has listeners, and there are no "
+                "checkpoints. Set `save_checkpoints_steps` or "
+                "`save_checkpoints_secs` of the RunConfig."
+            )
+        own = [*self._own_hooks(input_fn, max_steps), *savers]
+        hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
+        session = MonitoredTrainingSession(
+            lambda strategy: self._builder.build(strategy, input_fn),
+            checkpoint_dir=self.model_dir,
+            hooks=hooks,
+            save_checkpoint_secs=None,
+            save_checkpoint_steps=None,
+            save_summaries_steps=None,
+            log_step_count_steps=None,
+            max_wait_secs=config.session_creation_timeout_secs,
+            max_to_keep=config.keep_checkpoint_max,
+            check_numerics=config.check_numerics,
+            cluster=config.cluster,
+            strategy=self._local_strategy(),
+        )
+        with named(input_fn), session:
+            first_step = session.step
+            while not session.should_stop():
+                session.run()
+                if session.input_ended and session.step == first_step:
+                    self._check_was_read(session, input_fn)
+        return self
+
+    def _check_was_read(
+        self, session: MonitoredTrainingSession, input_fn: InputFn
+    ) -> None:
+        """Raises if an input had no batch, not even before a restart."""
+        one_pass = session.restored_from and self.config.cluster.dispatcher
+        if session.input_restored or one_pass:
+            _log.warning(
+                "No step was run: the input had been read to its end when %s "
+                "was saved.",
+                session.restored_from,
+            )
+            return
+        raise ValueError(
+            f"The dataset of input function {described(input_fn)} has no "
+            "batch: no step was run, and nothing is exported. Are its files "
+            "empty, or smaller than one batch with drop_remainder=True?"
+        )
+
+    def _audit(self, input_fn: InputFn) -> None:
+        """Warns if two workers would read the same examples."""
+        wanted = self.config.audit_input
+        if wanted is None:
+            wanted = not takes_context(input_fn)
+        if not wanted or self.config.strategy_name != "ps":
+            return
+        problem = audit.check_workers_differ(
+            input_fn, self.config.cluster.num_workers, index_as_tensor=True
+        )
+        if problem:
+            _log.warning("%s", problem)
+
+    def _saver(
+        self, listeners: Sequence[CheckpointSaverListener]
+    ) -> CheckpointSaverHook:
+        config = self.config
+        return CheckpointSaverHook(
+            self.model_dir,
+            save_steps=config.save_checkpoints_steps or None,
+            save_secs=config.save_checkpoints_secs or None,
+            listeners=listeners,
+            max_to_keep=config.keep_checkpoint_max,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+        )
+
+    def _own_hooks(
+        self, input_fn: InputFn, max_steps: int | None
+    ) -> list[SessionRunHook]:
+        """All of the chief's hooks but the one that saves.
+
+        They act at multiples of their intervals, where TF1 began at step 1: so
+        they cut the steps into the same pieces as the checkpoints.
+        """
+        directory, every = self.model_dir, self.config.log_step_count_steps
+        hooks: list[SessionRunHook] = [
+            _LogStart(max_steps),
+            NanTensorHook(None),
+        ]
+        if every is not None:
+            hooks.append(
+                StepCounterHook(
+                    every, output_dir=directory, at_first_step=False, log=False
+                )
+            )
+            hooks.append(ProgressHook(every, max_steps=max_steps))
+        if self._warm_start:
+            hooks.append(self._warm_start)
+        if self.config.save_summary_steps:
+            hooks.append(
+                SummarySaverHook(
+                    self.config.save_summary_steps,
+                    output_dir=directory,
+                    at_first_step=False,
+                )
+            )
+        if self.config.strategy_name == "ps":
+            hooks.append(
+                UnreadDataHook(input_fn, self.config.cluster.num_workers)
+            )
+            if every is not None:
+                hooks.append(StalenessHook(directory, every))
+        if max_steps is not None:
+            hooks.append(StopAtStepHook(last_step=max_steps))
+        return hooks
+
+    def evaluate(
+        self,
+        input_fn: InputFn,
+        steps: int | None = None,
+        hooks: Iterable[SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, float]:
+        """Metrics of a checkpoint.
+
+        On the chief of a cluster the workers compute, as for `predict`, unless
+        there are hooks.
+
+        Args:
+            input_fn: Returns the dataset, one pass over which is an
+                evaluation.
+            steps: Batches to read at most; None for all.
+            hooks: As for `EvalSpec`.
+            checkpoint_path: Default: the latest; without any, the model as it
+                is initialized.
+            name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
+
+        Returns:
+            Metric name to value, `loss` and `global_step` among them.
+        """
+        evaluator = Evaluator(
+            self.model_fn,
+            without_context(input_fn),
+            self.model_dir,
+            steps=steps,
+            name=name,
+            hooks=tuple(hooks or ()),
+        )
+        path = checkpoint_path or self.latest_checkpoint()
+        if path is None or self.config.strategy_name != "ps":
+            return evaluator.evaluate(path)
+
+        def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
+            with self._workers(path, batches, metrics=True) as (step, calls):
+                packed = calls(step.evaluate_alone)
+                return logs_of(sum(packed), step)
+
+        return evaluator.evaluate(path, elsewhere=on_workers)
+
+    def predict(
+        self,
+        input_fn: InputFn,
+        predict_keys: Sequence[str] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Yields the model's outputs.
+
+        On the chief of a cluster the variables stay on the parameter servers
+        and the workers compute; the features are read here. A worker's death
+        costs nothing, that of a ps is an error.
+
+        Args:
+            input_fn: Returns a dataset of batches, as for training; only the
+                features are read.
+            predict_keys: Of a model whose output is a dictionary, the keys to
+                yield. Default: all.
+            checkpoint_path: Default: the latest; without any, the model as it
+                is initialized.
+            yield_single_examples: Whether to yield an example at a time, else
+                a batch.
+
+        Yields:
+            What the model returns, as NumPy arrays, without the batch
+            dimension if `yield_single_examples`.
+
+        Raises:
+            ValueError: the output has no such key.
+        """
+        dataset = without_context(input_fn)()
+        path = checkpoint_path or self.latest_checkpoint()
+        here = self.config.strategy_name != "ps"
+        predict = self._predict_here if here else self._predict_on_workers
+        for outputs in predict(dataset, path):
+            if predict_keys is not None:
+                outputs = _chosen(outputs, predict_keys)
+            if not yield_single_examples:
+                yield outputs
+                continue
+            for i in range(len(tf.nest.flatten(outputs)[0])):
+                yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
+
+    def _predict_here(
+        self, dataset: tf.data.Dataset, path: str | None
+    ) -> Iterator[Any]:
+        model = self._restored(path)
+        check_batches(model, dataset.element_spec, targets=False)
+        call = tf.function(model.predict_step, reduce_retracing=True)
+        for batch in dataset:
+            yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
+
+    def _predict_on_workers(
+        self, dataset: tf.data.Dataset, path: str | None
+    ) -> Iterator[Any]:
+        with self._workers(path, dataset, metrics=False) as (step, calls):
+            yield from calls(step.predict)
+
+    @contextlib.contextmanager
+    def _workers(
+        self, path: str | None, dataset: tf.data.Dataset, metrics: bool
+    ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
+        """A step with the weights of a checkpoint, on the parameter servers.
+
+        And what yields a function's value for each batch, by the workers.
+        """
+        cluster = self.config.cluster
+        wait_secs = self.config.session_creation_timeout_secs
+        servers.wait_until_up(cluster, wait_secs)
+        strategy = parameter_server_strategy(
+            cluster, start_timeout_secs=wait_secs
+        )
+        global_step, model = self._builder.create_variables(strategy)
+        if path:
+            variables = checkpoints.named_variables(model, optimizer=False)
+            checkpoints.restore(path, variables)
+        step = ModelStep(
+            model,
+            dataset.element_spec,
+            global_step=global_step,
+            remote=True,
+            metrics=metrics,
+        )
+        with contextlib.ExitStack() as started:
+            health = HealthMonitor(cluster)
+            started.callback(health.stop)
+            workers = Workers(strategy, cluster.num_workers)
+            started.callback(workers.close)
+            yield (
+                step,
+                lambda function: workers.map(
+                    tf.function(function, autograph=False),
+                    dataset,
+                    health.check,
+                ),
+            )
+
+    def export_saved_model(
+        self,
+        export_dir_base: str,
+        serving_model_fn: ServingModelFn | None = None,
+        assets_extra: Mapping[str, str] | None = None,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Exports a checkpoint to `<export_dir_base>/<time>`.
+
+        Args:
+            export_dir_base: Directory of exports.
+            serving_model_fn: As for `tfdist.Exporter`.
+            assets_extra: As for `tfdist.Exporter`.
+            checkpoint_path: Default: the latest.
+
+        Returns:
+            The directory of the SavedModel.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        if not (checkpoint_path or self.latest_checkpoint()):
+            raise ValueError(
+                f"There is no checkpoint in {self.model_dir!r} to export."
+            )
+        return export_saved_model(
+            self._restored(checkpoint_path),
+            export_dir_base,
+            serving_model_fn,
+            assets_extra,
+        )
+
+    def get_variable_names(self) -> list[str]:
+        """Names of the variables in the latest checkpoint, slots included."""
+        return sorted(checkpoints.saved_shapes(self._checkpoint()))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """The value of a variable in the latest checkpoint.
+
+        Raises:
+            ValueError: there is no such variable, or no checkpoint.
+        """
+        names = self.get_variable_names()
+        if name not in names:
+            raise ValueError(
+                f"The latest checkpoint has no variable {name!r}. It has: "
+                f"{names}."
+            )
+        return checkpoints.load_variable(self._checkpoint(), name)
+
+    def _checkpoint(self) -> str:
+        path = self.latest_checkpoint()
+        if path is None:
+            raise ValueError(f"There is no checkpoint in {self.model_dir!r}.")
+        return path
+
+    def _restored(self, path: str | None) -> keras.Model:
+        """The model in this process, from a checkpoint if there is one."""
+        reset_object_names()
+        model = checked_model(self.model_fn())
+        path = path or self.latest_checkpoint()
+        if path:
+            variables = checkpoints.named_variables(model, optimizer=False)
+            checkpoints.restore(path, variables)
+        return model
+
+    def plan(self, num_ps: int, **kwargs: Any) -> Plan:
+        """Where a planned placement would put the model's variables.
+
+        Nothing is allocated and no cluster is needed.
+
+        Args:
+            num_ps: Number of parameter servers.
+            **kwargs: As for `tfdist.placement.plan`.
+        """
+        return planner.plan(describe(self.model_fn), num_ps, **kwargs)
+
+    def _local_strategy(self) -> tf.distribute.Strategy | None:
+        """The one that this process drives alone; None where others help."""
+        config = self.config
+        if isinstance(config.strategy, tf.distribute.Strategy):
+            return config.strategy
+        if config.strategy_name in ("ps", "multi_worker_mirrored"):
+            return None
+        return local_strategy(config.strategy_name)
+
+    def _seed(self) -> None:
+        """Seeds what initializes the model.
+
+        On a cluster TensorFlow's global seed stays unset: it would give every
+        worker the same shuffling.
+        """
+        seed = self.config.tf_random_seed
+        if seed is None:
+            return
+        if self.config.cluster.role == "local":
+            keras.utils.set_random_seed(seed)
+        else:
+            random.seed(seed)
+            np.random.seed(seed)
+
+
+class _LogStart(SessionRunHook):
+    """Says where training begins, and plainly when there is nothing to do."""
+
+    def __init__(self, max_steps: int | None) -> None:
+        self._max_steps = max_steps
+
+    def after_create_session(
+        self, session: MonitoredTrainingSession, coord: tf.train.Coordinator
+    ) -> None:
+        """Logs a line."""
+        step, restored = session.step, session.restored_from
+        if restored is None:
+            _log.info("Training starts from newly initialized variables.")
+        elif self._max_steps is None or step < self._max_steps:
+            _log.info("Training continues at step %d from %s.", step, restored)
+        else:
+            _log.warning(
+                "This job is finished already: %s is at step %d, and "
+                "max_steps is %d. No step is run. Raise max_steps to train "
+                "on, or choose another model_dir to train anew.",
+                restored,
+                step,
+                self._max_steps,
+            )
+
+
+def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """The entries of a model's output that are asked for."""
+    missing = [k for k in keys if not isinstance(outputs, Mapping)] or [
+        k for k in keys if k not in outputs
+    ]
+    if missing:
+        has = sorted(outputs) if isinstance(outputs, Mapping) else "one tensor"
+        raise ValueError(
+            "Argument `predict_keys` must name outputs of the model. Received: "
+            f"predict_keys={list(keys)}; the model has {has}."
+        )
+    return {key: outputs[key] for key in keys}

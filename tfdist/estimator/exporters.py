@@ -1,0 +1,302 @@
+"""SavedModels from an evaluated model: `<model_dir>/export/<name>/<time>/`.
+
+When to export and what to keep; `tfdist.estimator.saved_models` does the
+writing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+
+import keras
+
+from tfdist._tf import storage
+from tfdist.estimator import results
+from tfdist.estimator.saved_models import (
+    ServingModelFn,
+    check_serving_model_fn,
+    checked_assets,
+    export_saved_model,
+    list_exports,
+)
+
+_log = logging.getLogger(__name__)
+
+CompareFn = Callable[[dict[str, float], dict[str, float]], bool]
+
+_BEST_FILE = "best.json"
+
+
+class Exporter:
+    """Base of exporters: a name and what to export.
+
+    Differs from `tf.estimator.Exporter`: it gets the evaluated Keras model
+    instead of an estimator and a checkpoint path, and `serving_model_fn`
+    replaces `serving_input_receiver_fn`. There is no `as_text`.
+
+    What `export` raises is raised, as there: a model that cannot be served is
+    not kept for the end. Earlier exports stay, and `export_saved_model` leaves
+    nothing half-written. An evaluator task ends with the error; started again
+    it evaluates and exports that checkpoint once more (see
+    `tfdist.estimator.evaluation`), while training goes on. Where the chief
+    evaluates, training ends with the error; started again it goes on from the
+    checkpoint that was evaluated, which is the last one.
+
+    Args:
+        name: Directory under `<model_dir>/export`.
+        serving_model_fn: From the trained model to what to export: a Keras
+            model, for example with preprocessing in front and named outputs,
+            or a `tfdist.Serving`. Default: the model itself; what its method
+            `serving()` returns, if it has one (the canned models do).
+        assets_extra: Files to copy into the SavedModel's `assets.extra`:
+            path there (relative) to path of the source.
+
+    Raises:
+        ValueError: `name` is empty or no plain directory name; a destination
+            of `assets_extra` is absolute or leads elsewhere.
+        TypeError: `serving_model_fn` is not callable, `assets_extra` no
+            dictionary of strings.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serving_model_fn: ServingModelFn | None = None,
+        assets_extra: Mapping[str, str] | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                "Argument `name` must be a directory name: letters, digits, "
+                f"'_', '-', '.'. Received: name={name!r}."
+            )
+        check_serving_model_fn(serving_model_fn)
+        self.name = name
+        self._serving_model_fn = serving_model_fn
+        self._assets_extra = checked_assets(assets_extra)
+
+    def export(
+        self,
+        model: keras.Model,
+        export_path: str,
+        eval_result: dict[str, float],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """Exports `model` under `export_path` if it is time to.
+
+        Args:
+            model: The model with the evaluated weights.
+            export_path: `<model_dir>/export/<name>`.
+            eval_result: Metrics of the evaluation.
+            is_the_final_export: Whether training is over.
+
+        Returns:
+            The directory of the SavedModel, or None.
+        """
+        raise NotImplementedError
+
+    def _write(self, model: keras.Model, export_path: str) -> str:
+        return export_saved_model(
+            model, export_path, self._serving_model_fn, self._assets_extra
+        )
+
+
+class FinalExporter(Exporter):
+    """Exports once, when training is over."""
+
+    def export(
+        self,
+        model: keras.Model,
+        export_path: str,
+        eval_result: dict[str, float],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See `Exporter.export`."""
+        if not is_the_final_export:
+            return None
+        return self._write(model, export_path)
+
+
+class LatestExporter(Exporter):
+    """Exports after every evaluation and keeps the newest few.
+
+    Args:
+        name: See `Exporter`.
+        serving_model_fn: See `Exporter`.
+        exports_to_keep: How many; `None` keeps all.
+        assets_extra: See `Exporter`.
+
+    Raises:
+        ValueError: `exports_to_keep` is not positive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serving_model_fn: ServingModelFn | None = None,
+        exports_to_keep: int | None = 5,
+        assets_extra: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, serving_model_fn, assets_extra)
+        _check_exports_to_keep(exports_to_keep)
+        self._exports_to_keep = exports_to_keep
+
+    def export(
+        self,
+        model: keras.Model,
+        export_path: str,
+        eval_result: dict[str, float],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See `Exporter.export`."""
+        path = self._write(model, export_path)
+        _keep_newest(export_path, self._exports_to_keep)
+        return path
+
+
+def loss_smaller(
+    best_eval_result: dict[str, float], current_eval_result: dict[str, float]
+) -> bool:
+    """Whether the current loss is less than the best: a `compare_fn`.
+
+    A loss that is no number is worse than any.
+
+    >>> loss_smaller({"loss": 0.5}, {"loss": 0.4})
+    True
+    >>> loss_smaller({"loss": 0.5}, {"loss": 0.5})
+    False
+
+    Raises:
+        ValueError: one of the results has no loss.
+    """
+    for name, result in (
+        ("best_eval_result", best_eval_result),
+        ("current_eval_result", current_eval_result),
+    ):
+        if not result or "loss" not in result:
+            raise ValueError(
+                f"{name} cannot be empty or no loss is found in it. Received: "
+                f"{name}={result}. Give BestExporter a `compare_fn` that "
+                "compares another metric."
+            )
+    best, current = best_eval_result["loss"], current_eval_result["loss"]
+    return current < best or (math.isnan(best) and not math.isnan(current))
+
+
+class BestExporter(Exporter):
+    """Exports when an evaluation is better than all before, keeps the newest.
+
+    The first evaluation is always exported. What the best one was is written
+    beside the exports (`best.json`), after the export itself: a restarted
+    evaluator, or a job that trains on, goes on comparing with it, and a
+    process that dies in between exports the same model once more, never a
+    worse one. `tf.estimator.BestExporter` read events files for this and
+    forgot after a restart; so there is no `event_file_pattern`. Without an
+    export left beside it the file is ignored: delete the directory
+    `<model_dir>/export/<name>` to begin anew.
+
+    >>> exporter = BestExporter(
+    ...     "best_auc",
+    ...     compare_fn=lambda best_eval_result, current_eval_result: (
+    ...         current_eval_result["auc"] > best_eval_result["auc"]))
+
+    Args:
+        name: See `Exporter`.
+        serving_model_fn: See `Exporter`.
+        compare_fn: Takes the arguments `best_eval_result` and
+            `current_eval_result`, both metrics by name (`global_step` among
+            them), and says whether the current one is better. Default:
+            `loss_smaller`.
+        exports_to_keep: How many; `None` keeps all.
+        assets_extra: See `Exporter`.
+
+    Raises:
+        ValueError: `exports_to_keep` is not positive, `compare_fn` is None or
+            has other arguments.
+        TypeError: `compare_fn` is not callable.
+    """
+
+    def __init__(
+        self,
+        name: str = "best_exporter",
+        serving_model_fn: ServingModelFn | None = None,
+        compare_fn: CompareFn = loss_smaller,
+        exports_to_keep: int | None = 5,
+        assets_extra: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, serving_model_fn, assets_extra)
+        _check_compare_fn(compare_fn)
+        _check_exports_to_keep(exports_to_keep)
+        self._compare_fn = compare_fn
+        self._exports_to_keep = exports_to_keep
+
+    def export(
+        self,
+        model: keras.Model,
+        export_path: str,
+        eval_result: dict[str, float],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See `Exporter.export`."""
+        best = _read_best(export_path)
+        if best is not None and not self._compare_fn(
+            best_eval_result=best, current_eval_result=eval_result
+        ):
+            return None
+        path = self._write(model, export_path)
+        _write_best(export_path, eval_result)
+        _keep_newest(export_path, self._exports_to_keep)
+        _log.info("Best model so far exported to %s: %s", path, eval_result)
+        return path
+
+
+def _keep_newest(export_path: str, exports_to_keep: int | None) -> None:
+    if exports_to_keep is not None:
+        for old in list_exports(export_path)[:-exports_to_keep]:
+            storage.remove_tree(old)
+
+
+def _read_best(export_path: str) -> dict[str, float] | None:
+    """The best result so far, if its export is still there."""
+    if not list_exports(export_path):
+        return None
+    best = results.read_json(os.path.join(export_path, _BEST_FILE))
+    return best and best["best_eval_result"]
+
+
+def _write_best(export_path: str, eval_result: dict[str, float]) -> None:
+    numbers = {name: float(value) for name, value in eval_result.items()}
+    results.write_json(
+        os.path.join(export_path, _BEST_FILE), {"best_eval_result": numbers}
+    )
+
+
+def _check_exports_to_keep(exports_to_keep: int | None) -> None:
+    if exports_to_keep is not None and exports_to_keep <= 0:
+        raise ValueError(
+            "Argument `exports_to_keep` must be positive or None. "
+            f"Received: exports_to_keep={exports_to_keep}."
+        )
+
+
+def _check_compare_fn(compare_fn: CompareFn) -> None:
+    """As `tf.estimator`: it is called with keywords, so names matter."""
+    if compare_fn is None:
+        raise ValueError("Argument `compare_fn` must not be None.")
+    if not callable(compare_fn):
+        raise TypeError(
+            "Argument `compare_fn` must be callable. Received: "
+            f"compare_fn={compare_fn!r}."
+        )
+    names = set(inspect.signature(compare_fn).parameters)
+    wanted = {"best_eval_result", "current_eval_result"}
+    if names != wanted:
+        raise ValueError(
+            "Argument `compare_fn` must have the arguments `best_eval_result` "
+            f"and `current_eval_result`. Missing: {sorted(wanted - names)}; "
+            f"not expected: {sorted(names - wanted)}."
+        )

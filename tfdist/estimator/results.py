@@ -1,0 +1,179 @@
+"""What the evaluator and the chief tell each other, by files in `model_dir`.
+
+The chief leaves last: it says that training is over and waits for the result
+of the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._tf import storage
+
+_log = logging.getLogger(__name__)
+
+RESULT_FILE = "latest.json"
+FAILURE_FILE = "failure.json"
+POLL_SECS = 0.5
+STORE_POLL_SECS = 5.0  # Of an object store, which is paid by the request.
+# Seconds between the chief's reminders, while it waits, that it is done.
+_REMIND_SECS = 5.0
+# When a waiting chief gives a failing evaluator up. The launcher starts one
+# again after 1, 2, 4 s, Kubernetes after 10, 20, 40 s.
+_MOST_FAILURES = 3
+_COME_BACK_SECS = 60.0
+
+
+def eval_dir(model_dir: str, name: str | None) -> str:
+    """Where the evaluation called `name` writes."""
+    return os.path.join(model_dir, f"eval_{name}" if name else "eval")
+
+
+def done_path(model_dir: str) -> str:
+    """File in which the chief says that training is over."""
+    return os.path.join(model_dir, "training_done.json")
+
+
+def announce_end(model_dir: str, step: int) -> None:
+    """Tells the evaluator that training is over, at `step`."""
+    write_json(done_path(model_dir), {"global_step": step, "time": time.time()})
+
+
+def retract_end(model_dir: str) -> None:
+    """Takes back what an earlier chief has announced: training goes on."""
+    if tf.io.gfile.exists(done_path(model_dir)):
+        tf.io.gfile.remove(done_path(model_dir))
+
+
+def poll_secs(model_dir: str) -> float:
+    """Seconds between two looks at the files of a job."""
+    on_store = storage.is_object_store(model_dir)
+    return STORE_POLL_SECS if on_store else POLL_SECS
+
+
+def wait_for_result(
+    model_dir: str, name: str | None, step: int, timeout_secs: float
+) -> dict[str, Any] | None:
+    """Waits until the evaluator has published its last result and exports.
+
+    Repeats meanwhile that training is over: an evaluator that starts only now
+    cannot tell an announcement it finds from one of an earlier job.
+
+    Args:
+        model_dir: Where the checkpoints are.
+        name: Name of the evaluation.
+        step: The last step of the job.
+        timeout_secs: Seconds to wait at most. It is less when the evaluator
+            fails: see the top of this module.
+
+    Returns:
+        `{"metrics": ..., "exports": ..., ...}` of the newest checkpoint, or
+        None, with a warning that says why, if there is none.
+    """
+    directory = eval_dir(model_dir, name)
+    newest = tf.train.latest_checkpoint(model_dir)
+    wanted = newest and identity_of(newest)
+    failures = Failures()
+    start, reminders, problem = time.monotonic(), 0, None
+    while not problem:
+        result = read_json(os.path.join(directory, RESULT_FILE))
+        if result and _is_final_of(result, wanted):
+            announce_end(model_dir, step)
+            return result
+        waited = time.monotonic() - start
+        failure = read_json(os.path.join(directory, FAILURE_FILE))
+        if failures.are_too_many(failure, waited):
+            problem = f"The evaluator failed: {failure['error']}"
+        elif waited >= timeout_secs:
+            problem = (
+                f"It did not come within {timeout_secs:g} s; "
+                "RunConfig(evaluator_timeout_secs=...) sets the limit."
+            )
+        elif waited >= (reminders + 1) * _REMIND_SECS:
+            announce_end(model_dir, step)
+            if reminders % 6 == 0:
+                _log.info(
+                    "Waiting for the evaluator's result of step %d.", step
+                )
+            reminders += 1
+        time.sleep(poll_secs(model_dir))
+    _log.warning(
+        "The job ends without the evaluator's result of step %d and the final "
+        "exports. %s",
+        step,
+        problem,
+    )
+    return None
+
+
+class Failures:
+    """The errors that an evaluator leaves while the chief waits for it."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] | None = None
+        self._count = 0
+        self._since = 0.0
+
+    def are_too_many(self, failure: dict[str, Any] | None, now: float) -> bool:
+        """Whether the chief need not wait any longer.
+
+        >>> failures = Failures()
+        >>> first = {"error": "ValueError: no batch", "time": 1}
+        >>> [failures.are_too_many(first, now) for now in (0, 59, 60)]
+        [False, False, True]
+
+        Args:
+            failure: What the evaluator left; None if it left nothing, or has
+                been started again since.
+            now: Seconds on any clock.
+        """
+        if failure is None:
+            return False
+        if failure != self._last:
+            self._last, self._since = failure, now
+            self._count += 1
+            _log.warning(
+                "The evaluator failed, and may be started again: %s",
+                failure["error"],
+            )
+        return (
+            self._count >= _MOST_FAILURES
+            or now - self._since >= _COME_BACK_SECS
+        )
+
+
+def write_json(path: str, value: object) -> None:
+    """Writes a file that is never seen half-written."""
+    storage.write_text(path, json.dumps(value))
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """What `write_json` wrote; None if there is no file."""
+    text = storage.read_text(path)
+    return None if text is None else json.loads(text)
+
+
+def identity_of(path: str) -> list[str]:
+    """Tells a checkpoint from any other, also from one of the same name.
+
+    Its index holds a checksum of every variable.
+    """
+    try:
+        with tf.io.gfile.GFile(f"{path}.index", "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+    except tf.errors.NotFoundError:
+        digest = ""
+    return [os.path.basename(path), digest]
+
+
+def _is_final_of(result: Mapping[str, Any], identity: list[str] | None) -> bool:
+    """Whether a published result is the last one, of that checkpoint."""
+    return result.get("final", False) and result["checkpoint"] == identity

@@ -1,0 +1,231 @@
+"""SavedModels in directories named by time: `<base>/<seconds>/`.
+
+Which signatures they have is `tfdist.estimator.serving`'s matter. A directory
+appears under its final name when it is complete, and TensorFlow Serving takes
+the one with the largest number; an export that fails leaves nothing behind. (On
+an object store, where a directory cannot be renamed at once, `saved_model.pb`
+arrives after the files it needs, and two processes that export at the same
+second need two directories.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf import storage
+from tfdist.estimator import serving
+from tfdist.estimator.serving import Serving
+
+ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
+
+# Seconds after which a temporary directory belongs to a process that died.
+_ABANDONED_SECS = 3600
+_ATTEMPTS = 10
+_NUMBER = r"\d{10}"
+_LAST_FILE = "saved_model.pb"
+
+
+def export_saved_model(
+    model: keras.Model,
+    export_dir_base: str,
+    serving_model_fn: ServingModelFn | None = None,
+    assets_extra: Mapping[str, str] | None = None,
+) -> str:
+    """Writes a SavedModel under the time, in seconds, as its number.
+
+    The number is greater than any that is there. What fails leaves nothing
+    behind; leftovers of a process that died are removed after an hour.
+
+    Args:
+        model: A built Keras model.
+        export_dir_base: Where the numbered directories are.
+        serving_model_fn: See `Exporter`.
+        assets_extra: See `Exporter`.
+
+    Returns:
+        The path of the new directory.
+
+    Raises:
+        FileNotFoundError: a source of `assets_extra` does not exist.
+        RuntimeError: other processes took ten numbers in a row.
+        TypeError: `serving_model_fn` returned something else.
+    """
+    check_serving_model_fn(serving_model_fn)
+    assets_extra = checked_assets(assets_extra)
+    for source in assets_extra.values():
+        if not tf.io.gfile.exists(source):
+            raise FileNotFoundError(
+                f"Source {source!r} of `assets_extra` does not exist."
+            )
+    served = _served(model, serving_model_fn)
+    _remove_abandoned(export_dir_base)
+    temporary = _unused_directory(export_dir_base)
+    try:
+        for destination, source in assets_extra.items():
+            target = os.path.join(temporary, "assets.extra", destination)
+            tf.io.gfile.makedirs(os.path.dirname(target))
+            tf.io.gfile.copy(source, target)
+        if isinstance(served, Serving):
+            serving.write(served, temporary)
+        else:
+            served.export(temporary, format="tf_saved_model", verbose=False)
+        return _publish(temporary, export_dir_base)
+    finally:
+        storage.remove_tree(temporary)
+
+
+def list_exports(export_path: str) -> list[str]:
+    """The complete exports under `export_path`, oldest first."""
+    paths = [
+        os.path.join(export_path, name)
+        for name in sorted(_names(export_path))
+        if re.fullmatch(_NUMBER, name)
+    ]
+    return [path for path in paths if _is_complete(path)]
+
+
+def _is_complete(path: str) -> bool:
+    """Whether a numbered directory has all its files."""
+    return not storage.is_object_store(path) or tf.io.gfile.exists(
+        os.path.join(path, _LAST_FILE)
+    )
+
+
+def _served(
+    model: keras.Model, serving_model_fn: ServingModelFn | None
+) -> Serving | keras.Model:
+    """What to write; a model that does not know its inputs as it is."""
+    served = model
+    if serving_model_fn is not None:
+        served = serving_model_fn(model)
+    elif callable(getattr(model, "serving", None)):
+        served = model.serving()
+    if isinstance(served, keras.Model):
+        if serving.describes_itself(served):
+            return Serving.of(served)
+        serving.warn_of_no_examples(served, "it does not know its inputs")
+    elif not isinstance(served, Serving):
+        raise TypeError(
+            "The `serving_model_fn` must return a keras.Model or a "
+            f"tfdist.Serving. Received: {served!r}."
+        )
+    return served
+
+
+def _names(path: str) -> list[str]:
+    if not tf.io.gfile.isdir(path):
+        return []
+    return [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+
+
+def _next_number(export_path: str) -> int:
+    """Seconds since the epoch, as TensorFlow Serving wants its versions.
+
+    Always later than any other, for the latest is the one that is served.
+    """
+    names = _names(export_path)
+    numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
+    return max([int(time.time()), *(number + 1 for number in numbers)])
+
+
+def _unused_directory(export_path: str) -> str:
+    """A new directory of a name that no server reads."""
+    number = _next_number(export_path)
+    while True:
+        path = os.path.join(export_path, f"temp-{number:010d}")
+        if not tf.io.gfile.exists(path):
+            storage.make_directory(path)
+            return path
+        number += 1
+
+
+def _publish(temporary: str, export_path: str) -> str:
+    """Gives a complete export the next number."""
+    for _ in range(_ATTEMPTS):
+        number = _next_number(export_path)
+        final = os.path.join(export_path, f"{number:010d}")
+        if storage.is_object_store(final):
+            _move_files(temporary, final)
+            return final
+        try:
+            tf.io.gfile.rename(temporary, final)
+        except tf.errors.OpError:
+            # Another process may have taken the number: then take the next.
+            if not tf.io.gfile.exists(final):
+                raise
+            continue
+        return final
+    raise RuntimeError(
+        f"No number was free under {export_path!r} in {_ATTEMPTS} attempts: "
+        "other processes export there. Give each exporter its own name."
+    )
+
+
+def _move_files(temporary: str, final: str) -> None:
+    """Moves all files; what fails leaves nothing behind."""
+    found = []
+    try:
+        for directory, _, names in tf.io.gfile.walk(temporary):
+            tf.io.gfile.makedirs(final + directory.removeprefix(temporary))
+            found += [os.path.join(directory, name) for name in names]
+        # The one that is looked for last.
+        for path in sorted(found, key=lambda p: p.endswith(f"/{_LAST_FILE}")):
+            tf.io.gfile.rename(path, final + path.removeprefix(temporary))
+    except tf.errors.OpError:
+        storage.remove_tree(final)
+        raise
+
+
+def _remove_abandoned(export_path: str) -> None:
+    """Removes what processes left that died while they exported."""
+    for name in _names(export_path):
+        match = re.fullmatch(rf"(?:temp-)?({_NUMBER})", name)
+        if match and int(match[1]) < time.time() - _ABANDONED_SECS:
+            path = os.path.join(export_path, name)
+            if name.startswith("temp-") or not _is_complete(path):
+                storage.remove_tree(path)
+
+
+def check_serving_model_fn(serving_model_fn: ServingModelFn | None) -> None:
+    """Raises `TypeError` unless it is None or can be called."""
+    if serving_model_fn is not None and not callable(serving_model_fn):
+        raise TypeError(
+            "Argument `serving_model_fn` must be callable. Received: "
+            f"serving_model_fn={serving_model_fn!r}."
+        )
+
+
+def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:
+    """Destinations, normalized, to sources.
+
+    Raises:
+        ValueError: a destination is absolute or leads out of `assets.extra`.
+        TypeError: no dictionary of paths.
+    """
+    if assets_extra is None:
+        return {}
+    if not isinstance(assets_extra, Mapping) or not all(
+        isinstance(path, str | os.PathLike)
+        for pair in assets_extra.items()
+        for path in pair
+    ):
+        raise TypeError(
+            "Argument `assets_extra` must be a dictionary from destination "
+            f"to source paths. Received: assets_extra={assets_extra!r}."
+        )
+    checked = {}
+    for destination, source in assets_extra.items():
+        normal = os.path.normpath(os.fspath(destination))
+        if os.path.isabs(normal) or normal.split(os.sep)[0] in ("..", "."):
+            raise ValueError(
+                "Destinations of `assets_extra` must be paths of files inside "
+                f"of `assets.extra`. Received: {destination!r}."
+            )
+        checked[normal] = os.fspath(source)
+    return checked

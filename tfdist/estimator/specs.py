@@ -1,0 +1,457 @@
+"""What a job is told: `RunConfig`, `TrainSpec`, `EvalSpec`.
+
+Frozen values, checked when they are made. As in `tf.estimator`, what the model
+computes is no part of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf import storage
+from tfdist.cluster import strategies as strategy_lib
+from tfdist.cluster.spec import Cluster
+from tfdist.data.input_fns import InputFn, takes_context
+from tfdist.estimator.exporters import Exporter
+from tfdist.hooks.default_hooks import USE_DEFAULT
+from tfdist.hooks.saving_hooks import CheckpointSaverListener
+from tfdist.placement.variables import VariableSpec
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_SAVE_SECS = 600
+
+# Fields of TF 2.15 that change nothing, and why.
+_IGNORED = {
+    "session_config": "there is no session to configure: threads and devices "
+    "are set by `tf.config`",
+    "eval_distribute": "the cluster decides where evaluations run",
+    "experimental_max_worker_delay_secs": "the chief hands out the steps, so "
+    "no worker begins before the others",
+    "checkpoint_save_graph_def": "a Keras model has no graph to save",
+}
+# Those whose loss would change what a job does, and what there is instead.
+_REFUSED = {
+    "train_distribute": "Use `strategy`, unless the default will do: what the "
+    "cluster is made for",
+    "device_fn": "Use `placement`, which says for each variable which "
+    "parameter server holds it",
+    "protocol": "Tasks speak grpc with each other",
+    "experimental_distribute": "The cluster decides how a job is distributed",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How a job runs; what it computes is the model function's matter.
+
+    As `tf.estimator.RunConfig`, with these differences:
+
+    * `model_dir` must be given, and `TF_CONFIG` cannot give it. (Without it
+      each task of a cluster would have got a temporary directory of its own.)
+    * `session_creation_timeout_secs` is ten minutes instead of two hours.
+    * Which task this is comes from `cluster`, which reads the environment:
+      `tfdist.Cluster` says what is accepted. A blank `TF_CONFIG` is none; an
+      evaluator needs no cluster, may stand beside a `master`, and has the index
+      0; `cluster_spec` never holds it; `master` is called `chief`; other jobs
+      are refused. There is no `master`, `evaluation_master`, `device_filters`
+      and `service`, for there is no session that they configured.
+    * What is ignored is neither checked nor kept. A value of a wrong type and
+      a field that does not exist are `TypeError`s.
+
+    Attributes:
+        model_dir: Directory of checkpoints, summaries and exports, shared by
+            all tasks (`gs://` works).
+        tf_random_seed: Seeds Python, NumPy and the initializers. Default: none.
+        save_summary_steps: Steps between TensorBoard scalars; 0 for none.
+        save_checkpoints_steps: Steps between checkpoints.
+        save_checkpoints_secs: Seconds between checkpoints. Default: 600, unless
+            the other is given. At most one of the two; None or 0: there are no
+            checkpoints, and `train_and_evaluate` refuses the configuration.
+        keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
+        keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
+            the default, which is over a year: none.
+        log_step_count_steps: Steps between progress lines; None for none.
+        steps_per_dispatch: Steps a worker runs per request (decision D4).
+            Default: the `steps_per_execution` of `compile`, if more than 1;
+            else up to ten, fewer for models of many variables. On parameter
+            servers data that end are read one step per request, so that no
+            step at the end is lost.
+        strategy: How the training is distributed: "ps" (parameter servers),
+            "multi_worker_mirrored" (all-reduce between processes), "mirrored"
+            (between the GPUs of this one, or, without any, its logical CPUs),
+            "tpu", "one_device"; or a `tf.distribute` strategy whose replicas
+            this process drives alone. Default: "auto": what the cluster is
+            made for; in one process "mirrored" where there are several GPUs.
+        audit_input: Whether to look, before training on parameter servers,
+            whether two workers read the same examples, and to warn (see
+            `python -m tfdist.audit`); it takes as long as four batches.
+            Default: only if the input function takes no `InputContext`, by
+            which a worker would know what to read.
+        check_numerics: Whether training ends with an error, instead of a
+            checkpoint, once a variable is not finite.
+        placement: Which parameter server holds a variable: "round_robin",
+            "greedy" or "planned" (see
+            `tfdist.placement.scope.placement_by_name`), or a callable from a
+            `VariableSpec` to the index of a server.
+        session_creation_timeout_secs: Seconds the chief waits for workers and
+            ps that are missing, at the start and after one was lost; and an
+            evaluator for the chief, where an earlier one has left.
+        evaluator_timeout_secs: Seconds the chief waits at the end for the
+            evaluator's last result.
+        cluster: Default: from the environment.
+        session_config: Ignored, with a warning that says why, as are
+            `eval_distribute`, `experimental_max_worker_delay_secs` and
+            `checkpoint_save_graph_def`.
+        train_distribute: Refused, with what there is instead, as are
+            `device_fn`, `experimental_distribute`, and a `protocol` other than
+            "grpc".
+
+    Raises:
+        ValueError: a value out of range, both `save_checkpoints_*`, or a field
+            that is refused.
+        TypeError: a value of a wrong type.
+    """
+
+    model_dir: str
+    _: dataclasses.KW_ONLY
+    tf_random_seed: int | None = None
+    save_summary_steps: int = 100
+    save_checkpoints_steps: int | None = USE_DEFAULT
+    save_checkpoints_secs: float | None = USE_DEFAULT
+    keep_checkpoint_max: int | None = 5
+    keep_checkpoint_every_n_hours: float | None = 10000
+    log_step_count_steps: int | None = 100
+    steps_per_dispatch: int | None = None
+    strategy: str | tf.distribute.Strategy = "auto"
+    audit_input: bool | None = None
+    check_numerics: bool = True
+    placement: str | Callable[[VariableSpec], int] = "round_robin"
+    session_creation_timeout_secs: float = 600.0
+    evaluator_timeout_secs: float = 600.0
+    cluster: Cluster = dataclasses.field(default_factory=Cluster.from_env)
+    session_config: dataclasses.InitVar[Any] = None
+    eval_distribute: dataclasses.InitVar[Any] = None
+    experimental_max_worker_delay_secs: dataclasses.InitVar[Any] = None
+    checkpoint_save_graph_def: dataclasses.InitVar[bool] = False
+    train_distribute: dataclasses.InitVar[Any] = None
+    device_fn: dataclasses.InitVar[Any] = None
+    protocol: dataclasses.InitVar[str | None] = None
+    experimental_distribute: dataclasses.InitVar[Any] = None
+
+    def __post_init__(self, *without_meaning: Any) -> None:
+        names = (*_IGNORED, *_REFUSED)
+        _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
+        object.__setattr__(self, "model_dir", _directory(self.model_dir))
+        self._resolve_defaults()
+        _check_integer("tf_random_seed", self.tf_random_seed)
+        for name, least in (
+            ("save_summary_steps", 0),
+            ("save_checkpoints_steps", 0),
+            ("save_checkpoints_secs", 0),
+            ("keep_checkpoint_max", 0),
+            ("keep_checkpoint_every_n_hours", 1e-9),
+            ("log_step_count_steps", 1),
+            ("steps_per_dispatch", 1),
+            ("session_creation_timeout_secs", 1e-9),
+            ("evaluator_timeout_secs", 0),
+        ):
+            check_at_least(name, getattr(self, name), least)
+        check_type("cluster", self.cluster, Cluster)
+        for name, kind in (
+            ("audit_input", bool | None),
+            ("check_numerics", bool),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"Argument `{name}` must be True or False. "
+                    f"Received: {name}={getattr(self, name)!r}."
+                )
+        strategy_lib.check(self.strategy, self.cluster)
+
+    def _resolve_defaults(self) -> None:
+        """Seconds between checkpoints, unless one of the two was given."""
+        steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is USE_DEFAULT and secs is USE_DEFAULT:
+            secs = _DEFAULT_SAVE_SECS
+        steps = None if steps is USE_DEFAULT else steps
+        secs = None if secs is USE_DEFAULT else secs
+        if steps is not None and secs is not None:
+            raise ValueError(
+                "Only one of `save_checkpoints_steps` and "
+                "`save_checkpoints_secs` can be set. Received: "
+                f"save_checkpoints_steps={steps}, "
+                f"save_checkpoints_secs={secs}."
+            )
+        object.__setattr__(self, "save_checkpoints_steps", steps)
+        object.__setattr__(self, "save_checkpoints_secs", secs)
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy in which some fields have other values.
+
+        As in TF1, a new `save_checkpoints_steps` drops
+        `save_checkpoints_secs`, and the other way round.
+
+        Raises:
+            TypeError: there is no such field.
+        """
+        one, other = "save_checkpoints_steps", "save_checkpoints_secs"
+        for given, dropped in ((one, other), (other, one)):
+            if changes.get(given) is not None:
+                changes.setdefault(dropped, None)
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether there is any checkpoint."""
+        return bool(self.save_checkpoints_steps or self.save_checkpoints_secs)
+
+    @property
+    def strategy_name(self) -> str:
+        """What `strategy` comes to: "auto" resolved, an object's class."""
+        if isinstance(self.strategy, str):
+            return strategy_lib.resolved(self.strategy, self.cluster)
+        return type(self.strategy).__name__
+
+    @property
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """The training tasks; none in a process that does not train."""
+        return tf.train.ClusterSpec(self._tasks)
+
+    @property
+    def task_type(self) -> str:
+        """This process's job; "worker" where there is no cluster."""
+        alone = self.cluster.role == "local" and not self._tasks
+        return "worker" if alone else self.cluster.task_type
+
+    @property
+    def task_id(self) -> int:
+        """This process's index in its job."""
+        return self.cluster.task_index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process leads; true where there is no cluster."""
+        return self.cluster.is_chief
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """Parameter servers; 0 where this is the evaluator."""
+        return len(self._tasks.get("ps", ()))
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """Workers and the chief; 0 where this is the evaluator.
+
+        Unlike in TF1 the chief of a cluster trains nothing itself: there are
+        `cluster.num_workers` that do.
+        """
+        if not self._tasks:
+            return int(self.cluster.role == "local")
+        return sum(len(self._tasks.get(job, ())) for job in ("chief", "worker"))
+
+    @property
+    def global_id_in_cluster(self) -> int | None:
+        """This task's place among chief, workers and ps; None: it is none."""
+        if not self.cluster.trains:
+            return None
+        tasks = [(job, i) for job, ids in self._tasks.items() for i in ids]
+        return tasks.index((self.task_type, self.task_id)) if tasks else 0
+
+    @property
+    def _tasks(self) -> dict[str, dict[int, str]]:
+        """Job to its addresses by index, as this task may see them."""
+        return self.cluster.training_spec() if self.cluster.trains else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """What to train on, as `tf.estimator.TrainSpec`.
+
+    Attributes:
+        input_fn: Returns a `tf.data.Dataset` of batches; may have one
+            argument without a default, which then gets the
+            `tf.distribute.InputContext` that says which part of the data the
+            calling worker shall read. With replicas in sync, the batches of a
+            function without one are global batches: every process reads the
+            same (tfdist seeds them alike), and each replica gets its share.
+            Those of a function with one are a replica's
+            (`get_per_replica_batch_size`).
+        max_steps: Step at which training ends; None: when the data ends.
+        hooks: Run after tfdist's own; those written for TF1 that touch no
+            graph run as they are.
+        saving_listeners: Told of each checkpoint, before it is evaluated.
+
+    Raises:
+        TypeError: an attribute of another type.
+        ValueError: `max_steps` is not positive; `input_fn` has arguments that
+            nobody gives.
+    """
+
+    input_fn: InputFn
+    max_steps: int | None = None
+    hooks: tuple[tf.compat.v1.train.SessionRunHook, ...] = ()
+    saving_listeners: tuple[CheckpointSaverListener, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
+        check_at_least("max_steps", self.max_steps, 1)
+        _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
+        _make_tuple(self, "saving_listeners", CheckpointSaverListener)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """What to evaluate on, as `tf.estimator.EvalSpec`.
+
+    Attributes:
+        input_fn: As for `TrainSpec`; the context is that of a process alone.
+        steps: Batches per evaluation at most; None: the whole dataset, which
+            must have an end.
+        name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
+        hooks: Run during each evaluation, the same objects each time.
+        exporters: Exporters, or one, run after each evaluation.
+        start_delay_secs: Seconds an evaluator task waits before it begins.
+        throttle_secs: Least seconds between two evaluations; the final one is
+            never delayed.
+
+    Raises:
+        TypeError: an attribute of another type.
+        ValueError: a number out of range; two exporters of one name, or one
+            without a name.
+    """
+
+    input_fn: InputFn
+    steps: int | None = 100
+    name: str | None = None
+    hooks: tuple[tf.compat.v1.train.SessionRunHook, ...] = ()
+    exporters: tuple[Exporter, ...] = ()
+    start_delay_secs: float = 120
+    throttle_secs: float = 600
+
+    def __post_init__(self) -> None:
+        check_callable("input_fn", self.input_fn)
+        takes_context(self.input_fn)
+        check_at_least("steps", self.steps, 1)
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(
+                f"Argument `name` must be a string. Received: {self.name!r}."
+            )
+        check_at_least("start_delay_secs", self.start_delay_secs, 0)
+        check_at_least("throttle_secs", self.throttle_secs, 0)
+        _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
+        if isinstance(self.exporters, Exporter):
+            object.__setattr__(self, "exporters", (self.exporters,))
+        _make_tuple(self, "exporters", Exporter)
+        _check_names(self.exporters)
+
+
+def _directory(path: str | os.PathLike) -> str:
+    """A path to which `/name` can be appended, also on `gs://`.
+
+    There `a//b` is another object than `a/b`, and what Vertex AI sets ends in
+    a slash.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            "Argument `model_dir` must be a path. Received: "
+            f"model_dir={path!r} of type {type(path).__name__}."
+        )
+    path = os.fspath(path)
+    if not path:
+        raise ValueError("Argument `model_dir` must not be empty.")
+    storage.check_no_pattern(path)
+    return path.rstrip("/") or "/"
+
+
+def check_at_least(name: str, value: float | None, least: float) -> None:
+    """Raises unless `value` is None or a number of at least `least`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"Argument `{name}` must be a number. Received: {name}={value!r} "
+            f"of type {type(value).__name__}."
+        )
+    if not value >= least:
+        wanted = f"at least {least}" if least >= 1 else "positive"
+        wanted = "not negative" if least == 0 else wanted
+        raise ValueError(
+            f"Argument `{name}` must be {wanted}. Received: {name}={value}."
+        )
+
+
+def check_type(name: str, value: Any, wanted: type) -> None:
+    """Raises `TypeError` unless `value` is a `wanted`."""
+    if not isinstance(value, wanted):
+        raise TypeError(
+            f"Argument `{name}` must be a tfdist.{wanted.__name__}. "
+            f"Received: {name}={value!r}."
+        )
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(
+            f"Argument `{name}` must be callable. Received: {name}={value!r}."
+        )
+
+
+def _check_integer(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is None or an integer."""
+    if value is not None and not isinstance(value, int | np.integer):
+        raise TypeError(
+            f"Argument `{name}` must be an integer. Received: {name}={value!r} "
+            f"of type {type(value).__name__}."
+        )
+
+
+def _refuse_or_ignore(fields: dict[str, Any]) -> None:
+    """Says of each field without a meaning that was given why it has none."""
+    for name, value in fields.items():
+        if value is None or value is False:
+            continue
+        received = f"Received: {name}={value!r}."
+        if name in _IGNORED:
+            _log.warning(
+                "RunConfig ignores `%s`: %s. %s", name, _IGNORED[name], received
+            )
+        elif (name, value) != ("protocol", "grpc"):
+            raise ValueError(
+                f"Argument `{name}` has no meaning in tfdist. "
+                f"{_REFUSED[name]}. {received}"
+            )
+
+
+def _make_tuple(spec: Any, name: str, wanted: type) -> None:
+    """Makes an attribute a tuple, empty for None, and checks its elements."""
+    values = getattr(spec, name)
+    values = () if values is None else values
+    if not isinstance(values, Iterable):
+        raise TypeError(
+            f"Argument `{name}` must be a sequence of tfdist.{wanted.__name__}."
+            f" Received: {name}={values!r}."
+        )
+    values = tuple(values)
+    for value in values:
+        check_type(name, value, wanted)
+    object.__setattr__(spec, name, values)
+
+
+def _check_names(exporters: tuple[Exporter, ...]) -> None:
+    names = [getattr(exporter, "name", None) for exporter in exporters]
+    strings = all(name and isinstance(name, str) for name in names)
+    if not strings or len(set(names)) != len(names):
+        raise ValueError(
+            "Argument `exporters` must have unique names, which are strings. "
+            f"Received: names={names}."
+        )

@@ -1,0 +1,239 @@
+"""`train_and_evaluate`: one program, every task of a job.
+
+The top of tfdist. Which part of the job this process does is read from the
+environment (`Cluster.from_env()`), as `tf.estimator` did; the parts themselves
+are the layers below, each usable alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from tfdist._tf import storage
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.data import data_service
+from tfdist.data.input_fns import without_context
+from tfdist.estimator import results
+from tfdist.estimator.estimator import Estimator
+from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.specs import EvalSpec, TrainSpec, check_type
+from tfdist.hooks.saving_hooks import CheckpointSaverListener
+from tfdist.session import recovery
+from tfdist.session.monitored_session import MonitoredTrainingSession
+from tfdist.training.compiled_model import overrides
+
+_log = logging.getLogger(__name__)
+
+
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, float] | None, list[str | None]]:
+    """Does this process's part of the job.
+
+    The chief (or the only process) trains; a separate evaluator task evaluates.
+    Where there is none, each checkpoint but the initial one is evaluated before
+    training goes on: by the workers on the variables where they are, or, if the
+    EvalSpec has hooks or the model its own `test_step`, in the chief's process,
+    which also exports. Workers and parameter servers serve, and so do the tasks
+    of a tf.data service (`tfdist.one_pass`). The chief leaves last.
+
+    As `tf.estimator.train_and_evaluate`, in the same order, but:
+
+    * Workers and parameter servers end by themselves, and so does the evaluator
+      where training ends before `max_steps`.
+    * The export of the last checkpoint is always the final one; TF told the
+      exporters so only at `max_steps`, so that a `FinalExporter` never exported
+      when the data ended first. One that was exported before it was known to
+      be the last is exported again.
+    * A job that has reached `max_steps` already is evaluated and exported, for
+      its last process may have died before that; hooks and listeners begin and
+      end around no step. TF returned `(None, None)`.
+    * A training input without a single batch is an error; TF evaluated and
+      exported the model as it was.
+    * What was restored is not saved again at once.
+    * A training hook is called around runs of many steps if it says, by
+      `steps_until_next`, how many.
+    * Exporters get the evaluated model instead of an estimator and the path of
+      a checkpoint.
+    * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
+      which ends an evaluator, and `latest.json` in the evaluation's directory.
+    * The chief of a cluster and the evaluator return what a single process
+      does; TF returned None there.
+
+    Args:
+        estimator: The model and configuration.
+        train_spec: What to train on.
+        eval_spec: What to evaluate on.
+
+    Returns:
+        The final metrics and the paths of the last exports, from the chief, the
+        evaluator and a single process; `(None, [])` from the other tasks (and
+        from the chief when the evaluator failed or did not finish in time).
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: the estimator's configuration has no checkpoints, or an
+            evaluation would have no end.
+    """
+    for name, value, wanted in (
+        ("eval_spec", eval_spec, EvalSpec),
+        ("estimator", estimator, Estimator),
+        ("train_spec", train_spec, TrainSpec),
+    ):
+        check_type(name, value, wanted)
+    if not estimator.config.saves_checkpoints:
+        raise ValueError(
+            "`train_and_evaluate` evaluates checkpoints, and there are none. "
+            "Set `save_checkpoints_steps` or `save_checkpoints_secs` of the "
+            "RunConfig. Received: None or 0 for both."
+        )
+    cluster = estimator.config.cluster
+    if cluster.role in ("dispatcher", "data_worker"):
+        data_service.serve(
+            cluster,
+            os.path.join(estimator.model_dir, "data_service"),
+            is_over=_end_of_training(estimator.model_dir),
+        )
+        return None, []
+    on_ps = estimator.config.strategy_name == "ps"
+    if on_ps and cluster.role in ("worker", "ps"):
+        servers.serve(cluster, start_anew=recovery.restart_process)
+        return None, []
+    if cluster.role == "worker":
+        estimator.train(
+            train_spec.input_fn,
+            train_spec.hooks,
+            max_steps=train_spec.max_steps,
+        )
+        return None, []
+    evaluator = Evaluator(
+        estimator.model_fn,
+        without_context(eval_spec.input_fn),
+        estimator.model_dir,
+        steps=eval_spec.steps,
+        name=eval_spec.name,
+        hooks=eval_spec.hooks,
+        exporters=eval_spec.exporters,
+    )
+    if cluster.role == "evaluator":
+        evaluator.run_continuously(
+            train_spec.max_steps,
+            eval_spec.start_delay_secs,
+            eval_spec.throttle_secs,
+            estimator.config.session_creation_timeout_secs,
+        )
+        return evaluator.metrics, evaluator.exports
+    result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
+    if on_ps:
+        # Only now: after an error the servers wait for the chief's restart.
+        servers.release(cluster)
+    return result
+
+
+def _end_of_training(model_dir: str) -> Callable[[], bool]:
+    """Whether the chief has said, from now on, that training is over."""
+    path = results.done_path(model_dir)
+    before = results.read_json(path)
+    return lambda: results.read_json(path) not in (None, before)
+
+
+def _train_and_evaluate(
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
+    evaluator: Evaluator,
+) -> tuple[dict[str, float] | None, list[str | None]]:
+    """The chief's part."""
+    config = estimator.config
+    separate = config.cluster.has_evaluator
+    storage.check_writable(config.model_dir)
+    listeners = [*train_spec.saving_listeners]
+    if not separate:
+        evaluator.check_ends()
+        listeners.append(
+            _EvaluateAfterSave(
+                evaluator,
+                eval_spec,
+                train_spec.max_steps,
+                has_workers=config.strategy_name == "ps",
+            )
+        )
+    results.retract_end(config.model_dir)
+    estimator.train(
+        train_spec.input_fn,
+        hooks=train_spec.hooks,
+        max_steps=train_spec.max_steps,
+        saving_listeners=listeners,
+    )
+    last_step = checkpoints.step_of(estimator.latest_checkpoint())
+    results.announce_end(config.model_dir, last_step)
+    if separate:
+        result = results.wait_for_result(
+            config.model_dir,
+            eval_spec.name,
+            last_step,
+            config.evaluator_timeout_secs,
+        )
+        return (result["metrics"], result["exports"]) if result else (None, [])
+    return evaluator.metrics, evaluator.exports
+
+
+class _EvaluateAfterSave(CheckpointSaverListener):
+    """Evaluates on the chief, where there is no evaluator task."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        eval_spec: EvalSpec,
+        max_steps: int | None,
+        has_workers: bool,
+    ) -> None:
+        self._evaluator = evaluator
+        self._has_workers = has_workers
+        self._max_steps = max_steps
+        self._throttle_secs = eval_spec.throttle_secs
+        self._not_before = 0.0
+        self._exported_the_last = False
+
+    def after_save(
+        self, session: MonitoredTrainingSession, global_step_value: int
+    ) -> None:
+        """Evaluates what was saved, but no initial state and not too often."""
+        if not session.secs_in_steps:
+            return
+        at_end = session.should_stop() or global_step_value == self._max_steps
+        if time.monotonic() >= self._not_before:
+            self._not_before = time.monotonic() + self._throttle_secs
+            self._evaluate(session, is_the_last=at_end)
+        elif not at_end:
+            _log.info(
+                "The checkpoint of step %d is not evaluated: throttle_secs is "
+                "%g.",
+                global_step_value,
+                self._throttle_secs,
+            )
+
+    def end(
+        self, session: MonitoredTrainingSession, global_step_value: int
+    ) -> None:
+        """Evaluates and exports the last checkpoint, unless that is done."""
+        if not self._exported_the_last:
+            self._evaluate(session, is_the_last=True)
+
+    def _evaluate(
+        self, session: MonitoredTrainingSession, is_the_last: bool
+    ) -> None:
+        path = checkpoints.latest(session.checkpoint_dir)
+        if self._evaluator.evaluated != path:
+            here = overrides(session.model, "test_step")
+            elsewhere = self._has_workers and not here
+            self._evaluator.evaluate(
+                path, elsewhere=session.evaluate if elsewhere else None
+            )
+        self._evaluator.export(is_the_final_export=is_the_last)
+        self._evaluator.publish()
+        self._exported_the_last = is_the_last

@@ -1,0 +1,362 @@
+"""Hooks of `tf.compat.v1.train` that stop, wait, log and check.
+
+Their names, arguments and cadences are TF1's; where one differs, it says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.hooks.saving_hooks import (
+    CheckpointSaverListener as CheckpointSaverListener,
+)
+from tfdist.hooks.session_run_hook import (
+    SecondOrStepTimer,
+    Session,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    TimedHook,
+    check_exactly_one,
+)
+
+_log = logging.getLogger(__name__)
+
+NanLossDuringTrainingError = tf.compat.v1.train.NanLossDuringTrainingError
+
+
+class StopAtStepHook(SessionRunHook):
+    """Requests a stop at a step.
+
+    As `tf.compat.v1.train.StopAtStepHook`, but the step is never passed: no
+    run is longer than the steps left, and a session that is already there runs
+    no step (TF1 ran one more).
+
+    Args:
+        num_steps: Steps to run from the first session on; a recovery does not
+            start the count again.
+        last_step: Global step at which to stop. Exactly one must be given.
+
+    Raises:
+        ValueError: both or neither are given, or one is not positive.
+    """
+
+    wants_none_under_way = True
+
+    def __init__(
+        self, num_steps: int | None = None, last_step: int | None = None
+    ) -> None:
+        check_exactly_one(num_steps=num_steps, last_step=last_step)
+        self._num_steps = num_steps
+        self._last_step = last_step
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Computes the last step, once, and stops if it is reached."""
+        if self._last_step is None:
+            self._last_step = session.step + self._num_steps
+        if session.step >= self._last_step:
+            session.request_stop()
+
+    def steps_until_next(self, step: int) -> int | None:
+        """The steps left."""
+        return max(1, self._last_step - step)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Stops at the last step."""
+        if run_context.session.step >= self._last_step:
+            run_context.request_stop()
+
+
+class LoggingTensorHook(TimedHook):
+    """Logs values every N steps, every N seconds, or at the end.
+
+    As `tf.compat.v1.train.LoggingTensorHook`: the first step is logged, then
+    every N later (1, 4, 7 for N=3). Steps are counted by the global step, so
+    that a recovery logs what an undisturbed run would have.
+
+    Args:
+        tensors: Names of logs or variables, or variables; or a dict from the
+            tag that is logged to these.
+        every_n_iter: Steps between lines.
+        every_n_secs: Seconds between lines.
+        at_end: Whether the values at the end are logged: the logs of the last
+            run, and the variables as they are then.
+        formatter: From a dict of tag to value to the line. Default:
+            `a = 1, b = 2 (0.123 sec)`.
+
+    Raises:
+        ValueError: both or neither of `every_n_iter` and `every_n_secs` are
+            given (neither is fine with `at_end`), or one is not positive.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Iterable[Any],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        self._only_at_end = at_end and every_n_iter is every_n_secs is None
+        if not self._only_at_end:
+            check_exactly_one(
+                every_n_iter=every_n_iter, every_n_secs=every_n_secs
+            )
+            super().__init__(SecondOrStepTimer(every_n_secs, every_n_iter))
+        else:
+            super().__init__(SecondOrStepTimer(every_secs=math.inf))
+        self._tensors = (
+            dict(sorted(tensors.items()))
+            if isinstance(tensors, Mapping)
+            else {_tag(tensor): tensor for tensor in tensors}
+        )
+        self._at_end = at_end
+        self._formatter = formatter
+        self._logs: dict[str, float] = {}
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the next line."""
+        return None if self._only_at_end else super().steps_until_next(step)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Logs when the timer triggers."""
+        session = run_context.session
+        self._logs = run_values.results or self._logs
+        if not self._only_at_end and self._timer.should_trigger_for_step(
+            session.step
+        ):
+            self._write(session)
+
+    def end(self, session: Session) -> None:
+        """Logs the values at the end, if so wanted."""
+        if self._at_end:
+            self._write(session)
+
+    def _write(self, session: Session) -> None:
+        secs, _ = self._timer.update_last_triggered_step(session.step)
+        values = resolve(self._tensors, self._logs, session.variables)
+        if self._formatter:
+            _log.info("%s", self._formatter(values))
+            return
+        with np.printoptions(suppress=True):
+            line = ", ".join(f"{tag} = {v}" for tag, v in values.items())
+        if secs is not None:
+            line += f" ({secs:.3f} sec)"
+        _log.info("%s", line)
+
+
+class Round:
+    """Calls hooks around a run, as TF1's sessions did.
+
+    Args:
+        hooks: Their `before_run` is called at once.
+        session: What they get as their session.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[tf.compat.v1.train.SessionRunHook],
+        session: Any,
+    ) -> None:
+        self._session = session
+        self._context = tf.compat.v1.train.SessionRunContext(
+            tf.compat.v1.train.SessionRunArgs(None), session
+        )
+        self._asked = [(hook, hook.before_run(self._context)) for hook in hooks]
+
+    def end(self, logs: Mapping[str, float]) -> None:
+        """Calls `after_run` with what each hook asked for; default: `logs`."""
+        for hook, args in self._asked:
+            results = logs
+            if args is not None:
+                results = resolve(args.fetches, logs, self._session.variables)
+            hook.after_run(
+                self._context,
+                tf.compat.v1.train.SessionRunValues(results, None, None),
+            )
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a hook asked to stop."""
+        return self._context.stop_requested
+
+
+def resolve(
+    fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
+) -> Any:
+    """`fetches` with each leaf replaced by its value.
+
+    >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
+    ...         {"step": tf.Variable(3)})
+    {'a': 0.5, 'b': [np.int32(3)]}
+
+    Args:
+        fetches: A structure (`tf.nest`) of names and variables. A name is
+            first looked up in `logs`.
+        logs: Name to value.
+        variables: Name to variable; one in shards is gathered.
+
+    Raises:
+        ValueError: a name is in neither.
+    """
+
+    def value(fetch: Any) -> Any:
+        if isinstance(fetch, str):
+            if fetch in logs:
+                return logs[fetch]
+            if fetch not in variables:
+                raise ValueError(
+                    f"There is no log and no variable called {fetch!r}. "
+                    f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
+                )
+            fetch = variables[fetch]
+        return tf.convert_to_tensor(fetch).numpy()
+
+    return tf.nest.map_structure(value, fetches)
+
+
+def _tag(tensor: Any) -> str:
+    return tensor if isinstance(tensor, str) else tensor.name
+
+
+class NanTensorHook(SessionRunHook):
+    """Stops training when the loss is NaN.
+
+    As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
+    their mean, so one NaN among them is found. The session calls hooks of this
+    class before those that save, so that no checkpoint of NaNs is written
+    after the last good one. A NaN may miss the loss (`relu(NaN)` is 0 on a
+    CPU): the weights themselves are looked at before each checkpoint, by the
+    session's `check_numerics`.
+
+    Args:
+        loss_tensor: Name of the loss in the logs, or of a variable. None:
+            "loss", or where nothing of that name is logged, as by a model's
+            own `train_step`, all that is.
+        fail_on_nan_loss: Whether to raise; else a stop is requested.
+
+    Raises:
+        NanLossDuringTrainingError: in `after_run`, when the loss is NaN.
+    """
+
+    def __init__(
+        self,
+        loss_tensor: str | None = "loss",
+        fail_on_nan_loss: bool = True,
+    ) -> None:
+        self._loss = loss_tensor
+        self._fail_on_nan_loss = fail_on_nan_loss
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: one NaN makes the mean of all NaN."""
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Looks at the loss; there is none when nothing ran."""
+        session = run_context.session
+        if not run_values.results:
+            return
+        names: Any = self._loss
+        if names is None:
+            logged = run_values.results
+            names = "loss" if "loss" in logged else list(logged)
+        loss = resolve(names, run_values.results, session.variables)
+        if not np.isnan(loss).any():
+            return
+        level = logging.ERROR if self._fail_on_nan_loss else logging.WARNING
+        _log.log(level, "The loss is NaN at step %d.", session.step)
+        if self._fail_on_nan_loss:
+            raise NanLossDuringTrainingError
+        run_context.request_stop()
+
+
+class FinalOpsHook(SessionRunHook):
+    """Takes values at the end of training.
+
+    As `tf.compat.v1.train.FinalOpsHook`.
+
+    Args:
+        final_ops: A structure of names of variables and variables, or a
+            function of the session that returns any value.
+
+    Attributes:
+        final_ops_values: The values; None before the end.
+    """
+
+    def __init__(self, final_ops: Any) -> None:
+        self._final_ops = final_ops
+        self.final_ops_values: Any = None
+
+    def end(self, session: Session) -> None:
+        """Takes the values."""
+        if callable(self._final_ops):
+            self.final_ops_values = self._final_ops(session)
+        else:
+            self.final_ops_values = resolve(
+                self._final_ops, {}, session.variables
+            )
+
+
+class GlobalStepWaiterHook(SessionRunHook):
+    """Waits, before the first run, until the job has reached a step.
+
+    As `tf.compat.v1.train.GlobalStepWaiterHook`, with which later workers of
+    one job started later. It is for processes that train beside others: where
+    one chief runs all steps, nobody else advances the step.
+
+    Args:
+        wait_until_step: Global step to wait for; 0 or less for no wait.
+        max_wait_secs: Seconds to wait at most (TF1 waited for ever).
+
+    Raises:
+        TimeoutError: in `before_run`, when the step is not reached in time.
+    """
+
+    _POLL_SECS = 0.5
+
+    def __init__(
+        self, wait_until_step: int, max_wait_secs: float = 7200
+    ) -> None:
+        self._wait_until_step = wait_until_step
+        self._max_wait_secs = max_wait_secs
+        self._started = False
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        self._started = False
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: it acts once."""
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        """Waits, the first time."""
+        if self._started or self._wait_until_step <= 0:
+            return
+        start = time.monotonic()
+        global_step = run_context.session.global_step
+        while (step := int(global_step.numpy())) < self._wait_until_step:
+            if time.monotonic() >= start + self._max_wait_secs:
+                raise TimeoutError(
+                    f"The global step is {step} after {self._max_wait_secs:g} "
+                    f"s; GlobalStepWaiterHook waits for "
+                    f"{self._wait_until_step}. Do the other tasks train?"
+                )
+            _log.info(
+                "Waiting for step %d; the global step is %d.",
+                self._wait_until_step,
+                step,
+            )
+            time.sleep(self._POLL_SECS)
+        self._started = True

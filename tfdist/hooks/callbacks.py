@@ -1,0 +1,313 @@
+"""Keras callbacks in tfdist's training loop (design decision D1).
+
+A callback of Keras was written for `fit`: batch after batch in one process,
+epoch after epoch of one dataset. What of that has a meaning here is called;
+a callback that relies on the rest is refused, with what does its work instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist.hooks.events import read_scalars
+from tfdist.hooks.session_run_hook import (
+    Session,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
+from tfdist.training.multi_optimizer import MultiOptimizer
+
+_log = logging.getLogger(__name__)
+
+_INSTEAD = {
+    keras.callbacks.ModelCheckpoint: "RunConfig(save_checkpoints_steps=...) "
+    "and BestExporter save the model.",
+    keras.callbacks.BackupAndRestore: "Every job goes on from its last "
+    "checkpoint by itself.",
+    keras.callbacks.OrbaxCheckpoint: "RunConfig(save_checkpoints_steps=...) "
+    "saves the model.",
+    keras.callbacks.TerminateOnNaN: "NanTensorHook stops training when the "
+    "loss is NaN, before it is saved.",
+    keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
+    keras.callbacks.SwapEMAWeights: "The evaluation runs on another machine, "
+    "whose weights it cannot swap.",
+    keras.callbacks.CallbackList: "Give its callbacks one by one.",
+}
+
+_NEVER_CALLED = {
+    "on_batch_begin": "many steps run in one go",
+    "on_train_batch_begin": "many steps run in one go",
+    **{
+        f"on_{mode}_{what}": "evaluations run apart from training"
+        for mode in ("test", "predict")
+        for what in ("begin", "end", "batch_begin", "batch_end")
+    },
+}
+
+
+class KerasCallbackHook(SessionRunHook):
+    """Runs Keras callbacks in a session.
+
+    An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
+    step 200, whatever the process has trained so far. Called are
+    `on_train_begin`, `on_epoch_begin`, `on_train_batch_end`, `on_epoch_end` and
+    `on_train_end`, with these differences from `fit`:
+
+    * `on_train_batch_end` has the logs of its step alone, where `fit` has the
+      means since the epoch began. Where a callback overrides it, steps run one
+      by one, which a warning tells.
+    * The logs of an epoch are the means over its steps of the logs of its
+      runs: exact for the loss and for metrics that are means over batches of
+      one size; for others (AUC) it is the mean of the runs' values.
+    * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
+      first epoch that ends after it; epochs without a new one have none.
+    * After a recovery the steps since the last checkpoint run again. An epoch
+      that had ended is not reported a second time. After a restart of the
+      process callbacks begin anew, at the epoch where the job is.
+
+    `model.stop_training = True` requests a stop. A learning rate that a
+    callback sets reaches the optimizer's variable, also on a parameter server.
+    `TensorBoard(profile_batch=...)` does nothing here: use `ProfilerHook`.
+
+    Args:
+        callbacks: The callbacks.
+        steps_per_epoch: Steps of an epoch.
+        eval_dir: Where the evaluations write (`<model_dir>/eval`); needed for
+            callbacks that monitor a `val_` metric.
+
+    Raises:
+        ValueError: a callback has no meaning here; the message says why and
+            what does its work instead.
+        TypeError: one is no Keras callback.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        steps_per_epoch: int,
+        eval_dir: str | None = None,
+    ) -> None:
+        if steps_per_epoch < 1:
+            raise ValueError(
+                "Argument `steps_per_epoch` must be positive. Received: "
+                f"steps_per_epoch={steps_per_epoch}."
+            )
+        for callback in callbacks:
+            check_callback(callback, with_evaluations=eval_dir is not None)
+        self._callbacks = list(callbacks)
+        self._each_batch = any(map(_acts_at_batches, callbacks))
+        if self._each_batch:
+            _log.warning(
+                "A callback overrides on_train_batch_end: no two steps run in "
+                "one go, and the metrics of each cost milliseconds."
+            )
+        self._steps_per_epoch = steps_per_epoch
+        self._eval_dir = eval_dir
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        self._begun = False
+        self._step = 0
+        # The epoch under way, or None between two.
+        self._epoch: int | None = None
+        self._ended_epoch = -1
+        self._evaluated_step = -1
+        self._means = _Means()
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Gives the callbacks the model, which is another after a recovery."""
+        model = getattr(session, "model", None)
+        if model is None:
+            raise ValueError(
+                "KerasCallbackHook needs a session that trains a Keras model; "
+                "this one runs a plain step function. Use hooks instead."
+            )
+        for callback in self._callbacks:
+            _check_model(callback, model)
+        model.stop_training = False
+        for callback in self._callbacks:
+            callback.set_params(
+                {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
+            )
+            callback.set_model(model)
+        if not self._begun:
+            self._call("on_train_begin")
+            self._begun = True
+        self._step, self._epoch = session.step, None
+
+    def steps_until_next(self, step: int) -> int:
+        """Steps until the epoch ends, or one where a callback sees each."""
+        rest = self._steps_per_epoch - step % self._steps_per_epoch
+        return 1 if self._each_batch else rest
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        """Begins an epoch."""
+        if self._epoch is None:
+            self._epoch = run_context.session.step // self._steps_per_epoch
+            self._means = _Means()
+            self._call("on_epoch_begin", self._epoch)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Reports the run, and the epoch if it is over."""
+        session = run_context.session
+        steps, self._step = session.step - self._step, session.step
+        if steps > 0:
+            self._means.add(run_values.results, steps)
+            batch = (session.step - 1) % self._steps_per_epoch
+            self._call("on_train_batch_end", batch, dict(run_values.results))
+        if session.step // self._steps_per_epoch > self._epoch:
+            self._end_epoch()
+        if session.model.stop_training:
+            run_context.request_stop()
+
+    def end(self, session: Session) -> None:
+        """Ends an epoch that was begun, as `fit` does, and training."""
+        if self._epoch is not None and self._means.steps:
+            self._end_epoch()
+        self._call("on_train_end")
+
+    def _end_epoch(self) -> None:
+        epoch, self._epoch = self._epoch, None
+        if epoch <= self._ended_epoch:
+            return
+        self._ended_epoch = epoch
+        logs = {**self._means.result(), **self._new_evaluation()}
+        self._call("on_epoch_end", epoch, logs)
+
+    def _new_evaluation(self) -> dict[str, float]:
+        """The `val_` logs of an evaluation that no epoch had yet."""
+        results = read_scalars(self._eval_dir) if self._eval_dir else {}
+        newest = max(results, default=-1)
+        if newest <= self._evaluated_step:
+            return {}
+        self._evaluated_step = newest
+        return {f"val_{k}": v for k, v in results[newest].items()}
+
+    def _call(self, method: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method)(*args)
+
+
+class _Means:
+    """Means of logs, weighted by the steps they stand for."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._sums: dict[str, float] = {}
+
+    def add(self, logs: dict[str, float], steps: int) -> None:
+        self.steps += steps
+        for name, value in logs.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value * steps
+
+    def result(self) -> dict[str, float]:
+        return {name: value / self.steps for name, value in self._sums.items()}
+
+
+def check_callback(
+    callback: keras.callbacks.Callback, with_evaluations: bool
+) -> None:
+    """Fails for a callback that would not do what it does under `fit`.
+
+    Args:
+        callback: The callback.
+        with_evaluations: Whether there are `val_` metrics.
+
+    Raises:
+        ValueError: it would not.
+        TypeError: it is no callback.
+    """
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise TypeError(
+            "Argument `callbacks` must be a list of keras.callbacks.Callback. "
+            f"Received: {callback!r}."
+        )
+    reason = _reason_against(callback, with_evaluations)
+    if reason:
+        raise ValueError(
+            f"{type(callback).__name__} cannot run in tfdist's training loop. "
+            f"{reason}"
+        )
+
+
+def _reason_against(
+    callback: keras.callbacks.Callback, with_evaluations: bool
+) -> str | None:
+    for kind, instead in _INSTEAD.items():
+        if isinstance(callback, kind):
+            return instead
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        # It overrides all methods; by epochs it does without those of batches.
+        if callback.update_freq == "epoch":
+            return None
+        return (
+            f"update_freq={callback.update_freq!r} counts batches. "
+            "SummarySaverHook writes by steps."
+        )
+    if getattr(callback, "restore_best_weights", False):
+        return (
+            "restore_best_weights=True would set the weights after the last "
+            "checkpoint. BestExporter keeps the best model."
+        )
+    monitor = getattr(callback, "monitor", None) or ""
+    if monitor.startswith("val_") and not with_evaluations:
+        return (
+            f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
+            "the evaluations write, or let it monitor 'loss'."
+        )
+    for method, why in _NEVER_CALLED.items():
+        if _overrides(callback, method):
+            return f"It overrides {method}, which is never called: {why}."
+    return None
+
+
+def _acts_at_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback has to see each batch."""
+    # TensorBoard overrides all, and does nothing there but by batches.
+    methods = ("on_train_batch_end", "on_batch_end")
+    return not isinstance(callback, keras.callbacks.TensorBoard) and any(
+        _overrides(callback, method) for method in methods
+    )
+
+
+def _overrides(callback: keras.callbacks.Callback, method: str) -> bool:
+    """Whether a callback has its own `method`, in its class or given to it."""
+    default = getattr(keras.callbacks.Callback, method)
+    return (
+        method in vars(callback)
+        or getattr(type(callback), method) is not default
+    )
+
+
+def _check_model(
+    callback: keras.callbacks.Callback, model: keras.Model
+) -> None:
+    """Fails for a callback that would not work with this model."""
+    pulls = getattr(callback, "histogram_freq", 0) or getattr(
+        callback, "embeddings_freq", 0
+    )
+    remote = any("/job:ps" in v.value.device for v in model.variables)
+    if pulls and remote:
+        raise ValueError(
+            f"{type(callback).__name__} with histogram_freq or embeddings_freq "
+            "would pull whole tables from the parameter servers. Set both to 0."
+        )
+    sets_rate = isinstance(
+        callback,
+        keras.callbacks.LearningRateScheduler
+        | keras.callbacks.ReduceLROnPlateau,
+    )
+    if sets_rate and isinstance(model.optimizer, MultiOptimizer):
+        raise ValueError(
+            f"{type(callback).__name__} sets one learning rate, but the parts "
+            "of a MultiOptimizer have their own. Give them a schedule "
+            "(keras.optimizers.schedules)."
+        )

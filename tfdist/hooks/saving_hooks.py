@@ -1,0 +1,145 @@
+"""Checkpoints, on a timer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.hooks.session_run_hook import (
+    SecondOrStepTimer,
+    Session,
+    SessionRunContext,
+    SessionRunValues,
+    TimedHook,
+    check_exactly_one,
+)
+
+_log = logging.getLogger(__name__)
+
+CheckpointSaverListener = tf.compat.v1.train.CheckpointSaverListener
+"""TensorFlow's own: `begin()`, `before_save(session, global_step_value)`,
+`after_save(session, global_step_value)`, `end(session, global_step_value)`."""
+
+
+class CheckpointSaverHook(TimedHook):
+    """Saves a new job's first state, on a timer, and at the end.
+
+    As `tf.compat.v1.train.CheckpointSaverHook`, with these differences: what
+    has just been restored from `checkpoint_dir` is not saved again; no graph is
+    written (`saver`, `scaffold`, `save_graph_def` have no meaning), and the
+    base name is always `model.ckpt`; on SIGTERM the current step is saved,
+    without the listeners, which may take longer than the process has.
+
+    Args:
+        checkpoint_dir: Where to.
+        save_secs: Seconds between checkpoints.
+        save_steps: Steps between checkpoints. Exactly one must be given.
+        listeners: Told of every checkpoint, the one of the first state
+            included. One whose `after_save` returns True stops training,
+            unless at the start or at the end.
+        max_to_keep: Most recent checkpoints kept; None or 0 keeps all.
+        keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
+
+    Attributes:
+        last_path: Path of the last checkpoint that this hook wrote, or None.
+            A listener finds it there, or as TF1's did, by
+            `tf.train.latest_checkpoint(checkpoint_dir)`.
+
+    Raises:
+        ValueError: both or neither of `save_secs` and `save_steps` are given,
+            or one is not positive.
+    """
+
+    wants_none_under_way = True
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        *,
+        listeners: Sequence[CheckpointSaverListener] | None = None,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+    ) -> None:
+        check_exactly_one(save_secs=save_secs, save_steps=save_steps)
+        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        self._directory = checkpoint_dir
+        self._listeners = list(listeners or ())
+        self._keep = {
+            "max_to_keep": max_to_keep,
+            "keep_checkpoint_every_n_hours": keep_checkpoint_every_n_hours,
+        }
+        self._checkpoints: Checkpoints | None = None
+        self._saved_step: int | None = None
+        self.last_path: str | None = None
+
+    def begin(self) -> None:
+        """Begins the listeners."""
+        super().begin()
+        for listener in self._listeners:
+            listener.begin()
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Saves the state, unless it is that of the newest checkpoint."""
+        self._checkpoints = session.checkpoints(self._directory, **self._keep)
+        if _same(session.restored_from, self._checkpoints.latest):
+            self._saved_step = session.step
+            self._checkpoints.prepare()
+        else:
+            self._save(session)
+        self._timer.update_last_triggered_step(session.step)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Saves when the timer triggers."""
+        session = run_context.session
+        if self._timer.should_trigger_for_step(session.step):
+            session.settle()
+            self._timer.update_last_triggered_step(session.step)
+            if self._save(session):
+                run_context.request_stop()
+
+    def end(self, session: Session) -> None:
+        """Saves the last step, if it is not saved."""
+        if self._saved_step != session.step:
+            self._save(session)
+        for listener in self._listeners:
+            listener.end(session, session.step)
+
+    def on_preemption(self, session: Session) -> None:
+        """Saves this step, if it is not saved."""
+        if self._saved_step != session.step:
+            self._write(session.step)
+
+    def _save(self, session: Session) -> bool:
+        """Saves, with the listeners; says whether one wants to stop."""
+        step = session.step
+        for listener in self._listeners:
+            listener.before_save(session, step)
+        self._write(step)
+        wishes = [
+            listener
+            for listener in self._listeners
+            if listener.after_save(session, step)
+        ]
+        for listener in wishes:
+            _log.info("%r requests a stop at step %d.", listener, step)
+        return bool(wishes)
+
+    def _write(self, step: int) -> None:
+        self.last_path = self._checkpoints.save(step)
+        self._saved_step = step
+        _log.info("Saved %s.", self.last_path)
+
+
+def _same(path: str | None, other: str | None) -> bool:
+    return bool(path and other) and os.path.normpath(path) == os.path.normpath(
+        other
+    )

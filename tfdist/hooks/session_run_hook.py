@@ -1,0 +1,211 @@
+"""What a hook is: called around the steps, at its cadence.
+
+A hook in TF1 ran after every single step, and so does one here that overrides
+`before_run` or `after_run` and says no more: what it counts is right. But many
+steps can run in one go, so a hook may say how many may pass before it must be
+called again (`steps_until_next`); the session runs the smallest such number,
+and cadences stay exact.
+
+A hook written for TF1 that touches no graph runs as it is: `SessionRunArgs`,
+`SessionRunContext` and `SessionRunValues` are TensorFlow's own. A tensor that
+it fetched becomes a name, which is looked up in the logs of the steps just run
+(`loss` and the metrics), then among `session.variables`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf.private import Saveable
+from tfdist.checkpoint.checkpoints import Checkpoints
+
+SessionRunArgs = tf.compat.v1.train.SessionRunArgs
+SessionRunContext = tf.compat.v1.train.SessionRunContext
+SessionRunValues = tf.compat.v1.train.SessionRunValues
+
+
+class Session(Protocol):
+    """What hooks may ask of a `MonitoredTrainingSession` (see there)."""
+
+    step: int
+    restored_from: str | None
+    secs_in_steps: float
+    input_secs: Any
+
+    @property
+    def global_step(self) -> tf.Variable:
+        """The step counter."""
+
+    @property
+    def variables(self) -> Mapping[str, Saveable]:
+        """What a checkpoint holds, by name."""
+
+    @property
+    def model(self) -> keras.Model | None:
+        """The Keras model, if there is one."""
+
+    @property
+    def staleness(self) -> np.ndarray | None:
+        """Updates by their staleness; None where there is none."""
+
+    def should_stop(self) -> bool:
+        """Whether training ends after this run."""
+
+    def request_stop(self) -> None:
+        """Ends training after the hooks have seen the current steps."""
+
+    def settle(self) -> None:
+        """Waits for the steps that are under way."""
+
+    def tasks_alive(self) -> str:
+        """As "2/2 ps, 3/3 workers"; empty without a cluster."""
+
+    def missing_workers(self, secs: float) -> list[str]:
+        """Workers gone for so long whose share nobody reads."""
+
+    def checkpoints(
+        self,
+        directory: str,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+    ) -> Checkpoints:
+        """The checkpoints of this session's state in `directory`."""
+
+
+class SessionRunHook(tf.compat.v1.train.SessionRunHook):
+    """Base of all hooks; every method does nothing.
+
+    The order of calls is TF1's: `begin()` once; `after_create_session(session,
+    coord)` when the model is initialized or restored, and again after each
+    recovery, with variables made anew; `before_run(run_context)` and
+    `after_run(run_context, run_values)` around each run; `end(session)` unless
+    training ends in an error.
+
+    When `before_run` returns None, `run_values.results` are the logs of the
+    steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
+    each leaf replaced by its value.
+
+    Attributes:
+        wants_none_under_way: Whether, after the steps that `steps_until_next`
+            allowed, no other step may be under way on a worker. Else some are,
+            so that workers need not wait for the slowest.
+    """
+
+    wants_none_under_way = False
+
+    def steps_until_next(self, step: int) -> int | None:
+        """How many steps may run before the next call; None for any number.
+
+        Where it is not overridden: one, if `before_run` or `after_run` is.
+
+        Args:
+            step: The global step now.
+        """
+        return 1 if wants_every_step(self) else None
+
+    def on_preemption(self, session: Session) -> None:
+        """The process was told to end (SIGTERM) and has seconds left."""
+
+
+def wants_every_step(hook: tf.compat.v1.train.SessionRunHook) -> bool:
+    """Whether a hook acts at steps, and does not say at which."""
+
+    def has(name: str, base: type) -> bool:
+        own = getattr(type(hook), name, None) or getattr(base, name)
+        return name in vars(hook) or own is not getattr(base, name)
+
+    theirs = tf.compat.v1.train.SessionRunHook
+    acts = has("before_run", theirs) or has("after_run", theirs)
+    return acts and not has("steps_until_next", SessionRunHook)
+
+
+class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
+    """Triggers every so many seconds or steps.
+
+    TensorFlow's own timer, which is also able to say when it triggers next and
+    to go back with a session that was restored.
+
+    Args:
+        every_secs: Seconds between triggers.
+        every_steps: Steps between triggers. Exactly one must be given.
+
+    Raises:
+        ValueError: both or neither are given, or one is not positive (TF1
+            took 0 and triggered always).
+    """
+
+    def __init__(
+        self, every_secs: float | None = None, every_steps: int | None = None
+    ) -> None:
+        check_exactly_one(every_secs=every_secs, every_steps=every_steps)
+        super().__init__(every_secs=every_secs, every_steps=every_steps)
+        self._steps = every_steps
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the next trigger, None where seconds decide."""
+        last = self.last_triggered_step()
+        if last is None:
+            return 1  # The first call always triggers.
+        if self._steps is None:
+            return None
+        return max(1, last + self._steps - step)
+
+    def go_back_to(self, step: int) -> None:
+        """Undoes the triggers after `step`, whose steps will run again.
+
+        The next triggers are then those of a run without the interruption.
+        Does nothing where the last trigger was not after `step`.
+        """
+        last = self.last_triggered_step()
+        if last is None or last <= step:
+            return
+        if self._steps is None:
+            self.update_last_triggered_step(step)
+        else:
+            undone = math.ceil((last - step) / self._steps)
+            self.update_last_triggered_step(last - undone * self._steps)
+
+
+def check_exactly_one(**arguments: float | None) -> None:
+    """Fails unless one of two arguments is given, and positive."""
+    given = [value for value in arguments.values() if value is not None]
+    received = ", ".join(f"{k}={v}" for k, v in arguments.items())
+    if len(given) != 1:
+        raise ValueError(
+            f"Exactly one of `{'` and `'.join(arguments)}` must be given. "
+            f"Received: {received}."
+        )
+    if given[0] <= 0:
+        raise ValueError(
+            f"`{'` and `'.join(arguments)}` must be positive. "
+            f"Received: {received}."
+        )
+
+
+class TimedHook(SessionRunHook):
+    """Base of hooks that act whenever their timer triggers.
+
+    Args:
+        timer: The timer.
+    """
+
+    def __init__(self, timer: SecondOrStepTimer) -> None:
+        self._timer = timer
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        self._timer.reset()
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Goes back with a restored session; nothing at the first."""
+        self._timer.go_back_to(session.step)
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the timer triggers."""
+        return self._timer.steps_until_next(step)

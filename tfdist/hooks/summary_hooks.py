@@ -1,0 +1,315 @@
+"""What training shows in TensorBoard: scalars, speed, staleness, profiles."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import input_wait
+from tfdist.hooks.events import event_file
+from tfdist.hooks.session_run_hook import (
+    SecondOrStepTimer,
+    Session,
+    SessionRunContext,
+    SessionRunValues,
+    TimedHook,
+    check_exactly_one,
+)
+from tfdist.training import staleness
+
+_log = logging.getLogger(__name__)
+
+_MAX_WARNINGS = 5
+
+
+class SummarySaverHook(TimedHook):
+    """Writes the logs (the loss and the metrics) as scalars.
+
+    As `tf.compat.v1.train.SummarySaverHook`: the first step is written, then
+    every N later (1, 4, 7 for N=3). The scalars are the logs of the run that
+    ends at that step, instead of a graph's `summary_op`. After a recovery
+    TensorBoard is told which points are void, and the steps that run again
+    are written as the first time.
+
+    Args:
+        save_steps: Steps between summaries.
+        save_secs: Seconds between summaries. Exactly one must be given.
+        output_dir: Directory of the event file.
+        at_first_step: Whether the first step is written, as in TF1. If not,
+            the session's creation starts the first interval: summaries then
+            fall on multiples of N, together with checkpoints, and runs are
+            not cut short for them.
+
+    Raises:
+        ValueError: both or neither of `save_steps` and `save_secs` are given,
+            or one is not positive, or `output_dir` is missing.
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | None = None,
+        *,
+        at_first_step: bool = True,
+    ) -> None:
+        check_exactly_one(save_steps=save_steps, save_secs=save_secs)
+        if not output_dir:
+            raise ValueError(
+                "Argument `output_dir` must be the directory of the event "
+                f"file. Received: output_dir={output_dir!r}."
+            )
+        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        self._file = event_file(output_dir)
+        self._at_first_step = at_first_step
+        self._start_step: int | None = None
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Notes where the session starts."""
+        super().after_create_session(session, coord)
+        _start_interval(self._timer, session, self._at_first_step)
+        self._start_step = session.step
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Writes when the timer triggers."""
+        step = run_context.session.step
+        if self._start_step is not None:
+            self._file.write_start(self._start_step + 1)
+            self._start_step = None
+        if self._timer.should_trigger_for_step(step):
+            self._timer.update_last_triggered_step(step)
+            self._file.write_scalars(run_values.results, step)
+            self._file.flush()
+
+    def end(self, session: Session) -> None:
+        """Flushes."""
+        self._file.flush()
+
+
+class StepCounterHook(TimedHook):
+    """Logs steps per second, checkpoints and evaluations included.
+
+    As `tf.compat.v1.train.StepCounterHook`: tag `global_step/sec`; the first
+    step starts the clock, so the first rate is that of step N + 1. Beside it
+    stands `input_wait`, the share of the steps' time in which they waited for
+    data, from 0 to 1.
+
+    Args:
+        every_n_steps: Steps between rates.
+        every_n_secs: Seconds between rates. Exactly one must be given.
+        output_dir: Directory of the event file; None to log only.
+        at_first_step: As for `SummarySaverHook`.
+        log: Whether to log it too.
+
+    Raises:
+        ValueError: both or neither of `every_n_steps` and `every_n_secs` are
+            given, or one is not positive.
+    """
+
+    _TAG = "global_step/sec"
+
+    def __init__(
+        self,
+        every_n_steps: int | None = 100,
+        every_n_secs: float | None = None,
+        output_dir: str | None = None,
+        *,
+        at_first_step: bool = True,
+        log: bool = True,
+    ) -> None:
+        check_exactly_one(
+            every_n_steps=every_n_steps, every_n_secs=every_n_secs
+        )
+        super().__init__(SecondOrStepTimer(every_n_secs, every_n_steps))
+        self._file = event_file(output_dir) if output_dir else None
+        self._at_first_step = at_first_step
+        self._log = log
+        self._since: tuple[float, int, np.ndarray] | None = None
+        self._seen_step: int | None = None
+        self._warnings = 0
+
+    def begin(self) -> None:
+        """Forgets an earlier session."""
+        super().begin()
+        self._since = None
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Starts the clock again after a recovery."""
+        super().after_create_session(session, coord)
+        _start_interval(self._timer, session, self._at_first_step)
+        self._seen_step = None
+        if self._timer.last_triggered_step() is not None:
+            self._since = (time.time(), session.step, session.input_secs)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Logs when the timer triggers."""
+        session = run_context.session
+        if self._timer.should_trigger_for_step(session.step):
+            self._timer.update_last_triggered_step(session.step)
+            self._report(time.time(), session)
+        if session.step == self._seen_step and not session.should_stop():
+            self._warn(session.step)
+        self._seen_step = session.step
+
+    def _report(self, now: float, session: Session) -> None:
+        step, input_secs = session.step, session.input_secs
+        since, self._since = self._since, (now, step, input_secs)
+        if since is None:
+            return
+        rate = (step - since[1]) / max(now - since[0], 1e-9)
+        waited = input_wait.share(input_secs - since[2])
+        if self._log:
+            _log.info("%s: %g", self._TAG, rate)
+        if self._file:
+            scalars = {self._TAG: rate, "input_wait": waited}
+            self._file.write_scalars(scalars, step)
+            self._file.flush()
+
+    def _warn(self, step: int) -> None:
+        self._warnings += 1
+        if self._warnings <= _MAX_WARNINGS:
+            _log.warning(
+                "The global step did not advance: it is still %d after a run. "
+                "Does the step increment it?",
+                step,
+            )
+
+
+class StalenessHook(TimedHook):
+    """Writes how stale the updates of asynchronous training are.
+
+    A histogram and percentiles of all updates so far, and one line at the
+    end. Does nothing where there is no staleness (`session.staleness` is
+    None).
+
+    Args:
+        output_dir: Directory of the event file.
+        every_n_steps: Steps between summaries.
+    """
+
+    def __init__(self, output_dir: str, every_n_steps: int = 100) -> None:
+        super().__init__(SecondOrStepTimer(every_steps=every_n_steps))
+        self._file = event_file(output_dir)
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Starts the first interval."""
+        super().after_create_session(session, coord)
+        _start_interval(self._timer, session, at_first_step=False)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Writes when the timer triggers."""
+        session = run_context.session
+        if not self._timer.should_trigger_for_step(session.step):
+            return
+        self._timer.update_last_triggered_step(session.step)
+        counts = session.staleness
+        if counts is None or not counts.any():
+            return
+        most = int(np.flatnonzero(counts)[-1])
+        self._file.write_counts("staleness", counts[: most + 1], session.step)
+        percentiles = {
+            f"staleness/p{percent}": staleness.percentile(counts, percent)
+            for percent in staleness.PERCENTILES
+        }
+        self._file.write_scalars(
+            {**percentiles, "staleness/max": most}, session.step
+        )
+        self._file.flush()
+
+    def end(self, session: Session) -> None:
+        """Logs the figures of all updates."""
+        if session.staleness is not None:
+            _log.info("%s", staleness.describe(session.staleness))
+
+
+class ProfilerHook(TimedHook):
+    """Profiles one step, every N steps or seconds.
+
+    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced
+    and tells nothing about the others; then steps N, 2N and so on. Each profile
+    is of a run of a single step, of this process alone, and goes to
+    `<output_dir>/profile-<step>`, for TensorBoard's profiler (TF1 wrote
+    `timeline-<step>.json`).
+
+    Args:
+        save_steps: Steps between profiles.
+        save_secs: Seconds between profiles. Exactly one must be given.
+        output_dir: Directory of the profiles.
+
+    Raises:
+        ValueError: both or neither of `save_steps` and `save_secs` are given,
+            or one is not positive.
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str = "",
+    ) -> None:
+        check_exactly_one(save_steps=save_steps, save_secs=save_secs)
+        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        self._directory = output_dir
+        self._profiling = False
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Gives up the profile of a run that failed."""
+        super().after_create_session(session, coord)
+        self._stop()
+
+    def steps_until_next(self, step: int) -> int | None:
+        """Steps until the one that is profiled, or that one alone."""
+        if self._timer.should_trigger_for_step(step + 1):
+            return 1
+        steps = self._timer.steps_until_next(step)
+        return steps and steps - 1
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        """Starts the profiler, if the timer triggers at the next step."""
+        step = run_context.session.step
+        if self._timer.last_triggered_step() is None:
+            self._timer.update_last_triggered_step(step)
+        elif self._timer.should_trigger_for_step(step + 1):
+            directory = os.path.join(self._directory, f"profile-{step + 1}")
+            tf.profiler.experimental.start(directory)
+            self._profiling = True
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Writes the profile."""
+        if self._profiling:
+            step = run_context.session.step
+            self._timer.update_last_triggered_step(step)
+            _log.info("Saving the profile of step %d.", step)
+            self._stop()
+
+    def end(self, session: Session) -> None:
+        """Stops the profiler, if the input ended within a profiled run."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._profiling:
+            self._profiling = False
+            tf.profiler.experimental.stop()
+
+
+def _start_interval(
+    timer: SecondOrStepTimer,
+    session: Session,
+    at_first_step: bool,
+) -> None:
+    """Starts the timer with the session, unless the first step triggers it."""
+    if not at_first_step and timer.last_triggered_step() is None:
+        timer.update_last_triggered_step(session.step)

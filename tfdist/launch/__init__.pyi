@@ -1,0 +1,1 @@
+from .testing import LocalCluster as LocalCluster

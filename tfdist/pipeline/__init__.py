@@ -1,0 +1,8 @@
+"""Layers of one model on different devices.
+
+Read in this order: `model_parallel` (`Pipeline`), `stages`, `micro_batches`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

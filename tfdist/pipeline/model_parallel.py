@@ -1,0 +1,439 @@
+"""Layers on different devices, in a pipeline of micro-batches.
+
+A model too large for one device is cut into stages, each on a device of its
+own: its variables, their optimizer slots and every op of the stage. By itself
+that lets one device work at a time, so a batch goes through in micro-batches:
+while the second stage has the first of them, the first stage has the next.
+
+No code here sends a tensor. A stage is a `tf.device` scope of one graph, and
+TensorFlow sends what another device needs, as it did for the translator of the
+2017 lecture, one LSTM layer a device. So a device may as well be in another
+process: `/job:worker/task:1/device:GPU:0`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.pipeline.micro_batches import (
+    Gradient,
+    Passes,
+    Turns,
+    Work,
+    forward_and_back,
+    set_masks,
+)
+from tfdist.pipeline.stages import (
+    Devices,
+    Layers,
+    Stage,
+    check_disjoint,
+    resolve_devices,
+)
+from tfdist.training import optimizers
+
+
+class Pipeline(keras.Model):
+    """A chain of stages, each on a device, trained in micro-batches.
+
+    A Keras model: `fit`, `evaluate`, `predict`, `export`, `tfdist.Estimator`
+    and checkpoints work. Training gives the weights that the same layers have
+    on one device, but for rounding: the loss is that of the whole batch, and
+    the gradients of the micro-batches add up to its gradient. Three kinds of
+    layers differ by nature: BatchNorm normalizes over a micro-batch, Dropout
+    draws a mask for each, and what a layer adds by `add_loss` is the mean over
+    them.
+
+    With several rows of `devices` there are as many replicas, each with its
+    share of the batch (in-graph replication). Variables and slots are on the
+    devices of the first row; in every step the others get a copy of the values
+    and send gradients back, which are added up there. The predictions of all
+    replicas go to the first one's last device. What layers change themselves
+    (moving averages) becomes the mean over replicas.
+
+    The optimizer's rule is applied by `tfdist.training.optimizers`. The
+    gradient of an embedding is as large as its table, and the ids that a batch
+    repeats count once, with their sum; Keras' own Adam squares each apart.
+
+    The graph has every stage once for each micro-batch, so tracing takes
+    longer the more there are; with an Estimator, let a dispatch be one step
+    (`RunConfig(steps_per_dispatch=1)`).
+
+    >>> model = Pipeline(
+    ...     keras.Input([4]),
+    ...     [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)],
+    ...     devices=["CPU:0", "CPU:0"],
+    ...     num_micro_batches=2,
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x, y = keras.ops.ones([6, 4]), keras.ops.ones([6, 1])
+    >>> loss = model.train_on_batch(x, y)
+
+    Args:
+        inputs: `keras.Input`, or a structure of them: what the first stage
+            takes.
+        stages: Each a layer, or a list of layers that follow one another; a
+            Keras model is a layer too. Each takes what the one before returns,
+            a tensor or a structure of them. Layers keep what they change in
+            Keras variables; no variable is in two stages.
+        devices: One for each stage, by a name that `tf.device` takes, also of
+            another task of the cluster that
+            `tf.config.experimental_connect_to_cluster` has joined; or a list
+            of such lists, one for each replica. Default: the GPUs of this
+            task, else its CPUs; where they are too few, neighbours share one.
+        num_micro_batches: Into how many parts each replica cuts its share of
+            the batch. The more, the less time devices wait (`bubble`), until
+            a part is too small to keep one busy.
+        name: Name of the model.
+
+    Attributes:
+        stages: Tuple of `tfdist.pipeline.Stage`.
+        devices: A tuple of full device names for each replica.
+        num_micro_batches: As given.
+
+    Raises:
+        ValueError: there is no stage; as many devices as stages are not given;
+            a device does not exist; a stage has variables on another device,
+            or shares them with another stage; `num_micro_batches` is below 1;
+            this is in the scope of a `tf.distribute` strategy.
+        TypeError: a stage is no layer.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        stages: Sequence[Layers],
+        devices: Devices | None = None,
+        *,
+        num_micro_batches: int = 4,
+        name: str = "pipeline",
+    ) -> None:
+        _check_arguments(stages, num_micro_batches)
+        rows = resolve_devices(devices, len(stages))
+        own = tuple(map(Stage, range(len(stages)), stages, rows[0]))
+        outputs = inputs
+        for stage in own:
+            with tf.device(stage.device):  # Layers make their variables here.
+                outputs = stage.call(outputs)
+        check_disjoint(own)
+        for stage in own:
+            stage.check_device()
+        super().__init__(inputs=inputs, outputs=outputs, name=name)
+        self.stages = own
+        self.devices = rows
+        self.num_micro_batches = num_micro_batches
+        self._zero_outputs = lambda: _zeros(outputs)
+        self._metrics_of: int | None = None
+        # XLA compiles for one device; Keras warns who asks for it.
+        self.supports_jit = False
+
+    @property
+    def losses(self) -> list[tf.Tensor]:
+        """Those of all layers, each computed on the device of its stage."""
+        losses = []
+        for stage in self.stages:
+            with tf.device(stage.device):
+                losses += [x for layer in stage.layers for x in layer.losses]
+        return losses
+
+    def call(
+        self, inputs: Any, training: bool | None = None, mask: Any = None
+    ) -> Any:
+        """Runs the stages one after the other, on the batch as a whole."""
+        del mask  # Layers find it with the tensors.
+        for stage in self.stages:
+            with tf.device(stage.device):
+                inputs = stage.call(inputs, training)
+        return inputs
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Trains on a batch, as a pipeline; returns the logs.
+
+        Raises:
+            ValueError: the batch does not divide into micro-batches; the
+                optimizer scales the loss by what it finds, accumulates
+                gradients, or is one that `tfdist.training.optimizers` cannot
+                apply.
+            tf.errors.InvalidArgumentError: the batch does not divide, where
+                its size is known no earlier.
+        """
+        _check_optimizer(self.optimizer)
+        with tf.init_scope():
+            optimizers.build(self.optimizer, self.trainable_variables)
+        batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(*batch)
+        passes = self._passes(*batch, Turns())
+        with tf.device(self.stages[-1].device):
+            logs = self._logs(*batch, passes)
+        self._update(passes.gradients)
+        for stage, states in zip(self.stages, passes.states, strict=True):
+            with tf.device(stage.device):
+                for i, value in states.items():
+                    stage.states[i].assign(value)
+        return logs
+
+    def timeline(self, data: Any) -> list[Work]:
+        """Measures which device does what when, for a batch; trains nothing.
+
+        The clocks of several machines should agree. What a GPU does ends here
+        when it is queued, not when it is done: use `tf.profiler` there.
+
+        Args:
+            data: A batch, as for `train_step`.
+
+        Returns:
+            What was done, in the order of `start`.
+        """
+        self._build_metrics(*keras.utils.unpack_x_y_sample_weight(data))
+        turns = Turns(timed=True)
+
+        @tf.function(autograph=False)
+        def run() -> Passes:
+            batch = keras.utils.unpack_x_y_sample_weight(data)
+            # All of it: TensorFlow does not compute what nobody asks for.
+            return self._passes(*batch, turns)
+
+        run()  # The first run also allocates.
+        seconds = [float(time) for time in run().times]
+        zero = min(seconds)
+        spans = zip(turns.work, seconds[::2], seconds[1::2], strict=True)
+        return sorted(
+            (
+                dataclasses.replace(work, start=start - zero, end=end - zero)
+                for work, start, end in spans
+            ),
+            key=lambda work: work.start,
+        )
+
+    def variable_devices(self) -> dict[str, str]:
+        """Path of every variable, slot and counter to its device.
+
+        Ops are told by `tfdist.pipeline.stages.op_devices`.
+        """
+        variables = list(self.variables)
+        if self.optimizer is not None:
+            variables += self.optimizer.variables
+        return {v.path: v.value.device for v in variables}
+
+    def _build_metrics(self, x: Any, y: Any, sample_weight: Any) -> None:
+        """Lets Keras make what it makes when it first sees a target.
+
+        While the passes are traced, it could not.
+        """
+        mean_loss = self._mean_loss()
+        if self._metrics_of == id(mean_loss):
+            return
+        with tf.init_scope():
+            x, y, sample_weight = _zeros((x, y, sample_weight))
+            y_pred = self._zero_outputs()
+            self.compute_loss(x, y, y_pred, sample_weight)
+            self.compute_metrics(x, y, y_pred, sample_weight)
+            self.reset_metrics()
+        self._metrics_of = id(mean_loss)
+
+    def _mean_loss(self) -> keras.metrics.Metric:
+        """Keras' metric of the loss; `compile` makes a new one."""
+        return next(m for m in self.metrics if m.name == "loss")
+
+    def _passes(
+        self, x: Any, y: Any, sample_weight: Any, turns: Turns
+    ) -> Passes:
+        """Takes a batch forward and back; changes no variable."""
+
+        def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
+            def loss(y_pred: Any) -> tf.Tensor:
+                pairs = zip(self.stages, values, strict=True)
+                known = [v for stage, own in pairs for v in stage.known(own)]
+                # Metrics that a loss updates wait for `_logs`.
+                with keras.StatelessScope(known):
+                    return self.compute_loss(x, y, y_pred, sample_weight)
+
+            return forward_and_back(
+                self.stages,
+                self.devices,
+                self.num_micro_batches,
+                turns,
+                self.optimizer.scale_loss,
+                loss,
+                values,
+                x,
+            )
+
+        values = [stage.values() for stage in self.stages]
+        x = self._divisible(x)
+        return _in_any_order(passes, values, x, y, sample_weight)
+
+    def _divisible(self, x: Any) -> Any:
+        """The inputs, if they can be cut."""
+        parts = len(self.devices) * self.num_micro_batches
+        first = tf.nest.flatten(x)[0]
+        size = first.shape[0]
+        message = (
+            f"A batch must divide into {parts} parts: {len(self.devices)} "
+            f"replicas x {self.num_micro_batches} micro-batches. Choose "
+            "another `num_micro_batches`, or batch the dataset with "
+            "`drop_remainder=True`."
+        )
+        if size is not None and size % parts:
+            raise ValueError(f"{message} Received: a batch of {size}.")
+        if size is None:
+            rest = tf.shape(first)[0] % parts
+            check = tf.debugging.assert_equal(rest, 0, message)
+            with tf.control_dependencies([check]):
+                x = tf.nest.map_structure(tf.identity, x)
+        return x
+
+    def _logs(
+        self, x: Any, y: Any, sample_weight: Any, passes: Passes
+    ) -> dict[str, tf.Tensor]:
+        """Loss and metrics of the whole batch, as Keras computes them."""
+        set_masks(passes.y_pred, passes.masks)
+        loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
+        self._mean_loss().update_state(
+            loss + tf.cast(passes.added_loss, loss.dtype),
+            sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
+        )
+        return self.compute_metrics(x, y, passes.y_pred, sample_weight)
+
+    def _update(self, gradients: list[list[Gradient]]) -> None:
+        """Applies each gradient on the device of its variable."""
+        optimizer = self.optimizer
+        parts = optimizers.parts(optimizer)
+        iteration = tf.convert_to_tensor(optimizer.iterations.value)
+        updates = [
+            _Update(stage.device, variable, gradient)
+            for stage, own in zip(self.stages, gradients, strict=True)
+            for variable, gradient in zip(stage.weights, own, strict=True)
+            if gradient is not None
+        ]
+        for i, part in enumerate(parts):
+            rate = optimizers.learning_rate(part, iteration, [])
+            optimizers.begin_step(part, iteration)
+            own = [
+                update
+                for update in updates
+                if optimizers.owner(optimizer, update.variable) == i
+            ]
+            for device, variable, gradient in _clipped(part, own):
+                with tf.device(device):
+                    optimizers.update(part, variable, gradient, rate, iteration)
+        counters = [o.iterations for o in (optimizer, *parts)]
+        for counter in {id(c): c for c in counters}.values():
+            counter.assign_add(1)
+
+
+def bubble(num_stages: int, num_micro_batches: int) -> float:
+    """Share of its time that a device waits, if all stages take equally long.
+
+    Each of S stages does its M micro-batches in a row and waits while the
+    first of them comes and the last one goes: `(S - 1) / (M + S - 1)`.
+
+    >>> [round(bubble(2, m), 2) for m in (1, 2, 4, 8)]
+    [0.5, 0.33, 0.2, 0.11]
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "A Pipeline does its own data parallelism, so it cannot be made in "
+            "the scope of a strategy. Received: "
+            f"{tf.distribute.get_strategy()!r}. Give `devices` a list for each "
+            "replica instead."
+        )
+    if num_micro_batches < 1:
+        raise ValueError(
+            "Argument `num_micro_batches` must be positive. Received: "
+            f"num_micro_batches={num_micro_batches}."
+        )
+    if not stages:
+        raise ValueError(
+            "Argument `stages` must have a stage at least. Received: "
+            f"stages={stages!r}."
+        )
+
+
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    optimizers.check(optimizer, remote=False)
+    scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    steps = [
+        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
+    ]
+    if scaling or any(steps):
+        raise ValueError(
+            f"Optimizer {optimizer.name!r} skips some updates, which a "
+            "Pipeline does not support. Received: "
+            f"{type(optimizer).__name__} with gradient_accumulation_steps="
+            f"{steps[0]}. Instead of accumulation, use larger batches and more "
+            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
+            "loss_scale_factor."
+        )
+
+
+class _Update(NamedTuple):
+    device: str
+    variable: keras.Variable
+    gradient: Gradient
+
+
+def _clipped(
+    part: keras.optimizers.Optimizer, updates: list[_Update]
+) -> list[_Update]:
+    """With gradients that are dense, and clipped as the optimizer says."""
+    clipped = []
+    for device, _, gradient in updates:
+        with tf.device(device):
+            gradient = tf.convert_to_tensor(gradient)
+            if not part.global_clipnorm:
+                (gradient,) = optimizers.clip(part, [gradient])
+            elif part.loss_scale_factor is not None:
+                gradient /= part.loss_scale_factor
+        clipped.append(gradient)
+    if part.global_clipnorm and clipped:
+        # Each is scaled where it is; only norms meet.
+        clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
+    return [
+        update._replace(gradient=gradient)
+        for update, gradient in zip(updates, clipped, strict=True)
+    ]
+
+
+def _zeros(structure: Any) -> Any:
+    """One example of zeros; what is unknown of its shape is 1."""
+    return tf.nest.map_structure(
+        lambda t: (
+            None
+            if t is None
+            else tf.zeros([1, *(size or 1 for size in t.shape[1:])], t.dtype)
+        ),
+        structure,
+    )
+
+
+def _in_any_order(function: Callable[..., Passes], *args: Any) -> Passes:
+    """Calls `function` such that ops wait for what they need, and no more.
+
+    `tf.function` also has stateful ops wait for one another in the order of
+    the program. The LSTM of cuDNN is such an op, and so is the clock: no two
+    stages would work at the same time. A wrapped function has no such order.
+    """
+    if tf.executing_eagerly():
+        return function(*args)
+    flat = tf.nest.flatten(args, expand_composites=True)
+
+    def traced(*tensors: tf.Tensor) -> Passes:
+        remaining = iter(tensors)
+        filled = [None if t is None else next(remaining) for t in flat]
+        return function(
+            *tf.nest.pack_sequence_as(args, filled, expand_composites=True)
+        )
+
+    tensors = [tf.convert_to_tensor(t) for t in flat if t is not None]
+    specs = [tf.TensorSpec.from_tensor(t) for t in tensors]
+    return tf.compat.v1.wrap_function(traced, specs)(*tensors)

@@ -1,0 +1,212 @@
+"""Stages of a pipeline: which layers are on which device.
+
+Every variable and op of a stage is on its device because layers are built and
+called in a `tf.device` scope. What TensorFlow would do silently, to take
+another device for one that does not exist, is an error here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private import SEED_STATE_NAME
+
+Layers = keras.layers.Layer | Sequence[keras.layers.Layer]
+Devices = Sequence[str] | Sequence[Sequence[str]]
+
+
+class Values(NamedTuple):
+    """Values of the variables of a stage.
+
+    Attributes:
+        weights: Of those that training updates.
+        states: Of those that layers update themselves, and of frozen ones.
+    """
+
+    weights: list[tf.Tensor]
+    states: list[tf.Tensor]
+
+
+class Stage:
+    """Layers that follow one another on one device.
+
+    Args:
+        index: Number of the stage in the pipeline.
+        layers: The layers.
+        device: Full name of the device of their variables.
+
+    Attributes:
+        layers: As given, a tuple.
+        device: As given.
+
+    Raises:
+        TypeError: what is in `layers` is no layer.
+        ValueError: `layers` is empty.
+    """
+
+    def __init__(self, index: int, layers: Layers, device: str) -> None:
+        several = isinstance(layers, list | tuple)
+        self.layers = tuple(layers) if several else (layers,)
+        self.device = device
+        self._index = index
+        if not self.layers:
+            raise ValueError(
+                "Argument `stages` must hold layers, and no empty list. "
+                f"Received: an empty stage {index}."
+            )
+        for layer in self.layers:
+            if not isinstance(layer, keras.layers.Layer):
+                raise TypeError(
+                    "Argument `stages` must hold Keras layers, or lists of "
+                    f"them. Received: {layer!r} of type {type(layer).__name__} "
+                    f"in stage {index}."
+                )
+
+    def __repr__(self) -> str:
+        names = ", ".join(layer.name for layer in self.layers)
+        return f"Stage({names} on {self.device})"
+
+    @property
+    def weights(self) -> list[keras.Variable]:
+        """Variables that training updates."""
+        return _distinct(v for x in self.layers for v in x.trainable_variables)
+
+    @property
+    def states(self) -> list[keras.Variable]:
+        """All others: moving averages, seeds, frozen weights."""
+        trained = {id(v) for v in self.weights}
+        own = _distinct(v for layer in self.layers for v in layer.variables)
+        return [v for v in own if id(v) not in trained]
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Calls the layers; the caller opens the device scope."""
+        # Keras keeps what a symbolic call is given, even None.
+        known = {} if training is None else {"training": training}
+        for layer in self.layers:
+            inputs = layer(inputs, **known)
+        return inputs
+
+    def values(self) -> Values:
+        """Reads all variables, where they are."""
+        with tf.device(self.device):
+            return Values(
+                [tf.convert_to_tensor(v.value) for v in self.weights],
+                [tf.convert_to_tensor(v.value) for v in self.states],
+            )
+
+    def known(self, values: Values) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Each variable with its value, as for a `keras.StatelessScope`."""
+        return [
+            *zip(self.weights, values.weights, strict=True),
+            *zip(self.states, values.states, strict=True),
+        ]
+
+    def check_device(self) -> None:
+        """Raises ValueError if a variable is on another device."""
+        for variable in itertools.chain(self.weights, self.states):
+            # Seeds are made with their layer, before it is given to a stage.
+            is_seed = variable.path.endswith(SEED_STATE_NAME)
+            if variable.value.device != self.device and not is_seed:
+                raise ValueError(
+                    f"Stage {self._index} must have its variables on "
+                    f"{self.device}. Received: {variable.path!r} on "
+                    f"{variable.value.device}. Pass layers that have no "
+                    "variables yet, or make them in "
+                    f"`with tf.device({self.device!r})`."
+                )
+
+
+def check_disjoint(stages: Sequence[Stage]) -> None:
+    """Raises ValueError if two stages have the same variable."""
+    first: dict[int, int] = {}
+    for i, stage in enumerate(stages):
+        for variable in itertools.chain(stage.weights, stage.states):
+            if first.setdefault(id(variable), i) != i:
+                raise ValueError(
+                    "Argument `stages` must not share variables. Received: "
+                    f"{variable.path!r} in stages {first[id(variable)]} and "
+                    f"{i}. Layers that share one belong into one stage."
+                )
+
+
+def resolve_devices(
+    devices: Devices | None, num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    """Full names of the devices of a pipeline, a row for each replica.
+
+    Args:
+        devices: A name for each stage, or a list of such lists. Default: the
+            GPUs of this task, else its CPUs, in one row; where they are fewer
+            than the stages, neighbours share one.
+        num_stages: Devices in a row.
+
+    Raises:
+        ValueError: a row has another length; a device does not exist.
+    """
+    here = tf.DeviceSpec.from_string(tf.zeros([]).device).replace(
+        device_type=None, device_index=None
+    )
+    existing = [
+        here.make_merged_spec(tf.DeviceSpec.from_string(device.name))
+        for device in tf.config.list_logical_devices()
+    ]
+    if devices is None:
+        own = [d for d in existing if (d.job, d.task) == (here.job, here.task)]
+        own = [d for d in own if d.device_type == "GPU"] or own
+        used = min(len(own), num_stages)
+        row = [own[i * used // num_stages] for i in range(num_stages)]
+        return (tuple(device.to_string() for device in row),)
+    rows = [devices] if all(isinstance(d, str) for d in devices) else devices
+    for row in rows:
+        if isinstance(row, str) or len(row) != num_stages:
+            raise ValueError(
+                "Argument `devices` must name a device for each of the "
+                f"{num_stages} stages, in one list or in a list for each "
+                f"replica. Received: {row!r} in devices={devices!r}."
+            )
+    names = [device.to_string() for device in existing]
+    return tuple(
+        tuple(_existing(name, here, names) for name in row) for row in rows
+    )
+
+
+def op_devices(function: Any) -> dict[str, str]:
+    """The device that each op of a traced function asks for.
+
+    Args:
+        function: A `ConcreteFunction`.
+
+    Returns:
+        `function name/op name` to device, also of ops in functions that it
+        calls (such as the body of a loop). "" is TensorFlow's choice: for ops
+        on a variable the device of the variable.
+    """
+    graph = function.graph.as_graph_def()
+    called = [(f.signature.name, f.node_def) for f in graph.library.function]
+    return {
+        f"{name}/{node.name}": node.device
+        for name, nodes in [(function.name, graph.node), *called]
+        for node in nodes
+    }
+
+
+def _existing(name: str, here: tf.DeviceSpec, names: list[str]) -> str:
+    """Full name of a device."""
+    with contextlib.suppress(ValueError):  # TensorFlow cannot parse it.
+        spec = tf.DeviceSpec.from_string(name)
+        if (full := here.make_merged_spec(spec).to_string()) in names:
+            return full
+    raise ValueError(
+        f"Argument `devices` names {name!r}, which does not exist. There are: "
+        f"{', '.join(names)}."
+    )
+
+
+def _distinct(variables: Any) -> list[keras.Variable]:
+    return list({id(v): v for v in variables}.values())

@@ -1,0 +1,349 @@
+"""TF1's `replica_device_setter`, also for TF2.
+
+In TF1 a device function placed every op of a program: variables on parameter
+servers, in turns or by a strategy, all else on the worker. TF2 has no device
+functions where it executes eagerly; there the setter is a scope that catches
+the creation of variables.
+"""
+
+import contextlib
+import logging
+import numbers
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.placement.strategies import (
+    PlacementStrategy,
+    RoundRobinStrategy,
+    check_task,
+)
+from tfdist.placement.variables import creation_spec
+
+STANDARD_PS_OPS = (
+    "Variable",
+    "VariableV2",
+    "AutoReloadVariable",
+    "MutableHashTable",
+    "MutableHashTableV2",
+    "MutableHashTableOfTensors",
+    "MutableHashTableOfTensorsV2",
+    "MutableDenseHashTable",
+    "MutableDenseHashTableV2",
+    "VarHandleOp",
+    "BoostedTreesEnsembleResourceHandleOp",
+    "BoostedTreesQuantileStreamResourceHandleOp",
+    "ResourceConditionalAccumulator",
+    "DecisionTreeResource",
+)
+"""Types of the ops that TF1 placed on parameter servers."""
+
+
+def replica_device_setter(
+    ps_tasks: int = 0,
+    ps_device: str = "/job:ps",
+    worker_device: str = "/job:worker",
+    merge_devices: bool = True,
+    cluster: Mapping | tf.train.ClusterSpec | tf.train.ClusterDef | None = None,
+    ps_ops: Sequence[str] | None = None,
+    ps_strategy: PlacementStrategy | None = None,
+) -> "ReplicaDeviceSetter | None":
+    """Returns a device setter for the replicas of a training program.
+
+    Reproduces `tf.compat.v1.train.replica_device_setter`: the same arguments,
+    and in a TF1 graph the same device for every op. What it returns is a device
+    function, for `tf.compat.v1.device` in a graph, and a scope, for `with` in
+    TF2. `ReplicaDeviceSetter` says what the scope does. Use `device_scope`
+    where the setter may be `None`.
+
+    Differences from TF1:
+      - It is a scope too.
+      - A task that does not exist is an error, not a device string that fails
+        when the program runs.
+      - Numbers of tasks need not be contiguous: in a cluster
+        `{"ps": {3: ..., 5: ...}}` turn 0 is task 3 and turn 1 is task 5. TF1
+        used tasks 0 and 1, which are not there.
+
+    Args:
+        ps_tasks: Number of parameter servers; `cluster` overrides it. Defaults
+            to 0: no setter.
+        ps_device: Device of the parameter servers; its task is overwritten.
+            `""` puts everything on the worker. Defaults to `"/job:ps"`.
+        worker_device: Device of all else; `""` leaves it open. Defaults to
+            `"/job:worker"`.
+        merge_devices: Whether fields that an inner `tf.device` leaves open
+            are filled in. Defaults to `True`. `False` leaves alone whatever
+            has an inner device, and is deprecated as in TF1.
+        cluster: Dict, `ClusterSpec` or `ClusterDef` that tells the number of
+            parameter servers. Defaults to `None`.
+        ps_ops: Types of ops that go to parameter servers. Defaults to `None`:
+            `STANDARD_PS_OPS`.
+        ps_strategy: Callable from the op (in TF2, from the variable's
+            `VariableSpec`) to one of `ps_tasks` tasks. Defaults to `None`: in
+            turns.
+
+    Returns:
+        A `ReplicaDeviceSetter`, or `None` if there are no parameter servers,
+        which `tf.device` takes for "no constraint".
+
+    Raises:
+        TypeError: If `cluster` is none of the above, or `ps_strategy` is not
+            callable.
+        ValueError: If `ps_tasks` is negative; when placing, if the strategy
+            returns a task that does not exist.
+
+    Example:
+    >>> setter = replica_device_setter(ps_tasks=2)
+    >>> with tf.Graph().as_default(), tf.compat.v1.device(setter):
+    ...     v = [tf.compat.v1.Variable(0.0) for _ in range(3)]
+    ...     [x.device for x in v] + [tf.constant(1.0).device]
+    ['/job:ps/task:0', '/job:ps/task:1', '/job:ps/task:0', '/job:worker']
+    """
+    tasks = _tasks(ps_tasks, ps_device, cluster)
+    if not tasks:
+        return None
+    if not merge_devices:
+        logging.getLogger("tensorflow").warning(
+            "DEPRECATION: set merge_devices=True in replica_device_setter."
+        )
+    if ps_strategy is None:
+        ps_strategy = RoundRobinStrategy(len(tasks))
+    if not callable(ps_strategy):
+        raise TypeError(
+            "Argument `ps_strategy` must be callable, from a variable to a "
+            f"task. Received: ps_strategy={ps_strategy!r}."
+        )
+    return ReplicaDeviceSetter(
+        tasks=tasks,
+        ps_device=ps_device,
+        worker_device=worker_device,
+        merge_devices=merge_devices,
+        ps_ops=STANDARD_PS_OPS if ps_ops is None else tuple(ps_ops),
+        ps_strategy=ps_strategy,
+    )
+
+
+def device_scope(
+    device: "ReplicaDeviceSetter | str | None",
+) -> contextlib.AbstractContextManager:
+    """Returns `tf.device(device)`, where `device` may also be a setter.
+
+    TF1's `with tf.device(replica_device_setter(...))`, which in TF2 takes no
+    function.
+
+    Args:
+        device: A setter, a device string, or `None` for no constraint.
+
+    Returns:
+        A context manager.
+
+    Example:
+    >>> with device_scope(replica_device_setter(cluster={"worker": ["a:1"]})):
+    ...     v = tf.Variable(1.0)  # No parameter servers: stays here.
+    """
+    if isinstance(device, ReplicaDeviceSetter):
+        return device
+    # `tf.device(None)` would drop the constraints of outer scopes as well.
+    return contextlib.nullcontext() if device is None else tf.device(device)
+
+
+class ReplicaDeviceSetter:
+    """A device function and a scope. Made by `replica_device_setter`.
+
+    Called with an op, it returns the op's device by TF1's rules: the fields of
+    inner `tf.device` blocks win, `ps_device` with the strategy's task, or
+    `worker_device`, fills the others.
+
+    Entered as a scope:
+
+      - in a TF1 graph, it is that device function for all ops;
+      - inside a `tf.function`, it is that for the function's ops, and each
+        variable created there is placed by the same rules;
+      - eagerly, each variable created, also by functions called in the scope,
+        is placed by the same rules, and ops run on `worker_device`.
+
+    A variable takes one turn of the strategy, and its initial value is computed
+    on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
+    Eagerly TF2 tells only the sum of all `tf.device` blocks. So, unlike in a
+    function or graph, a block that names just what `worker_device` names is not
+    seen; `/job:ps` alone takes the worker's task number (name the task, as
+    `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
+    the scope, is taken for one outside.
+
+    Not thread-safe: a scope belongs to the thread that enters it.
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[int],
+        ps_device: str,
+        worker_device: str,
+        merge_devices: bool,
+        ps_ops: Sequence[str],
+        ps_strategy: PlacementStrategy,
+    ) -> None:
+        self._tasks = tuple(tasks)
+        self._ps_device = ps_device
+        self._worker_device = worker_device
+        self._merge_devices = merge_devices
+        self._ps_ops = frozenset(ps_ops)
+        self._ps_strategy = ps_strategy
+        self._local = threading.local()
+
+    def __call__(self, op: Any) -> str:
+        """Returns the device of an op.
+
+        Args:
+            op: A `tf.Operation` or a `NodeDef`, with the device that inner
+                blocks gave it.
+
+        Returns:
+            A device string.
+        """
+        if getattr(self._local, "probing", False):
+            self._local.inner = op.device or ""
+            return self._local.inner
+        op_type = op.op if isinstance(op, tf.compat.v1.NodeDef) else op.type
+        return self._device(op_type, op.device or "", lambda: op)
+
+    def _device(
+        self, op_type: str, inner: str, describe: Callable[[], Any]
+    ) -> str:
+        """Returns the device of an op or variable with inner device `inner`."""
+        if inner and not self._merge_devices:
+            return inner
+        current = tf.DeviceSpec.from_string(inner)
+        outer = tf.DeviceSpec.from_string(self._worker_device or "")
+        if self._ps_device and op_type in self._ps_ops:
+            outer = tf.DeviceSpec.from_string(self._ps_device)
+            # A task is a task of the ps job: none is asked for if the inner
+            # device already names another job.
+            if outer.job and current.job in (None, "", outer.job):
+                outer = outer.replace(task=self._next_task(describe()))
+        return outer.make_merged_spec(current).to_string()
+
+    def _next_task(self, variable: Any) -> int:
+        turn = self._ps_strategy(variable)
+        return self._tasks[
+            check_task(turn, len(self._tasks), variable, self._ps_strategy)
+        ]
+
+    def __enter__(self) -> "ReplicaDeviceSetter":
+        stack = contextlib.ExitStack()
+        if not tf.executing_eagerly():
+            stack.enter_context(tf.compat.v1.device(self))
+        elif self._worker_device:
+            stack.enter_context(tf.device(self._worker_device))
+        # In a TF1 graph, the device function sees the variable's op itself.
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            creator = self._creator(
+                _full_eager_device(), tf.executing_eagerly()
+            )
+            stack.enter_context(tf.variable_creator_scope(creator))
+        self._stacks.append(stack)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stacks.pop().__exit__(*exc_info)
+
+    @property
+    def _stacks(self) -> list[contextlib.ExitStack]:
+        if not hasattr(self._local, "stacks"):
+            self._local.stacks = []
+        return self._local.stacks
+
+    def _creator(self, entered: str, eagerly: bool) -> Callable:
+        """Returns a variable creator for a scope entered on a device."""
+
+        def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+            inner = self._inner_device(entered, eagerly)
+            if inner is None:
+                return next_creator(**kwargs)
+            device = self._device(
+                "VarHandleOp", inner, lambda: creation_spec(**kwargs)
+            )
+            # Not merged into the device of the worker, which is around us.
+            with tf.device(None), tf.device(device):
+                return next_creator(**kwargs)
+
+        return creator
+
+    def _inner_device(self, entered: str, eagerly: bool) -> str | None:
+        """Returns what blocks inside the scope ask for.
+
+        `None` means `tf.device(None)`, which undoes the scope.
+        """
+        if not eagerly:
+            return self._probe()
+        # Blocks inside a `tf.function` change the eager device as well.
+        current = _eager_device()
+        if self._worker_device and not current:
+            return None
+        return _difference(entered, current or entered)
+
+    def _probe(self) -> str | None:
+        """Returns the inner device that this device function is shown."""
+        self._local.probing, self._local.inner = True, None
+        try:
+            tf.no_op()
+        finally:
+            self._local.probing = False
+        return self._local.inner
+
+
+def _tasks(
+    ps_tasks: int,
+    ps_device: str,
+    cluster: Mapping | tf.train.ClusterSpec | tf.train.ClusterDef | None,
+) -> list[int]:
+    """Returns the task numbers of the parameter servers, in order."""
+    if cluster is None:
+        if not isinstance(ps_tasks, numbers.Integral) or ps_tasks < 0:
+            raise ValueError(
+                "Argument `ps_tasks` must be an integer that is not negative. "
+                f"Received: ps_tasks={ps_tasks!r}."
+            )
+        return list(range(ps_tasks))
+    try:
+        spec = tf.train.ClusterSpec(cluster)
+    except TypeError as e:
+        raise TypeError(
+            "Argument `cluster` must be a dict of job names to addresses, a "
+            f"`ClusterSpec` or a `ClusterDef`. Received: cluster={cluster!r}."
+        ) from e
+    job = tf.DeviceSpec.from_string(ps_device).job
+    return sorted(spec.task_indices(job)) if job in spec.jobs else []
+
+
+def _eager_device() -> str:
+    return tf.__internal__.eager_context.get_device_name() or ""
+
+
+def _full_eager_device() -> str:
+    """Returns the eager device with the fields that TF fills in by itself."""
+    if not tf.executing_eagerly():
+        return _eager_device()
+    with tf.device(""):
+        return _eager_device()
+
+
+def _difference(outer: str, inner: str) -> str:
+    """Returns the fields of `inner` that blocks inside `outer` have changed."""
+    old, new = map(tf.DeviceSpec.from_string, (outer, inner))
+    fields = {}
+    if new.job != old.job:
+        fields["job"] = new.job
+    if (new.job, new.task) != (old.job, old.task):
+        fields["task"] = new.task
+    if new.replica != old.replica:
+        fields["replica"] = new.replica
+    if (new.device_type, new.device_index) != (
+        old.device_type,
+        old.device_index,
+    ):
+        fields["device_type"] = new.device_type
+        fields["device_index"] = new.device_index
+    return tf.DeviceSpec(**fields).to_string()

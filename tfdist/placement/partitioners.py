@@ -1,0 +1,240 @@
+"""How a variable is split: along its rows, in nearly equal runs.
+
+The three partitioners are TF1's own; only arguments that TF1 accepted and then
+failed on, or quietly ignored, are refused here. tfdist splits axis 0 only
+(facts.md: so does `ParameterServerStrategy`), which `apply_partitioner` checks.
+"""
+
+import functools
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Partitioner = Callable[..., Sequence[int]]
+
+
+def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
+    """Splits every variable into the same number of shards.
+
+    `tf.compat.v1.fixed_size_partitioner`, which see; a variable with fewer
+    rows gets one shard a row. TF1 accepted `num_shards=0` and failed later.
+
+    Args:
+        num_shards: Number of shards, at least 1.
+        axis: Axis to split. Defaults to 0, the only one tfdist can split.
+
+    Returns:
+        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
+
+    Raises:
+        ValueError: If `num_shards` is not a positive integer.
+
+    Example:
+    >>> fixed_size_partitioner(3)(shape=tf.TensorShape([10, 4]))
+    [3, 1]
+    """
+    _check_positive("num_shards", num_shards)
+    return tf.compat.v1.fixed_size_partitioner(num_shards, axis)
+
+
+def variable_axis_size_partitioner(
+    max_shard_bytes: int,
+    axis: int = 0,
+    bytes_per_string_element: int = 16,
+    max_shards: int | None = None,
+) -> Partitioner:
+    """Splits a variable so that no shard has more than `max_shard_bytes`.
+
+    `tf.compat.v1.variable_axis_size_partitioner`, which see; it divided by zero
+    for a variable without elements, which here is one shard. A single row
+    larger than `max_shard_bytes` is a shard of its own.
+
+    Args:
+        max_shard_bytes: Bytes of the largest shard, at least 1.
+        axis: Axis to split. Defaults to 0, the only one tfdist can split.
+        bytes_per_string_element: Bytes to count for a string. Defaults to 16.
+        max_shards: Most shards, whatever their size. Defaults to `None`, no
+            limit.
+
+    Returns:
+        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
+
+    Raises:
+        ValueError: If one of the numbers is not positive.
+
+    Example:
+    >>> partitioner = variable_axis_size_partitioner(100)
+    >>> partitioner(shape=tf.TensorShape([10, 4]), dtype=tf.float32)
+    [2, 1]
+    """
+    _check_positive("max_shard_bytes", max_shard_bytes, numbers.Real)
+    _check_positive("bytes_per_string_element", bytes_per_string_element)
+    if max_shards is not None:
+        _check_positive("max_shards", max_shards)
+    return _without_empty(
+        tf.compat.v1.variable_axis_size_partitioner(
+            max_shard_bytes, axis, bytes_per_string_element, max_shards
+        )
+    )
+
+
+def min_max_variable_partitioner(
+    max_partitions: int = 1,
+    axis: int = 0,
+    min_slice_size: int = 256 << 10,
+    bytes_per_string_element: int = 16,
+) -> Partitioner:
+    """Splits a variable as far as each shard keeps `min_slice_size` bytes.
+
+    `tf.compat.v1.min_max_variable_partitioner`, which see; it divided by zero
+    for `min_slice_size=0`, and took `max_partitions=0` for 1.
+
+    Args:
+        max_partitions: Most shards. Defaults to 1.
+        axis: Axis to split. Defaults to 0, the only one tfdist can split.
+        min_slice_size: Bytes a shard should have at least. Defaults to 256 KiB.
+        bytes_per_string_element: Bytes to count for a string. Defaults to 16.
+
+    Returns:
+        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
+
+    Raises:
+        ValueError: If one of the numbers is not positive.
+
+    Example:
+    >>> partitioner = min_max_variable_partitioner(max_partitions=8)
+    >>> partitioner(shape=tf.TensorShape([1024, 256]), dtype=tf.float32)
+    [4, 1]
+    """
+    _check_positive("max_partitions", max_partitions)
+    _check_positive("min_slice_size", min_slice_size, numbers.Real)
+    _check_positive("bytes_per_string_element", bytes_per_string_element)
+    return tf.compat.v1.min_max_variable_partitioner(
+        max_partitions, axis, min_slice_size, bytes_per_string_element
+    )
+
+
+def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
+    """Cuts rows into runs as TF1 did ("div"): the first ones are longer by one.
+
+    Args:
+        num_rows: Number of rows.
+        num_shards: Number of shards, from 1 to `num_rows`.
+
+    Returns:
+        A tuple of `(offset, size)`, one a shard, in order.
+
+    Raises:
+        ValueError: If a number is not positive, or if there are more shards
+            than rows.
+
+    Example:
+    >>> row_slices(13, 3)
+    ((0, 5), (5, 4), (9, 4))
+    """
+    _check_positive("num_rows", num_rows)
+    _check_positive("num_shards", num_shards)
+    if num_shards > num_rows:
+        raise ValueError(
+            "Argument `num_shards` must be at most the number of rows, so that "
+            f"no shard is empty. Received: num_shards={num_shards}, "
+            f"num_rows={num_rows}."
+        )
+    size, longer = divmod(int(num_rows), int(num_shards))
+    return tuple(
+        (shard * size + min(shard, longer), size + (shard < longer))
+        for shard in range(num_shards)
+    )
+
+
+def apply_partitioner(
+    partitioner: Partitioner | None, shape: Any, dtype: Any
+) -> int:
+    """Asks a partitioner for a number of shards, and checks its answer.
+
+    The checks are those of TF1's `get_variable`; unlike there, a split of
+    another axis than 0 is refused.
+
+    Args:
+        partitioner: `(shape=tf.TensorShape, dtype=tf.DType) -> list of int`, or
+            `None` for one shard.
+        shape: Shape of the variable, fully known. A scalar is never split, and
+            its partitioner is not asked.
+        dtype: Dtype of the variable.
+
+    Returns:
+        Number of shards along axis 0, at least 1 and at most the rows.
+
+    Raises:
+        TypeError: If `partitioner` is not callable or returns no sequence of
+            integers.
+        ValueError: If the shape is not fully known, or the answer does not fit
+            the shape, has a zero, splits another axis than 0, or has more
+            shards than rows.
+
+    Example:
+    >>> apply_partitioner(fixed_size_partitioner(3), [10, 4], tf.float32)
+    3
+    """
+    shape = tf.TensorShape(shape)
+    if not shape.is_fully_defined():
+        raise ValueError(
+            "Argument `shape` of a variable to be split must be fully known. "
+            f"Received: shape={shape}."
+        )
+    if partitioner is None or shape.rank == 0:
+        return 1
+    if not callable(partitioner):
+        raise TypeError(
+            "Argument `partitioner` must be callable, as those of "
+            "`tfdist.placement.partitioners`. Received: "
+            f"partitioner={partitioner!r}."
+        )
+    parts = partitioner(shape=shape, dtype=tf.as_dtype(dtype))
+    _check_parts(parts, shape)
+    return int(parts[0])
+
+
+def _check_parts(parts: Any, shape: tf.TensorShape) -> None:
+    expected = (
+        "Argument `partitioner` must return the number of parts along each "
+        f"axis, as [2, 1], for shape={shape}. Received: {parts!r}"
+    )
+    if not isinstance(parts, Sequence) or not all(
+        isinstance(part, numbers.Integral) for part in parts
+    ):
+        raise TypeError(f"{expected}, which is no sequence of integers.")
+    if len(parts) != shape.rank:
+        raise ValueError(f"{expected}, which has {len(parts)} axes.")
+    if min(parts) < 1:
+        raise ValueError(f"{expected}, which has no part along some axis.")
+    if any(part > 1 for part in parts[1:]):
+        raise ValueError(
+            f"{expected}, but only axis 0 can be split: a lookup by row must "
+            "find its row on one server."
+        )
+    if parts[0] > max(1, shape[0]):
+        raise ValueError(f"{expected}, which is more parts than rows.")
+
+
+def _without_empty(partitioner: Partitioner) -> Partitioner:
+    @functools.wraps(partitioner)
+    def without_empty(shape: tf.TensorShape, dtype: tf.DType) -> list[int]:
+        if isinstance(shape, tf.TensorShape) and shape.num_elements() == 0:
+            return [1] * shape.rank
+        return partitioner(shape=shape, dtype=dtype)
+
+    return without_empty
+
+
+def _check_positive(
+    argument: str, value: Any, kind: type = numbers.Integral
+) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"Argument `{argument}` must be a positive "
+            f"{'integer' if kind is numbers.Integral else 'number'}. "
+            f"Received: {argument}={value!r}."
+        )

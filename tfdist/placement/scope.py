@@ -1,0 +1,135 @@
+"""The scope in which a model's variables are made, each on its server."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.placement.planner import plan
+from tfdist.placement.strategies import (
+    GreedyLoadBalancingStrategy,
+    RoundRobinStrategy,
+    byte_size_load_fn,
+    check_task,
+)
+from tfdist.placement.variables import VariableSpec, creation_spec
+
+Placement = Callable[[VariableSpec], int]
+
+_CHIEF = "/job:chief/task:0/device:CPU:0"
+
+
+@contextlib.contextmanager
+def placed_scope(
+    strategy: tf.distribute.Strategy,
+    *,
+    num_ps: int = 0,
+    placement: Placement | None = None,
+    specs: Iterable[VariableSpec] | None = None,
+) -> Iterator[None]:
+    """`strategy.scope()` in which `placement` chooses each variable's server.
+
+    Uses `tf.variable_creator_scope`, which a strategy honours when it was
+    entered before the strategy's own scope. Slots follow their variable.
+    Variables of metrics (those with `synchronization=ON_READ`) stay on the
+    chief: every dispatch returns its own metric states (design decision D3),
+    and nobody updates them remotely.
+
+    Args:
+        strategy: Any strategy; without parameter servers its scope is entered.
+        num_ps: Number of parameter servers, 0 for none.
+        placement: From a variable's description to the index of the parameter
+            server that shall hold it. Default: round robin.
+        specs: What `describe` says of the model's variables, in order of
+            creation, so that `placement` knows their full names and slots.
+            Others (counters) are described by what the creator is told.
+            Default: none.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: inside the scope, when `placement` returns a task that does
+            not exist; at its end, when not every one of `specs` was created.
+    """
+    if not num_ps:
+        with tf.variable_creator_scope(_alike_on_all), strategy.scope():
+            yield
+        return
+    placement = placement or RoundRobinStrategy(num_ps)
+    expected = collections.deque(specs or ())
+
+    def place(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if kwargs.get("colocate_with") is not None:
+            return next_creator(**kwargs)
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            with tf.device(_CHIEF):
+                return next_creator(**kwargs)
+        spec = creation_spec(**kwargs)
+        if expected and _is_same(expected[0], spec):
+            spec = expected.popleft()
+        task = check_task(placement(spec), num_ps, spec, placement)
+        with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
+            return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(place), strategy.scope():
+        yield
+    if expected:
+        raise ValueError(
+            "The model function must make the same variables each time it is "
+            f"called. The placement was made for {expected[0].name!r} of shape "
+            f"{expected[0].shape}, which was not created in its turn."
+        )
+
+
+def _alike_on_all(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """Makes a metric's variables like any other.
+
+    They hold what was summed up already, and reading the sum of those of all
+    replicas would be one more message.
+    """
+    if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+    return next_creator(**kwargs)
+
+
+def _is_same(expected: VariableSpec, created: VariableSpec) -> bool:
+    """Whether a creator, told the last part of a name, makes `expected`."""
+    name = expected.name.rsplit("/", 1)[-1]
+    return (name, expected.shape, expected.dtype) == (
+        created.name,
+        created.shape,
+        created.dtype,
+    )
+
+
+def placement_by_name(
+    name: str, specs: Sequence[VariableSpec], num_ps: int
+) -> Placement:
+    """The placement strategy that `RunConfig(placement=...)` names.
+
+    Args:
+        name: "round_robin", TF1's default; "greedy", its
+            `GreedyLoadBalancingStrategy` by bytes, slots included; "planned",
+            `tfdist.placement.plan`, which sees all variables at once.
+        specs: The variables to place.
+        num_ps: Number of parameter servers.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "round_robin":
+        return RoundRobinStrategy(num_ps)
+    if name == "greedy":
+        return GreedyLoadBalancingStrategy(num_ps, byte_size_load_fn)
+    if name == "planned":
+        return plan(specs, num_ps).as_strategy()
+    raise ValueError(
+        "Argument `placement` must be a callable, 'round_robin', 'greedy' or "
+        f"'planned'. Received: placement={name!r}."
+    )

@@ -1,0 +1,319 @@
+"""Which parameter server holds a variable.
+
+A placement strategy is a callable from a variable's description to a task
+index (decision D5). The three of TF1 are here, with TF1's names, tie rules and
+results; `tfdist.placement.planner` makes a better one from the whole list of
+variables.
+
+A strategy is called with a `VariableSpec`, or, inside
+`tfdist.replica_device_setter`, with the TF1 op that creates the variable. It
+counts: use a new one for each model.
+"""
+
+import hashlib
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.placement.variables import VariableSpec, variable_spec
+
+PlacementStrategy = Callable[[Any], int]
+LoadFn = Callable[[Any], float]
+
+# A row that is looked up costs its id as well, on the way there and back.
+_ID_BYTES = 8
+
+
+class RoundRobinStrategy:
+    """Deals variables to tasks in turns, whatever their size.
+
+    The default of TF1's `replica_device_setter` and of TensorFlow's
+    `ParameterServerStrategy`.
+
+    Args:
+        num_tasks: Number of parameter servers, at least 1.
+
+    Raises:
+        ValueError: If `num_tasks` is not a positive integer.
+
+    Example:
+    >>> strategy = RoundRobinStrategy(2)
+    >>> [strategy(name) for name in ("a", "b", "c")]
+    [0, 1, 0]
+    """
+
+    def __init__(self, num_tasks: int) -> None:
+        self._num_tasks = _check_num_tasks("num_tasks", num_tasks)
+        self._next_task = 0
+
+    def __call__(self, variable: Any) -> int:
+        """Returns the next task."""
+        task = self._next_task
+        self._next_task = (task + 1) % self._num_tasks
+        return task
+
+
+class GreedyLoadBalancingStrategy:
+    """Gives each variable to the task with the least load so far.
+
+    The first of several least loaded tasks wins. Reproduces
+    `tf.contrib.training.GreedyLoadBalancingStrategy`, but checks what the load
+    function returns, and returns a Python `int`. The result is at most 2 - 1/m
+    times the best one on m tasks; `tfdist.placement.plan` does better.
+
+    Args:
+        num_tasks: Number of parameter servers, at least 1.
+        load_fn: Callable from a variable to its load, a finite number that is
+            not negative: `byte_size_load_fn`, `traffic_load_fn` or your own.
+
+    Raises:
+        ValueError: If `num_tasks` is not a positive integer; when called, if
+            the load is NaN, infinite or negative.
+        TypeError: If `load_fn` is not callable; when called, if the load is
+            not a number.
+
+    Example:
+    >>> strategy = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
+    >>> shapes = [2, 2], [2, 1], [2, 2], [1, 3]
+    >>> [strategy(VariableSpec("v", shape)) for shape in shapes]
+    [0, 1, 1, 0]
+    >>> strategy.loads
+    (28.0, 24.0)
+    """
+
+    def __init__(self, num_tasks: int, load_fn: LoadFn) -> None:
+        num_tasks = _check_num_tasks("num_tasks", num_tasks)
+        if not callable(load_fn):
+            raise TypeError(
+                "Argument `load_fn` must be callable. "
+                f"Received: load_fn={load_fn!r}."
+            )
+        self._load_fn = load_fn
+        self._loads = np.zeros(num_tasks)
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """The load given to each task so far."""
+        return tuple(self._loads.tolist())
+
+    def __call__(self, variable: Any) -> int:
+        """Returns the least loaded task and charges the variable to it."""
+        task = int(np.argmin(self._loads))
+        self._loads[task] += load_of(variable, self._load_fn)
+        return task
+
+
+class RandomStrategy:
+    """Chooses a task from the variable's name alone, by a hash.
+
+    Reproduces `tf.contrib.training.RandomStrategy`: the task does not depend on
+    other variables, so adding a layer moves none of the old ones.
+
+    Args:
+        num_ps_tasks: Number of parameter servers, at least 1.
+        seed: Integer that changes the choice. Defaults to 0.
+
+    Raises:
+        ValueError: If `num_ps_tasks` is not a positive integer.
+        TypeError: If `seed` is not an integer.
+
+    Example:
+    >>> RandomStrategy(4)(VariableSpec("dense/kernel", (2, 2)))
+    2
+    """
+
+    def __init__(self, num_ps_tasks: int, seed: int = 0) -> None:
+        self._num_tasks = _check_num_tasks("num_ps_tasks", num_ps_tasks)
+        if not isinstance(seed, numbers.Integral):
+            raise TypeError(
+                f"Argument `seed` must be an integer. Received: seed={seed!r}."
+            )
+        self._seed = int(seed)
+
+    def __call__(self, variable: Any) -> int:
+        """Returns the task for the variable's name."""
+        key = f"{variable.name}_{self._seed}".encode()
+        digest = hashlib.md5(key, usedforsecurity=False).hexdigest()
+        return int(digest, 16) % self._num_tasks
+
+
+def byte_size_load_fn(
+    variable: Any, *, bytes_per_string: int | None = None
+) -> int:
+    """Returns the bytes a server holds for a variable, slots included.
+
+    `tf.contrib.training.byte_size_load_fn` returned 1 for every resource
+    variable, so that greedy balancing became round robin, and 8 for every
+    string. This one counts bytes, and charges the slots to the task
+    that holds them. Without slots it returns contrib's numbers for
+    reference variables.
+
+    Args:
+        variable: A `VariableSpec`, a variable or the TF1 op that makes one.
+        bytes_per_string: Bytes to count for an element of dtype string, which
+            has no size of its own. Defaults to `None`: strings are an error.
+            Bind it with `functools.partial`.
+
+    Returns:
+        Bytes, an `int`.
+
+    Raises:
+        ValueError: If the shape is not fully known, or for strings without
+            `bytes_per_string`.
+        TypeError: If `variable` has no shape, as a TF1 lookup table.
+
+    Example:
+    >>> byte_size_load_fn(VariableSpec("v", (10, 4), "float32"))
+    160
+    >>> byte_size_load_fn(VariableSpec("v", (10, 4), "float32", num_slots=2))
+    480
+    """
+    spec = variable_spec(variable)
+    return (1 + spec.num_slots) * _value_bytes(
+        spec, bytes_per_string
+    ) + spec.extra_bytes
+
+
+def traffic_load_fn(
+    variable: Any, *, bytes_per_string: int | None = None
+) -> int:
+    """Returns the bytes one step of one worker moves for a variable.
+
+    A step pulls the variable, or the `rows_per_step` rows that it looks up,
+    and pushes a gradient of the same size if the variable is trainable. A row
+    that is looked up costs 8 bytes more each way for its id. Slots never
+    leave the server.
+
+    Args:
+        variable: A `VariableSpec`, a variable or the TF1 op that makes one.
+        bytes_per_string: As in `byte_size_load_fn`.
+
+    Returns:
+        Bytes a step, an `int`.
+
+    Raises:
+        ValueError: As `byte_size_load_fn`.
+        TypeError: As `byte_size_load_fn`.
+
+    Example:
+    >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
+    8000
+    >>> traffic_load_fn(VariableSpec("table", (1000, 10), rows_per_step=5))
+    480
+    """
+    spec = variable_spec(variable)
+    pulled = _value_bytes(spec, bytes_per_string)
+    if spec.rows_per_step is not None:
+        rows = min(spec.rows_per_step, spec.num_rows)
+        row_bytes = pulled // max(1, spec.num_rows)
+        pulled = rows * (row_bytes + _ID_BYTES)
+    return pulled * (2 if spec.trainable else 1)
+
+
+def load_of(variable: Any, load_fn: LoadFn) -> float:
+    """Returns `load_fn(variable)`, or says clearly why it is no load.
+
+    Args:
+        variable: What `load_fn` takes.
+        load_fn: A load function.
+
+    Returns:
+        The load, a finite `float` that is not negative.
+
+    Raises:
+        TypeError: If the load is not a number.
+        ValueError: If it is NaN, infinite or negative.
+
+    Example:
+    >>> load_of(VariableSpec("v", (2, 2)), byte_size_load_fn)
+    16.0
+    """
+    load = load_fn(variable)
+    message = (
+        "Argument `load_fn` must return a finite number that is not negative. "
+        f"Received: {load!r} from {_name(load_fn)} for variable "
+        f"{_name(variable)}."
+    )
+    if not isinstance(load, numbers.Real) or isinstance(load, bool):
+        raise TypeError(message)
+    if not math.isfinite(load) or load < 0:
+        raise ValueError(message)
+    return float(load)
+
+
+def check_task(
+    task: Any, num_tasks: int, variable: Any, strategy: PlacementStrategy
+) -> int:
+    """Returns `task` as an `int`, or says clearly why there is no such task.
+
+    TF1 wrote any number into the device string and failed when the session ran.
+
+    Args:
+        task: What the strategy returned.
+        num_tasks: Number of parameter servers.
+        variable: The variable placed, named in the message.
+        strategy: The strategy asked, named in the message.
+
+    Returns:
+        The task, in `[0, num_tasks)`.
+
+    Raises:
+        TypeError: If `task` is not an integer.
+        ValueError: If there is no such task.
+
+    Example:
+    >>> check_task(1, 2, VariableSpec("v", (2, 2)), RoundRobinStrategy(2))
+    1
+    """
+    message = (
+        f"Placement strategy {_name(strategy)} must return an integer from 0 "
+        f"to {num_tasks - 1}, the index of one of {num_tasks} parameter "
+        f"servers. Received: {task!r} for variable {_name(variable)}."
+    )
+    if not isinstance(task, numbers.Integral) or isinstance(task, bool):
+        raise TypeError(message)
+    if not 0 <= task < num_tasks:
+        raise ValueError(message)
+    return int(task)
+
+
+def _value_bytes(spec: VariableSpec, bytes_per_string: int | None) -> int:
+    num_elements = spec.num_elements
+    if num_elements is None:
+        raise ValueError(
+            "The bytes of a variable are known only if its shape is. Received: "
+            f"shape={spec.shape} for variable {spec.name!r}. Give it a full "
+            "shape, or use a load function that needs none."
+        )
+    if spec.dtype != "string":
+        return num_elements * tf.as_dtype(spec.dtype).size
+    if bytes_per_string is None:
+        raise ValueError(
+            f"Variable {spec.name!r} holds strings, which have no size of "
+            "their own. Say what to count for one: "
+            "functools.partial(byte_size_load_fn, bytes_per_string=16)."
+        )
+    if bytes_per_string <= 0:
+        raise ValueError(
+            "Argument `bytes_per_string` must be positive. "
+            f"Received: bytes_per_string={bytes_per_string}."
+        )
+    return num_elements * bytes_per_string
+
+
+def _check_num_tasks(argument: str, num_tasks: Any) -> int:
+    if not isinstance(num_tasks, numbers.Integral) or num_tasks < 1:
+        raise ValueError(
+            f"Argument `{argument}` must be a positive integer, the number of "
+            f"parameter servers. Received: {argument}={num_tasks!r}."
+        )
+    return int(num_tasks)
+
+
+def _name(thing: Any) -> str:
+    name = getattr(thing, "name", None) or getattr(thing, "__name__", None)
+    return repr(name) if isinstance(name, str) else repr(thing)

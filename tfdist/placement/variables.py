@@ -1,0 +1,353 @@
+"""What a variable is, told before it exists.
+
+Placement (decision D5) works on descriptions, so that it can be decided, tested
+and printed without a cluster and without a byte of memory. A description comes
+from a TF1 op, a variable, the arguments a variable creator receives, or from a
+whole model function that is run without giving its variables any memory.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf.private import UninitializedVariable
+
+# Keras reads some variables while it builds (seed states, learning rates). They
+# are tiny, so these, and only these, get memory while a model is described.
+_MAX_REAL_ELEMENTS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+    """A variable's description: all that a placement strategy may look at.
+
+    Attributes:
+        name: The variable's name, `path` for a Keras variable.
+        shape: Tuple of ints. `None`, or `None` inside, where it is unknown:
+            such a variable can be dealt in turns, but not weighed.
+        dtype: Name of the dtype. Anything `tf.as_dtype` takes is accepted.
+        trainable: Whether gradients are pushed to it. Defaults to `True`.
+        num_slots: Number of optimizer slots of the variable's shape and dtype,
+            kept on the same server. Defaults to 0.
+        extra_bytes: Bytes of slots of another shape (Adafactor's factors), on
+            the same server. Defaults to 0.
+        rows_per_step: Unique rows a step reads, for a variable that is looked
+            up by row. Defaults to `None`: every step reads all of it.
+
+    Raises:
+        ValueError: If a dimension or a count is negative.
+        TypeError: If `name` is no string.
+
+    Example:
+    >>> table = VariableSpec("table", (1000, 16), num_slots=1)
+    >>> table.num_rows, table.num_elements
+    (1000, 16000)
+    """
+
+    name: str
+    shape: tuple[int | None, ...] | None
+    dtype: str = "float32"
+    _: dataclasses.KW_ONLY
+    trainable: bool = True
+    num_slots: int = 0
+    extra_bytes: int = 0
+    rows_per_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(
+                "Argument `name` must be a string. "
+                f"Received: name={self.name!r}."
+            )
+        shape = tf.TensorShape(self.shape)
+        known = None if shape.rank is None else tuple(shape.as_list())
+        object.__setattr__(self, "shape", known)
+        dtype = tf.as_dtype(self.dtype).base_dtype.name
+        object.__setattr__(self, "dtype", dtype)
+        for field in ("num_slots", "extra_bytes", "rows_per_step"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise ValueError(
+                    f"Argument `{field}` must not be negative. Received: "
+                    f"{field}={value} for variable {self.name!r}."
+                )
+
+    @property
+    def num_elements(self) -> int | None:
+        """Number of elements, `None` where the shape is not fully known."""
+        return tf.TensorShape(self.shape).num_elements()
+
+    @property
+    def num_rows(self) -> int:
+        """Length of axis 0; 1 for a scalar, which cannot be cut."""
+        return self.shape[0] if self.shape else 1
+
+
+def variable_spec(variable: Any) -> VariableSpec:
+    """Describes a variable or the TF1 op that makes one.
+
+    Args:
+        variable: A `VariableSpec` (returned as it is), a `tf.Variable`, a
+            `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`,
+            `Variable` or `VariableV2`.
+
+    Returns:
+        A `VariableSpec`. Slots are not known from one variable alone:
+        `num_slots` is 0.
+
+    Raises:
+        TypeError: If `variable` is none of these.
+
+    Example:
+    >>> variable_spec(tf.Variable(tf.zeros([2, 3]), name="kernel")).shape
+    (2, 3)
+    """
+    if isinstance(variable, VariableSpec):
+        return variable
+    if hasattr(variable, "node_def") and hasattr(variable, "outputs"):
+        return _op_spec(variable)
+    if hasattr(variable, "shape") and hasattr(variable, "dtype"):
+        name = getattr(variable, "path", None) or variable.name
+        return VariableSpec(
+            name.removesuffix(":0"),
+            variable.shape,
+            variable.dtype,
+            trainable=bool(getattr(variable, "trainable", True)),
+        )
+    raise TypeError(
+        "Argument `variable` must be a `VariableSpec`, a variable or a TF1 "
+        f"variable op. Received: variable={variable!r}."
+    )
+
+
+def _op_spec(op: tf.Operation) -> VariableSpec:
+    if op.type not in ("VarHandleOp", "Variable", "VariableV2"):
+        raise TypeError(
+            "Only ops of type VarHandleOp, Variable and VariableV2 tell their "
+            f"size. Received: op {op.name!r} of type {op.type}. Give the "
+            "strategy a load function that knows such ops, or leave their "
+            "type out of `ps_ops`."
+        )
+    # The output of a VarHandleOp is a scalar resource, and the output of a
+    # scalar `Variable` has no shape: only the attributes tell the truth.
+    shape = tf.TensorShape(op.get_attr("shape"))
+    return VariableSpec(op.name, shape, op.get_attr("dtype"))
+
+
+def creation_spec(
+    name: str | None = None,
+    initial_value: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    trainable: bool | None = None,
+    **unused_kwargs: Any,
+) -> VariableSpec:
+    """Describes a variable from what a variable creator receives.
+
+    A callable initial value is traced in a scratch graph for its shape and
+    dtype; it is not executed, so nothing is allocated and no random state
+    moves.
+
+    Args:
+        name: The name asked for. Defaults to `None`, meaning `"Variable"`.
+        initial_value: Tensor, array, number or callable without arguments.
+        shape: Shape, where the creator was told one. Defaults to the shape of
+            the initial value.
+        dtype: Dtype, where the creator was told one. Defaults to the initial
+            value's.
+        trainable: Defaults to `None`, meaning `True`.
+        **unused_kwargs: The creator's other arguments.
+
+    Returns:
+        A `VariableSpec` without slots.
+
+    Example:
+    >>> def creator(next_creator, **kwargs):
+    ...     print(creation_spec(**kwargs).shape)
+    ...     return next_creator(**kwargs)
+    >>> with tf.variable_creator_scope(creator):
+    ...     _ = tf.Variable(lambda: tf.zeros([5, 2]))
+    (5, 2)
+    """
+    if shape is None or dtype is None:
+        with tf.__internal__.FuncGraph("initial_value").as_default():
+            value = initial_value() if callable(initial_value) else None
+        if value is None:
+            value = initial_value
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            value = tf.convert_to_tensor(value, dtype)
+        shape = value.shape if shape is None else shape
+        dtype = value.dtype if dtype is None else dtype
+    return VariableSpec(
+        (name or "Variable").removesuffix(":0"),
+        shape,
+        dtype,
+        trainable=trainable is not False,
+    )
+
+
+def describe(
+    model_fn: Callable[[], keras.Model],
+    *,
+    rows_per_step: Mapping[str, int] | None = None,
+) -> tuple[VariableSpec, ...]:
+    """Describes the variables of a model without allocating them.
+
+    `model_fn` runs in a thread of its own, where Keras' names start anew: the
+    names are those of the first model of a fresh process, and the caller's
+    next layer is called what it would have been called anyway. Variables above
+    a few elements get a handle and no memory, so a table of 10^9 rows is
+    described in a fraction of a second.
+
+    Args:
+        model_fn: Callable without arguments that returns a built and compiled
+            `keras.Model`. One that is not compiled has no slots.
+        rows_per_step: Unique rows a step reads, by variable name, for tables
+            that are looked up by row. Defaults to `None`: no such table.
+
+    Returns:
+        A tuple of `VariableSpec` in order of creation: the model's weights and
+        seed states, without metrics (decision D3) and without the optimizer's
+        counters. Slots are counted in their variable's `num_slots`.
+
+    Raises:
+        TypeError: If `model_fn` is not callable or returns no Keras model.
+        ValueError: If the model is not built, if `model_fn` fails because
+            it computes with variables, which have no values here, or if
+            `rows_per_step` names an unknown variable.
+
+    Example:
+    >>> def model_fn():
+    ...     model = keras.Sequential(
+    ...         [keras.Input([1]), keras.layers.Embedding(1_000_000_000, 20)]
+    ...     )
+    ...     model.compile(keras.optimizers.Adagrad())
+    ...     return model
+    >>> [(spec.name, spec.num_slots) for spec in describe(model_fn)]
+    [('sequential/embedding/embeddings', 1)]
+    """
+    if not callable(model_fn):
+        raise TypeError(
+            "Argument `model_fn` must be a callable that returns a Keras "
+            f"model. Received: model_fn={model_fn!r}."
+        )
+    policy = keras.config.dtype_policy()
+    with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
+        specs = thread.submit(_describe, model_fn, policy).result()
+    rows_per_step = dict(rows_per_step or {})
+    unknown = sorted(set(rows_per_step) - {spec.name for spec in specs})
+    if unknown:
+        raise ValueError(
+            "Argument `rows_per_step` must name variables of the model. "
+            f"Received: {unknown}; the model has "
+            f"{sorted(spec.name for spec in specs)}."
+        )
+    return tuple(
+        dataclasses.replace(spec, rows_per_step=rows_per_step.get(spec.name))
+        for spec in specs
+    )
+
+
+def _describe(
+    model_fn: Callable[[], keras.Model], policy: keras.DTypePolicy
+) -> list[VariableSpec]:
+    keras.config.set_dtype_policy(policy)
+    order: dict[int, int] = {}
+
+    def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        spec = creation_spec(**kwargs)
+        if (spec.num_elements or 0) > _MAX_REAL_ELEMENTS:
+            variable = UninitializedVariable(
+                name=spec.name,
+                shape=spec.shape,
+                dtype=tf.as_dtype(spec.dtype),
+                trainable=spec.trainable,
+            )
+        else:
+            variable = next_creator(**kwargs)
+        order[id(variable)] = len(order)
+        return variable
+
+    with tf.variable_creator_scope(creator):
+        model = _build(model_fn)
+        metrics = {id(variable) for variable in model.metrics_variables}
+        variables = [v for v in model.variables if id(v) not in metrics]
+        variables.sort(key=lambda v: order.get(id(v.value), len(order)))
+        return [_with_slots(v, model) for v in variables]
+
+
+def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
+    try:
+        model = model_fn()
+    except tf.errors.OpError as e:
+        # Reading a variable without memory gives no values, or an error.
+        raise ValueError(
+            "Argument `model_fn` failed while it was described. Variables have "
+            "no values then: if it reads the value of a variable, as a model "
+            "that is built by calling it on data does, build from "
+            "`keras.Input` or with `model.build(input_shape)` instead. "
+            f"TensorFlow says: {e}"
+        ) from e
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "Argument `model_fn` must return a `keras.Model`. "
+            f"Received: {model!r}."
+        )
+    if not model.built:
+        raise ValueError(
+            "Argument `model_fn` must return a built model, else its "
+            "variables are unknown. Begin with `keras.Input(...)` or call "
+            f"`model.build(input_shape)`. Received: {model!r}."
+        )
+    return model
+
+
+def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
+    """Asks a copy of the optimizer what it would keep for this variable.
+
+    Building copies, with and without the variable, works for every optimizer;
+    matching the names of slots does not (Adafactor's factors have none).
+    """
+    spec = variable_spec(variable)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not variable.trainable:
+        return spec
+    slots = _state(optimizer, [variable])
+    for own in _state(optimizer, []):
+        slots.remove(own)
+    like = (spec.shape, spec.dtype)
+    extra = sum(
+        int(np.prod(shape)) * tf.as_dtype(dtype).size
+        for shape, dtype in slots
+        if (shape, dtype) != like
+    )
+    return dataclasses.replace(
+        spec, num_slots=slots.count(like), extra_bytes=extra
+    )
+
+
+def _state(
+    optimizer: keras.Optimizer, variables: list[keras.Variable]
+) -> list[tuple[tuple[int, ...], str]]:
+    copy = type(optimizer).from_config(optimizer.get_config())
+    copy.build(variables)
+    return [(tuple(v.shape), v.dtype) for v in copy.variables]
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    # An unseeded Keras initializer draws its seed from `random`; a plan must
+    # not change the numbers of the training that follows it.
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,223 @@
+"""What a session does when something fails: the decisions, and the means."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+
+from tfdist._tf.errors import gist
+from tfdist._tf.private import COORDINATOR_ERRORS
+from tfdist.cluster import servers
+from tfdist.cluster.health import Loss, ServerLostError
+
+_log = logging.getLogger(__name__)
+
+MAX_FAILURES = 10
+"""Failures without a step in between after which the last one is raised."""
+
+MAX_REPEATS = 3
+"""As the error of a hook, at one step, with every task alive, it is raised."""
+
+MAX_REBUILDS = 3
+"""After so many of them the chief of a cluster starts its process anew."""
+
+FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
+"""What `remedy` may know a remedy for."""
+
+
+# What servers say to a chief whose state they have freed.
+_GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
+
+
+# How an all-reduce ends, beside, when one that takes part in it is gone.
+_WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+
+
+class Remedy(enum.Enum):
+    """What becomes of a session after an error."""
+
+    RAISE = "the error is raised"
+    REBUILD = "everything is made anew in this process"
+    RESTART = "this process starts itself anew"
+
+
+def remedy(
+    error: BaseException,
+    lost: Mapping[str, Loss],
+    failures: int = 0,
+    in_sync: bool = False,
+) -> Remedy:
+    """Decides what an error means.
+
+    >>> remedy(tf.errors.UnavailableError(None, None, "gone"), {}).name
+    'REBUILD'
+    >>> remedy(tf.errors.NotFoundError(None, None, "what"), {}).name
+    'RAISE'
+    >>> remedy(ServerLostError({}), {"ps:0": Loss.FROZEN}).name
+    'RESTART'
+
+    Args:
+        error: The error.
+        lost: Parameter servers that are lost.
+        failures: How many failures there were since the last step.
+        in_sync: Whether the others are processes that run the same steps.
+            TensorFlow connects no two of them a second time.
+    """
+    error = getattr(error, "original_exception", error)
+    if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
+        return Remedy.RAISE
+    if Loss.FROZEN in lost.values():
+        # Calls to it may hang for ever, in threads that nobody can end.
+        return Remedy.RESTART
+    recoverable = (
+        tf.errors.AbortedError,
+        tf.errors.UnavailableError,
+        ServerLostError,
+    )
+    if in_sync:
+        ended = isinstance(error, (*recoverable, *_WITHOUT_ANSWER))
+        return Remedy.RESTART if ended else Remedy.RAISE
+    # Servers have given a chief up that was frozen, or cut off, for long.
+    given_up = any(sign in str(error) for sign in _GIVEN_UP)
+    if not (lost or given_up or isinstance(error, recoverable)):
+        return Remedy.RAISE
+    return Remedy.RESTART if failures >= MAX_REBUILDS else Remedy.REBUILD
+
+
+def restart_process(reason: str) -> None:
+    """Replaces this process by a fresh one: same command, pid and port.
+
+    Raises:
+        RuntimeError: in an interactive process, which cannot.
+    """
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        raise RuntimeError(
+            f"{reason}. An interactive process cannot start itself anew: "
+            "restart it, and training goes on from the last checkpoint."
+        )
+    _log.warning("%s: this process starts itself anew.", reason)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextlib.contextmanager
+def in_hooks() -> Iterator[None]:
+    """Marks the errors of hooks as such."""
+    try:
+        yield
+    except FAILURES as error:
+        error.in_hook = True
+        raise
+
+
+class Failures:
+    """The failures since the last step that succeeded."""
+
+    _KEPT = "TFDIST_REPEATED_FAILURE"
+
+    def __init__(self) -> None:
+        self.count = 0
+        # How often, and what; of the process that this one was before, too.
+        times, _, self._what = os.environ.pop(self._KEPT, "0").partition(" ")
+        self._times = int(times)
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._parts: list[str] = []
+
+    def add(self) -> None:
+        """Counts one."""
+        if not self.count:
+            self._first_at = time.monotonic()
+        self.count += 1
+        self._last_at = time.monotonic()
+        self._parts = []
+
+    def is_the_users(self, error: Exception, step: int) -> bool:
+        """Whether a hook has raised the same at the same step too often."""
+        if not getattr(error, "in_hook", False):
+            return False
+        what = f"{step} {gist(error)}"
+        self._times = self._times + 1 if what == self._what else 1
+        self._what = what
+        return self._times >= MAX_REPEATS
+
+    def keep(self) -> None:
+        """Hands the count on to the process that this one becomes."""
+        os.environ[self._KEPT] = f"{self._times} {self._what}"
+
+    def lap(self, part: str) -> None:
+        """A part of the recovery is done."""
+        now = time.monotonic()
+        self._parts.append(f"{part} in {now - self._last_at:.1f} s")
+        self._last_at = now
+
+    def report(self, step: int) -> None:
+        """A run succeeded: says where the time went, if it was a recovery."""
+        if not self.count:
+            return
+        self.lap("the first steps")
+        _log.warning(
+            "Recovered: at step %d, %.1f s after the failure was noticed (%s).",
+            step,
+            self._last_at - self._first_at,
+            ", ".join(self._parts),
+        )
+        self.count = 0
+
+
+class Sigterm:
+    """Whether this process was told to end, as a scheduler does.
+
+    Args:
+        enabled: Whether to listen. Only the main thread can.
+    """
+
+    # How long the steps under way may take after the signal.
+    _PATIENCE_SECS = 20.0
+
+    def __init__(self, enabled: bool) -> None:
+        self.received = False
+        self._at = 0.0
+        main = threading.current_thread() is threading.main_thread()
+        self._enabled = enabled and main
+        if self._enabled:
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received, self._at = True, time.monotonic()
+
+    def leave(self) -> None:
+        """Ends the process if it was told to, with a code that is retried.
+
+        Raises:
+            SystemExit: with 143.
+        """
+        if self.received:
+            _log.warning(
+                "Told to end (SIGTERM); exit code %d asks to be started again.",
+                servers.TERMINATED,
+            )
+            raise SystemExit(servers.TERMINATED)
+
+    def leave_when_late(self) -> None:
+        """As `leave`, once the steps under way have had their time."""
+        if time.monotonic() - self._at > self._PATIENCE_SECS:
+            self.leave()
+
+    def restore(self) -> None:
+        """Puts the handler of before back."""
+        if self._enabled:
+            signal.signal(signal.SIGTERM, self._before)
+            self._enabled = False

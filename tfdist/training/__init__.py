@@ -1,0 +1,12 @@
+"""One step, what it moves between worker and server, and the loops that run it.
+
+Read in this order: `step` (a compiled model becomes a function), `exchange`
+(parameters out, gradients back), `optimizers` with `slots` and `kernels` (the
+update, on the server), `loop`, `coordinated_loop` with `workers`,
+`replicated_loop`; `forward` (what of a model runs before its lookups), `gates`,
+`fence`, `staleness`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

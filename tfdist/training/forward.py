@@ -1,0 +1,221 @@
+"""What a model does with a batch, as a graph that is looked at, not run.
+
+A step wants all rows that it needs from one server in one message, so it must
+know every id before the first row arrives. It therefore runs the model (call,
+losses, metrics) twice while tracing: first here, on stand-ins for everything
+that it has not read yet; then, with the rows at hand, for real. Of this graph
+only what the ids need is ever executed: nothing fails, prints or counts
+because of a number that was computed from a stand-in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.embeddings import lookups
+
+Values = Sequence[tuple[keras.Variable, tf.Tensor]]
+
+# Ops that give other values each time they run.
+_UNREPEATABLE = re.compile(
+    "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
+    "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
+)
+_SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
+# The shape of these depends on the values of floats too, that of other ops on
+# those of integers at most, and that of the last on no value at all.
+_SHAPED_BY_VALUES = re.compile(".*(Where|Unique|Range|ListDiff|NonMaxSupp)")
+_SHAPED_BY_SHAPES = {"GatherV2", "SelectV2", "LogicalAnd", "LogicalNot"}
+
+
+class Forward:
+    """The graph of one forward pass.
+
+    Args:
+        run: From a batch to a dictionary of results, or None.
+        spec: `tf.TypeSpec` structure of the batch.
+        seeds: From the numbers of a step to those of random generators.
+        num_numbers: How many int64 scalars these are.
+        variables: What else the pass may read; they get stand-ins.
+
+    Attributes:
+        tables: The table of each lookup, in order.
+        updated: The variables that it assigns.
+        read: Those of `variables` whose values it uses.
+
+    Raises:
+        ValueError: ids of a lookup cannot be known before rows are read.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any], Any],
+        spec: Any,
+        seeds: Callable[..., Values],
+        num_numbers: int,
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        flat = tf.nest.flatten(spec, expand_composites=True)
+
+        def traced(*given: tf.Tensor) -> None:
+            batch = tf.nest.pack_sequence_as(
+                spec, given[: len(flat)], expand_composites=True
+            )
+            self._given, self._collector = list(given), lookups.Collector()
+            self._stand_ins = [
+                (v, lookups.stand_in(v.shape, v.dtype)) for v in variables
+            ]
+            values = [*self._stand_ins, *seeds(*given[len(flat) :])]
+            self._scope = _Scope(values)
+            with self._scope, lookups.at(self._collector):
+                self._results = tf.nest.map_structure(
+                    tf.convert_to_tensor, run(batch)
+                )
+
+        signature = [tf.TensorSpec(s.shape, s.dtype) for s in flat]
+        signature += [tf.TensorSpec([], tf.int64)] * num_numbers
+        # Unlike a `tf.function`, it is no list of side effects to be run.
+        self._graph = tf.compat.v1.wrap_function(traced, signature)
+        self.updated = list(self._scope.updated.values())
+        self.read = [v for v, value in self._stand_ins if value.consumers()]
+        calls = self._collector.calls
+        self.tables = [table for table, _ in calls]
+        self._check_ids()
+        self._ids = calls and self._graph.prune(
+            self._given, [ids for _, ids in calls]
+        )
+
+    def calls(
+        self, batch: Any, numbers: Sequence[tf.Tensor]
+    ) -> list[tuple[Any, tf.Tensor]]:
+        """Table and ids of every lookup that the pass does for a batch."""
+        if not self.tables:
+            return []
+        flat = tf.nest.flatten(batch, expand_composites=True)
+        numbers = [tf.cast(number, tf.int64) for number in numbers]
+        return list(zip(self.tables, self._ids(*flat, *numbers), strict=True))
+
+    def results(
+        self, states: Sequence[keras.Variable], what: str
+    ) -> Callable[..., Any]:
+        """From the values of `states` after batches to the results.
+
+        Raises:
+            ValueError: a result depends on anything else; it is named.
+        """
+        values = [self._scope.get_current_value(v) for v in states]
+        others = self._others() | {
+            given.op.name: "the batch" for given in self._given
+        }
+        for name, result in self._results.items():
+            for op, _ in _needed(tf.nest.flatten(result), stop=values):
+                if op.name in others:
+                    raise ValueError(
+                        f"{what} returns {name!r}, which depends on "
+                        f"{others[op.name]}, so it is no value of many "
+                        "batches. Give the model a `keras.metrics.Mean`, "
+                        "update it there and return its `result()`."
+                    )
+        return self._graph.prune(values, self._results)
+
+    def _others(self) -> dict[str, str]:
+        """What a stand-in is for, by the name of its op."""
+        return {
+            value.op.name: f"variable {v.path!r}"
+            for v, value in self._stand_ins
+        } | dict.fromkeys(self._collector.answers, "the rows of a table")
+
+    def _check_ids(self) -> None:
+        """Raises unless ids are the same here and where rows are at hand."""
+        others = self._others()
+        functions = {
+            function.signature.name: function.node_def
+            for function in self._graph.graph.as_graph_def().library.function
+        }
+        for table, ids in self._collector.calls:
+            for op, is_shape in _needed([ids]):
+                if is_shape:
+                    continue
+                if op.name in others:
+                    raise ValueError(
+                        f"The ids of table {table.path!r} depend on "
+                        f"{others[op.name]}, so they cannot be known before "
+                        "the step reads any. Compute ids, and their number, "
+                        "from the batch and random numbers alone."
+                    )
+                for kind in _kinds(op.node_def, functions):
+                    if _UNREPEATABLE.match(kind):
+                        raise ValueError(
+                            f"The ids of table {table.path!r} come from a "
+                            f"{kind} op, which gives other values each time "
+                            "it runs; a step computes ids before it reads "
+                            "rows, and again with them. Draw ids by "
+                            "`keras.random` with a `SeedGenerator` that the "
+                            "model holds, or in the input function."
+                        )
+
+
+class _Scope(keras.StatelessScope):
+    """Notes which variables are assigned; each value is a tensor of its own."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__(values, collect_losses=True)
+        self.updated: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        self.updated[id(variable)] = variable
+        super().add_update((variable, tf.identity(value)))
+
+
+def _needed(
+    tensors: Sequence[tf.Tensor], stop: Sequence[tf.Tensor] = ()
+) -> Iterator[tuple[tf.Operation, bool]]:
+    """The ops on which tensors depend.
+
+    And whether on no more than the shape, as in `tf.shape(y_pred)[0]`.
+    """
+    seen = {(tensor.name, False) for tensor in stop}
+    waiting = [(tensor, False) for tensor in tensors]
+    while waiting:
+        tensor, is_shape = waiting.pop()
+        known = is_shape and tensor.shape.is_fully_defined()
+        if known or (tensor.name, is_shape) in seen:
+            continue
+        seen.add((tensor.name, is_shape))
+        op = tensor.op
+        yield op, is_shape
+        if not is_shape:
+            waiting += [(t, False) for c in op.control_inputs for t in c.inputs]
+        waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
+
+
+def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:
+    """Whether an op (or the shape of its output) needs but an input's shape."""
+    if op.type in _SHAPE_OF or not is_shape:
+        return op.type in _SHAPE_OF
+    calls = any(_called(op.node_def))
+    if calls or _SHAPED_BY_VALUES.match(op.type):
+        return False
+    return of.dtype.is_floating or op.type in _SHAPED_BY_SHAPES
+
+
+def _called(node: Any) -> Iterator[str]:
+    """Names of the functions that a node calls."""
+    for attr in node.attr.values():
+        for function in (attr.func, *attr.list.func):
+            if function.name:
+                yield function.name
+
+
+def _kinds(node: Any, functions: dict[str, Any]) -> Iterator[str]:
+    """The type of an op, and those of the ops in the functions it calls."""
+    yield node.op
+    for name in _called(node):
+        for inner in functions.get(name, ()):
+            yield from _kinds(inner, functions)

@@ -1,0 +1,198 @@
+"""Steps that a model's own `train_step` or `test_step` defines.
+
+Adversarial networks, distillation and the like override these: then the model
+applies its gradients itself, to variables that must be in this process. Where
+they are not, `tfdist.training.ModelStep` is used, and refuses such models.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf.private import Saveable
+from tfdist.training.compiled_model import checked_model
+from tfdist.training.fence import Fence
+from tfdist.training.step import Batch, States, flat_floats
+
+
+class KerasStep:
+    """What `ModelStep` is for other models, where all is in one process.
+
+    A step is what `fit` and `evaluate` make of it: the model's method is
+    traced as they trace it (with the `jit_compile` of `compile`), updates
+    weights, optimizers, metrics and random seeds in place, and what the last
+    one returns is logged. So a metric is that of all steps since metrics were
+    reset, which happens when the logs of a run of steps are read, and before
+    an evaluation; a value that is no metric is that of the last step.
+
+    Args:
+        model: A compiled `keras.Model`, whose layers have their variables.
+        element_spec: `tf.TypeSpec` structure of one batch.
+        global_step: Scalar int64 variable that counts steps; only training
+            needs it.
+
+    Attributes:
+        model: The model.
+
+    Raises:
+        TypeError: `train_step` does not return a dictionary.
+        ValueError: it makes variables of the model, or returns a log called
+            "global_step", or an array whose shape is not known.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        element_spec: Any,
+        *,
+        global_step: tf.Variable | None = None,
+    ) -> None:
+        self.model = checked_model(model)
+        self._global_step = global_step
+        self._shapes: Any = {}
+        function = functools.partial(
+            tf.function, autograph=False, jit_compile=model.jit_compile
+        )
+        self._test = function(functools.partial(self._logs, "test_step"))
+        self._train = function(self._once_read)
+        if global_step is not None:
+            before = len(model.trainable_variables)
+            # Makes what the first step would: metrics, slots of optimizers.
+            trial = function(functools.partial(self._logs, "train_step"))
+            self._used = trial.get_concrete_function(element_spec).variables
+            if len(model.trainable_variables) > before:
+                raise ValueError(
+                    f"The first step of model {model.name!r} makes variables. "
+                    "Build every layer in the model function: start it with "
+                    "`keras.Input(...)` or call `layer.build(input_shape)`."
+                )
+
+    def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
+        """All that a checkpoint holds.
+
+        Args:
+            named: From `checkpoint.named_variables`.
+
+        Returns:
+            `named`, and what else the model's `train_step` uses: the slots of
+            its second optimizer, counters, seeds.
+        """
+        known = {
+            id(variable)
+            for whole in named.values()
+            for variable in getattr(whole, "variables", [whole])
+        }
+        known |= {id(v.value) for v in self.model.metrics_variables}
+        others: dict[str, Saveable] = {}
+        count: collections.Counter[str] = collections.Counter()
+        for variable in self._used:
+            if id(variable) not in known:
+                name = "train_step/" + variable.name.removesuffix(":0")
+                number = f"_{count[name]}" if count[name] else ""
+                others[name + number] = variable
+                count[name] += 1
+        return {**named, **others}
+
+    def zero_states(self) -> States:
+        """The logs of no step; an evaluation begins with them."""
+        if self._global_step is None:
+            self.model.reset_metrics()
+        return []
+
+    def train(
+        self,
+        batch: Batch,
+        step: tf.Tensor,
+        states: States,
+        fence: Fence | None = None,
+    ) -> States:
+        """Runs the model's `train_step` and counts it.
+
+        A step that found no batch, or failed, does not count.
+
+        Returns:
+            The logs.
+        """
+        logs = self._train(batch)
+        read = tf.nest.flatten(batch, expand_composites=True)
+        with tf.control_dependencies([*read, *logs]):
+            self._global_step.assign_add(1)
+        return logs
+
+    def evaluate(self, batch: Batch, states: States) -> States:
+        """Runs the model's `test_step`; returns the logs."""
+        return self._test(batch)
+
+    def _once_read(self, batch: Batch) -> States:
+        """A step of which nothing happens where there is no batch.
+
+        Not even what needs none, a counter or a seed. To wait is said here:
+        TensorFlow inlines the call, and forgets what that was to wait for.
+        """
+        read = tf.nest.flatten(batch, expand_composites=True)
+        with tf.control_dependencies(read):
+            return self._logs("train_step", batch)
+
+    def _logs(self, method: str, batch: Batch) -> States:
+        """What the method returns, flat; `_shapes` keeps the structure."""
+        logs = getattr(self.model, method)(batch)
+        what = f"`{method}` of {type(self.model).__name__}"
+        if not isinstance(logs, Mapping):
+            raise TypeError(
+                f"{what} must return a dictionary of logs. Received: {logs!r}."
+            )
+        if "global_step" in logs:
+            raise ValueError(
+                f"{what} must return no log called 'global_step', a name that "
+                "results use themselves."
+            )
+        logs = tf.nest.map_structure(tf.convert_to_tensor, dict(logs))
+        for name, log in logs.items():
+            for part in tf.nest.flatten(log):
+                if not part.shape.is_fully_defined():
+                    raise ValueError(
+                        f"{what} must return scalars, or arrays of a known "
+                        f"shape. Received: {name!r} of shape {part.shape}. Use "
+                        "`tf.reduce_mean`."
+                    )
+        self._shapes = tf.nest.map_structure(lambda t: t.shape, logs)
+        return tf.nest.flatten(logs)
+
+    def pack(self, states: States) -> tf.Tensor:
+        """All logs in one float64 vector."""
+        flat = [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states]
+        return tf.concat([tf.zeros([0], tf.float64), *flat], axis=0)
+
+    def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
+        """The logs of two dispatches: the later ones."""
+        return later
+
+    def result(self, packed: np.ndarray) -> dict[str, float]:
+        """The logs by name; those of training begin anew.
+
+        Args:
+            packed: float64 vector as from `pack`.
+
+        Returns:
+            Empty if no step has run.
+        """
+        if not packed.size:
+            return {}
+        if self._global_step is not None:
+            self.model.reset_metrics()
+        shapes = tf.nest.flatten(self._shapes)
+        ends = np.cumsum([shape.num_elements() for shape in shapes])
+        values = [
+            part.reshape(shape)
+            for part, shape in zip(
+                np.split(packed, ends[:-1]), shapes, strict=True
+            )
+        ]
+        return flat_floats(tf.nest.pack_sequence_as(self._shapes, values))

@@ -1,0 +1,320 @@
+"""Updates applied where the variable lives (design decision D2).
+
+A worker pushes gradients; the optimizer's arithmetic runs on the parameter
+server that holds the variable and its slots, as it did in TF1. Keras' own
+`Optimizer.apply` would run it in the caller, and count `iterations` by reading,
+adding and writing, which loses steps as soon as two workers do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private import (
+    counter,
+    moving_averages,
+    nadam_product,
+    uses_weight_decay,
+    variable_index,
+)
+from tfdist.training import kernels
+from tfdist.training.multi_optimizer import MultiOptimizer
+from tfdist.training.slots import RowView, slots, swapped
+
+# Their steps depend on norms or products over all rows.
+_WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
+
+
+def build(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Creates the slots of `variables`, each beside its variable.
+
+    Must run inside the strategy's scope; else Keras would create the slots at
+    the first step, on the chief.
+
+    The moving averages of `use_ema=True` start at the values of their
+    variables. Keras starts them at zero and lets the first step set them all,
+    which a step that touches some rows of a table cannot.
+    """
+    if optimizer.built:
+        return
+    optimizer.build(list(variables))
+    for variable in variables:
+        part = parts(optimizer)[owner(optimizer, variable)]
+        if part.use_ema:
+            average = moving_averages(part)[variable_index(part, variable)]
+            with tf.device(variable.value.device):
+                average.value.assign(variable.value)
+
+
+def parts(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that `optimizer` consists of, usually itself alone."""
+    optimizer = _unwrapped(optimizer)
+    if isinstance(optimizer, MultiOptimizer):
+        return optimizer.parts
+    return [optimizer]
+
+
+def owner(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> int:
+    """Index in `parts(optimizer)` of the one that updates `variable`."""
+    optimizer = _unwrapped(optimizer)
+    if isinstance(optimizer, MultiOptimizer):
+        return optimizer.owner(variable)
+    return 0
+
+
+def _unwrapped(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """The optimizer that applies gradients, once their scale is undone."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """A name for each of `parts`; the second of two Adagrads is `adagrad_1`."""
+    names = [part.name for part in parts(optimizer)]
+    return [
+        f"{name}_{names[:i].count(name)}" if name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
+
+
+def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
+    """Refuses what is not computed, or not where several workers share slots.
+
+    Refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
+    its rule. `fit` starts its slots at zero instead of at the variables, and
+    `update_step` reads a slot after it has changed it.
+
+    Args:
+        optimizer: The optimizer of a model.
+        remote: Whether the slots are on parameter servers.
+
+    Raises:
+        ValueError: naming each option.
+    """
+    several = len(parts(optimizer)) > 1
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    for part in parts(optimizer):
+        accumulates = part.gradient_accumulation_steps
+        unsupported = {
+            "gradient_accumulation_steps": accumulates
+            and (remote or several or scaled),
+            "ema_overwrite_frequency": part.use_ema
+            and part.ema_overwrite_frequency,
+            "LossScaleOptimizer": scaled and remote,
+            "ScheduleFreeAdamW": isinstance(
+                part, keras.optimizers.ScheduleFreeAdamW
+            ),
+        }
+        used = [name for name, value in unsupported.items() if value]
+        if used:
+            where = "on parameter servers " if remote else ""
+            raise ValueError(
+                f"Optimizer {part.name!r} uses {', '.join(used)}, which "
+                f"updates {where}do not support. For a fixed loss scale use "
+                "loss_scale_factor."
+            )
+
+
+def check_rows(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+    """Refuses a rule that cannot update some rows of a variable.
+
+    Raises:
+        ValueError: the rule is about the variable as a whole (Adafactor,
+            Lamb, Muon).
+    """
+    own = slots(optimizer, variable)
+    others = [v.path for v in own if v.shape != variable.shape]
+    if others or isinstance(optimizer, _WHOLE_VARIABLE):
+        raise ValueError(
+            f"The rule of {type(optimizer).__name__} is about a variable as a "
+            f"whole, so it cannot update some rows of {variable.path!r}. Use "
+            "tfdist.MultiOptimizer to give tables another optimizer, for "
+            "example Adagrad."
+        )
+
+
+def learning_rate(
+    optimizer: keras.optimizers.Optimizer,
+    iteration: tf.Tensor,
+    values: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> tf.Tensor:
+    """The learning rate of a part at `iteration`, a float32 scalar.
+
+    Args:
+        optimizer: One of `parts`.
+        iteration: Scalar int64: updates before this one.
+        values: Variables that need not be read again, with their values.
+    """
+    known = [(counter(optimizer), iteration), *values]
+    with keras.StatelessScope(known):
+        return tf.cast(optimizer.learning_rate, tf.float32)
+
+
+def update(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+) -> None:
+    """Applies a dense gradient where the ops are placed.
+
+    The caller opens the device scope of the variable.
+
+    Args:
+        optimizer: The part that owns `variable`.
+        variable: The variable.
+        gradient: Of the variable's shape.
+        rate: Scalar float32, from `learning_rate`.
+        iteration: Scalar int64: updates before this one.
+    """
+    target, decay = variable.value, _decay(optimizer, variable)
+    rate = tf.cast(rate, target.dtype)
+    with keras.StatelessScope([(counter(optimizer), iteration)]):
+        if decay:
+            target.assign_sub(target * (decay * rate))
+        fused = kernels.DENSE.get(type(optimizer))
+        if fused is None or not fused(optimizer, variable, gradient, rate):
+            optimizer.update_step(gradient, variable, rate)
+    if optimizer.use_ema:
+        index = variable_index(optimizer, variable)
+        average = moving_averages(optimizer)[index].value
+        weight = _average_weight(optimizer, iteration)
+        average.assign_sub((average - target) * tf.cast(weight, target.dtype))
+    if variable.constraint is not None:
+        target.assign(variable.constraint(target))
+
+
+def update_rows(
+    optimizer: keras.optimizers.Optimizer,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+) -> None:
+    """Applies a gradient to some rows, where the ops are placed.
+
+    The optimizer's own rule runs on these rows of the variable and of its
+    slots; others are not touched. That is Keras' result for every rule that
+    leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a table
+    that starts at zeros, with a constant learning rate and no
+    `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that no
+    gradient ever reached to zero). A rule that moves them all the same (the
+    decaying moments of Adam and RMSprop, momentum, weight decay, the moving
+    average of weights) moves a row here only when it is looked up, like the
+    "lazy" optimizers of TF1's contrib; TF1's own Adam decayed every row's
+    moments, at a cost that grew with the table.
+
+    Args:
+        optimizer: The part that owns `variable`.
+        variable: The variable, one row per index of axis 0.
+        ids: int64 `(n,)`, unique.
+        gradient: `(n, ...)`.
+        rate: Scalar float32.
+        iteration: Scalar int64: updates before this one.
+
+    Raises:
+        ValueError: as `check_rows`.
+    """
+    check_rows(optimizer, variable)
+    decay = _decay(optimizer, variable)
+    rate = tf.cast(rate, variable.dtype)
+    own = slots(optimizer, variable)
+    fused = kernels.ROWS.get(type(optimizer))
+    if fused is not None and not decay and not optimizer.use_ema:
+        with keras.StatelessScope([(counter(optimizer), iteration)]):
+            if fused(optimizer, variable, ids, gradient, rate):
+                return
+    row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
+    with (
+        keras.StatelessScope([(counter(optimizer), iteration)]),
+        swapped(optimizer, variable, row_slots),
+    ):
+        if decay:
+            row.assign_sub(row.rows * (decay * rate))
+        optimizer.update_step(gradient, row, rate)
+    if optimizer.use_ema:
+        # The base class makes this slot before all others.
+        average = row_slots[0]
+        weight = _average_weight(optimizer, iteration)
+        average.assign_sub(
+            (average.rows - row.rows) * tf.cast(weight, row.dtype)
+        )
+    for view in (row, *row_slots):
+        view.scatter()
+
+
+def begin_step(
+    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
+) -> None:
+    """Updates what an optimizer keeps for all its variables together.
+
+    Only Nadam does: the running product of its momentum schedule. Unlike the
+    counters it is read, multiplied and written, so several workers may lose a
+    factor between them.
+    """
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        product = nadam_product(optimizer).value
+        power = tf.pow(0.96, tf.cast(iteration + 1, product.dtype))
+        product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
+
+
+def _decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> float | None:
+    """The weight decay that applies to `variable`."""
+    decay = optimizer.weight_decay
+    if isinstance(optimizer, keras.optimizers.Muon):
+        # It trains some variables by AdamW, and these alone have a velocity.
+        index = variable_index(optimizer, variable)
+        if optimizer.adam_velocities[index] is not None:
+            decay = optimizer.adam_weight_decay
+    if decay and uses_weight_decay(optimizer, variable):
+        return decay
+    return None
+
+
+def _average_weight(
+    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
+) -> tf.Tensor:
+    """How far the moving average goes: all the way at the first update."""
+    later = tf.cast(iteration > 0, tf.float32)
+    return 1.0 - later * optimizer.ema_momentum
+
+
+def clip(
+    optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Clips as `clipnorm`, `clipvalue`, `global_clipnorm` say.
+
+    Runs on the worker, which holds all gradients: only clipped values travel.
+    The gradient of a table is that of its unique rows, whose norm is that of
+    the whole gradient.
+
+    Args:
+        optimizer: One of `parts`.
+        gradients: Of all variables of that part.
+    """
+    if optimizer.loss_scale_factor is not None:
+        gradients = [g / optimizer.loss_scale_factor for g in gradients]
+    if optimizer.clipnorm:
+        return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
+    if optimizer.global_clipnorm:
+        return tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0]
+    if optimizer.clipvalue:
+        limit = optimizer.clipvalue
+        return [tf.clip_by_value(g, -limit, limit) for g in gradients]
+    return gradients

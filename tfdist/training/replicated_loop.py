@@ -1,0 +1,133 @@
+"""Steps on several replicas in sync: devices of this process, or of several.
+
+Each replica gets a share of the global batch and the mean of what all of them
+found (`tfdist.training.replicas`), so the weights are those of one device that
+had the whole batch. Layers that look at their whole batch do not know of the
+others: `BatchNormalization` normalizes by its replica's share, unless it is
+`synchronized`, and moves its averages by the mean over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.training.loop import LocalLoop
+from tfdist.training.replicas import Replicas, share, without_examples
+from tfdist.training.step import ModelStep
+
+
+class ReplicatedLoop(LocalLoop):
+    """Steps on the replicas of a synchronous strategy.
+
+    Batches of their own may end sooner on some replicas: those then take part
+    with no example, until the data of the last have ended. (On TPUs, whose
+    shapes are fixed, all end with the first.)
+
+    Args:
+        step: The step, made with `replicas`.
+        global_step: Scalar int64 variable, incremented once per step.
+        dataset: In order, the global batches, the same in every process; or,
+            with `own_batches`, those of this process's replicas, one for each.
+            A global batch that the number of replicas does not divide gives
+            some of them one example less; what all learn is still the mean
+            over examples.
+        strategy: The strategy.
+        replicas: The replicas.
+        own_batches: See `dataset`.
+        steps_per_dispatch: As for `LocalLoop`.
+    """
+
+    def __init__(
+        self,
+        step: ModelStep,
+        global_step: tf.Variable,
+        dataset: tf.data.Dataset,
+        *,
+        strategy: tf.distribute.Strategy,
+        replicas: Replicas,
+        own_batches: bool = False,
+        steps_per_dispatch: int | None = None,
+    ) -> None:
+        self.own_batches = own_batches
+        self._strategy = strategy
+        self._replicas = replicas
+        ids = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        here = strategy.experimental_local_results(ids)
+        self._first, self._num_here = here[0], len(here)
+        if (
+            own_batches
+            and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            and not isinstance(strategy, tf.distribute.TPUStrategy)
+        ):
+            replicas.skips_empty = True
+            nothing = without_examples(dataset.element_spec)
+            dataset = dataset.concatenate(
+                tf.data.Dataset.from_tensors(nothing).repeat()
+            )
+        if own_batches:
+            self._batches_per_step = self._num_here
+        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            task = strategy.cluster_resolver
+            self._task = f"{task.task_type}:{task.task_id}"
+        super().__init__(step, global_step, dataset, steps_per_dispatch)
+
+    def _ended_before(self, step: int) -> bool:
+        """Steps for which nobody had an example did not count."""
+        return self._replicas.skips_empty and self.step < step
+
+    def _steps(
+        self,
+        num_steps: int,
+        iterator: Iterator,
+        first_step: tf.Tensor,
+        fence: None = None,
+    ) -> tf.Tensor:
+        """Runs steps; returns packed metric states of all replicas."""
+        read = self._own_batches if self.own_batches else self._shares
+        states = self._strategy.run(
+            self._train, (read(num_steps, iterator), first_step)
+        )
+        local = self._strategy.experimental_local_results
+        return self._step.pack([local(state)[0] for state in states])
+
+    def _shares(self, num_steps: int, iterator: Iterator) -> Any:
+        """For each replica its share of the next global batches."""
+        batches = [iterator.get_next() for _ in range(num_steps)]
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: [
+                share(
+                    batch,
+                    context.replica_id_in_sync_group,
+                    context.num_replicas_in_sync,
+                )
+                for batch in batches
+            ]
+        )
+
+    def _own_batches(self, num_steps: int, iterator: Iterator) -> Any:
+        """For each replica of this process batches of its own."""
+        batches = [
+            [iterator.get_next() for _ in range(self._num_here)]
+            for _ in range(num_steps)
+        ]
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: [
+                each[context.replica_id_in_sync_group - self._first]
+                for each in batches
+            ]
+        )
+
+    def _train(
+        self, batches: Sequence[Any], first_step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """One replica's part."""
+        states = self._step.zero_states()
+        for i, batch in enumerate(batches):
+            after = self._step.train(batch, first_step + i, states)
+            states = self._replicas.unless_empty(after, states)
+        return self._replicas.sum(states)

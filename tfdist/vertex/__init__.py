@@ -1,0 +1,9 @@
+"""Job files for Vertex AI and Kubernetes.
+
+Read in this order: `jobs` (a job becomes a file), `checks` (what the service
+would refuse), `command` (`python -m tfdist.vertex`), `kubernetes`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,389 @@
+"""A job on Vertex AI: from a cluster's shape to what the service is told.
+
+A `Job` counts workers, parameter servers and the like and says what they run
+on; `Job.spec()` is the `CustomJobSpec`, and `Tuning.job()` the
+`HyperparameterTuningJob`, as JSON has them. The service tells tasks apart by
+their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the evaluator.
+Reduction servers stand in pool 2 as well, so the variable
+`TFDIST_REDUCTION_SERVERS` tells the other tasks what they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.vertex import machine_types as machines
+from tfdist.vertex.checks import (
+    REDUCTION_SERVERS,
+    problems_of_job,
+    problems_of_tuning_job,
+)
+
+REDUCTION_SERVER_IMAGE = (
+    "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
+)
+# What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
+# for large tables.
+_PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
+_PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One kind of machine.
+
+    Attributes:
+        machine_type: As Compute Engine calls it.
+        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4".
+            Default: those that the machine type comes with, if any.
+        accelerator_count: How many on each machine.
+        tpu_topology: Of a TPU v5e, such as "2x2".
+        boot_disk_gb: Default: the service's, 100.
+    """
+
+    machine_type: str = "n1-standard-4"
+    accelerator_type: str | None = None
+    accelerator_count: int = 0
+    tpu_topology: str | None = None
+    boot_disk_gb: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """`machineSpec`, and `diskSpec` if its size is given."""
+        gpu, count = self.accelerator_type, self.accelerator_count
+        if gpu is None and not count:
+            gpu, count = machines.built_in_gpu(self.machine_type) or (None, 0)
+        spec = {
+            "machineType": self.machine_type,
+            "acceleratorType": gpu,
+            "acceleratorCount": count or None,
+            "tpuTopology": self.tpu_topology,
+        }
+        result: dict[str, Any] = {"machineSpec": given(spec)}
+        if self.boot_disk_gb is not None:
+            result["diskSpec"] = {"bootDiskSizeGb": self.boot_disk_gb}
+        return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job on Vertex AI, in tfdist's terms.
+
+    >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
+    ...           workers=4, ps=2, args=["--max_steps=10"])
+    >>> [pool["replicaCount"] for pool in job.spec()["workerPoolSpecs"]]
+    [1, 4, 2]
+
+    Attributes:
+        base_output_dir: `gs://` folder: the service makes AIP_MODEL_DIR and its
+            like of it, from which `trainer.task` takes `--model_dir`.
+        workers: Workers beside the chief.
+        ps: Parameter servers.
+        evaluator: Whether there is an evaluator.
+        reduction_servers: For all-reduce between machines with GPUs.
+        machine: What the gradients are computed on: the workers, and without
+            parameter servers the chief.
+        chief_machine: Of the chief of a job with parameter servers, who only
+            coordinates.
+        ps_machine: Of each parameter server.
+        evaluator_machine: Of the evaluator.
+        reduction_machine: Of each reduction server.
+        image: Container image of every task. Either it or `packages`.
+        evaluator_image: Default: `image`.
+        packages: `gs://` sdists or wheels, installed in order.
+        executor_image: Where they are installed, with Python 3.11 or later.
+        module: What is run: `python -m <module>`.
+        args: Flags of the trainer, the same for every task.
+        env: Variables of every task.
+        spot: Spot VMs, cheaper and taken away at any time; the job is then
+            started again and goes on from its last checkpoint.
+        timeout_secs: Default: the service's, seven days.
+        restart_job_on_worker_restart: Whether one restart restarts all tasks.
+            Default: for all-reduce, where the others cannot go on; tfdist's
+            parameter-server jobs can.
+        disable_retries: Whether the service must not retry a failed job.
+        service_account: Whose rights the tasks have. Default: the service's.
+        network: VPC to peer with, projects/NUMBER/global/networks/NAME.
+        tensorboard: Instance that shows the summaries meanwhile.
+    """
+
+    base_output_dir: str
+    workers: int = 0
+    ps: int = 0
+    evaluator: bool = False
+    reduction_servers: int = 0
+    machine: Machine = Machine()
+    chief_machine: Machine = Machine()
+    ps_machine: Machine = Machine()
+    evaluator_machine: Machine = Machine()
+    reduction_machine: Machine = Machine(machine_type="n1-highcpu-16")
+    image: str | None = None
+    evaluator_image: str | None = None
+    packages: Sequence[str] = ()
+    executor_image: str | None = None
+    module: str = "trainer.task"
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    spot: bool = False
+    timeout_secs: int | None = None
+    restart_job_on_worker_restart: bool | None = None
+    disable_retries: bool = False
+    service_account: str | None = None
+    network: str | None = None
+    tensorboard: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ps and not self.workers:
+            raise ValueError(
+                "Argument `ps` needs `workers`: parameter servers hold the "
+                "variables, workers train them. Received: "
+                f"ps={self.ps}, workers=0."
+            )
+        if self.reduction_servers and (self.ps or not self.workers):
+            raise ValueError(
+                "Argument `reduction_servers` needs `workers` and excludes "
+                "`ps`: they sum the gradients of all-reduce. Received: "
+                f"reduction_servers={self.reduction_servers}, "
+                f"workers={self.workers}, ps={self.ps}."
+            )
+        if bool(self.image) == bool(self.packages):
+            raise ValueError(
+                "Exactly one of `image` and `packages` must be given: what "
+                f"the tasks run. Received: image={self.image!r}, "
+                f"packages={list(self.packages)}."
+            )
+        if self.packages and not self.executor_image:
+            raise ValueError(
+                "Argument `packages` needs an `executor_image` with Python "
+                "3.11 or later to install them in."
+            )
+        if self.evaluator_image is not None and not (
+            self.evaluator and self.image and self.evaluator_image
+        ):
+            raise ValueError(
+                "Argument `evaluator_image` must name an image, beside `image` "
+                "and with `evaluator`. Received: "
+                f"evaluator_image={self.evaluator_image!r}."
+            )
+
+    @property
+    def shape(self) -> str:
+        """The tasks in words, such as "chief, 4 workers, 2 ps, evaluator"."""
+        counts = {
+            "worker": self.workers,
+            "ps": self.ps,
+            "reduction server": self.reduction_servers,
+        }
+        plurals = {
+            name: name if name == "ps" or count == 1 else f"{name}s"
+            for name, count in counts.items()
+        }
+        return ", ".join(
+            [
+                "chief" if self.workers else "one machine",
+                *(f"{n} {plurals[name]}" for name, n in counts.items() if n),
+                *(["evaluator"] if self.evaluator else []),
+            ]
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """The `CustomJobSpec`, as JSON has it.
+
+        Raises:
+            ValueError: the service would refuse it, with all the reasons.
+        """
+        spec = self._spec()
+        check(problems_of_job(spec))
+        return spec
+
+    def _spec(self) -> dict[str, Any]:
+        restart = self.restart_job_on_worker_restart
+        if restart is None and self.workers and not self.ps:
+            restart = True
+        timeout = self.timeout_secs
+        scheduling = {
+            "timeout": None if timeout is None else f"{timeout}s",
+            "restartJobOnWorkerRestart": restart,
+            "strategy": "SPOT" if self.spot else None,
+            "disableRetries": self.disable_retries or None,
+        }
+        return given(
+            {
+                "workerPoolSpecs": self._pools(),
+                "scheduling": given(scheduling) or None,
+                "baseOutputDirectory": {
+                    "outputUriPrefix": self.base_output_dir
+                },
+                "serviceAccount": self.service_account,
+                "network": self.network,
+                "tensorboard": self.tensorboard,
+            }
+        )
+
+    def _pools(self) -> list[dict[str, Any]]:
+        """The worker pools: chief, workers, ps, evaluator."""
+        chief_machine = self.chief_machine if self.ps else self.machine
+        third = self._pool(self.ps, self.ps_machine, env=_PS_ENV)
+        if self.reduction_servers:
+            third = {
+                **self.reduction_machine.fields(),
+                "replicaCount": self.reduction_servers,
+                "containerSpec": {"imageUri": REDUCTION_SERVER_IMAGE},
+            }
+        pools = [
+            self._pool(1, chief_machine),
+            self._pool(self.workers, self.machine),
+            third,
+            self._pool(
+                int(self.evaluator),
+                self.evaluator_machine,
+                image=self.evaluator_image,
+            ),
+        ]
+        while not pools[-1]:
+            pools.pop()
+        return pools
+
+    def _pool(
+        self,
+        replicas: int,
+        machine: Machine,
+        image: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One worker pool; {} leaves it out."""
+        if not replicas:
+            return {}
+        env = {
+            **(_PS_JOB_ENV if self.ps else {}),
+            **(env or {}),
+            **({REDUCTION_SERVERS: "1"} if self.reduction_servers else {}),
+            **self.env,
+        }
+        run = given(
+            {
+                "args": list(self.args) or None,
+                "env": [{"name": k, "value": v} for k, v in env.items()]
+                or None,
+            }
+        )
+        pool = {**machine.fields(), "replicaCount": replicas}
+        if self.packages:
+            pool["pythonPackageSpec"] = {
+                "executorImageUri": self.executor_image,
+                "packageUris": list(self.packages),
+                "pythonModule": self.module,
+                **run,
+            }
+        else:
+            pool["containerSpec"] = {
+                "imageUri": image or self.image,
+                "command": ["python", "-m", self.module],
+                **run,
+            }
+        return pool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a hyperparameter tuning job varies.
+
+    Attributes:
+        metric: Name under which the trainer reports it.
+        goal: "MAXIMIZE" or "MINIMIZE".
+        parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
+            Each trial gets its values as flags, `--name=value`.
+        max_trials: How many trials there are.
+        parallel_trials: How many of them at once.
+        algorithm: "GRID_SEARCH" or "RANDOM_SEARCH". Default: Bayesian.
+    """
+
+    metric: str
+    parameters: Sequence[Mapping[str, Any]]
+    goal: str = "MAXIMIZE"
+    max_trials: int = 10
+    parallel_trials: int = 2
+    algorithm: str | None = None
+
+    def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
+        """The `HyperparameterTuningJob`, each of whose trials is a job.
+
+        Raises:
+            ValueError: the service would refuse it, with all the reasons.
+        """
+        study = {
+            "metrics": [{"metricId": self.metric, "goal": self.goal}],
+            "parameters": [dict(entry) for entry in self.parameters],
+            "algorithm": self.algorithm,
+        }
+        job = {
+            "displayName": name,
+            "studySpec": given(study),
+            "maxTrialCount": self.max_trials,
+            "parallelTrialCount": self.parallel_trials,
+            "trialJobSpec": trial._spec(),
+        }
+        check(problems_of_tuning_job(job))
+        return job
+
+
+def parameter(text: str) -> dict[str, Any]:
+    """Parses a tuned flag from the command line.
+
+    >>> parameter("learning_rate=double:0.01:1:log")["scaleType"]
+    'UNIT_LOG_SCALE'
+    >>> parameter("batch_size=discrete:64,128")["discreteValueSpec"]
+    {'values': [64.0, 128.0]}
+    >>> parameter("hidden_units=categorical:64|128,64")["categoricalValueSpec"]
+    {'values': ['64', '128,64']}
+
+    Args:
+        text: name=double:MIN:MAX[:log|:reverse_log], name=int:MIN:MAX[:log...],
+            name=discrete:NUMBER,... or name=categorical:VALUE|...
+
+    Returns:
+        A `ParameterSpec`, as JSON has it.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    name, _, rest = text.partition("=")
+    kind, _, values = rest.partition(":")
+    result: dict[str, Any] = {"parameterId": name}
+    if kind == "categorical":
+        result["categoricalValueSpec"] = {"values": values.split("|")}
+        return result
+    try:
+        if kind == "discrete":
+            numbers = [float(value) for value in values.split(",")]
+            return {**result, "discreteValueSpec": {"values": numbers}}
+        low, high, scale = (*values.split(":"), "linear")[:3]
+        number, key = {
+            "double": (float, "doubleValueSpec"),
+            "int": (int, "integerValueSpec"),
+        }[kind]
+        result[key] = {"minValue": number(low), "maxValue": number(high)}
+        result["scaleType"] = {
+            "linear": "UNIT_LINEAR_SCALE",
+            "log": "UNIT_LOG_SCALE",
+            "reverse_log": "UNIT_REVERSE_LOG_SCALE",
+        }[scale]
+    except (KeyError, ValueError):
+        raise ValueError(
+            "Argument `parameter` must be name=double:MIN:MAX[:log], "
+            "name=int:MIN:MAX[:log], name=discrete:1,2,... or "
+            f"name=categorical:a|b|... Received: {text!r}."
+        ) from None
+    return result
+
+
+def check(problems: Sequence[str]) -> None:
+    """Raises a `ValueError` that lists the problems, if there are any."""
+    if problems:
+        raise ValueError("\n".join(["The job is wrong:", *problems]))
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value."""
+    return {key: value for key, value in fields.items() if value is not None}

@@ -1,0 +1,364 @@
+r"""A job on Kubernetes: `python -m tfdist.kubernetes > job.yaml`.
+
+    python -m tfdist.kubernetes --workers=4 --ps=2 --evaluator \
+        --image=my-registry/trainer:1 -- --model_dir=gs://my-bucket/clicks
+    kubectl apply -f job.yaml
+
+The same shapes as `tfdist.vertex`, in one of two kinds:
+
+* `--kind=plain` (default): one indexed Job per role and a headless Service, in
+  which every pod keeps its name, and `TF_CONFIG` is written out. Nothing but
+  Kubernetes 1.31 or later is needed. (Not a StatefulSet: it would start again
+  the servers that end when the chief is done.)
+* `--kind=tfjob`: a TFJob for the training operator v1, which sets `TF_CONFIG`.
+  Its successor, Kubeflow Trainer v2, has no TensorFlow runtime.
+
+TensorFlow's servers authenticate nobody and execute any graph they are sent. A
+NetworkPolicy lets only the pods of the job reach each other, if the cluster's
+network enforces such policies; the comment in the file says so too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from tfdist.cluster.spec import Cluster
+from tfdist.launch.command import count_flag
+
+_PORT = 2222
+_LABEL = "tfdist-job"
+_CONTAINER = "tensorflow"  # The training operator looks for this name.
+# Exit codes of a mistake, after which another try is no use.
+_PERMANENT = [1, 2]
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_TFJOB_ROLES = {
+    "chief": ("Chief", "ExitCode"),
+    "worker": ("Worker", "ExitCode"),
+    "ps": ("PS", "Always"),
+    "evaluator": ("Evaluator", "OnFailure"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job on Kubernetes.
+
+    Attributes:
+        name: Of the job and the beginning of its pods' names.
+        image: Container image of every task.
+        workers: Workers beside the chief.
+        ps: Parameter servers.
+        evaluator: Whether there is an evaluator.
+        namespace: Where it runs.
+        module: What is run: `python -m <module>`.
+        args: Flags of the trainer, the same for every task. They must name a
+            `model_dir` that all pods share.
+        gpus: On each task that computes gradients: the workers, and without
+            parameter servers the chief.
+        cpu: What each task asks for, such as "4" or "500m".
+        memory: Likewise, such as "16Gi".
+        service_account: Whose rights the pods have (Workload Identity).
+        max_restarts: How often the pods of a role may fail.
+    """
+
+    name: str
+    image: str
+    workers: int = 0
+    ps: int = 0
+    evaluator: bool = False
+    namespace: str = "default"
+    module: str = "trainer.task"
+    args: Sequence[str] = ()
+    gpus: int = 0
+    cpu: str | None = None
+    memory: str | None = None
+    service_account: str | None = None
+    max_restarts: int = 6
+
+    def __post_init__(self) -> None:
+        for key in ("name", "namespace"):
+            value = getattr(self, key)
+            if not _NAME.fullmatch(value):
+                raise ValueError(
+                    f"Argument `{key}` must be at most 40 small letters, "
+                    f"digits and dashes. Received: {key}={value!r}."
+                )
+        for key in ("cpu", "memory"):
+            value = getattr(self, key)
+            if value is not None and not _QUANTITY.fullmatch(value):
+                raise ValueError(
+                    f"Argument `{key}` must be a quantity, such as 4 or 16Gi. "
+                    f"Received: {key}={value!r}."
+                )
+        if not self.image or " " in self.image:
+            raise ValueError(
+                "Argument `image` must name a container image. Received: "
+                f"image={self.image!r}."
+            )
+        if self.ps and not self.workers:
+            raise ValueError(
+                "Argument `ps` needs `workers`: parameter servers hold the "
+                "variables, workers train them. Received: "
+                f"ps={self.ps}, workers=0."
+            )
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Role -> number of its tasks, without roles that have none."""
+        counts = {
+            "chief": 1,
+            "worker": self.workers,
+            "ps": self.ps,
+            "evaluator": int(self.evaluator),
+        }
+        return {role: count for role, count in counts.items() if count}
+
+    @property
+    def cluster(self) -> Cluster:
+        """The tasks by their names in the headless Service, as the chief."""
+        domain = f"{self.name}.{self.namespace}.svc:{_PORT}"
+        addresses = {
+            role: [f"{self.name}-{role}-{i}.{domain}" for i in range(count)]
+            for role, count in self.replicas.items()
+        }
+        return Cluster.from_jobs(addresses, "chief", 0)
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Objects for Kubernetes itself.
+
+        >>> job = Job(name="a", image="i", workers=2, ps=1)
+        >>> [object["metadata"]["name"] for object in job.plain()]
+        ['a', 'a', 'a-chief', 'a-worker', 'a-ps']
+        """
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._metadata(),
+            "spec": {
+                "clusterIP": "None",  # A name for each pod.
+                "publishNotReadyAddresses": True,
+                "selector": self._labels,
+                "ports": [{"name": "grpc", "port": _PORT}],
+            },
+        }
+        jobs = [self._indexed_job(role, n) for role, n in self.replicas.items()]
+        return [self.network_policy(), service, *jobs]
+
+    def tfjob(self) -> list[dict[str, Any]]:
+        """Objects for the training operator v1."""
+        specs = {}
+        for role, count in self.replicas.items():
+            name, restart = _TFJOB_ROLES[role]
+            specs[name] = {
+                "replicas": count,
+                "restartPolicy": restart,
+                "template": self._template(role),
+            }
+        job = {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "TFJob",
+            "metadata": self._metadata(),
+            "spec": {
+                "runPolicy": {
+                    "cleanPodPolicy": "Running",
+                    "backoffLimit": self.max_restarts,
+                },
+                "tfReplicaSpecs": specs,
+            },
+        }
+        return [self.network_policy(), job]
+
+    def network_policy(self) -> dict[str, Any]:
+        """Only pods of this job may connect to pods of this job."""
+        pods = {"matchLabels": self._labels}
+        return {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": self._metadata(),
+            "spec": {
+                "podSelector": pods,
+                "policyTypes": ["Ingress"],
+                "ingress": [{"from": [{"podSelector": dict(pods)}]}],
+            },
+        }
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {_LABEL: self.name}
+
+    def _metadata(self, suffix: str = "") -> dict[str, Any]:
+        return {
+            "name": f"{self.name}{suffix}",
+            "namespace": self.namespace,
+            "labels": self._labels,
+        }
+
+    def _indexed_job(self, role: str, count: int) -> dict[str, Any]:
+        """The pods of a role; number i is called `<name>-<role>-<i>`.
+
+        A failed pod is made anew under its name. That of a chief who made a
+        mistake is not, and a pod whose machine was taken away costs no try.
+        """
+        rules: list[dict[str, Any]] = [
+            {
+                "action": "Ignore",
+                "onPodConditions": [
+                    {"type": "DisruptionTarget", "status": "True"}
+                ],
+            }
+        ]
+        if role == "chief":
+            codes = {
+                "containerName": _CONTAINER,
+                "operator": "In",
+                "values": list(_PERMANENT),
+            }
+            rules.append({"action": "FailJob", "onExitCodes": codes})
+        template = self._template(role)
+        index = (
+            "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        )
+        tf_config = self.cluster.tf_config(role, 0).replace(
+            '"index": 0', '"index": $(TASK_INDEX)'
+        )
+        template["spec"]["containers"][0]["env"] += [
+            {
+                "name": "TASK_INDEX",
+                "valueFrom": {"fieldRef": {"fieldPath": index}},
+            },
+            {"name": "TF_CONFIG", "value": tf_config},
+        ]
+        template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": self._metadata(f"-{role}"),
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": count,
+                "parallelism": count,
+                "backoffLimit": self.max_restarts,
+                "podFailurePolicy": {"rules": rules},
+                "template": template,
+            },
+        }
+
+    def _template(self, role: str) -> dict[str, Any]:
+        """The pods of a role, without what tells them their place."""
+        computes = role == "worker" or (role == "chief" and not self.ps)
+        asked = {"cpu": self.cpu, "memory": self.memory}
+        asked = {key: value for key, value in asked.items() if value}
+        resources: dict[str, Any] = {"requests": asked} if asked else {}
+        if self.gpus and computes:
+            resources["limits"] = {"nvidia.com/gpu": str(self.gpus)}
+        env = [{"name": "GRPC_FAIL_FAST", "value": "use_caller"}]
+        if role == "ps":
+            huge = {"name": "GLIBC_TUNABLES", "value": "glibc.malloc.hugetlb=1"}
+            env.append(huge)
+        container = {
+            "name": _CONTAINER,
+            "image": self.image,
+            "command": ["python", "-m", self.module],
+            # Kubernetes would replace $(NAME).
+            "args": [arg.replace("$(", "$$(") for arg in self.args],
+            "env": env,
+            "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
+            "resources": resources,
+        }
+        spec: dict[str, Any] = {
+            # Whoever gets into a task should not get into the cluster.
+            "automountServiceAccountToken": False,
+            "containers": [container],
+        }
+        if self.service_account:
+            spec["serviceAccountName"] = self.service_account
+        return {
+            "metadata": {
+                "labels": self._labels,
+                # A proxy of Istio would break TensorFlow's own protocol.
+                "annotations": {"sidecar.istio.io/inject": "false"},
+            },
+            "spec": spec,
+        }
+
+
+def to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
+    """The file: what it is and what it needs, then the YAML of the objects."""
+    head = [
+        f"# {shape}. Start it with:",
+        "#   kubectl apply -f job.yaml",
+        "# and remove it, also after a failure, with:",
+        "#   kubectl delete -f job.yaml",
+        "# TensorFlow's servers authenticate nobody and execute any graph that",
+        "# they are sent. The NetworkPolicy keeps others away only if the",
+        "# cluster's network enforces such policies (on GKE: Dataplane V2).",
+    ]
+    body = yaml.dump_all(
+        objects, Dumper=_NoAliases, sort_keys=False, width=10_000
+    )
+    return "\n".join(head) + "\n" + body
+
+
+class _NoAliases(yaml.SafeDumper):
+    """Writes what occurs twice twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Never an alias."""
+        return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tfdist.kubernetes",
+        usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",
+        description="Prints the YAML of a job on Kubernetes.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--kind", choices=("plain", "tfjob"), default="plain", help="(plain)")
+    for flag, default, what in (
+        ("--workers", 0, "workers, beside the chief"),
+        ("--ps", 0, "parameter servers"),
+        ("--gpus", 0, "GPUs of each task that computes gradients"),
+        ("--max_restarts", 6, "how often the pods of a role may fail"),
+    ):
+        text = f"{what} ({default})"
+        add(flag, type=count_flag, default=default, metavar="N", help=text)
+    add("--evaluator", action="store_true", help="adds an evaluator")
+    add("--image", required=True, help="container image of every task")
+    add("--name", default="tfdist", help="of the job and its pods (tfdist)")
+    add("--namespace", default="default", help="(default)")
+    add("--module", default="trainer.task", help="what is run (trainer.task)")
+    add("--cpu", help="what each task asks for, such as 4")
+    add("--memory", help="what each task asks for, such as 16Gi")
+    add("--service_account", metavar="NAME", help="whose rights it has")
+    add("args", nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; see `python -m tfdist.kubernetes --help`.
+
+    Args:
+        argv: Arguments. Default: those of the process.
+
+    Returns:
+        0. A job that is wrong exits with 2 and a message.
+    """
+    parser = _parser()
+    options = vars(parser.parse_args(argv))
+    kind = options.pop("kind")
+    try:
+        job = Job(**options)
+    except ValueError as error:
+        parser.error(str(error))
+    objects = job.plain() if kind == "plain" else job.tfjob()
+    print(to_yaml(objects, job.cluster.shape), end="")
+    return 0
