@@ -137,7 +137,7 @@ class _Coordinated:
         start = time.monotonic()
         loop.run(steps, ahead=_MANY)
         rate = steps / (time.monotonic() - start)
-        loop.settle()
+        loop.wait_for_steps()
         return rate
 
 

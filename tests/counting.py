@@ -29,7 +29,7 @@ class CountingLoop:
             raise tf.errors.UnavailableError(None, None, "a server is gone")
         return {"loss": self.loss(step)}
 
-    def settle(self, watch=lambda: None):
+    def wait_for_steps(self, watch=lambda: None):
         pass
 
     def staleness(self):

@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist._tf.private import COORDINATOR_ERRORS
-from tfdist.cluster.health import Loss, ServerLostError
+from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.session import recovery
-from tfdist.session.recovery import Remedy
+from tfdist.session.recovery import RecoveryAction
 from tfdist.training import staleness
 from tfdist.training.fence import Generations
 
-DEAD, FROZEN = {"ps:0": Loss.DEAD}, {"ps:0": Loss.DEAD, "ps:1": Loss.FROZEN}
+DEAD, FROZEN = (
+    {"ps:0": ServerFailure.DEAD},
+    {"ps:0": ServerFailure.DEAD, "ps:1": ServerFailure.FROZEN},
+)
 
 
 def op_error(kind, message="m"):
@@ -25,19 +28,19 @@ def op_error(kind, message="m"):
 @pytest.mark.parametrize(
     ("error", "lost", "failures", "expected"),
     [
-        (op_error("AbortedError"), {}, 0, Remedy.REBUILD),
-        (op_error("UnavailableError"), {}, 0, Remedy.REBUILD),
-        (ServerLostError(DEAD), DEAD, 0, Remedy.REBUILD),
-        (op_error("NotFoundError"), DEAD, 0, Remedy.REBUILD),
-        (op_error("NotFoundError"), FROZEN, 0, Remedy.RESTART),
-        (op_error("AbortedError"), {}, 3, Remedy.RESTART),
-        (op_error("AbortedError"), {}, 10, Remedy.RAISE),
-        (op_error("InvalidArgumentError"), {}, 0, Remedy.RAISE),
+        (op_error("AbortedError"), {}, 0, RecoveryAction.REBUILD),
+        (op_error("UnavailableError"), {}, 0, RecoveryAction.REBUILD),
+        (ServerLostError(DEAD), DEAD, 0, RecoveryAction.REBUILD),
+        (op_error("NotFoundError"), DEAD, 0, RecoveryAction.REBUILD),
+        (op_error("NotFoundError"), FROZEN, 0, RecoveryAction.RESTART),
+        (op_error("AbortedError"), {}, 3, RecoveryAction.RESTART),
+        (op_error("AbortedError"), {}, 10, RecoveryAction.RAISE),
+        (op_error("InvalidArgumentError"), {}, 0, RecoveryAction.RAISE),
         (
             op_error("InvalidArgumentError", "Unable to find a context_id"),
             {},
             0,
-            Remedy.REBUILD,
+            RecoveryAction.REBUILD,
         ),
         (
             op_error(
@@ -46,15 +49,15 @@ def op_error(kind, message="m"):
             ),
             {},
             0,
-            Remedy.REBUILD,
+            RecoveryAction.REBUILD,
         ),
-        (ValueError("the user's"), DEAD, 0, Remedy.RAISE),
+        (ValueError("the user's"), DEAD, 0, RecoveryAction.RAISE),
         *(
             (error(cause), {}, 0, expected)
             for error in COORDINATOR_ERRORS
             for cause, expected in [
-                (op_error("UnavailableError"), Remedy.REBUILD),
-                (op_error("DataLossError"), Remedy.RAISE),
+                (op_error("UnavailableError"), RecoveryAction.REBUILD),
+                (op_error("DataLossError"), RecoveryAction.RAISE),
             ]
         ),
     ],
@@ -142,13 +145,13 @@ def test_updates_of_others_are_counted():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (op_error("UnavailableError"), Remedy.RESTART),
-        (op_error("AbortedError"), Remedy.RESTART),
-        (op_error("CancelledError"), Remedy.RESTART),
-        (op_error("DeadlineExceededError"), Remedy.RESTART),
-        (op_error("InvalidArgumentError"), Remedy.RAISE),
-        (op_error("OutOfRangeError"), Remedy.RAISE),
-        (ValueError("the user's"), Remedy.RAISE),
+        (op_error("UnavailableError"), RecoveryAction.RESTART),
+        (op_error("AbortedError"), RecoveryAction.RESTART),
+        (op_error("CancelledError"), RecoveryAction.RESTART),
+        (op_error("DeadlineExceededError"), RecoveryAction.RESTART),
+        (op_error("InvalidArgumentError"), RecoveryAction.RAISE),
+        (op_error("OutOfRangeError"), RecoveryAction.RAISE),
+        (ValueError("the user's"), RecoveryAction.RAISE),
     ],
 )
 def test_remedy_in_sync(error, expected):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def gist(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.
 
     >>> text = "Graph execution error:|Detected at X|  File y|Gone."

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.errors import gist
+from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import CheckpointTracedOnce, Saveable, ShardedVariable
 from tfdist.embeddings.layer import copy_shard, logical_path, shard_of
 from tfdist.training import optimizers, slots
@@ -208,7 +208,7 @@ class Checkpoints:
             _log.warning(
                 "The position of the input cannot be saved: a restored job "
                 "will not go on from there. TensorFlow says: %s",
-                gist(error),
+                summarize_error(error),
             )
         self._iterator_fn = lambda: None
         self._set_iterator(None)
@@ -280,7 +280,9 @@ class Checkpoints:
         try:
             manager.save(checkpoint_number=step)
         except _NO_POSITION as error:
-            _log.warning("The position is not saved: %s", gist(error))
+            _log.warning(
+                "The position is not saved: %s", summarize_error(error)
+            )
 
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""

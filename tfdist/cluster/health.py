@@ -32,7 +32,7 @@ _DEAD_ROUNDS = 2
 _ACT_SECS = 5.0
 
 
-class Loss(enum.Enum):
+class ServerFailure(enum.Enum):
     """Why a parameter server's variables cannot be used any more."""
 
     DEAD = "is not up"
@@ -47,7 +47,7 @@ class ServerLostError(RuntimeError):
         lost: Task name to the kind of loss.
     """
 
-    def __init__(self, lost: Mapping[str, Loss]) -> None:
+    def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)
         super().__init__(
             "; ".join(f"{name} {loss.value}" for name, loss in lost.items())
@@ -119,7 +119,7 @@ class HealthMonitor:
         """Ends the thread."""
         self._stopped.set()
 
-    def lost(self) -> dict[str, Loss]:
+    def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
         lost = {}
         for (job, index), record in self._records.items():
@@ -128,7 +128,7 @@ class HealthMonitor:
                 lost[f"{job}:{index}"] = loss
         return lost
 
-    def look(self) -> dict[str, Loss]:
+    def look(self) -> dict[str, ServerFailure]:
         """Asks all tasks now, twice, and returns the servers that are lost."""
         for _ in range(_DEAD_ROUNDS):
             self._ask()
@@ -173,7 +173,7 @@ class HealthMonitor:
             self._ask()
             self._cut_frozen_workers()
             lost = self.lost()
-            if Loss.FROZEN not in lost.values():
+            if ServerFailure.FROZEN not in lost.values():
                 stuck_since = None
                 continue
             stuck_since = stuck_since or time.monotonic()
@@ -203,7 +203,7 @@ class HealthMonitor:
             record.identity = record.identity or answer.identity
             replaced = record.identity != answer.identity
             if replaced and not record.replaced and task[0] == "ps":
-                _log.warning("%s %s.", name, Loss.REPLACED.value)
+                _log.warning("%s %s.", name, ServerFailure.REPLACED.value)
             record.replaced = replaced
         if answer.state is record.state:
             record.rounds += 1
@@ -217,7 +217,7 @@ class HealthMonitor:
 
     def _cut_frozen_workers(self) -> None:
         for (job, index), record in self._records.items():
-            frozen = _loss(record, self._frozen_secs) is Loss.FROZEN
+            frozen = _loss(record, self._frozen_secs) is ServerFailure.FROZEN
             if job == "worker" and frozen and not record.handled:
                 _log.warning(
                     "worker:%d does not answer since %.0f s: it is treated as "
@@ -229,13 +229,13 @@ class HealthMonitor:
                 record.handled = True
 
 
-def _loss(record: _Record, frozen_secs: float) -> Loss | None:
+def _loss(record: _Record, frozen_secs: float) -> ServerFailure | None:
     """What a record means for the task's variables, if it had any."""
     if record.replaced:
-        return Loss.REPLACED
+        return ServerFailure.REPLACED
     if record.state is TaskState.DEAD and record.rounds >= _DEAD_ROUNDS:
-        return Loss.DEAD
+        return ServerFailure.DEAD
     silent = time.monotonic() - record.since
     if record.state is TaskState.FROZEN and silent >= frozen_secs:
-        return Loss.FROZEN
+        return ServerFailure.FROZEN
     return None

@@ -65,7 +65,9 @@ class Peers:
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
 
-    def leaders(self, what: str, value: str, watch: Callable[[], None]) -> str:
+    def broadcast_from_leader(
+        self, what: str, value: str, watch: Callable[[], None]
+    ) -> str:
         """The leader's value, whatever this process would have."""
         if self.leads:
             self._write(what, value)

@@ -15,25 +15,25 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 
-class Desk(Protocol):
+class RowProvider(Protocol):
     """Where a table brings its ids."""
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """Rows `(n, dim)` for the int64 ids `(n,)` of `table`."""
 
 
-_desk: contextvars.ContextVar[Desk | None] = contextvars.ContextVar(
+_desk: contextvars.ContextVar[RowProvider | None] = contextvars.ContextVar(
     "desk", default=None
 )
 
 
-def current() -> Desk | None:
+def current() -> RowProvider | None:
     """The desk of the step that is being traced, if any."""
     return _desk.get()
 
 
 @contextlib.contextmanager
-def at(desk: Desk) -> Iterator[None]:
+def at(desk: RowProvider) -> Iterator[None]:
     """Lookups inside go to `desk`."""
     token = _desk.set(desk)
     try:
@@ -65,7 +65,7 @@ class Collector:
         self.answers: list[str] = []
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """See `Desk`."""
+        """See `RowProvider`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
@@ -99,7 +99,7 @@ class Answers:
         self._left = list(zip(tables, answers, strict=True))
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """See `Desk`."""
+        """See `RowProvider`."""
         del ids
         expected, answer = self._left.pop(0) if self._left else (None, None)
         if expected is not table:

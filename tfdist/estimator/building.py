@@ -113,7 +113,7 @@ class Builder:
         seed = self._config.tf_random_seed
         if seed is None:
             seed = random.SystemRandom().randrange(1 << 30)
-        seed = int(peers.leaders("seed", str(seed), lambda: None))
+        seed = int(peers.broadcast_from_leader("seed", str(seed), lambda: None))
         keras.utils.set_random_seed(seed)
         if own:
             tf.random.set_seed(seed + own.input_pipeline_id)

@@ -60,7 +60,7 @@ from tfdist.placement.plans import Plan
 from tfdist.placement.variables import describe
 from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training.compiled_model import checked_model
-from tfdist.training.loop import logs_of
+from tfdist.training.loop import metrics_from_states
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
@@ -319,7 +319,7 @@ class Estimator:
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             with self._workers(path, batches, metrics=True) as (step, calls):
                 packed = calls(step.evaluate_alone)
-                return logs_of(sum(packed), step)
+                return metrics_from_states(sum(packed), step)
 
         return evaluator.evaluate(path, elsewhere=on_workers)
 

@@ -37,7 +37,7 @@ from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import results
 from tfdist.estimator.exporters import Exporter
-from tfdist.hooks.basic import Round
+from tfdist.hooks.basic import HookRunner
 from tfdist.hooks.events import EventFile, event_file
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
@@ -443,7 +443,7 @@ class Evaluator:
         states: States,
         session: EvaluationSession,
     ) -> States:
-        around = Round(self._hooks, session)
+        around = HookRunner(self._hooks, session)
         states = self._evaluate_batch(next(batches), states)
         session.step += 1
         around.end(self._result(states) if self._hooks else {})

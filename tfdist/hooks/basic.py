@@ -156,7 +156,7 @@ class LoggingTensorHook(TimedHook):
         _log.info("%s", line)
 
 
-class Round:
+class HookRunner:
     """Calls hooks around a run, as TF1's sessions did.
 
     Args:

@@ -101,7 +101,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves when the timer triggers."""
         session = run_context.session
         if self._timer.should_trigger_for_step(session.step):
-            session.settle()
+            session.wait_for_steps()
             self._timer.update_last_triggered_step(session.step)
             if self._save(session):
                 run_context.request_stop()

@@ -60,7 +60,7 @@ class Session(Protocol):
     def request_stop(self) -> None:
         """Ends training after the hooks have seen the current steps."""
 
-    def settle(self) -> None:
+    def wait_for_steps(self) -> None:
         """Waits for the steps that are under way."""
 
     def tasks_alive(self) -> str:

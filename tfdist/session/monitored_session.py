@@ -81,7 +81,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.errors import gist
+from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import Saveable
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
@@ -96,12 +96,12 @@ from tfdist.cluster.strategies import (
 )
 from tfdist.data.input_fns import takes_argument
 from tfdist.hooks import default_hooks
-from tfdist.hooks.basic import NanTensorHook, Round
+from tfdist.hooks.basic import HookRunner, NanTensorHook
 from tfdist.hooks.default_hooks import USE_DEFAULT, Hook
 from tfdist.hooks.session_run_hook import wants_every_step
 from tfdist.placement.scope import placed_scope
 from tfdist.session import recovery
-from tfdist.session.recovery import Remedy
+from tfdist.session.recovery import RecoveryAction
 from tfdist.training.loop import EndOfInput, FunctionLoop, Loop
 
 _log = logging.getLogger(__name__)
@@ -362,7 +362,7 @@ class MonitoredTrainingSession:
         if self._closed:
             raise RuntimeError("The session is closed already.")
         try:
-            self.settle()
+            self.wait_for_steps()
             for hook in self.hooks:
                 hook.end(self)
             self._coord.request_stop()
@@ -401,16 +401,17 @@ class MonitoredTrainingSession:
         """Updates by their staleness; None where there is none."""
         return self._loop.staleness()
 
-    def settle(self) -> None:
+    def wait_for_steps(self) -> None:
         """Waits for the steps that are under way; `step` then counts them."""
-        self._loop.settle(self._watch)
+        self._loop.wait_for_steps(self._watch)
         self.step = self._loop.step
 
     def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
         """Loss and metrics of the current parameters, by a cluster's workers.
 
-        Exact, whatever worker dies. No step may be under way (`settle`), as is
-        so when a checkpoint is saved. Empty if there is no batch.
+        Exact, whatever worker dies. No step may be under way
+        (`wait_for_steps`), as is so when a checkpoint is saved. Empty if there
+        is no batch.
         """
         return self._loop.evaluate(batches, self._watch)
 
@@ -458,7 +459,7 @@ class MonitoredTrainingSession:
                 self.request_stop()
                 return {}
         with recovery.in_hooks():
-            around = Round(self.hooks, self)
+            around = HookRunner(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
         if self.step > first_step or not self.input_ended:
@@ -470,7 +471,7 @@ class MonitoredTrainingSession:
         if around.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
-            self.settle()
+            self.wait_for_steps()
             for hook in self.hooks:
                 if hasattr(hook, "on_preemption"):
                     hook.on_preemption(self)
@@ -582,7 +583,10 @@ class MonitoredTrainingSession:
                 self._peers.wait_for_others("end", self._watch)
         except tf.errors.OpError as error:
             # All is done; whoever is started again will find that out.
-            _log.warning("Another process went before the end: %s", gist(error))
+            _log.warning(
+                "Another process went before the end: %s",
+                summarize_error(error),
+            )
 
     def _restore_as_told(self) -> None:
         """Restores what the leader has restored."""
@@ -623,17 +627,19 @@ class MonitoredTrainingSession:
             error, lost, self._failures.count, in_sync=bool(self._all_reduce)
         )
         users = not lost and self._failures.is_the_users(error, self.step)
-        if remedy is Remedy.RAISE or users:
+        if remedy is RecoveryAction.RAISE or users:
             raise error
         self._sigterm.leave()
         self._failures.add()
-        reason = str(ServerLostError(lost)) if lost else gist(error)
+        reason = str(ServerLostError(lost)) if lost else summarize_error(error)
         _log.warning(
             "Failed at step %d: %s. Training goes on from the last checkpoint.",
             self.step,
             reason,
         )
-        if remedy is Remedy.RESTART and (self._cluster or self._all_reduce):
+        if remedy is RecoveryAction.RESTART and (
+            self._cluster or self._all_reduce
+        ):
             self._failures.keep()
             recovery.restart_process(reason)
         self._end()
@@ -663,15 +669,15 @@ class MonitoredTrainingSession:
             else FunctionLoop(trainable.step, trainable.global_step)
         )
         self._loop, self._trainable = loop, trainable
-        self._failures.lap("built")
+        self._failures.record_phase("built")
         if self.checkpoint_dir and not self._follows:
             self._restore()
-            self._failures.lap("restored")
+            self._failures.record_phase("restored")
         if self._peers and not self._follows:
             self._peers.tell(restored=self.restored_from)
         elif self._peers:
             self._restore_as_told()
-        self.settle()
+        self.wait_for_steps()
         with recovery.in_hooks():
             for hook in self.hooks:
                 hook.after_create_session(self, self._coord)
@@ -682,7 +688,7 @@ class MonitoredTrainingSession:
         if self._ending and not self._ending.has_ended():
             recovery.restart_process("The loop of before has not ended")
         self._ending = None
-        self._failures.lap("waited for tasks")
+        self._failures.record_phase("waited for tasks")
         strategy = parameter_server_strategy(
             cluster,
             start_timeout_secs=self._max_wait_secs,
@@ -691,7 +697,7 @@ class MonitoredTrainingSession:
         self._health = HealthMonitor(
             cluster, on_stuck=lambda e: recovery.restart_process(str(e))
         )
-        self._failures.lap("connected")
+        self._failures.record_phase("connected")
         return strategy
 
     def _build(self, strategy: tf.distribute.Strategy) -> Trainable:

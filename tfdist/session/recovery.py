@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
-from tfdist._tf.errors import gist
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster import servers
-from tfdist.cluster.health import Loss, ServerLostError
+from tfdist.cluster.health import ServerFailure, ServerLostError
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
 _WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
-class Remedy(enum.Enum):
+class RecoveryAction(enum.Enum):
     """What becomes of a session after an error."""
 
     RAISE = "the error is raised"
@@ -52,17 +51,17 @@ class Remedy(enum.Enum):
 
 def remedy(
     error: BaseException,
-    lost: Mapping[str, Loss],
+    lost: Mapping[str, ServerFailure],
     failures: int = 0,
     in_sync: bool = False,
-) -> Remedy:
+) -> RecoveryAction:
     """Decides what an error means.
 
     >>> remedy(tf.errors.UnavailableError(None, None, "gone"), {}).name
     'REBUILD'
     >>> remedy(tf.errors.NotFoundError(None, None, "what"), {}).name
     'RAISE'
-    >>> remedy(ServerLostError({}), {"ps:0": Loss.FROZEN}).name
+    >>> remedy(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
     'RESTART'
 
     Args:
@@ -74,10 +73,10 @@ def remedy(
     """
     error = getattr(error, "original_exception", error)
     if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
-        return Remedy.RAISE
-    if Loss.FROZEN in lost.values():
+        return RecoveryAction.RAISE
+    if ServerFailure.FROZEN in lost.values():
         # Calls to it may hang for ever, in threads that nobody can end.
-        return Remedy.RESTART
+        return RecoveryAction.RESTART
     recoverable = (
         tf.errors.AbortedError,
         tf.errors.UnavailableError,
@@ -85,12 +84,16 @@ def remedy(
     )
     if in_sync:
         ended = isinstance(error, (*recoverable, *_WITHOUT_ANSWER))
-        return Remedy.RESTART if ended else Remedy.RAISE
+        return RecoveryAction.RESTART if ended else RecoveryAction.RAISE
     # Servers have given a chief up that was frozen, or cut off, for long.
     given_up = any(sign in str(error) for sign in _GIVEN_UP)
     if not (lost or given_up or isinstance(error, recoverable)):
-        return Remedy.RAISE
-    return Remedy.RESTART if failures >= MAX_REBUILDS else Remedy.REBUILD
+        return RecoveryAction.RAISE
+    return (
+        RecoveryAction.RESTART
+        if failures >= MAX_REBUILDS
+        else RecoveryAction.REBUILD
+    )
 
 
 def restart_process(reason: str) -> None:
@@ -148,7 +151,7 @@ class Failures:
         """Whether a hook has raised the same at the same step too often."""
         if not getattr(error, "in_hook", False):
             return False
-        what = f"{step} {gist(error)}"
+        what = f"{step} {summarize_error(error)}"
         self._times = self._times + 1 if what == self._what else 1
         self._what = what
         return self._times >= MAX_REPEATS
@@ -157,7 +160,7 @@ class Failures:
         """Hands the count on to the process that this one becomes."""
         os.environ[self._KEPT] = f"{self._times} {self._what}"
 
-    def lap(self, part: str) -> None:
+    def record_phase(self, part: str) -> None:
         """A part of the recovery is done."""
         now = time.monotonic()
         self._parts.append(f"{part} in {now - self._last_at:.1f} s")
@@ -167,7 +170,7 @@ class Failures:
         """A run succeeded: says where the time went, if it was a recovery."""
         if not self.count:
             return
-        self.lap("the first steps")
+        self.record_phase("the first steps")
         _log.warning(
             "Recovered: at step %d, %.1f s after the failure was noticed (%s).",
             step,

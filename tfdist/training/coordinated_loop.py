@@ -21,7 +21,7 @@ from tfdist.training.loop import (
     Dispatches,
     EndOfInput,
     dispatch_size,
-    logs_of,
+    metrics_from_states,
     run_steps,
 )
 from tfdist.training.step import ModelStep
@@ -129,14 +129,14 @@ class CoordinatedLoop:
         while self.step < target:
             exhausted = self._crew.all_exhausted()
             if exhausted and not self._pending:
-                raise EndOfInput(logs_of(total, self._step))
+                raise EndOfInput(metrics_from_states(total, self._step))
             if not (exhausted or self._uncertain):
                 self._hand_out_up_to(limit, most=num_steps)
             total += self._collect(watch, target)
-        return logs_of(total, self._step)
+        return metrics_from_states(total, self._step)
 
-    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
-        """See `Loop.settle`; the next run returns their metrics too."""
+    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
+        """See `Loop.wait_for_steps`; the next run returns their metrics too."""
         while self._pending or self._uncertain:
             self._settled += self._collect(watch)
 
@@ -152,7 +152,7 @@ class CoordinatedLoop:
         `Workers.map`.
         """
         packed = self._workers.map(self._evaluate, batches, watch)
-        return logs_of(sum(packed), self._step)
+        return metrics_from_states(sum(packed), self._step)
 
     def staleness(self) -> np.ndarray:
         """See `Loop.staleness`."""

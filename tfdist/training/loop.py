@@ -75,7 +75,7 @@ class Loop(Protocol):
             EndOfInput: the input ended before.
         """
 
-    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
         """Waits for the steps under way; `step` then counts them too."""
 
     def staleness(self) -> np.ndarray | None:
@@ -220,7 +220,7 @@ class InProcessLoop:
         """See `Loop`."""
         return int(self._global_step.numpy())
 
-    def settle(self, watch: Callable[[], None] = lambda: None) -> None:
+    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
         """No step is ever under way."""
 
     def staleness(self) -> None:
@@ -303,8 +303,8 @@ class LocalLoop(InProcessLoop):
                     end += 1
                     break
         if first_step < end:
-            raise EndOfInput(logs_of(total, self._step))
-        return logs_of(total, self._step)
+            raise EndOfInput(metrics_from_states(total, self._step))
+        return metrics_from_states(total, self._step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
@@ -363,7 +363,7 @@ class FunctionLoop(InProcessLoop):
         return {name: float(value) for name, value in logs.items()}
 
 
-def logs_of(total: Any, step: ModelStep) -> dict[str, float]:
+def metrics_from_states(total: Any, step: ModelStep) -> dict[str, float]:
     """Loss and metrics of a sum of packed states; 0.0 is of no example."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()

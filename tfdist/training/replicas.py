@@ -69,7 +69,7 @@ class Replicas:
         Returns:
             The means, and how many examples there are.
         """
-        weighted = [times(t, size) for t in tensors]
+        weighted = [mean_to_sum(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])
         self._traced.total = total
         return [t / tf.cast(total, t.dtype) for t in sums], total
@@ -120,7 +120,7 @@ class Replicas:
         _context().merge_call(update_all, args=(self._traced.total, args))
 
 
-def times(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+def mean_to_sum(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     """The sum of which a mean over `size` examples was made.
 
     The mean over none is no number; their sum is zero.

@@ -29,7 +29,7 @@ from tfdist.training import compiled_model, gates, optimizers
 from tfdist.training.exchange import Exchange, Pulled
 from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
-from tfdist.training.replicas import Replicas, times
+from tfdist.training.replicas import Replicas, mean_to_sum
 from tfdist.training.staleness import StalenessCounter
 
 # A model may look up other tables in each.
@@ -42,7 +42,7 @@ States = list[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _StepGradients:
     """What a step has found out, before it changes anything.
 
     Attributes:
@@ -306,7 +306,9 @@ class ModelStep:
             [lookups.length(ids) for _, ids in calls],
             states,
         )
-        found = _Found(pulled, gradients, rows, deltas, rates, iteration)
+        found = _StepGradients(
+            pulled, gradients, rows, deltas, rates, iteration
+        )
         if self._replicas:
             found = self._over_replicas(found, _num_examples(batch))
             self._replicas.update(
@@ -318,7 +320,9 @@ class ModelStep:
             self.staleness.count(before)
         return states
 
-    def _over_replicas(self, found: _Found, size: tf.Tensor) -> _Found:
+    def _over_replicas(
+        self, found: _StepGradients, size: tf.Tensor
+    ) -> _StepGradients:
         """What one replica would have found in the global batch."""
         known = [g for g in found.gradients if g is not None]
         sums, total = self._replicas.mean([*known, *found.deltas], size)
@@ -326,7 +330,10 @@ class ModelStep:
         gradients = [g if g is None else next(summed) for g in found.gradients]
         pulled, rows = self._exchange.over_replicas(
             found.pulled,
-            [g if g is None else times(g, size) / total for g in found.rows],
+            [
+                g if g is None else mean_to_sum(g, size) / total
+                for g in found.rows
+            ],
             self._replicas.gather,
         )
         return dataclasses.replace(
@@ -338,7 +345,7 @@ class ModelStep:
         )
 
     def _update(
-        self, found: _Found, batch: Batch, fence: Fence | None = None
+        self, found: _StepGradients, batch: Batch, fence: Fence | None = None
     ) -> None:
         """Applies and counts what a step has found."""
         moves = list(zip(self._moving, found.deltas, strict=True))
@@ -360,7 +367,7 @@ class ModelStep:
 
     def _apply(
         self,
-        found: _Found,
+        found: _StepGradients,
         moves: Sequence[tuple[keras.Variable, tf.Tensor]],
         fence: Fence | None = None,
     ) -> dict[str, tf.Tensor]:
@@ -665,7 +672,7 @@ class ModelStep:
     ) -> States:
         """As Keras does, batches weigh by their number of examples."""
         weight = _num_examples(batch)
-        loss_sum = states[0] + times(tf.cast(loss, tf.float32), weight)
+        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
         metrics = [scope.get_current_value(v) for v in self._metrics]
         return [loss_sum, states[1] + weight, *metrics]
 

@@ -42,7 +42,7 @@ class Workers:
             strategy
         )
         private.raise_at_once(self.coordinator)
-        self.crew = Crew(num_workers)
+        self.crew = WorkerPoolState(num_workers)
 
     def trace(
         self, function: tf.types.experimental.PolymorphicFunction, *args: Any
@@ -118,7 +118,7 @@ class Workers:
         return private.coordinator_has_ended(self.coordinator, _END_SECS)
 
 
-class Crew:
+class WorkerPoolState:
     """What the coordinator's threads share with the one that waits for them.
 
     The coordinator has one thread for each worker.
@@ -200,7 +200,7 @@ class _Errand:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerPoolState,
         function: tf.types.experimental.ConcreteFunction,
         batch: Any,
     ) -> None:
