@@ -7,7 +7,7 @@ def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.
 
     >>> text = "Graph execution error:|Detected at X|  File y|Gone."
-    >>> gist(ValueError(text.replace("|", chr(10))))
+    >>> summarize_error(ValueError(text.replace("|", chr(10))))
     'Gone.'
     """
     around = ("Graph execution error", "Detected at", " ", "\t", "Additional")

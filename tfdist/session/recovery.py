@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
+from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster import servers
 from tfdist.cluster.health import ServerFailure, ServerLostError
