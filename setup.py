@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["tfdist*", "trainer*"]),
-    package_data={"tfdist": ["*.pyi", "py.typed", "*.md"]},
+    package_data={"": ["*.pyi", "py.typed", "*.md"]},
     install_requires=[
         # The private names listed in tfdist/_tf/private.py pin these two.
         "tensorflow>=2.21,<2.22",

@@ -1,4 +1,5 @@
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,12 @@ def test_nothing_happens_at_import(path):
         call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         if call and path != "trainer/__init__.py":
             assert ast.unparse(node).startswith("flags.DEFINE_"), path
+
+
+def test_the_map_names_what_exists():
+    """Every wing and file in `tfdist/README.md`, and its rooms in order."""
+    page = (ROOT / "tfdist" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)
+    assert rows[::-1] == WINGS
+    for path in re.findall(r"`(\w+/\w+\.py)`", page):
+        assert (ROOT / "tfdist" / path).exists(), path
