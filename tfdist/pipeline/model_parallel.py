@@ -6,24 +6,25 @@ that lets one device work at a time, so a batch goes through in micro-batches:
 while the second stage has the first of them, the first stage has the next.
 
 No code here sends a tensor. A stage is a `tf.device` scope of one graph, and
-TensorFlow sends what another device needs, as it did for the translator of the
-2017 lecture, one LSTM layer a device. So a device may as well be in another
-process: `/job:worker/task:1/device:GPU:0`.
+TensorFlow sends what another device needs. So a device may as well be in
+another process: `/job:worker/task:1/device:GPU:0`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
 from tfdist.pipeline.micro_batches import (
+    DeviceSchedule,
     Gradient,
     Passes,
-    Turns,
     Work,
     forward_and_back,
     set_masks,
@@ -32,10 +33,10 @@ from tfdist.pipeline.stages import (
     Devices,
     Layers,
     Stage,
-    check_disjoint,
+    check_variables,
     resolve_devices,
 )
-from tfdist.training import optimizers
+from tfdist.training import compiled_model, optimizers
 
 
 class Pipeline(keras.Model):
@@ -52,15 +53,13 @@ class Pipeline(keras.Model):
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
     devices of the first row; in every step the others get a copy of the values
-    and send gradients back, which are added up there. The predictions of all
-    replicas go to the first one's last device. What layers change themselves
-    (moving averages) becomes the mean over replicas.
+    and send gradients back, which are summed there. Predictions go to the last
+    device of the first replica. What layers change themselves (moving averages)
+    becomes the mean over replicas.
 
-    The optimizer's rule is applied by `tfdist.training.optimizers`. The
-    gradient of an embedding is as large as its table, and the ids that a batch
-    repeats count once, with their sum; Keras' own Adam squares each apart.
-
-    The graph has every stage once for each micro-batch, so tracing takes
+    The gradient of an embedding is as large as its table, and the ids that a
+    batch repeats count once, with their sum; Keras' own Adam squares each
+    apart. The graph has every stage once for each micro-batch, so tracing takes
     longer the more there are; with an Estimator, let a dispatch be one step
     (`RunConfig(steps_per_dispatch=1)`).
 
@@ -120,15 +119,12 @@ class Pipeline(keras.Model):
         for stage in own:
             with tf.device(stage.device):  # Layers make their variables here.
                 outputs = stage.call(outputs)
-        check_disjoint(own)
-        for stage in own:
-            stage.check_device()
+        check_variables(own)
         super().__init__(inputs=inputs, outputs=outputs, name=name)
         self.stages = own
         self.devices = rows
         self.num_micro_batches = num_micro_batches
-        self._zero_outputs = lambda: _zeros(outputs)
-        self._metrics_of: int | None = None
+        self._metrics_built_for: int | None = None
         # XLA compiles for one device; Keras warns who asks for it.
         self.supports_jit = False
 
@@ -165,9 +161,9 @@ class Pipeline(keras.Model):
         _check_optimizer(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
+        self._build_metrics(data)
         batch = keras.utils.unpack_x_y_sample_weight(data)
-        self._build_metrics(*batch)
-        passes = self._passes(*batch, Turns())
+        passes = self._passes(*batch, DeviceSchedule())
         with tf.device(self.stages[-1].device):
             logs = self._logs(*batch, passes)
         self._update(passes.gradients)
@@ -189,19 +185,19 @@ class Pipeline(keras.Model):
         Returns:
             What was done, in the order of `start`.
         """
-        self._build_metrics(*keras.utils.unpack_x_y_sample_weight(data))
-        turns = Turns(timed=True)
+        self._build_metrics(data)
+        schedule = DeviceSchedule(timed=True)
 
         @tf.function(autograph=False)
         def run() -> Passes:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             # All of it: TensorFlow does not compute what nobody asks for.
-            return self._passes(*batch, turns)
+            return self._passes(*batch, schedule)
 
         run()  # The first run also allocates.
-        seconds = [float(time) for time in run().times]
-        zero = min(seconds)
-        spans = zip(turns.work, seconds[::2], seconds[1::2], strict=True)
+        times = [float(time) for time in run().times]
+        zero = min(times)
+        spans = zip(schedule.work, times[::2], times[1::2], strict=True)
         return sorted(
             (
                 dataclasses.replace(work, start=start - zero, end=end - zero)
@@ -220,35 +216,30 @@ class Pipeline(keras.Model):
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
-    def _build_metrics(self, x: Any, y: Any, sample_weight: Any) -> None:
-        """Lets Keras make what it makes when it first sees a target.
-
-        While the passes are traced, it could not.
-        """
-        mean_loss = self._mean_loss()
-        if self._metrics_of == id(mean_loss):
-            return
-        with tf.init_scope():
-            x, y, sample_weight = _zeros((x, y, sample_weight))
-            y_pred = self._zero_outputs()
-            self.compute_loss(x, y, y_pred, sample_weight)
-            self.compute_metrics(x, y, y_pred, sample_weight)
-            self.reset_metrics()
-        self._metrics_of = id(mean_loss)
-
-    def _mean_loss(self) -> keras.metrics.Metric:
-        """Keras' metric of the loss; `compile` makes a new one."""
-        return next(m for m in self.metrics if m.name == "loss")
+    def _build_metrics(self, data: Any) -> None:
+        """Has Keras make its metrics, which it could not in the passes."""
+        tracker = id(compiled_model.loss_tracker(self))  # `compile` renews it.
+        if self._metrics_built_for != tracker:
+            batch = keras.utils.unpack_x_y_sample_weight(data)
+            spec = tf.nest.map_structure(
+                lambda t: tf.TensorSpec(t.shape, t.dtype),
+                tuple(part for part in batch if part is not None),
+            )
+            with tf.init_scope():
+                compiled_model.build_metrics(self, spec)
+            self._metrics_built_for = tracker
 
     def _passes(
-        self, x: Any, y: Any, sample_weight: Any, turns: Turns
+        self, x: Any, y: Any, sample_weight: Any, schedule: DeviceSchedule
     ) -> Passes:
         """Takes a batch forward and back; changes no variable."""
 
         def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
+            variables = [v for stage in self.stages for v in stage.variables]
+            known = zip(variables, itertools.chain(*values), strict=True)
+            known = list(known)
+
             def loss(y_pred: Any) -> tf.Tensor:
-                pairs = zip(self.stages, values, strict=True)
-                known = [v for stage, own in pairs for v in stage.known(own)]
                 # Metrics that a loss updates wait for `_logs`.
                 with keras.StatelessScope(known):
                     return self.compute_loss(x, y, y_pred, sample_weight)
@@ -257,7 +248,7 @@ class Pipeline(keras.Model):
                 self.stages,
                 self.devices,
                 self.num_micro_batches,
-                turns,
+                schedule,
                 self.optimizer.scale_loss,
                 loss,
                 values,
@@ -266,7 +257,7 @@ class Pipeline(keras.Model):
 
         values = [stage.values() for stage in self.stages]
         x = self._divisible(x)
-        return _in_any_order(passes, values, x, y, sample_weight)
+        return _without_program_order(passes, values, x, y, sample_weight)
 
     def _divisible(self, x: Any) -> Any:
         """The inputs, if they can be cut."""
@@ -294,7 +285,7 @@ class Pipeline(keras.Model):
         """Loss and metrics of the whole batch, as Keras computes them."""
         set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
-        self._mean_loss().update_state(
+        compiled_model.loss_tracker(self).update_state(
             loss + tf.cast(passes.added_loss, loss.dtype),
             sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
         )
@@ -305,8 +296,8 @@ class Pipeline(keras.Model):
         optimizer = self.optimizer
         parts = optimizers.parts(optimizer)
         iteration = tf.convert_to_tensor(optimizer.iterations.value)
-        updates = [
-            _Update(stage.device, variable, gradient)
+        found = [
+            (variable, gradient)
             for stage, own in zip(self.stages, gradients, strict=True)
             for variable, gradient in zip(stage.weights, own, strict=True)
             if gradient is not None
@@ -315,12 +306,12 @@ class Pipeline(keras.Model):
             rate = optimizers.learning_rate(part, iteration, [])
             optimizers.begin_step(part, iteration)
             own = [
-                update
-                for update in updates
-                if optimizers.owner(optimizer, update.variable) == i
+                pair
+                for pair in found
+                if optimizers.owner(optimizer, pair[0]) == i
             ]
-            for device, variable, gradient in _clipped(part, own):
-                with tf.device(device):
+            for variable, gradient in _clipped(part, own):
+                with tf.device(variable.value.device):
                     optimizers.update(part, variable, gradient, rate, iteration)
         counters = [o.iterations for o in (optimizer, *parts)]
         for counter in {id(c): c for c in counters}.values():
@@ -347,11 +338,7 @@ def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
             f"{tf.distribute.get_strategy()!r}. Give `devices` a list for each "
             "replica instead."
         )
-    if num_micro_batches < 1:
-        raise ValueError(
-            "Argument `num_micro_batches` must be positive. Received: "
-            f"num_micro_batches={num_micro_batches}."
-        )
+    check_positive("num_micro_batches", num_micro_batches)
     if not stages:
         raise ValueError(
             "Argument `stages` must have a stage at least. Received: "
@@ -376,19 +363,14 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-class _Update(NamedTuple):
-    device: str
-    variable: keras.Variable
-    gradient: Gradient
-
-
 def _clipped(
-    part: keras.optimizers.Optimizer, updates: list[_Update]
-) -> list[_Update]:
+    part: keras.optimizers.Optimizer,
+    pairs: list[tuple[keras.Variable, Gradient]],
+) -> list[tuple[keras.Variable, tf.Tensor]]:
     """With gradients that are dense, and clipped as the optimizer says."""
     clipped = []
-    for device, _, gradient in updates:
-        with tf.device(device):
+    for variable, gradient in pairs:
+        with tf.device(variable.value.device):
             gradient = tf.convert_to_tensor(gradient)
             if not part.global_clipnorm:
                 (gradient,) = optimizers.clip(part, [gradient])
@@ -398,30 +380,18 @@ def _clipped(
     if part.global_clipnorm and clipped:
         # Each is scaled where it is; only norms meet.
         clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
-    return [
-        update._replace(gradient=gradient)
-        for update, gradient in zip(updates, clipped, strict=True)
-    ]
+    variables = [variable for variable, _ in pairs]
+    return list(zip(variables, clipped, strict=True))
 
 
-def _zeros(structure: Any) -> Any:
-    """One example of zeros; what is unknown of its shape is 1."""
-    return tf.nest.map_structure(
-        lambda t: (
-            None
-            if t is None
-            else tf.zeros([1, *(size or 1 for size in t.shape[1:])], t.dtype)
-        ),
-        structure,
-    )
-
-
-def _in_any_order(function: Callable[..., Passes], *args: Any) -> Passes:
+def _without_program_order(
+    function: Callable[..., Passes], *args: Any
+) -> Passes:
     """Calls `function` such that ops wait for what they need, and no more.
 
-    `tf.function` also has stateful ops wait for one another in the order of
-    the program. The LSTM of cuDNN is such an op, and so is the clock: no two
-    stages would work at the same time. A wrapped function has no such order.
+    `tf.function` also has stateful ops (the LSTM of cuDNN, the clock) wait for
+    one another in the order of the program: no two stages would work at the
+    same time. A wrapped function has no such order.
     """
     if tf.executing_eagerly():
         return function(*args)
