@@ -237,7 +237,7 @@ def test_the_strategy_knows_full_names():
 def test_the_strategy_knows_pieces():
     planned = plan([VariableSpec("t/table", (1000, 100))], 4, split=True)
     run = planned.assignments["t/table"]
-    for name in ("t/table/part_{}", "part_{}", "shard{}"):
+    for name in ("t/table_part_{}", "table_part_{}", "t/table/part_{}"):
         strategy = planned.as_strategy()
         tasks = [
             strategy(VariableSpec(name.format(i), (piece.rows, 100)))

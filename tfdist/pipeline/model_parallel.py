@@ -221,9 +221,9 @@ class Pipeline(keras.Model):
         tracker = id(compiled_model.loss_tracker(self))  # `compile` renews it.
         if self._metrics_built_for != tracker:
             batch = keras.utils.unpack_x_y_sample_weight(data)
+            known = itertools.takewhile(lambda part: part is not None, batch)
             spec = tf.nest.map_structure(
-                lambda t: tf.TensorSpec(t.shape, t.dtype),
-                tuple(part for part in batch if part is not None),
+                lambda t: tf.TensorSpec(t.shape, t.dtype), tuple(known)
             )
             with tf.init_scope():
                 compiled_model.build_metrics(self, spec)
@@ -236,8 +236,7 @@ class Pipeline(keras.Model):
 
         def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
             variables = [v for stage in self.stages for v in stage.variables]
-            known = zip(variables, itertools.chain(*values), strict=True)
-            known = list(known)
+            known = list(zip(variables, itertools.chain(*values), strict=True))
 
             def loss(y_pred: Any) -> tf.Tensor:
                 # Metrics that a loss updates wait for `_logs`.

@@ -6,9 +6,10 @@ eagerly; there the setter is a scope that catches the creation of variables.
 """
 
 import contextlib
+import dataclasses
 import logging
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -114,7 +115,7 @@ def replica_device_setter(
         ps_device=ps_device,
         worker_device=worker_device,
         merge_devices=merge_devices,
-        ps_ops=STANDARD_PS_OPS if ps_ops is None else tuple(ps_ops),
+        ps_ops=STANDARD_PS_OPS if ps_ops is None else frozenset(ps_ops),
         ps_strategy=ps_strategy,
     )
 
@@ -125,13 +126,7 @@ def device_scope(
     """Returns `tf.device(device)`, where `device` may also be a setter.
 
     TF1's `with tf.device(replica_device_setter(...))`, which in TF2 takes no
-    function.
-
-    Args:
-        device: A setter, a device string, or `None` for no constraint.
-
-    Returns:
-        A context manager.
+    function. `None` means no constraint.
 
     Example:
     >>> with device_scope(replica_device_setter(cluster={"worker": ["a:1"]})):
@@ -143,6 +138,7 @@ def device_scope(
     return contextlib.nullcontext() if device is None else tf.device(device)
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class ReplicaDeviceSetter:
     """A device function and a scope. Made by `replica_device_setter`.
 
@@ -169,22 +165,14 @@ class ReplicaDeviceSetter:
     Not thread-safe: a scope belongs to the thread that enters it.
     """
 
-    def __init__(
-        self,
-        *,
-        tasks: Sequence[int],
-        ps_device: str,
-        worker_device: str,
-        merge_devices: bool,
-        ps_ops: Sequence[str],
-        ps_strategy: PlacementStrategy,
-    ) -> None:
-        self._tasks = tuple(tasks)
-        self._ps_device = ps_device
-        self._worker_device = worker_device
-        self._merge_devices = merge_devices
-        self._ps_ops = frozenset(ps_ops)
-        self._ps_strategy = ps_strategy
+    tasks: Sequence[int]
+    ps_device: str
+    worker_device: str
+    merge_devices: bool
+    ps_ops: Collection[str]
+    ps_strategy: PlacementStrategy
+
+    def __post_init__(self) -> None:
         self._scopes: list[contextlib.ExitStack] = []
         self._probing = False
         self._probed: str | None = None
@@ -205,12 +193,12 @@ class ReplicaDeviceSetter:
         self, op_type: str, inner: str, describe: Callable[[], Any]
     ) -> str:
         """Returns the device of an op or variable with inner device `inner`."""
-        if inner and not self._merge_devices:
+        if inner and not self.merge_devices:
             return inner
         current = tf.DeviceSpec.from_string(inner)
-        outer = tf.DeviceSpec.from_string(self._worker_device or "")
-        if self._ps_device and op_type in self._ps_ops:
-            outer = tf.DeviceSpec.from_string(self._ps_device)
+        outer = tf.DeviceSpec.from_string(self.worker_device or "")
+        if self.ps_device and op_type in self.ps_ops:
+            outer = tf.DeviceSpec.from_string(self.ps_device)
             # A task is a task of the ps job: none is asked for if the inner
             # device already names another job.
             if outer.job and current.job in (None, "", outer.job):
@@ -218,18 +206,16 @@ class ReplicaDeviceSetter:
         return outer.make_merged_spec(current).to_string()
 
     def _next_task(self, variable: Any) -> int:
-        task = self._ps_strategy(variable)
-        number = len(self._tasks)
-        return self._tasks[
-            check_task(task, number, variable, self._ps_strategy)
-        ]
+        task = self.ps_strategy(variable)
+        number = len(self.tasks)
+        return self.tasks[check_task(task, number, variable, self.ps_strategy)]
 
     def __enter__(self) -> "ReplicaDeviceSetter":
         stack = contextlib.ExitStack()
         if not tf.executing_eagerly():
             stack.enter_context(tf.compat.v1.device(self))
-        elif self._worker_device:
-            stack.enter_context(tf.device(self._worker_device))
+        elif self.worker_device:
+            stack.enter_context(tf.device(self.worker_device))
         # In a TF1 graph, the device function sees the variable's op itself.
         if tf.compat.v1.executing_eagerly_outside_functions():
             creator = self._creator(
@@ -263,7 +249,7 @@ class ReplicaDeviceSetter:
         if eagerly:
             # Blocks inside a `tf.function` change the eager device as well.
             current = _eager_device()
-            if self._worker_device and not current:
+            if self.worker_device and not current:
                 return None
             return _difference(entered, current or entered)
         # In a graph, a device function is shown the inner device.

@@ -61,11 +61,9 @@ def pack(
     ):
         bins = _Bins(loads, sizes, limits)
         if bins.fill(largest_of, rank):
-            break
-    else:
-        raise InfeasibleError(_why_infeasible(sizes, limits))
-    bins.improve(lower_bound(loads, num_bins) * (1 + _CLOSE_ENOUGH))
-    return bins.bin_of
+            bins.improve(lower_bound(loads, num_bins) * (1 + _CLOSE_ENOUGH))
+            return bins.bin_of
+    raise InfeasibleError(_why_infeasible(sizes, limits))
 
 
 def lower_bound(loads: Sequence[float], num_bins: int) -> float:

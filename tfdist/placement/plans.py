@@ -74,14 +74,21 @@ class Plan:
         shape and its dtype, in order of creation, since Keras numbers the
         layers of a second model on (`dense_3`) and a variable creator is told
         `kernel` alone. A piece of a split variable is found as
-        `<name>/part_<i>`, else by its shape and dtype. What was not planned,
-        such as a counter, goes to the task that holds the fewest bytes, with a
-        warning if it is no scalar.
+        `<name>_part_<i>`, as `PartitionedEmbedding` names it, else by its shape
+        and dtype. What was not planned, such as a counter, goes to the task
+        that holds the fewest bytes, with a warning if it is no scalar.
 
         Returns:
-            Callable from a variable to its task. It counts: use a new one for
-            each model that is built. It raises `ValueError` for a whole
-            variable that the plan splits.
+            Callable from a variable to its task; use a new one for each model
+            that is built. It raises `ValueError` for a whole variable that the
+            plan splits.
+
+        Example:
+        >>> from tfdist.placement import plan
+        >>> table = VariableSpec("table", (1000, 100))
+        >>> strategy = plan([table], 2, split=True).as_strategy()
+        >>> strategy(VariableSpec("table_part_1", (500, 100)))
+        1
         """
         return _PlannedStrategy(self)
 
@@ -157,7 +164,7 @@ class _PlannedStrategy:
                 continue
             self._split[_last(spec.name), spec.shape, spec.dtype] = spec.name
             for i, piece in enumerate(run):
-                name = f"{spec.name}/part_{i}"
+                name = f"{spec.name}_part_{i}"
                 kind = ((piece.rows, *spec.shape[1:]), spec.dtype)
                 self._left.append((name, kind, piece.task))
                 self._pieces.add(name)
@@ -170,10 +177,10 @@ class _PlannedStrategy:
             lambda name: _last(name) == _last(spec.name),
             lambda name: name in self._pieces,
         ):
-            for entry in alike:
-                if is_it(entry[0]):
-                    self._left.remove(entry)
-                    return entry[2]
+            found = next((e for e in alike if is_it(e[0])), None)
+            if found:
+                self._left.remove(found)
+                return found[2]
         name = self._split.get((_last(spec.name), spec.shape, spec.dtype))
         if name is not None:
             raise ValueError(
