@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import placement as benchmark
 from tfdist.embeddings.layer import PartitionedEmbedding
-from tfdist.placement.__main__ import main
-from tfdist.placement.planner import plan, simulate
+from tfdist.placement.planner import main, plan, simulate
 from tfdist.placement.plans import Piece
 from tfdist.placement.strategies import RoundRobinStrategy, traffic_load_fn
 from tfdist.placement.variables import VariableSpec, creation_spec, describe

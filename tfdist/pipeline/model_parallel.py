@@ -21,14 +21,9 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
-from tfdist.pipeline.micro_batches import (
-    DeviceSchedule,
-    Gradient,
-    Passes,
-    Work,
-    forward_and_back,
-    set_masks,
-)
+from tfdist.pipeline import updates
+from tfdist.pipeline.micro_batches import Passes, forward_and_back, set_masks
+from tfdist.pipeline.schedule import DeviceSchedule, Work
 from tfdist.pipeline.stages import (
     Devices,
     Layers,
@@ -158,7 +153,7 @@ class Pipeline(keras.Model):
             tf.errors.InvalidArgumentError: the batch does not divide, where
                 its size is known no earlier.
         """
-        _check_optimizer(self.optimizer)
+        updates.check(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
         self._build_metrics(data)
@@ -166,7 +161,11 @@ class Pipeline(keras.Model):
         passes = self._passes(*batch, DeviceSchedule())
         with tf.device(self.stages[-1].device):
             logs = self._logs(*batch, passes)
-        self._update(passes.gradients)
+        updates.apply(
+            self.optimizer,
+            [weight for stage in self.stages for weight in stage.weights],
+            [gradient for own in passes.gradients for gradient in own],
+        )
         for stage, states in zip(self.stages, passes.states, strict=True):
             with tf.device(stage.device):
                 for i, value in states.items():
@@ -209,7 +208,7 @@ class Pipeline(keras.Model):
     def variable_devices(self) -> dict[str, str]:
         """Path of every variable, slot and counter to its device.
 
-        Ops are told by `tfdist.pipeline.stages.op_devices`.
+        See also `tfdist.pipeline.stages.op_devices`.
         """
         variables = list(self.variables)
         if self.optimizer is not None:
@@ -290,32 +289,6 @@ class Pipeline(keras.Model):
         )
         return self.compute_metrics(x, y, passes.y_pred, sample_weight)
 
-    def _update(self, gradients: list[list[Gradient]]) -> None:
-        """Applies each gradient on the device of its variable."""
-        optimizer = self.optimizer
-        parts = optimizers.parts(optimizer)
-        iteration = tf.convert_to_tensor(optimizer.iterations.value)
-        found = [
-            (variable, gradient)
-            for stage, own in zip(self.stages, gradients, strict=True)
-            for variable, gradient in zip(stage.weights, own, strict=True)
-            if gradient is not None
-        ]
-        for i, part in enumerate(parts):
-            rate = optimizers.learning_rate(part, iteration, [])
-            optimizers.begin_step(part, iteration)
-            own = [
-                pair
-                for pair in found
-                if optimizers.owner(optimizer, pair[0]) == i
-            ]
-            for variable, gradient in _clipped(part, own):
-                with tf.device(variable.value.device):
-                    optimizers.update(part, variable, gradient, rate, iteration)
-        counters = [o.iterations for o in (optimizer, *parts)]
-        for counter in {id(c): c for c in counters}.values():
-            counter.assign_add(1)
-
 
 def bubble(num_stages: int, num_micro_batches: int) -> float:
     """Share of its time that a device waits, if all stages take equally long.
@@ -343,44 +316,6 @@ def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
             "Argument `stages` must have a stage at least. Received: "
             f"stages={stages!r}."
         )
-
-
-def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    optimizers.check(optimizer, remote=False)
-    scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    steps = [
-        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
-    ]
-    if scaling or any(steps):
-        raise ValueError(
-            f"Optimizer {optimizer.name!r} skips some updates, which a "
-            "Pipeline does not support. Received: "
-            f"{type(optimizer).__name__} with gradient_accumulation_steps="
-            f"{steps[0]}. Instead of accumulation, use larger batches and more "
-            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
-            "loss_scale_factor."
-        )
-
-
-def _clipped(
-    part: keras.optimizers.Optimizer,
-    pairs: list[tuple[keras.Variable, Gradient]],
-) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """With gradients that are dense, and clipped as the optimizer says."""
-    clipped = []
-    for variable, gradient in pairs:
-        with tf.device(variable.value.device):
-            gradient = tf.convert_to_tensor(gradient)
-            if not part.global_clipnorm:
-                (gradient,) = optimizers.clip(part, [gradient])
-            elif part.loss_scale_factor is not None:
-                gradient /= part.loss_scale_factor
-        clipped.append(gradient)
-    if part.global_clipnorm and clipped:
-        # Each is scaled where it is; only norms meet.
-        clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
-    variables = [variable for variable, _ in pairs]
-    return list(zip(variables, clipped, strict=True))
 
 
 def _without_program_order(

@@ -1,29 +1,37 @@
 """Plans a placement before anything is allocated.
 
+    python -m tfdist.placement --model=trainer.model:model_fn --ps=2,3,8
+
+prints, for a model and clusters that do not exist yet, the bytes and the
+traffic of every parameter server, the largest load over the mean, and the
+distance from a lower bound that no placement can beat.
+
 `plan` sees all variables at once, so it beats the strategies of
-`tfdist.placement.strategies`, which see one after another. `python -m
-tfdist.placement` prints plans for models and clusters that do not exist yet.
+`tfdist.placement.strategies`, which see one after another.
 """
 
+import argparse
 import functools
 import types
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_positive, load_function
 from tfdist.placement import packing
 from tfdist.placement.partitioners import row_slices
 from tfdist.placement.plans import Piece, Plan
 from tfdist.placement.strategies import (
+    GreedyLoadBalancingStrategy,
     LoadFn,
     PlacementStrategy,
+    RoundRobinStrategy,
     byte_size_load_fn,
     check_task,
     load_of,
     traffic_load_fn,
 )
-from tfdist.placement.variables import VariableSpec
+from tfdist.placement.variables import VariableSpec, describe
 
 # Closer to the bound no more variables are split: every piece is one more
 # message in every step.
@@ -150,7 +158,6 @@ def simulate(
             `plan`.
 
     Example:
-    >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]
     >>> simulate(layers, 2, RoundRobinStrategy(2)).byte_loads
     (512.0, 256.0)
@@ -277,3 +284,76 @@ def rows_flag(text: str) -> tuple[str, int]:
     """The type of a flag `TABLE=ROWS`."""
     name, _, rows = text.rpartition("=")
     return name, int(rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m tfdist.placement",
+        description=(
+            "Prints where a model's variables would live, without a cluster."
+        ),
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="package.module:function, a model_fn")
+    add("--ps", default="2", help="numbers of parameter servers, as 2,3,8")
+    add(
+        "--placement",
+        default="planned",
+        choices=["planned", "greedy", "round_robin"],
+    )
+    add("--by", default="bytes", choices=["bytes", "traffic"])
+    add("--split", action="store_true", help="let large variables be split")
+    add("--memory_limit_gb", type=float, help="of each server, in 10^9 bytes")
+    add(
+        "--rows_per_step",
+        type=rows_flag,
+        action="append",
+        default=[],
+        metavar="NAME=ROWS",
+        help="unique rows a step reads of a table",
+    )
+    add("--plot", help="picture to write, for the last of --ps")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; see `python -m tfdist.placement --help`.
+
+    Args:
+        argv: Arguments. Default: those of the process.
+
+    Returns:
+        0. A bad flag, model or limit exits with 2 and a message.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    load_fn = {"bytes": byte_size_load_fn, "traffic": traffic_load_fn}[args.by]
+    limit = args.memory_limit_gb and args.memory_limit_gb * 1e9
+    try:
+        variables = describe(
+            load_function("model", args.model),
+            rows_per_step=dict(args.rows_per_step),
+        )
+        for num_ps in map(int, args.ps.split(",")):
+            if args.placement == "planned":
+                shown = plan(
+                    variables,
+                    num_ps,
+                    load_fn=load_fn,
+                    split=args.split,
+                    memory_limits=limit,
+                )
+            else:
+                strategy = (
+                    RoundRobinStrategy(num_ps)
+                    if args.placement == "round_robin"
+                    else GreedyLoadBalancingStrategy(num_ps, load_fn)
+                )
+                shown = simulate(variables, num_ps, strategy, load_fn=load_fn)
+            print(f"{len(variables)} variables, {args.placement} by {args.by}")
+            print(shown.table(), end="\n\n")
+        if args.plot:
+            shown.plot(args.plot)
+    except (ImportError, TypeError, ValueError) as e:
+        parser.error(str(e))
+    return 0

@@ -41,7 +41,7 @@ def placed_scope(
         strategy: Any strategy; without parameter servers its scope is entered.
         num_ps: Number of parameter servers, 0 for none.
         placement: From a variable's description to the index of the parameter
-            server that shall hold it. Default: round robin.
+            server that holds it. Default: round robin.
         specs: What `describe` says of the model's variables, in order of
             creation, so that `placement` knows their full names and slots.
             Others (counters) are described by what the creator is told.
@@ -81,7 +81,7 @@ def placed_scope(
         raise ValueError(
             "The model function must make the same variables each time it is "
             f"called. The placement was made for {expected[0].name!r} of shape "
-            f"{expected[0].shape}, which was not created in its turn."
+            f"{expected[0].shape}, which was not the next one."
         )
 
 
