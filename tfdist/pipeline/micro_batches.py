@@ -301,16 +301,13 @@ def _split(structure: Any, num_parts: int) -> list[Any]:
 
 def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
     """The structure of which these are the parts, and its masks."""
-    columns = list(zip(*map(tf.nest.flatten, parts), strict=True))
     masks = [
         None
         if mask_of(column[0]) is None
         else tf.concat([mask_of(t) for t in column], axis=0)
-        for column in columns
+        for column in zip(*map(tf.nest.flatten, parts), strict=True)
     ]
-    whole = tf.nest.pack_sequence_as(
-        parts[0], [tf.concat(column, axis=0) for column in columns]
-    )
+    whole = tf.nest.map_structure(lambda *t: tf.concat(t, axis=0), *parts)
     set_masks(whole, masks)
     return whole, masks
 

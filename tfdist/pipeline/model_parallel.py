@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -232,16 +232,17 @@ class Pipeline(keras.Model):
         self, x: Any, y: Any, sample_weight: Any, schedule: DeviceSchedule
     ) -> Passes:
         """Takes a batch forward and back; changes no variable."""
+        values = [stage.values() for stage in self.stages]
+        variables = [v for stage in self.stages for v in stage.variables]
+        known = zip(variables, itertools.chain(*values), strict=True)
+        scope = keras.StatelessScope(list(known))
+        x = self._divisible(x)
 
-        def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
-            variables = [v for stage in self.stages for v in stage.variables]
-            known = list(zip(variables, itertools.chain(*values), strict=True))
+        def loss(y_pred: Any) -> tf.Tensor:
+            with scope:  # Metrics that a loss updates wait for `_logs`.
+                return self.compute_loss(x, y, y_pred, sample_weight)
 
-            def loss(y_pred: Any) -> tf.Tensor:
-                # Metrics that a loss updates wait for `_logs`.
-                with keras.StatelessScope(known):
-                    return self.compute_loss(x, y, y_pred, sample_weight)
-
+        def passes() -> Passes:
             return forward_and_back(
                 self.stages,
                 self.devices,
@@ -253,9 +254,12 @@ class Pipeline(keras.Model):
                 x,
             )
 
-        values = [stage.values() for stage in self.stages]
-        x = self._divisible(x)
-        return _without_program_order(passes, values, x, y, sample_weight)
+        if tf.executing_eagerly():
+            return passes()
+        # `tf.function` would have stateful ops (the LSTM of cuDNN, the clock)
+        # wait for one another in the order of the program: no two stages would
+        # work at the same time. A wrapped function has no such order.
+        return tf.compat.v1.wrap_function(passes, [])()
 
     def _divisible(self, x: Any) -> Any:
         """The inputs, if they can be cut."""
@@ -316,28 +320,3 @@ def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
             "Argument `stages` must have a stage at least. Received: "
             f"stages={stages!r}."
         )
-
-
-def _without_program_order(
-    function: Callable[..., Passes], *args: Any
-) -> Passes:
-    """Calls `function` such that ops wait for what they need, and no more.
-
-    `tf.function` also has stateful ops (the LSTM of cuDNN, the clock) wait for
-    one another in the order of the program: no two stages would work at the
-    same time. A wrapped function has no such order.
-    """
-    if tf.executing_eagerly():
-        return function(*args)
-    flat = tf.nest.flatten(args, expand_composites=True)
-
-    def traced(*tensors: tf.Tensor) -> Passes:
-        remaining = iter(tensors)
-        filled = [None if t is None else next(remaining) for t in flat]
-        return function(
-            *tf.nest.pack_sequence_as(args, filled, expand_composites=True)
-        )
-
-    tensors = [tf.convert_to_tensor(t) for t in flat if t is not None]
-    specs = [tf.TensorSpec.from_tensor(t) for t in tensors]
-    return tf.compat.v1.wrap_function(traced, specs)(*tensors)

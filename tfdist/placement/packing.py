@@ -48,7 +48,7 @@ def pack(
 
     Example:
     >>> pack([5, 5, 4, 4, 3, 3, 3], 3).tolist()
-    [0, 1, 2, 2, 0, 1, 0]
+    [2, 1, 1, 2, 0, 0, 0]
     """
     loads = np.asarray(loads, float)
     sizes = loads if sizes is None else np.asarray(sizes, float)
