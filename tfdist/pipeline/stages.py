@@ -27,6 +27,12 @@ class Stage:
         layers: As given, a tuple.
         device: As given.
 
+    Example:
+    >>> from tfdist.pipeline import Pipeline
+    >>> relu = keras.layers.ReLU(name="relu")
+    >>> Pipeline(keras.Input([4]), [relu], ["CPU:0"]).stages
+    (Stage(relu on /job:localhost/replica:0/task:0/device:CPU:0),)
+
     Raises:
         TypeError: what is in `layers` is no layer.
         ValueError: `layers` is empty.

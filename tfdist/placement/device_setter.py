@@ -7,10 +7,9 @@ eagerly; there the setter is a scope that catches the creation of variables.
 
 import contextlib
 import dataclasses
-import logging
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,25 +18,7 @@ from tfdist.placement.strategies import (
     RoundRobinStrategy,
     check_task,
 )
-from tfdist.placement.variables import creation_spec
-
-STANDARD_PS_OPS = (
-    "Variable",
-    "VariableV2",
-    "AutoReloadVariable",
-    "MutableHashTable",
-    "MutableHashTableV2",
-    "MutableHashTableOfTensors",
-    "MutableHashTableOfTensorsV2",
-    "MutableDenseHashTable",
-    "MutableDenseHashTableV2",
-    "VarHandleOp",
-    "BoostedTreesEnsembleResourceHandleOp",
-    "BoostedTreesQuantileStreamResourceHandleOp",
-    "ResourceConditionalAccumulator",
-    "DecisionTreeResource",
-)
-"""Types of the ops that TF1 placed on parameter servers."""
+from tfdist.placement.variables import VariableSpec, creation_spec
 
 
 def replica_device_setter(
@@ -51,11 +32,10 @@ def replica_device_setter(
 ) -> "ReplicaDeviceSetter | None":
     """Returns a device setter for the replicas of a training program.
 
-    Reproduces `tf.compat.v1.train.replica_device_setter`: the same arguments,
-    and in a TF1 graph the same device for every op. What it returns is a device
-    function, for `tf.compat.v1.device` in a graph, and a scope, for `with` in
-    TF2. `ReplicaDeviceSetter` says what the scope does. Use `device_scope`
-    where the setter may be `None`.
+    `tf.compat.v1.train.replica_device_setter`, for TF2 as well: what it returns
+    is a device function, for `tf.compat.v1.device` in a graph, and a scope, for
+    `with` in TF2. `ReplicaDeviceSetter` says what the scope does. Use
+    `device_scope` where the setter may be `None`.
 
     Differences from TF1: a task that does not exist is an error, not a device
     string that fails when the program runs; and numbers of tasks need not be
@@ -74,8 +54,8 @@ def replica_device_setter(
             and is deprecated as in TF1. Default: True.
         cluster: Dict, `ClusterSpec` or `ClusterDef` that tells the number of
             parameter servers. Default: none.
-        ps_ops: Types of ops that go to parameter servers. Default:
-            `STANDARD_PS_OPS`.
+        ps_ops: Types of ops that go to parameter servers. Default: those of
+            TF1, variables and tables.
         ps_strategy: Callable from the op (in TF2, from the variable's
             `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
 
@@ -99,25 +79,29 @@ def replica_device_setter(
     tasks = _tasks(ps_tasks, ps_device, cluster)
     if not tasks:
         return None
-    if not merge_devices:
-        logging.getLogger("tensorflow").warning(
-            "DEPRECATION: set merge_devices=True in replica_device_setter."
-        )
-    if ps_strategy is None:
-        ps_strategy = RoundRobinStrategy(len(tasks))
-    if not callable(ps_strategy):
+    strategy = ps_strategy
+    if strategy is None:
+        strategy = RoundRobinStrategy(len(tasks))
+    if not callable(strategy):
         raise TypeError(
             "Argument `ps_strategy` must be callable, from a variable to a "
             f"task. Received: ps_strategy={ps_strategy!r}."
         )
-    return ReplicaDeviceSetter(
-        tasks=tasks,
-        ps_device=ps_device,
-        worker_device=worker_device,
-        merge_devices=merge_devices,
-        ps_ops=STANDARD_PS_OPS if ps_ops is None else frozenset(ps_ops),
-        ps_strategy=ps_strategy,
+
+    def task_of(op: Any) -> int:
+        variable = op.describe() if isinstance(op, _Creation) else op
+        task = strategy(variable)
+        return tasks[check_task(task, len(tasks), variable, strategy)]
+
+    device_function = tf.compat.v1.train.replica_device_setter(
+        len(tasks),
+        ps_device,
+        worker_device,
+        merge_devices,
+        ps_ops=ps_ops,
+        ps_strategy=task_of,
     )
+    return ReplicaDeviceSetter(device_function, worker_device)
 
 
 def device_scope(
@@ -138,7 +122,7 @@ def device_scope(
     return contextlib.nullcontext() if device is None else tf.device(device)
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class ReplicaDeviceSetter:
     """A device function and a scope. Made by `replica_device_setter`.
 
@@ -165,12 +149,8 @@ class ReplicaDeviceSetter:
     Not thread-safe: a scope belongs to the thread that enters it.
     """
 
-    tasks: Sequence[int]
-    ps_device: str
+    device_function: Callable[[Any], str]
     worker_device: str
-    merge_devices: bool
-    ps_ops: Collection[str]
-    ps_strategy: PlacementStrategy
 
     def __post_init__(self) -> None:
         self._scopes: list[contextlib.ExitStack] = []
@@ -182,33 +162,10 @@ class ReplicaDeviceSetter:
 
         Its own device is the one that inner blocks gave it.
         """
-        inner = op.device or ""
         if self._probing:
-            self._probed = inner
-            return inner
-        op_type = op.op if isinstance(op, tf.compat.v1.NodeDef) else op.type
-        return self._device(op_type, inner, lambda: op)
-
-    def _device(
-        self, op_type: str, inner: str, describe: Callable[[], Any]
-    ) -> str:
-        """Returns the device of an op or variable with inner device `inner`."""
-        if inner and not self.merge_devices:
-            return inner
-        current = tf.DeviceSpec.from_string(inner)
-        outer = tf.DeviceSpec.from_string(self.worker_device or "")
-        if self.ps_device and op_type in self.ps_ops:
-            outer = tf.DeviceSpec.from_string(self.ps_device)
-            # A task is a task of the ps job: none is asked for if the inner
-            # device already names another job.
-            if outer.job and current.job in (None, "", outer.job):
-                outer = outer.replace(task=self._next_task(describe()))
-        return outer.make_merged_spec(current).to_string()
-
-    def _next_task(self, variable: Any) -> int:
-        task = self.ps_strategy(variable)
-        number = len(self.tasks)
-        return self.tasks[check_task(task, number, variable, self.ps_strategy)]
+            self._probed = op.device or ""
+            return self._probed
+        return self.device_function(op)
 
     def __enter__(self) -> "ReplicaDeviceSetter":
         stack = contextlib.ExitStack()
@@ -235,8 +192,8 @@ class ReplicaDeviceSetter:
             inner = self._inner_device(entered, eagerly)
             if inner is None:  # `tf.device(None)` undoes the scope.
                 return next_creator(**kwargs)
-            device = self._device(
-                "VarHandleOp", inner, lambda: creation_spec(**kwargs)
+            device = self.device_function(
+                _Creation(inner, _VARIABLE, lambda: creation_spec(**kwargs))
             )
             # Not merged into the device of the worker, which is around us.
             with tf.device(None), tf.device(device):
@@ -259,6 +216,18 @@ class ReplicaDeviceSetter:
         finally:
             self._probing = False
         return self._probed
+
+
+# The op of a variable, also where it is created eagerly.
+_VARIABLE = tf.compat.v1.NodeDef(op="VarHandleOp")
+
+
+class _Creation(NamedTuple):
+    """A variable to be created, for a device function of ops."""
+
+    device: str
+    node_def: tf.compat.v1.NodeDef
+    describe: Callable[[], VariableSpec]
 
 
 def _tasks(

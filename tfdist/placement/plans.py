@@ -21,6 +21,11 @@ class Piece:
         offset: First row.
         rows: Number of rows; a scalar counts as one row.
         task: Index of the parameter server.
+
+    Example:
+    >>> from tfdist.placement import plan
+    >>> plan([VariableSpec("v", (3, 2))], 1).assignments["v"]
+    (Piece(offset=0, rows=3, task=0),)
     """
 
     offset: int
@@ -43,6 +48,12 @@ class Plan:
         lower_bound: No placement, with the same permission to split, has a
             largest load below this.
         largest_indivisible: The largest load that cannot be split.
+
+    Example:
+    >>> from tfdist.placement import plan
+    >>> whole = plan([VariableSpec("a", (300,)), VariableSpec("b", (200,))], 2)
+    >>> whole.byte_loads, round(whole.imbalance, 2), whole.distance
+    ((1200.0, 800.0), 1.2, 0.0)
     """
 
     variables: tuple[VariableSpec, ...]
