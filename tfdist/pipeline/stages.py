@@ -105,8 +105,6 @@ def check_variables(stages: Sequence[Stage]) -> None:
                     f"{variable.path!r} in stages {first[id(variable)]} and "
                     f"{i}. Layers that share one belong into one stage."
                 )
-    for i, stage in enumerate(stages):
-        for variable in stage.variables:
             # Seeds are made with their layer, before it is given to a stage.
             is_seed = variable.path.endswith(SEED_STATE_NAME)
             if variable.value.device != stage.device and not is_seed:

@@ -182,17 +182,17 @@ class _PlannedStrategy:
 
     def __call__(self, variable: Any) -> int:
         spec = variable_spec(variable)
-        alike = [e for e in self._left if e[1] == (spec.shape, spec.dtype)]
+        kind = spec.shape, spec.dtype
         for is_it in (
             lambda name: name == spec.name,
             lambda name: _last(name) == _last(spec.name),
             lambda name: name in self._pieces,
         ):
-            found = next((e for e in alike if is_it(e[0])), None)
-            if found:
-                self._left.remove(found)
-                return found[2]
-        name = self._split.get((_last(spec.name), spec.shape, spec.dtype))
+            for entry in self._left:
+                if entry[1] == kind and is_it(entry[0]):
+                    self._left.remove(entry)
+                    return entry[2]
+        name = self._split.get((_last(spec.name), *kind))
         if name is not None:
             raise ValueError(
                 f"The plan splits variable {name!r} by rows, but it was "

@@ -81,7 +81,7 @@ def placed_scope(
         raise ValueError(
             "The model function must make the same variables each time it is "
             f"called. The placement was made for {expected[0].name!r} of shape "
-            f"{expected[0].shape}, which was not the next one."
+            f"{expected[0].shape}, which was not created, or not in this order."
         )
 
 
