@@ -115,12 +115,6 @@ class _Replica:
 
     Gradients are taken stage by stage, each on its device; the backward ops of
     a tape over all stages would be on one.
-
-    Attributes:
-        initial: Of each stage, values of its variables before the batch.
-        values: The same, so far.
-        gradients: Of each stage, those of its weights, summed so far.
-        losses: What layers have added, in every micro-batch.
     """
 
     def __init__(
@@ -134,15 +128,17 @@ class _Replica:
     ) -> None:
         self._index, self._stages, self._devices = index, stages, devices
         self._schedule, self._weight = schedule, weight
+        # Of each stage, values of its variables, before the batch and so far.
         self.initial = [
             _copy(stage, own, device, index)
             for stage, own, device in zip(stages, values, devices, strict=True)
         ]
         self.values = list(self.initial)
+        # Of each stage, those of its weights, summed so far.
         self.gradients: list[list[Gradient]] = [
             [None] * len(stage.weights) for stage in stages
         ]
-        self.losses: list[tf.Tensor] = []
+        self.losses: list[tf.Tensor] = []  # Of all layers and micro-batches.
         self._backward: dict[int, list[Callable]] = {}
 
     def forward(self, micro_batch: int, x: Any) -> Any:

@@ -41,7 +41,7 @@ def pack(
         limits: Largest sum of sizes of each bin. Default: no limit.
 
     Returns:
-        The bin of each item, an array of ints.
+        The bin of each item.
 
     Raises:
         InfeasibleError: If no packing that keeps the limits was found.
@@ -71,10 +71,6 @@ def lower_bound(loads: Sequence[float], num_bins: int) -> float:
 
     Either the k largest items are in bins of their own, and the others in the
     remaining bins; or one of the k shares its bin.
-
-    Args:
-        loads: Load of each item.
-        num_bins: Number of bins, at least 1.
 
     Example:
     >>> lower_bound([4.0, 4.0, 4.0], 2)
@@ -177,7 +173,7 @@ class _Bins:
 
 
 class _Groups(NamedTuple):
-    """What may leave a bin at once: nothing, an item or two of its largest."""
+    """What may leave a bin at once: nothing, one item, or two large ones."""
 
     items: np.ndarray
     loads: np.ndarray

@@ -158,14 +158,7 @@ def apply_partitioner(
     The checks are those of TF1's `get_variable`; unlike there, a split of
     another axis than 0 is refused.
 
-    Args:
-        partitioner: `(shape=tf.TensorShape, dtype=tf.DType) -> list of int`, or
-            `None` for one shard.
-        shape: Shape of the variable, fully known. A scalar is never split.
-        dtype: Dtype of the variable.
-
-    Returns:
-        Number of shards along axis 0, at least 1 and at most the rows.
+    A scalar is never split, and nothing is if `partitioner` is None.
 
     Raises:
         TypeError: If `partitioner` is not callable or returns no sequence of

@@ -101,6 +101,7 @@ def plan(
         "lower_bound": bound,
         "largest_indivisible": float(smallest.max(initial=0.0)),
     }
+    # Split more and more of the largest, until the plan is close to the bound.
     largest_first = [i for i in np.argsort(-loads) if divisible[i]]
     most = len(largest_first)
     numbers = {0, most, *(1 << i for i in range(most.bit_length()))}

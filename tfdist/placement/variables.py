@@ -93,17 +93,9 @@ class VariableSpec:
 def variable_spec(variable: Any) -> VariableSpec:
     """Describes a variable or the TF1 op that makes one.
 
-    Args:
-        variable: A `VariableSpec` (returned as it is), a `tf.Variable`, a
-            `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`,
-            `Variable` or `VariableV2`.
-
-    Returns:
-        A `VariableSpec`. Slots are not known from one variable alone:
-        `num_slots` is 0.
-
-    Raises:
-        TypeError: If `variable` is none of these.
+    It is a `VariableSpec` (returned as it is), a `tf.Variable`, a
+    `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`, `Variable` or
+    `VariableV2`; else this raises TypeError. The result has no slots.
 
     Example:
     >>> variable_spec(tf.Variable(tf.zeros([2, 3]), name="kernel")).shape
