@@ -347,7 +347,7 @@ def test_a_layer_in_two_stages():
 
 @pytest.mark.parametrize("num", [0, -1])
 def test_too_few_micro_batches(num):
-    with pytest.raises(ValueError, match="`num_micro_batches` must be pos"):
+    with pytest.raises(ValueError, match="`num_micro_batches` must be a pos"):
         Pipeline(keras.Input([3]), two_stages(), num_micro_batches=num)
 
 

@@ -114,7 +114,7 @@ def test_strings_need_a_size():
         byte_size_load_fn(spec)
     load_fn = functools.partial(byte_size_load_fn, bytes_per_string=16)
     assert load_fn(spec) == 48
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must be a positive"):
         byte_size_load_fn(spec, bytes_per_string=0)
 
 

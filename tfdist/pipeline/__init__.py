@@ -1,6 +1,8 @@
 """Layers of one model on different devices.
 
-Read in this order: `model_parallel` (`Pipeline`), `stages`, `micro_batches`.
+Read in this order: `model_parallel` (`Pipeline`), `stages` (layers and their
+devices), `micro_batches` (both passes), `schedule` (what a device does when),
+`updates` (the optimizer).
 """
 
 import lazy_loader

@@ -6,36 +6,32 @@ that lets one device work at a time, so a batch goes through in micro-batches:
 while the second stage has the first of them, the first stage has the next.
 
 No code here sends a tensor. A stage is a `tf.device` scope of one graph, and
-TensorFlow sends what another device needs, as it did for the translator of the
-2017 lecture, one LSTM layer a device. So a device may as well be in another
-process: `/job:worker/task:1/device:GPU:0`.
+TensorFlow sends what another device needs. So a device may as well be in
+another process: `/job:worker/task:1/device:GPU:0`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.pipeline.micro_batches import (
-    Gradient,
-    Passes,
-    Turns,
-    Work,
-    forward_and_back,
-    set_masks,
-)
+from tfdist._tf.arguments import check_positive
+from tfdist.pipeline import updates
+from tfdist.pipeline.micro_batches import Passes, forward_and_back, set_masks
+from tfdist.pipeline.schedule import DeviceSchedule, Work
 from tfdist.pipeline.stages import (
     Devices,
     Layers,
     Stage,
-    check_disjoint,
+    check_variables,
     resolve_devices,
 )
-from tfdist.training import optimizers
+from tfdist.training import compiled_model, optimizers
 
 
 class Pipeline(keras.Model):
@@ -52,15 +48,13 @@ class Pipeline(keras.Model):
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
     devices of the first row; in every step the others get a copy of the values
-    and send gradients back, which are added up there. The predictions of all
-    replicas go to the first one's last device. What layers change themselves
-    (moving averages) becomes the mean over replicas.
+    and send gradients back, which are summed there. Predictions go to the last
+    device of the first replica. What layers change themselves (moving averages)
+    becomes the mean over replicas.
 
-    The optimizer's rule is applied by `tfdist.training.optimizers`. The
-    gradient of an embedding is as large as its table, and the ids that a batch
-    repeats count once, with their sum; Keras' own Adam squares each apart.
-
-    The graph has every stage once for each micro-batch, so tracing takes
+    The gradient of an embedding is as large as its table, and the ids that a
+    batch repeats count once, with their sum; Keras' own Adam squares each
+    apart. The graph has every stage once for each micro-batch, so tracing takes
     longer the more there are; with an Estimator, let a dispatch be one step
     (`RunConfig(steps_per_dispatch=1)`).
 
@@ -120,15 +114,12 @@ class Pipeline(keras.Model):
         for stage in own:
             with tf.device(stage.device):  # Layers make their variables here.
                 outputs = stage.call(outputs)
-        check_disjoint(own)
-        for stage in own:
-            stage.check_device()
+        check_variables(own)
         super().__init__(inputs=inputs, outputs=outputs, name=name)
         self.stages = own
         self.devices = rows
         self.num_micro_batches = num_micro_batches
-        self._zero_outputs = lambda: _zeros(outputs)
-        self._metrics_of: int | None = None
+        self._metrics_built_for: int | None = None
         # XLA compiles for one device; Keras warns who asks for it.
         self.supports_jit = False
 
@@ -162,15 +153,19 @@ class Pipeline(keras.Model):
             tf.errors.InvalidArgumentError: the batch does not divide, where
                 its size is known no earlier.
         """
-        _check_optimizer(self.optimizer)
+        updates.check(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
+        self._build_metrics(data)
         batch = keras.utils.unpack_x_y_sample_weight(data)
-        self._build_metrics(*batch)
-        passes = self._passes(*batch, Turns())
+        passes = self._passes(*batch, DeviceSchedule())
         with tf.device(self.stages[-1].device):
             logs = self._logs(*batch, passes)
-        self._update(passes.gradients)
+        updates.apply(
+            self.optimizer,
+            [weight for stage in self.stages for weight in stage.weights],
+            [gradient for own in passes.gradients for gradient in own],
+        )
         for stage, states in zip(self.stages, passes.states, strict=True):
             with tf.device(stage.device):
                 for i, value in states.items():
@@ -189,19 +184,19 @@ class Pipeline(keras.Model):
         Returns:
             What was done, in the order of `start`.
         """
-        self._build_metrics(*keras.utils.unpack_x_y_sample_weight(data))
-        turns = Turns(timed=True)
+        self._build_metrics(data)
+        schedule = DeviceSchedule(timed=True)
 
         @tf.function(autograph=False)
         def run() -> Passes:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             # All of it: TensorFlow does not compute what nobody asks for.
-            return self._passes(*batch, turns)
+            return self._passes(*batch, schedule)
 
         run()  # The first run also allocates.
-        seconds = [float(time) for time in run().times]
-        zero = min(seconds)
-        spans = zip(turns.work, seconds[::2], seconds[1::2], strict=True)
+        times = [float(time) for time in run().times]
+        zero = min(times)
+        spans = zip(schedule.work, times[::2], times[1::2], strict=True)
         return sorted(
             (
                 dataclasses.replace(work, start=start - zero, end=end - zero)
@@ -213,60 +208,58 @@ class Pipeline(keras.Model):
     def variable_devices(self) -> dict[str, str]:
         """Path of every variable, slot and counter to its device.
 
-        Ops are told by `tfdist.pipeline.stages.op_devices`.
+        See also `tfdist.pipeline.stages.op_devices`.
         """
         variables = list(self.variables)
         if self.optimizer is not None:
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
-    def _build_metrics(self, x: Any, y: Any, sample_weight: Any) -> None:
-        """Lets Keras make what it makes when it first sees a target.
-
-        While the passes are traced, it could not.
-        """
-        mean_loss = self._mean_loss()
-        if self._metrics_of == id(mean_loss):
-            return
-        with tf.init_scope():
-            x, y, sample_weight = _zeros((x, y, sample_weight))
-            y_pred = self._zero_outputs()
-            self.compute_loss(x, y, y_pred, sample_weight)
-            self.compute_metrics(x, y, y_pred, sample_weight)
-            self.reset_metrics()
-        self._metrics_of = id(mean_loss)
-
-    def _mean_loss(self) -> keras.metrics.Metric:
-        """Keras' metric of the loss; `compile` makes a new one."""
-        return next(m for m in self.metrics if m.name == "loss")
+    def _build_metrics(self, data: Any) -> None:
+        """Has Keras make its metrics, which it could not in the passes."""
+        tracker = id(compiled_model.loss_tracker(self))  # `compile` renews it.
+        if self._metrics_built_for != tracker:
+            batch = keras.utils.unpack_x_y_sample_weight(data)
+            known = itertools.takewhile(lambda part: part is not None, batch)
+            spec = tf.nest.map_structure(
+                lambda t: tf.TensorSpec(t.shape, t.dtype), tuple(known)
+            )
+            with tf.init_scope():
+                compiled_model.build_metrics(self, spec)
+            self._metrics_built_for = tracker
 
     def _passes(
-        self, x: Any, y: Any, sample_weight: Any, turns: Turns
+        self, x: Any, y: Any, sample_weight: Any, schedule: DeviceSchedule
     ) -> Passes:
         """Takes a batch forward and back; changes no variable."""
+        values = [stage.values() for stage in self.stages]
+        variables = [v for stage in self.stages for v in stage.variables]
+        known = zip(variables, itertools.chain(*values), strict=True)
+        scope = keras.StatelessScope(list(known))
+        x = self._divisible(x)
 
-        def passes(values: list, x: Any, y: Any, sample_weight: Any) -> Passes:
-            def loss(y_pred: Any) -> tf.Tensor:
-                pairs = zip(self.stages, values, strict=True)
-                known = [v for stage, own in pairs for v in stage.known(own)]
-                # Metrics that a loss updates wait for `_logs`.
-                with keras.StatelessScope(known):
-                    return self.compute_loss(x, y, y_pred, sample_weight)
+        def loss(y_pred: Any) -> tf.Tensor:
+            with scope:  # Metrics that a loss updates wait for `_logs`.
+                return self.compute_loss(x, y, y_pred, sample_weight)
 
+        def passes() -> Passes:
             return forward_and_back(
                 self.stages,
                 self.devices,
                 self.num_micro_batches,
-                turns,
+                schedule,
                 self.optimizer.scale_loss,
                 loss,
                 values,
                 x,
             )
 
-        values = [stage.values() for stage in self.stages]
-        x = self._divisible(x)
-        return _in_any_order(passes, values, x, y, sample_weight)
+        if tf.executing_eagerly():
+            return passes()
+        # `tf.function` would have stateful ops (the LSTM of cuDNN, the clock)
+        # wait for one another in the order of the program: no two stages would
+        # work at the same time. A wrapped function has no such order.
+        return tf.compat.v1.wrap_function(passes, [])()
 
     def _divisible(self, x: Any) -> Any:
         """The inputs, if they can be cut."""
@@ -294,37 +287,11 @@ class Pipeline(keras.Model):
         """Loss and metrics of the whole batch, as Keras computes them."""
         set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
-        self._mean_loss().update_state(
+        compiled_model.loss_tracker(self).update_state(
             loss + tf.cast(passes.added_loss, loss.dtype),
             sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
         )
         return self.compute_metrics(x, y, passes.y_pred, sample_weight)
-
-    def _update(self, gradients: list[list[Gradient]]) -> None:
-        """Applies each gradient on the device of its variable."""
-        optimizer = self.optimizer
-        parts = optimizers.parts(optimizer)
-        iteration = tf.convert_to_tensor(optimizer.iterations.value)
-        updates = [
-            _Update(stage.device, variable, gradient)
-            for stage, own in zip(self.stages, gradients, strict=True)
-            for variable, gradient in zip(stage.weights, own, strict=True)
-            if gradient is not None
-        ]
-        for i, part in enumerate(parts):
-            rate = optimizers.learning_rate(part, iteration, [])
-            optimizers.begin_step(part, iteration)
-            own = [
-                update
-                for update in updates
-                if optimizers.owner(optimizer, update.variable) == i
-            ]
-            for device, variable, gradient in _clipped(part, own):
-                with tf.device(device):
-                    optimizers.update(part, variable, gradient, rate, iteration)
-        counters = [o.iterations for o in (optimizer, *parts)]
-        for counter in {id(c): c for c in counters}.values():
-            counter.assign_add(1)
 
 
 def bubble(num_stages: int, num_micro_batches: int) -> float:
@@ -347,93 +314,9 @@ def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
             f"{tf.distribute.get_strategy()!r}. Give `devices` a list for each "
             "replica instead."
         )
-    if num_micro_batches < 1:
-        raise ValueError(
-            "Argument `num_micro_batches` must be positive. Received: "
-            f"num_micro_batches={num_micro_batches}."
-        )
+    check_positive("num_micro_batches", num_micro_batches)
     if not stages:
         raise ValueError(
             "Argument `stages` must have a stage at least. Received: "
             f"stages={stages!r}."
         )
-
-
-def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    optimizers.check(optimizer, remote=False)
-    scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    steps = [
-        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
-    ]
-    if scaling or any(steps):
-        raise ValueError(
-            f"Optimizer {optimizer.name!r} skips some updates, which a "
-            "Pipeline does not support. Received: "
-            f"{type(optimizer).__name__} with gradient_accumulation_steps="
-            f"{steps[0]}. Instead of accumulation, use larger batches and more "
-            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
-            "loss_scale_factor."
-        )
-
-
-class _Update(NamedTuple):
-    device: str
-    variable: keras.Variable
-    gradient: Gradient
-
-
-def _clipped(
-    part: keras.optimizers.Optimizer, updates: list[_Update]
-) -> list[_Update]:
-    """With gradients that are dense, and clipped as the optimizer says."""
-    clipped = []
-    for device, _, gradient in updates:
-        with tf.device(device):
-            gradient = tf.convert_to_tensor(gradient)
-            if not part.global_clipnorm:
-                (gradient,) = optimizers.clip(part, [gradient])
-            elif part.loss_scale_factor is not None:
-                gradient /= part.loss_scale_factor
-        clipped.append(gradient)
-    if part.global_clipnorm and clipped:
-        # Each is scaled where it is; only norms meet.
-        clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
-    return [
-        update._replace(gradient=gradient)
-        for update, gradient in zip(updates, clipped, strict=True)
-    ]
-
-
-def _zeros(structure: Any) -> Any:
-    """One example of zeros; what is unknown of its shape is 1."""
-    return tf.nest.map_structure(
-        lambda t: (
-            None
-            if t is None
-            else tf.zeros([1, *(size or 1 for size in t.shape[1:])], t.dtype)
-        ),
-        structure,
-    )
-
-
-def _in_any_order(function: Callable[..., Passes], *args: Any) -> Passes:
-    """Calls `function` such that ops wait for what they need, and no more.
-
-    `tf.function` also has stateful ops wait for one another in the order of
-    the program. The LSTM of cuDNN is such an op, and so is the clock: no two
-    stages would work at the same time. A wrapped function has no such order.
-    """
-    if tf.executing_eagerly():
-        return function(*args)
-    flat = tf.nest.flatten(args, expand_composites=True)
-
-    def traced(*tensors: tf.Tensor) -> Passes:
-        remaining = iter(tensors)
-        filled = [None if t is None else next(remaining) for t in flat]
-        return function(
-            *tf.nest.pack_sequence_as(args, filled, expand_composites=True)
-        )
-
-    tensors = [tf.convert_to_tensor(t) for t in flat if t is not None]
-    specs = [tf.TensorSpec.from_tensor(t) for t in tensors]
-    return tf.compat.v1.wrap_function(traced, specs)(*tensors)

@@ -1,16 +1,10 @@
-"""Stages of a pipeline: which layers are on which device.
-
-Every variable and op of a stage is on its device because layers are built and
-called in a `tf.device` scope. What TensorFlow would do silently, to take
-another device for one that does not exist, is an error here.
-"""
+"""Stages of a pipeline: which layers are on which device."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,18 +13,6 @@ from tfdist._tf.private import SEED_STATE_NAME
 
 Layers = keras.layers.Layer | Sequence[keras.layers.Layer]
 Devices = Sequence[str] | Sequence[Sequence[str]]
-
-
-class Values(NamedTuple):
-    """Values of the variables of a stage.
-
-    Attributes:
-        weights: Of those that training updates.
-        states: Of those that layers update themselves, and of frozen ones.
-    """
-
-    weights: list[tf.Tensor]
-    states: list[tf.Tensor]
 
 
 class Stage:
@@ -45,6 +27,12 @@ class Stage:
         layers: As given, a tuple.
         device: As given.
 
+    Example:
+    >>> from tfdist.pipeline import Pipeline
+    >>> relu = keras.layers.ReLU(name="relu")
+    >>> Pipeline(keras.Input([4]), [relu], ["CPU:0"]).stages
+    (Stage(relu on /job:localhost/replica:0/task:0/device:CPU:0),)
+
     Raises:
         TypeError: what is in `layers` is no layer.
         ValueError: `layers` is empty.
@@ -54,7 +42,6 @@ class Stage:
         several = isinstance(layers, list | tuple)
         self.layers = tuple(layers) if several else (layers,)
         self.device = device
-        self._index = index
         if not self.layers:
             raise ValueError(
                 "Argument `stages` must hold layers, and no empty list. "
@@ -92,46 +79,40 @@ class Stage:
             inputs = layer(inputs, **known)
         return inputs
 
-    def values(self) -> Values:
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The weights, then the states."""
+        return self.weights + self.states
+
+    def values(self) -> list[tf.Tensor]:
         """Reads all variables, where they are."""
         with tf.device(self.device):
-            return Values(
-                [tf.convert_to_tensor(v.value) for v in self.weights],
-                [tf.convert_to_tensor(v.value) for v in self.states],
-            )
-
-    def known(self, values: Values) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Each variable with its value, as for a `keras.StatelessScope`."""
-        return [
-            *zip(self.weights, values.weights, strict=True),
-            *zip(self.states, values.states, strict=True),
-        ]
-
-    def check_device(self) -> None:
-        """Raises ValueError if a variable is on another device."""
-        for variable in itertools.chain(self.weights, self.states):
-            # Seeds are made with their layer, before it is given to a stage.
-            is_seed = variable.path.endswith(SEED_STATE_NAME)
-            if variable.value.device != self.device and not is_seed:
-                raise ValueError(
-                    f"Stage {self._index} must have its variables on "
-                    f"{self.device}. Received: {variable.path!r} on "
-                    f"{variable.value.device}. Pass layers that have no "
-                    "variables yet, or make them in "
-                    f"`with tf.device({self.device!r})`."
-                )
+            return [tf.convert_to_tensor(v.value) for v in self.variables]
 
 
-def check_disjoint(stages: Sequence[Stage]) -> None:
-    """Raises ValueError if two stages have the same variable."""
+def check_variables(stages: Sequence[Stage]) -> None:
+    """Checks that variables are on their stage's device, and in no other stage.
+
+    Raises:
+        ValueError: one is not.
+    """
     first: dict[int, int] = {}
     for i, stage in enumerate(stages):
-        for variable in itertools.chain(stage.weights, stage.states):
+        for variable in stage.variables:
             if first.setdefault(id(variable), i) != i:
                 raise ValueError(
                     "Argument `stages` must not share variables. Received: "
                     f"{variable.path!r} in stages {first[id(variable)]} and "
                     f"{i}. Layers that share one belong into one stage."
+                )
+            # Seeds are made with their layer, before it is given to a stage.
+            is_seed = variable.path.endswith(SEED_STATE_NAME)
+            if variable.value.device != stage.device and not is_seed:
+                raise ValueError(
+                    f"Stage {i} must have its variables on {stage.device}. "
+                    f"Received: {variable.path!r} on {variable.value.device}. "
+                    "Pass layers that have no variables yet, or make them in "
+                    f"`with tf.device({stage.device!r})`."
                 )
 
 
@@ -141,9 +122,7 @@ def resolve_devices(
     """Full names of the devices of a pipeline, a row for each replica.
 
     Args:
-        devices: A name for each stage, or a list of such lists. Default: the
-            GPUs of this task, else its CPUs, in one row; where they are fewer
-            than the stages, neighbours share one.
+        devices: As for `Pipeline`.
         num_stages: Devices in a row.
 
     Raises:
@@ -184,8 +163,7 @@ def op_devices(function: Any) -> dict[str, str]:
 
     Returns:
         `function name/op name` to device, also of ops in functions that it
-        calls (such as the body of a loop). "" is TensorFlow's choice: for ops
-        on a variable the device of the variable.
+        calls. "" is TensorFlow's choice: for ops on a variable its device.
     """
     graph = function.graph.as_graph_def()
     called = [(f.signature.name, f.node_def) for f in graph.library.function]

@@ -2,8 +2,8 @@
 
 Read in this order: `variables` (a description, before anything exists),
 `strategies` (description to server), `device_setter` (TF1's own entry),
-`partitioners`, `plans` and `planner` (all variables at once), `scope` (where it
-takes effect).
+`partitioners`, `plans`, `planner` and `packing` (all variables at once),
+`scope` (where it takes effect).
 """
 
 import lazy_loader

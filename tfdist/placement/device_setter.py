@@ -1,17 +1,15 @@
 """TF1's `replica_device_setter`, also for TF2.
 
 In TF1 a device function placed every op of a program: variables on parameter
-servers, in turns or by a strategy, all else on the worker. TF2 has no device
-functions where it executes eagerly; there the setter is a scope that catches
-the creation of variables.
+servers, all else on the worker. TF2 has no device functions where it executes
+eagerly; there the setter is a scope that catches the creation of variables.
 """
 
 import contextlib
-import logging
+import dataclasses
 import numbers
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,25 +18,7 @@ from tfdist.placement.strategies import (
     RoundRobinStrategy,
     check_task,
 )
-from tfdist.placement.variables import creation_spec
-
-STANDARD_PS_OPS = (
-    "Variable",
-    "VariableV2",
-    "AutoReloadVariable",
-    "MutableHashTable",
-    "MutableHashTableV2",
-    "MutableHashTableOfTensors",
-    "MutableHashTableOfTensorsV2",
-    "MutableDenseHashTable",
-    "MutableDenseHashTableV2",
-    "VarHandleOp",
-    "BoostedTreesEnsembleResourceHandleOp",
-    "BoostedTreesQuantileStreamResourceHandleOp",
-    "ResourceConditionalAccumulator",
-    "DecisionTreeResource",
-)
-"""Types of the ops that TF1 placed on parameter servers."""
+from tfdist.placement.variables import VariableSpec, creation_spec
 
 
 def replica_device_setter(
@@ -52,37 +32,32 @@ def replica_device_setter(
 ) -> "ReplicaDeviceSetter | None":
     """Returns a device setter for the replicas of a training program.
 
-    Reproduces `tf.compat.v1.train.replica_device_setter`: the same arguments,
-    and in a TF1 graph the same device for every op. What it returns is a device
-    function, for `tf.compat.v1.device` in a graph, and a scope, for `with` in
-    TF2. `ReplicaDeviceSetter` says what the scope does. Use `device_scope`
-    where the setter may be `None`.
+    `tf.compat.v1.train.replica_device_setter`, for TF2 as well: what it returns
+    is a device function, for `tf.compat.v1.device` in a graph, and a scope, for
+    `with` in TF2. `ReplicaDeviceSetter` says what the scope does. Use
+    `device_scope` where the setter may be `None`.
 
-    Differences from TF1:
-      - It is a scope too.
-      - A task that does not exist is an error, not a device string that fails
-        when the program runs.
-      - Numbers of tasks need not be contiguous: in a cluster
-        `{"ps": {3: ..., 5: ...}}` turn 0 is task 3 and turn 1 is task 5. TF1
-        used tasks 0 and 1, which are not there.
+    Differences from TF1: a task that does not exist is an error, not a device
+    string that fails when the program runs; and numbers of tasks need not be
+    contiguous: in a cluster `{"ps": {3: ..., 5: ...}}` the strategy's 0 is task
+    3 and its 1 is task 5, where TF1 used tasks 0 and 1, which are not there.
 
     Args:
-        ps_tasks: Number of parameter servers; `cluster` overrides it. Defaults
-            to 0: no setter.
+        ps_tasks: Number of parameter servers; `cluster` overrides it. Default:
+            0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
-            `""` puts everything on the worker. Defaults to `"/job:ps"`.
-        worker_device: Device of all else; `""` leaves it open. Defaults to
+            `""` puts everything on the worker. Default: `"/job:ps"`.
+        worker_device: Device of all else; `""` leaves it open. Default:
             `"/job:worker"`.
         merge_devices: Whether fields that an inner `tf.device` leaves open
-            are filled in. Defaults to `True`. `False` leaves alone whatever
-            has an inner device, and is deprecated as in TF1.
+            are filled in. `False` leaves alone whatever has an inner device,
+            and is deprecated as in TF1. Default: True.
         cluster: Dict, `ClusterSpec` or `ClusterDef` that tells the number of
-            parameter servers. Defaults to `None`.
-        ps_ops: Types of ops that go to parameter servers. Defaults to `None`:
-            `STANDARD_PS_OPS`.
+            parameter servers. Default: none.
+        ps_ops: Types of ops that go to parameter servers. Default: those of
+            TF1, variables and tables.
         ps_strategy: Callable from the op (in TF2, from the variable's
-            `VariableSpec`) to one of `ps_tasks` tasks. Defaults to `None`: in
-            turns.
+            `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
 
     Returns:
         A `ReplicaDeviceSetter`, or `None` if there are no parameter servers,
@@ -104,25 +79,29 @@ def replica_device_setter(
     tasks = _tasks(ps_tasks, ps_device, cluster)
     if not tasks:
         return None
-    if not merge_devices:
-        logging.getLogger("tensorflow").warning(
-            "DEPRECATION: set merge_devices=True in replica_device_setter."
-        )
-    if ps_strategy is None:
-        ps_strategy = RoundRobinStrategy(len(tasks))
-    if not callable(ps_strategy):
+    strategy = ps_strategy
+    if strategy is None:
+        strategy = RoundRobinStrategy(len(tasks))
+    if not callable(strategy):
         raise TypeError(
             "Argument `ps_strategy` must be callable, from a variable to a "
             f"task. Received: ps_strategy={ps_strategy!r}."
         )
-    return ReplicaDeviceSetter(
-        tasks=tasks,
-        ps_device=ps_device,
-        worker_device=worker_device,
-        merge_devices=merge_devices,
-        ps_ops=STANDARD_PS_OPS if ps_ops is None else tuple(ps_ops),
-        ps_strategy=ps_strategy,
+
+    def task_of(op: Any) -> int:
+        variable = op.describe() if isinstance(op, _Creation) else op
+        task = strategy(variable)
+        return tasks[check_task(task, len(tasks), variable, strategy)]
+
+    device_function = tf.compat.v1.train.replica_device_setter(
+        len(tasks),
+        ps_device,
+        worker_device,
+        merge_devices,
+        ps_ops=ps_ops,
+        ps_strategy=task_of,
     )
+    return ReplicaDeviceSetter(device_function, worker_device)
 
 
 def device_scope(
@@ -131,13 +110,7 @@ def device_scope(
     """Returns `tf.device(device)`, where `device` may also be a setter.
 
     TF1's `with tf.device(replica_device_setter(...))`, which in TF2 takes no
-    function.
-
-    Args:
-        device: A setter, a device string, or `None` for no constraint.
-
-    Returns:
-        A context manager.
+    function. `None` means no constraint.
 
     Example:
     >>> with device_scope(replica_device_setter(cluster={"worker": ["a:1"]})):
@@ -149,6 +122,7 @@ def device_scope(
     return contextlib.nullcontext() if device is None else tf.device(device)
 
 
+@dataclasses.dataclass(eq=False)
 class ReplicaDeviceSetter:
     """A device function and a scope. Made by `replica_device_setter`.
 
@@ -164,7 +138,7 @@ class ReplicaDeviceSetter:
       - eagerly, each variable created, also by functions called in the scope,
         is placed by the same rules, and ops run on `worker_device`.
 
-    A variable takes one turn of the strategy, and its initial value is computed
+    The strategy is asked once for a variable, whose initial value is computed
     on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
     Eagerly TF2 tells only the sum of all `tf.device` blocks. So, unlike in a
     function or graph, a block that names just what `worker_device` names is not
@@ -175,95 +149,51 @@ class ReplicaDeviceSetter:
     Not thread-safe: a scope belongs to the thread that enters it.
     """
 
-    def __init__(
-        self,
-        *,
-        tasks: Sequence[int],
-        ps_device: str,
-        worker_device: str,
-        merge_devices: bool,
-        ps_ops: Sequence[str],
-        ps_strategy: PlacementStrategy,
-    ) -> None:
-        self._tasks = tuple(tasks)
-        self._ps_device = ps_device
-        self._worker_device = worker_device
-        self._merge_devices = merge_devices
-        self._ps_ops = frozenset(ps_ops)
-        self._ps_strategy = ps_strategy
-        self._local = threading.local()
+    device_function: Callable[[Any], str]
+    worker_device: str
+
+    def __post_init__(self) -> None:
+        self._scopes: list[contextlib.ExitStack] = []
+        self._probing = False
+        self._probed: str | None = None
 
     def __call__(self, op: Any) -> str:
-        """Returns the device of an op.
+        """Returns the device of a `tf.Operation` or `NodeDef`.
 
-        Args:
-            op: A `tf.Operation` or a `NodeDef`, with the device that inner
-                blocks gave it.
-
-        Returns:
-            A device string.
+        Its own device is the one that inner blocks gave it.
         """
-        if getattr(self._local, "probing", False):
-            self._local.inner = op.device or ""
-            return self._local.inner
-        op_type = op.op if isinstance(op, tf.compat.v1.NodeDef) else op.type
-        return self._device(op_type, op.device or "", lambda: op)
-
-    def _device(
-        self, op_type: str, inner: str, describe: Callable[[], Any]
-    ) -> str:
-        """Returns the device of an op or variable with inner device `inner`."""
-        if inner and not self._merge_devices:
-            return inner
-        current = tf.DeviceSpec.from_string(inner)
-        outer = tf.DeviceSpec.from_string(self._worker_device or "")
-        if self._ps_device and op_type in self._ps_ops:
-            outer = tf.DeviceSpec.from_string(self._ps_device)
-            # A task is a task of the ps job: none is asked for if the inner
-            # device already names another job.
-            if outer.job and current.job in (None, "", outer.job):
-                outer = outer.replace(task=self._next_task(describe()))
-        return outer.make_merged_spec(current).to_string()
-
-    def _next_task(self, variable: Any) -> int:
-        turn = self._ps_strategy(variable)
-        return self._tasks[
-            check_task(turn, len(self._tasks), variable, self._ps_strategy)
-        ]
+        if self._probing:
+            self._probed = op.device or ""
+            return self._probed
+        return self.device_function(op)
 
     def __enter__(self) -> "ReplicaDeviceSetter":
         stack = contextlib.ExitStack()
         if not tf.executing_eagerly():
             stack.enter_context(tf.compat.v1.device(self))
-        elif self._worker_device:
-            stack.enter_context(tf.device(self._worker_device))
+        elif self.worker_device:
+            stack.enter_context(tf.device(self.worker_device))
         # In a TF1 graph, the device function sees the variable's op itself.
         if tf.compat.v1.executing_eagerly_outside_functions():
             creator = self._creator(
                 _full_eager_device(), tf.executing_eagerly()
             )
             stack.enter_context(tf.variable_creator_scope(creator))
-        self._stacks.append(stack)
+        self._scopes.append(stack)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._stacks.pop().__exit__(*exc_info)
-
-    @property
-    def _stacks(self) -> list[contextlib.ExitStack]:
-        if not hasattr(self._local, "stacks"):
-            self._local.stacks = []
-        return self._local.stacks
+        self._scopes.pop().__exit__(*exc_info)
 
     def _creator(self, entered: str, eagerly: bool) -> Callable:
         """Returns a variable creator for a scope entered on a device."""
 
         def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
             inner = self._inner_device(entered, eagerly)
-            if inner is None:
+            if inner is None:  # `tf.device(None)` undoes the scope.
                 return next_creator(**kwargs)
-            device = self._device(
-                "VarHandleOp", inner, lambda: creation_spec(**kwargs)
+            device = self.device_function(
+                _Creation(inner, _VARIABLE, lambda: creation_spec(**kwargs))
             )
             # Not merged into the device of the worker, which is around us.
             with tf.device(None), tf.device(device):
@@ -272,26 +202,32 @@ class ReplicaDeviceSetter:
         return creator
 
     def _inner_device(self, entered: str, eagerly: bool) -> str | None:
-        """Returns what blocks inside the scope ask for.
-
-        `None` means `tf.device(None)`, which undoes the scope.
-        """
-        if not eagerly:
-            return self._probe()
-        # Blocks inside a `tf.function` change the eager device as well.
-        current = _eager_device()
-        if self._worker_device and not current:
-            return None
-        return _difference(entered, current or entered)
-
-    def _probe(self) -> str | None:
-        """Returns the inner device that this device function is shown."""
-        self._local.probing, self._local.inner = True, None
+        """Returns what blocks inside the scope ask for."""
+        if eagerly:
+            # Blocks inside a `tf.function` change the eager device as well.
+            current = _eager_device()
+            if self.worker_device and not current:
+                return None
+            return _difference(entered, current or entered)
+        # In a graph, a device function is shown the inner device.
+        self._probing, self._probed = True, None
         try:
             tf.no_op()
         finally:
-            self._local.probing = False
-        return self._local.inner
+            self._probing = False
+        return self._probed
+
+
+# The op of a variable, also where it is created eagerly.
+_VARIABLE = tf.compat.v1.NodeDef(op="VarHandleOp")
+
+
+class _Creation(NamedTuple):
+    """A variable to be created, for a device function of ops."""
+
+    device: str
+    node_def: tf.compat.v1.NodeDef
+    describe: Callable[[], VariableSpec]
 
 
 def _tasks(
@@ -333,17 +269,14 @@ def _full_eager_device() -> str:
 def _difference(outer: str, inner: str) -> str:
     """Returns the fields of `inner` that blocks inside `outer` have changed."""
     old, new = map(tf.DeviceSpec.from_string, (outer, inner))
-    fields = {}
+    fields: dict[str, Any] = {}
     if new.job != old.job:
         fields["job"] = new.job
     if (new.job, new.task) != (old.job, old.task):
         fields["task"] = new.task
     if new.replica != old.replica:
         fields["replica"] = new.replica
-    if (new.device_type, new.device_index) != (
-        old.device_type,
-        old.device_index,
-    ):
-        fields["device_type"] = new.device_type
-        fields["device_index"] = new.device_index
+    kind, index = new.device_type, new.device_index
+    if (kind, index) != (old.device_type, old.device_index):
+        fields |= {"device_type": kind, "device_index": index}
     return tf.DeviceSpec(**fields).to_string()

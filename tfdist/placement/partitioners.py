@@ -1,8 +1,8 @@
 """How a variable is split: along its rows, in nearly equal runs.
 
 The three partitioners are TF1's own; only arguments that TF1 accepted and then
-failed on, or quietly ignored, are refused here. tfdist splits axis 0 only
-(facts.md: so does `ParameterServerStrategy`), which `apply_partitioner` checks.
+failed on, or ignored, are refused here. Like `ParameterServerStrategy`, tfdist
+splits axis 0 only, which `apply_partitioner` checks.
 """
 
 import functools
@@ -12,18 +12,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
+
 Partitioner = Callable[..., Sequence[int]]
 
 
 def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     """Splits every variable into the same number of shards.
 
-    `tf.compat.v1.fixed_size_partitioner`, which see; a variable with fewer
-    rows gets one shard a row. TF1 accepted `num_shards=0` and failed later.
+    See also `tf.compat.v1.fixed_size_partitioner`, which accepts `num_shards=0`
+    and fails later. A variable with fewer rows gets one shard for each.
 
     Args:
         num_shards: Number of shards, at least 1.
-        axis: Axis to split. Defaults to 0, the only one tfdist can split.
+        axis: Axis to split. Default: 0, the only one tfdist can split.
 
     Returns:
         A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
@@ -35,7 +37,7 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     >>> fixed_size_partitioner(3)(shape=tf.TensorShape([10, 4]))
     [3, 1]
     """
-    _check_positive("num_shards", num_shards)
+    check_positive("num_shards", num_shards)
     return tf.compat.v1.fixed_size_partitioner(num_shards, axis)
 
 
@@ -47,16 +49,15 @@ def variable_axis_size_partitioner(
 ) -> Partitioner:
     """Splits a variable so that no shard has more than `max_shard_bytes`.
 
-    `tf.compat.v1.variable_axis_size_partitioner`, which see; it divided by zero
-    for a variable without elements, which here is one shard. A single row
-    larger than `max_shard_bytes` is a shard of its own.
+    See also `tf.compat.v1.variable_axis_size_partitioner`, which divides by
+    zero for a variable without elements; here that is one shard. A row larger
+    than `max_shard_bytes` is a shard of its own.
 
     Args:
         max_shard_bytes: Bytes of the largest shard, at least 1.
-        axis: Axis to split. Defaults to 0, the only one tfdist can split.
-        bytes_per_string_element: Bytes to count for a string. Defaults to 16.
-        max_shards: Most shards, whatever their size. Defaults to `None`, no
-            limit.
+        axis: Axis to split. Default: 0, the only one tfdist can split.
+        bytes_per_string_element: Bytes to count for a string. Default: 16.
+        max_shards: Most shards, whatever their size. Default: no limit.
 
     Returns:
         A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
@@ -69,10 +70,10 @@ def variable_axis_size_partitioner(
     >>> partitioner(shape=tf.TensorShape([10, 4]), dtype=tf.float32)
     [2, 1]
     """
-    _check_positive("max_shard_bytes", max_shard_bytes, numbers.Real)
-    _check_positive("bytes_per_string_element", bytes_per_string_element)
+    check_positive("max_shard_bytes", max_shard_bytes, numbers.Real)
+    check_positive("bytes_per_string_element", bytes_per_string_element)
     if max_shards is not None:
-        _check_positive("max_shards", max_shards)
+        check_positive("max_shards", max_shards)
     return _without_empty(
         tf.compat.v1.variable_axis_size_partitioner(
             max_shard_bytes, axis, bytes_per_string_element, max_shards
@@ -88,14 +89,14 @@ def min_max_variable_partitioner(
 ) -> Partitioner:
     """Splits a variable as far as each shard keeps `min_slice_size` bytes.
 
-    `tf.compat.v1.min_max_variable_partitioner`, which see; it divided by zero
-    for `min_slice_size=0`, and took `max_partitions=0` for 1.
+    See also `tf.compat.v1.min_max_variable_partitioner`, which divides by zero
+    for `min_slice_size=0`, and takes `max_partitions=0` for 1.
 
     Args:
-        max_partitions: Most shards. Defaults to 1.
-        axis: Axis to split. Defaults to 0, the only one tfdist can split.
-        min_slice_size: Bytes a shard should have at least. Defaults to 256 KiB.
-        bytes_per_string_element: Bytes to count for a string. Defaults to 16.
+        max_partitions: Most shards. Default: 1.
+        axis: Axis to split. Default: 0, the only one tfdist can split.
+        min_slice_size: Bytes a shard should have at least. Default: 256 KiB.
+        bytes_per_string_element: Bytes to count for a string. Default: 16.
 
     Returns:
         A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
@@ -108,9 +109,9 @@ def min_max_variable_partitioner(
     >>> partitioner(shape=tf.TensorShape([1024, 256]), dtype=tf.float32)
     [4, 1]
     """
-    _check_positive("max_partitions", max_partitions)
-    _check_positive("min_slice_size", min_slice_size, numbers.Real)
-    _check_positive("bytes_per_string_element", bytes_per_string_element)
+    check_positive("max_partitions", max_partitions)
+    check_positive("min_slice_size", min_slice_size, numbers.Real)
+    check_positive("bytes_per_string_element", bytes_per_string_element)
     return tf.compat.v1.min_max_variable_partitioner(
         max_partitions, axis, min_slice_size, bytes_per_string_element
     )
@@ -134,8 +135,8 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
     >>> row_slices(13, 3)
     ((0, 5), (5, 4), (9, 4))
     """
-    _check_positive("num_rows", num_rows)
-    _check_positive("num_shards", num_shards)
+    check_positive("num_rows", num_rows)
+    check_positive("num_shards", num_shards)
     if num_shards > num_rows:
         raise ValueError(
             "Argument `num_shards` must be at most the number of rows, so that "
@@ -157,26 +158,12 @@ def apply_partitioner(
     The checks are those of TF1's `get_variable`; unlike there, a split of
     another axis than 0 is refused.
 
-    Args:
-        partitioner: `(shape=tf.TensorShape, dtype=tf.DType) -> list of int`, or
-            `None` for one shard.
-        shape: Shape of the variable, fully known. A scalar is never split, and
-            its partitioner is not asked.
-        dtype: Dtype of the variable.
-
-    Returns:
-        Number of shards along axis 0, at least 1 and at most the rows.
+    A scalar is never split, and nothing is if `partitioner` is None.
 
     Raises:
         TypeError: If `partitioner` is not callable or returns no sequence of
             integers.
-        ValueError: If the shape is not fully known, or the answer does not fit
-            the shape, has a zero, splits another axis than 0, or has more
-            shards than rows.
-
-    Example:
-    >>> apply_partitioner(fixed_size_partitioner(3), [10, 4], tf.float32)
-    3
+        ValueError: If the shape is not fully known, or does not fit the answer.
     """
     shape = tf.TensorShape(shape)
     if not shape.is_fully_defined():
@@ -198,25 +185,33 @@ def apply_partitioner(
 
 
 def _check_parts(parts: Any, shape: tf.TensorShape) -> None:
-    expected = (
-        "Argument `partitioner` must return the number of parts along each "
-        f"axis, as [2, 1], for shape={shape}. Received: {parts!r}"
-    )
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, numbers.Integral) for part in parts
     ):
-        raise TypeError(f"{expected}, which is no sequence of integers.")
+        error, problem = TypeError, "which is no sequence of integers"
+    else:
+        error, problem = ValueError, _misfit(parts, shape)
+    if problem:
+        raise error(
+            "Argument `partitioner` must return the number of parts along each "
+            f"axis, as [2, 1], for shape={shape}. Received: {parts!r}, "
+            f"{problem}."
+        )
+
+
+def _misfit(parts: Sequence[int], shape: tf.TensorShape) -> str:
     if len(parts) != shape.rank:
-        raise ValueError(f"{expected}, which has {len(parts)} axes.")
+        return f"which has {len(parts)} axes"
     if min(parts) < 1:
-        raise ValueError(f"{expected}, which has no part along some axis.")
+        return "which has no part along some axis"
     if any(part > 1 for part in parts[1:]):
-        raise ValueError(
-            f"{expected}, but only axis 0 can be split: a lookup by row must "
-            "find its row on one server."
+        return (
+            "but only axis 0 can be split: a lookup by row must find its row "
+            "on one server"
         )
     if parts[0] > max(1, shape[0]):
-        raise ValueError(f"{expected}, which is more parts than rows.")
+        return "which is more parts than rows"
+    return ""
 
 
 def _without_empty(partitioner: Partitioner) -> Partitioner:
@@ -227,14 +222,3 @@ def _without_empty(partitioner: Partitioner) -> Partitioner:
         return partitioner(shape=shape, dtype=dtype)
 
     return without_empty
-
-
-def _check_positive(
-    argument: str, value: Any, kind: type = numbers.Integral
-) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"Argument `{argument}` must be a positive "
-            f"{'integer' if kind is numbers.Integral else 'number'}. "
-            f"Received: {argument}={value!r}."
-        )

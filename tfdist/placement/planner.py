@@ -12,14 +12,15 @@ distance from a lower bound that no placement can beat.
 
 import argparse
 import functools
-import importlib
-import numbers
+import types
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist.placement import packing, splitting
-from tfdist.placement.plans import Plan, make_plan
+from tfdist._tf.arguments import check_positive, load_function
+from tfdist.placement import packing
+from tfdist.placement.partitioners import row_slices
+from tfdist.placement.plans import Piece, Plan
 from tfdist.placement.strategies import (
     GreedyLoadBalancingStrategy,
     LoadFn,
@@ -32,9 +33,9 @@ from tfdist.placement.strategies import (
 )
 from tfdist.placement.variables import VariableSpec, describe
 
-# A placement this close to the bound is not split: every piece more is a
-# message more in every step.
-_SLACK = 0.01
+# Closer to the bound no more variables are split: every piece is one more
+# message in every step.
+_CLOSE_ENOUGH = 0.01
 
 
 def plan(
@@ -43,33 +44,30 @@ def plan(
     *,
     load_fn: LoadFn | None = None,
     split: bool | Callable[[VariableSpec], bool] = False,
-    split_axis: int | None = 0,
     min_split_bytes: int = 256 << 10,
     memory_limits: float | Sequence[float] | None = None,
     bytes_per_string: int | None = None,
 ) -> Plan:
     """Plans a placement whose largest load is small.
 
-    Variables are packed largest first, improved by moves, swaps and re-dealing
-    two servers, and proven best by search where they are few. Where it is
-    allowed, large variables are cut into runs of rows that fill the servers
-    up; they stay whole where that is within 1 % of the bound.
+    The largest variable left goes to the server with the smallest load; then
+    moves and swaps lower the largest load. `Plan.distance` says how far the
+    result is from a bound that no placement can beat. Where it is allowed,
+    variables are split into `num_ps` parts, as `PartitionedEmbedding(...,
+    num_shards=num_ps)` does: only the largest, as few as bring the plan within
+    1 % of the bound.
 
     Args:
         variables: Descriptions with different names, as from `describe`.
         num_ps: Number of parameter servers, at least 1.
-        load_fn: What to balance. Defaults to `None`: bytes held, slots
-            included. `traffic_load_fn` balances the bytes a step moves.
-        split: Whether variables may be cut by rows, or a callable that says so
-            for each. Defaults to `False`. A Keras 3 model can cut only what is
-            a `PartitionedEmbedding`.
-        split_axis: Axis to cut. Defaults to 0, rows, the only one that
-            `PartitionedEmbedding` and `ParameterServerStrategy` cut. `None`
-            cuts each variable along its longest axis, as a TF1 partitioned
-            variable could be; a convolution's kernel has few rows.
-        min_split_bytes: Smaller variables stay whole. Defaults to 256 KiB.
+        load_fn: What to balance. Default: bytes held, slots included.
+            `traffic_load_fn` balances the bytes that a step moves.
+        split: Whether variables may be split by rows, or a callable that says
+            so for each. A Keras model can split only what is a
+            `PartitionedEmbedding`. Default: False.
+        min_split_bytes: Smaller variables stay whole. Default: 256 KiB.
         memory_limits: Bytes that a server may hold, one number for all or one
-            for each. Defaults to `None`, no limit.
+            for each. Default: no limit.
         bytes_per_string: As in `byte_size_load_fn`.
 
     Returns:
@@ -78,50 +76,61 @@ def plan(
     Raises:
         TypeError: If `variables` holds something else, or a load is no number.
         ValueError: If `num_ps` is not positive, names repeat, a load is NaN or
-            negative, or no placement meets the memory limits.
+            negative, or no placement was found that meets the memory limits.
 
     Example:
     >>> table = VariableSpec("table", (1_000_000, 16), num_slots=1)
     >>> dense = [VariableSpec(f"d{i}", (512, 512)) for i in range(4)]
     >>> round(plan([table, *dense], 4).imbalance, 2)
     3.87
-    >>> halved = plan([table, *dense], 4, split=True)
-    >>> round(halved.imbalance, 2), len(halved.assignments["table"])
+    >>> even = plan([table, *dense], 4, split=True)
+    >>> round(even.imbalance, 2), len(even.assignments["table"])
     (1.0, 4)
     """
     _check_variables(variables, num_ps)
-    limits = _check_limits(memory_limits, num_ps)
+    limits = _limits(memory_limits, num_ps)
     weights = _weights(variables, load_fn, bytes_per_string)
     loads, sizes = weights["loads"], weights["byte_loads"]
-    axes = [_axis(spec, split_axis) for spec in variables]
-    rows = np.array(
-        [
-            max(1, s.shape[axis]) if s.shape else 1
-            for s, axis in zip(variables, axes, strict=True)
-        ],
-        int,
-    )
+    rows = _rows(variables)
     may_split = split if callable(split) else lambda spec: bool(split)
-    cut = np.array([may_split(spec) for spec in variables], bool)
-    cut &= (rows > 1) & (sizes >= min_split_bytes)
-    whole_loads = np.where(cut, loads / rows, loads)
-    try:
-        runs, bound = _pack(loads, sizes, rows, cut, whole_loads, limits)
-    except packing.InfeasibleError as e:
+    divisible = np.array([may_split(spec) for spec in variables], bool)
+    divisible &= (rows > 1) & (sizes >= min_split_bytes)
+    smallest = np.where(divisible, loads / rows, loads)
+    bound = max(packing.lower_bound(smallest, num_ps), loads.sum() / num_ps)
+    bounds = {
+        "lower_bound": bound,
+        "largest_indivisible": float(smallest.max(initial=0.0)),
+    }
+    # Split more and more of the largest, until the plan is close to the bound.
+    largest_first = [i for i in np.argsort(-loads) if divisible[i]]
+    most = len(largest_first)
+    numbers = {0, most, *(1 << i for i in range(most.bit_length()))}
+    plans, error = [], None
+    for number in sorted(numbers):
+        parts = np.ones(rows.size, int)
+        split_now = largest_first[:number]
+        parts[split_now] = np.minimum(rows[split_now], num_ps)
+        pieces = _Pieces(rows, parts)
+        try:
+            tasks = packing.pack(
+                pieces.share_of(loads),
+                num_ps,
+                sizes=pieces.share_of(sizes),
+                limits=limits,
+            )
+        except packing.InfeasibleError as e:
+            error = e
+            continue
+        plans.append(pieces.plan(variables, num_ps, tasks, weights, **bounds))
+        if plans[-1].distance <= _CLOSE_ENOUGH:
+            break
+    if not plans:
         raise ValueError(
             "Argument `memory_limits` cannot be met, in bytes with slots: "
-            f"{e} Received: memory_limits={memory_limits}. Use more or larger "
-            "servers, or allow variables to be split."
-        ) from e
-    return make_plan(
-        variables,
-        runs,
-        axes=axes,
-        weights=weights,
-        num_ps=num_ps,
-        lower_bound=bound,
-        largest_indivisible=float(whole_loads.max(initial=0.0)),
-    )
+            f"{error} Received: memory_limits={memory_limits}. Use more or "
+            "larger servers, or allow variables to be split."
+        ) from error
+    return min(plans, key=lambda found: max(found.loads))
 
 
 def simulate(
@@ -159,53 +168,63 @@ def simulate(
     tasks = [
         check_task(strategy(spec), num_ps, spec, strategy) for spec in variables
     ]
-    return make_plan(
+    rows = _rows(variables)
+    return _Pieces(rows, np.ones_like(rows)).plan(
         variables,
-        [{t: s.num_rows or 1} for t, s in zip(tasks, variables, strict=True)],
-        axes=[0] * len(variables),
-        weights=weights,
-        num_ps=num_ps,
-        lower_bound=packing.pack(weights["loads"], num_ps).lower_bound,
+        num_ps,
+        np.array(tasks, int),
+        weights,
+        lower_bound=packing.lower_bound(weights["loads"], num_ps),
         largest_indivisible=float(weights["loads"].max(initial=0.0)),
     )
 
 
-def _pack(
-    loads: np.ndarray,
-    sizes: np.ndarray,
-    rows: np.ndarray,
-    cut: np.ndarray,
-    whole_loads: np.ndarray,
-    limits: np.ndarray,
-) -> tuple[list[dict[int, int]], float]:
-    """Returns rows by task for each variable, and the lower bound."""
-    bound = max(
-        loads.sum() / limits.size, packing.lower_bound(whole_loads, limits.size)
-    )
-    try:
-        packed = packing.pack(loads, limits.size, sizes=sizes, limits=limits)
-    except packing.InfeasibleError:
-        if not cut.any():
-            raise
-        packed = None
-    if not cut.any():
-        bound = packed.lower_bound
-    elif packed is None or max(packed.loads) > bound * (1 + _SLACK):
-        return splitting.fill(loads, sizes, rows, cut, limits, bound), bound
-    return [
-        {task: int(n)} for task, n in zip(packed.bins, rows, strict=True)
-    ], bound
+class _Pieces:
+    """All variables, each in equal parts; arrays with an entry for each."""
 
-
-def _axis(spec: VariableSpec, split_axis: int | None) -> int:
-    if split_axis is None:
-        return int(np.argmax(spec.shape)) if spec.shape else 0
-    if not isinstance(split_axis, numbers.Integral) or split_axis < 0:
-        raise ValueError(
-            "Argument `split_axis` must be an axis, from 0 on, or None for the "
-            f"longest. Received: split_axis={split_axis!r}."
+    def __init__(self, rows: np.ndarray, parts: np.ndarray) -> None:
+        pieces = [
+            (i, *piece)
+            for i, (n, k) in enumerate(zip(rows, parts, strict=True))
+            for piece in row_slices(n, k)
+        ]
+        self._variable, self._offset, self._rows = (
+            np.array(pieces, int).reshape(-1, 3).T
         )
-    return int(split_axis) if split_axis < len(spec.shape) else 0
+        self._share = self._rows / rows[self._variable]
+
+    def share_of(self, weights: np.ndarray) -> np.ndarray:
+        return weights[self._variable] * self._share
+
+    def plan(
+        self,
+        variables: Sequence[VariableSpec],
+        num_ps: int,
+        tasks: np.ndarray,
+        weights: dict[str, np.ndarray],
+        **bounds: float,
+    ) -> Plan:
+        runs: list[list[Piece]] = [[] for _ in variables]
+        columns = self._variable, self._offset, self._rows, tasks
+        for i, *piece in np.stack(columns, axis=1).tolist():
+            runs[i].append(Piece(*piece))
+        totals = {
+            kind: np.bincount(tasks, self.share_of(weight), minlength=num_ps)
+            for kind, weight in weights.items()
+        }
+        return Plan(
+            variables=tuple(variables),
+            num_ps=num_ps,
+            assignments=types.MappingProxyType(
+                {v.name: tuple(r) for v, r in zip(variables, runs, strict=True)}
+            ),
+            **{kind: tuple(total.tolist()) for kind, total in totals.items()},
+            **bounds,
+        )
+
+
+def _rows(variables: Sequence[VariableSpec]) -> np.ndarray:
+    return np.array([max(1, spec.num_rows) for spec in variables], int)
 
 
 def _weights(
@@ -217,9 +236,8 @@ def _weights(
         fn: functools.partial(fn, bytes_per_string=bytes_per_string)
         for fn in (byte_size_load_fn, traffic_load_fn)
     }
-    load_fn = known.get(load_fn or byte_size_load_fn, load_fn)
     kinds = {
-        "loads": load_fn,
+        "loads": known.get(load_fn or byte_size_load_fn, load_fn),
         "byte_loads": known[byte_size_load_fn],
         "traffic_loads": known[traffic_load_fn],
     }
@@ -230,11 +248,7 @@ def _weights(
 
 
 def _check_variables(variables: Sequence[VariableSpec], num_ps: int) -> None:
-    if not isinstance(num_ps, numbers.Integral) or num_ps < 1:
-        raise ValueError(
-            "Argument `num_ps` must be a positive integer. "
-            f"Received: num_ps={num_ps!r}."
-        )
+    check_positive("num_ps", num_ps)
     names = set()
     for spec in variables:
         if not isinstance(spec, VariableSpec):
@@ -250,12 +264,12 @@ def _check_variables(variables: Sequence[VariableSpec], num_ps: int) -> None:
         names.add(spec.name)
 
 
-def _check_limits(
+def _limits(
     memory_limits: float | Sequence[float] | None, num_ps: int
 ) -> np.ndarray:
-    if memory_limits is None:
-        return np.full(num_ps, np.inf)
-    limits = np.asarray(memory_limits, float)
+    limits = np.asarray(
+        np.inf if memory_limits is None else memory_limits, float
+    )
     if limits.ndim == 0:
         limits = np.full(num_ps, float(limits))
     if limits.shape != (num_ps,) or not (limits > 0).all():
@@ -265,22 +279,6 @@ def _check_limits(
             f"Received: memory_limits={memory_limits}."
         )
     return limits
-
-
-def _load_model_fn(target: str) -> Callable:
-    module, _, function = target.partition(":")
-    if not module or not function:
-        raise ValueError(
-            "Flag --model must be package.module:function. "
-            f"Received: --model={target}."
-        )
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(
-            f"Flag --model must name a function. Received: --model={target}, "
-            f"but: {e}"
-        ) from e
 
 
 def rows_flag(text: str) -> tuple[str, int]:
@@ -323,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.placement --help`.
 
     Args:
-        argv: Arguments. Defaults to those of the process.
+        argv: Arguments. Default: those of the process.
 
     Returns:
         0. A bad flag, model or limit exits with 2 and a message.
@@ -334,7 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = args.memory_limit_gb and args.memory_limit_gb * 1e9
     try:
         variables = describe(
-            _load_model_fn(args.model), rows_per_step=dict(args.rows_per_step)
+            load_function("model", args.model),
+            rows_per_step=dict(args.rows_per_step),
         )
         for num_ps in map(int, args.ps.split(",")):
             if args.placement == "planned":

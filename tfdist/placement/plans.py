@@ -1,13 +1,8 @@
-"""A plan as a value: where every variable will live, and how good that is.
-
-`tfdist.placement.planner` makes it; here it is read, printed, drawn, and turned
-into a placement strategy.
-"""
+"""A plan as a value: where every variable will live, and how good that is."""
 
 import collections
 import dataclasses
 import os
-import types
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,13 +21,16 @@ class Piece:
         offset: First row.
         rows: Number of rows; a scalar counts as one row.
         task: Index of the parameter server.
-        axis: Axis that is cut, whose slices are the rows. Defaults to 0.
+
+    Example:
+    >>> from tfdist.placement import plan
+    >>> plan([VariableSpec("v", (3, 2))], 1).assignments["v"]
+    (Piece(offset=0, rows=3, task=0),)
     """
 
     offset: int
     rows: int
     task: int
-    axis: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +45,15 @@ class Plan:
         loads: Load of each task, by the load function of the plan.
         byte_loads: Bytes each task holds, slots included.
         traffic_loads: Bytes a step of one worker moves from and to each task.
-        lower_bound: No placement, with the same leave to split, has a largest
-            load below this.
+        lower_bound: No placement, with the same permission to split, has a
+            largest load below this.
         largest_indivisible: The largest load that cannot be split.
+
+    Example:
+    >>> from tfdist.placement import plan
+    >>> whole = plan([VariableSpec("a", (300,)), VariableSpec("b", (200,))], 2)
+    >>> whole.byte_loads, round(whole.imbalance, 2), whole.distance
+    ((1200.0, 800.0), 1.2, 0.0)
     """
 
     variables: tuple[VariableSpec, ...]
@@ -81,14 +85,21 @@ class Plan:
         shape and its dtype, in order of creation, since Keras numbers the
         layers of a second model on (`dense_3`) and a variable creator is told
         `kernel` alone. A piece of a split variable is found as
-        `<name>/part_<i>`, else by its shape and dtype. What was not planned,
-        such as a counter, goes to the task that holds the fewest bytes, with a
-        warning if it is no scalar.
+        `<name>_part_<i>`, as `PartitionedEmbedding` names it, else by its shape
+        and dtype. What was not planned, such as a counter, goes to the task
+        that holds the fewest bytes, with a warning if it is no scalar.
 
         Returns:
-            Callable from a variable to its task. It counts: use a new one for
-            each model that is built. It raises `ValueError` for a whole
-            variable that the plan splits.
+            Callable from a variable to its task; use a new one for each model
+            that is built. It raises `ValueError` for a whole variable that the
+            plan splits.
+
+        Example:
+        >>> from tfdist.placement import plan
+        >>> table = VariableSpec("table", (1000, 100))
+        >>> strategy = plan([table], 2, split=True).as_strategy()
+        >>> strategy(VariableSpec("table_part_1", (500, 100)))
+        1
         """
         return _PlannedStrategy(self)
 
@@ -115,7 +126,7 @@ class Plan:
         for name, run in self.assignments.items():
             if len(run) > 1:
                 parts = ", ".join(f"{p.rows:,} on ps {p.task}" for p in run)
-                lines.append(f"split {name} on axis {run[0].axis}: {parts}")
+                lines.append(f"split {name}: {parts}")
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -149,120 +160,57 @@ def _bars(axes: Any, loads: Sequence[float], title: str) -> None:
     axes.legend()
 
 
-def make_plan(
-    variables: Sequence[VariableSpec],
-    runs: Sequence[Mapping[int, int]],
-    *,
-    axes: Sequence[int],
-    weights: Mapping[str, Sequence[float]],
-    num_ps: int,
-    lower_bound: float,
-    largest_indivisible: float,
-) -> Plan:
-    """Makes a `Plan` of rows on tasks.
-
-    Args:
-        variables: The variables.
-        runs: For each variable, its number of rows by task.
-        axes: For each variable, the axis that is or would be cut.
-        weights: `"loads"`, `"byte_loads"` and `"traffic_loads"`, each with one
-            number a variable.
-        num_ps: As in `Plan`.
-        lower_bound: As in `Plan`.
-        largest_indivisible: As in `Plan`.
-
-    Returns:
-        A `Plan`.
-    """
-    totals = {kind: np.zeros(num_ps) for kind in weights}
-    assignments = {}
-    for i, (spec, run) in enumerate(zip(variables, runs, strict=True)):
-        pieces, offset = [], 0
-        for task, rows in sorted(run.items()):
-            pieces.append(Piece(offset, rows, task, axes[i]))
-            offset += rows
-            for kind, weight in weights.items():
-                share = rows / sum(run.values())
-                totals[kind][task] += weight[i] * share
-        assignments[spec.name] = tuple(pieces)
-    return Plan(
-        variables=tuple(variables),
-        num_ps=num_ps,
-        assignments=types.MappingProxyType(assignments),
-        lower_bound=lower_bound,
-        largest_indivisible=largest_indivisible,
-        **{kind: tuple(total.tolist()) for kind, total in totals.items()},
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    name: str
-    kind: tuple  # shape and dtype
-    task: int
-
-    @property
-    def key(self) -> tuple:
-        return self.name.rsplit("/", 1)[-1], *self.kind
-
-
 class _PlannedStrategy:
     def __init__(self, plan: Plan) -> None:
         self._split: dict[tuple, str] = {}
-        # Entries not yet used, by key in order of creation, and pieces by kind.
-        self._entries: dict[tuple, list[_Entry]] = {}
-        self._pieces: dict[tuple, list[_Entry]] = {}
+        # What was not created yet, in order: name, (shape, dtype), task.
+        self._left: list[tuple[str, tuple, int]] = []
+        self._pieces: set[str] = set()
         self._held = np.array(plan.byte_loads)
         for spec in plan.variables:
             run = plan.assignments[spec.name]
             if len(run) == 1:
                 kind = (spec.shape, spec.dtype)
-                self._add(_Entry(spec.name, kind, run[0].task))
+                self._left.append((spec.name, kind, run[0].task))
                 continue
-            whole = _Entry(spec.name, (spec.shape, spec.dtype), -1)
-            self._split[whole.key] = spec.name
+            self._split[_last(spec.name), spec.shape, spec.dtype] = spec.name
             for i, piece in enumerate(run):
-                shape = list(spec.shape)
-                shape[piece.axis] = piece.rows
-                kind = (tuple(shape), spec.dtype)
-                entry = _Entry(f"{spec.name}/part_{i}", kind, piece.task)
-                self._add(entry)
-                self._pieces.setdefault(kind, []).append(entry)
-
-    def _add(self, entry: _Entry) -> None:
-        self._entries.setdefault(entry.key, []).append(entry)
+                name = f"{spec.name}_part_{i}"
+                kind = ((piece.rows, *spec.shape[1:]), spec.dtype)
+                self._left.append((name, kind, piece.task))
+                self._pieces.add(name)
 
     def __call__(self, variable: Any) -> int:
         spec = variable_spec(variable)
-        wanted = _Entry(spec.name, (spec.shape, spec.dtype), -1)
-        found = self._entries.get(wanted.key) or self._pieces.get(wanted.kind)
-        if found:
-            entry = next((e for e in found if e.name == spec.name), found[0])
-            for unused in (
-                self._entries[entry.key],
-                self._pieces.get(entry.kind),
-            ):
-                if unused and entry in unused:
-                    unused.remove(entry)
-            return entry.task
-        if wanted.key in self._split:
-            name = self._split[wanted.key]
+        kind = spec.shape, spec.dtype
+        for is_it in (
+            lambda name: name == spec.name,
+            lambda name: _last(name) == _last(spec.name),
+            lambda name: name in self._pieces,
+        ):
+            for entry in self._left:
+                if entry[1] == kind and is_it(entry[0]):
+                    self._left.remove(entry)
+                    return entry[2]
+        name = self._split.get((_last(spec.name), *kind))
+        if name is not None:
             raise ValueError(
                 f"The plan splits variable {name!r} by rows, but it was "
                 f"created whole, with shape={spec.shape}. Create its pieces, "
                 f"`plan.assignments[{name!r}]`, or plan with `split=False`."
             )
-        return self._place_unplanned(spec)
-
-    def _place_unplanned(self, spec: VariableSpec) -> int:
         if spec.shape != ():
             warnings.warn(
                 f"Variable {spec.name!r} with shape={spec.shape} and "
                 f"dtype={spec.dtype} is not in the plan. It goes to the "
                 "parameter server that holds the fewest bytes. Was the plan "
                 "made for another model?",
-                stacklevel=3,
+                stacklevel=2,
             )
         task = int(np.argmin(self._held))
         self._held[task] += byte_size_load_fn(spec, bytes_per_string=16)
         return task
+
+
+def _last(name: str) -> str:
+    return name.rsplit("/", 1)[-1]

@@ -33,17 +33,15 @@ def placed_scope(
 ) -> Iterator[None]:
     """`strategy.scope()` in which `placement` chooses each variable's server.
 
-    Uses `tf.variable_creator_scope`, which a strategy honours when it was
-    entered before the strategy's own scope. Slots follow their variable.
-    Variables of metrics (those with `synchronization=ON_READ`) stay on the
-    chief: every dispatch returns its own metric states (design decision D3),
-    and nobody updates them remotely.
+    Slots follow their variable. Variables of metrics (those with
+    `synchronization=ON_READ`) stay on the chief: every dispatch returns its own
+    metric states (design decision D3), and nobody updates them remotely.
 
     Args:
         strategy: Any strategy; without parameter servers its scope is entered.
         num_ps: Number of parameter servers, 0 for none.
         placement: From a variable's description to the index of the parameter
-            server that shall hold it. Default: round robin.
+            server that holds it. Default: round robin.
         specs: What `describe` says of the model's variables, in order of
             creation, so that `placement` knows their full names and slots.
             Others (counters) are described by what the creator is told.
@@ -57,7 +55,7 @@ def placed_scope(
             not exist; at its end, when not every one of `specs` was created.
     """
     if not num_ps:
-        with tf.variable_creator_scope(_alike_on_all), strategy.scope():
+        with tf.variable_creator_scope(_unsynchronized), strategy.scope():
             yield
         return
     placement = placement or RoundRobinStrategy(num_ps)
@@ -76,22 +74,19 @@ def placed_scope(
         with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
             return next_creator(**kwargs)
 
+    # A strategy honours creators that are entered before its own scope.
     with tf.variable_creator_scope(place), strategy.scope():
         yield
     if expected:
         raise ValueError(
             "The model function must make the same variables each time it is "
             f"called. The placement was made for {expected[0].name!r} of shape "
-            f"{expected[0].shape}, which was not created in its turn."
+            f"{expected[0].shape}, which was not created, or not in this order."
         )
 
 
-def _alike_on_all(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Makes a metric's variables like any other.
-
-    They hold what was summed up already, and reading the sum of those of all
-    replicas would be one more message.
-    """
+def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """Makes a metric's variables like any other: they hold sums already."""
     if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
         kwargs["synchronization"] = tf.VariableSynchronization.AUTO
         kwargs["aggregation"] = tf.VariableAggregation.NONE
@@ -99,12 +94,12 @@ def _alike_on_all(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def _is_same(expected: VariableSpec, created: VariableSpec) -> bool:
-    """Whether a creator, told the last part of a name, makes `expected`."""
-    name = expected.name.rsplit("/", 1)[-1]
-    return (name, expected.shape, expected.dtype) == (
-        created.name,
-        created.shape,
-        created.dtype,
+    # A creator is told the last part of a Keras variable's path.
+    return created == VariableSpec(
+        expected.name.rsplit("/", 1)[-1],
+        expected.shape,
+        expected.dtype,
+        trainable=created.trainable,
     )
 
 

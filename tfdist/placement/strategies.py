@@ -1,13 +1,10 @@
 """Which parameter server holds a variable.
 
-A placement strategy is a callable from a variable's description to a task
-index (decision D5). The three of TF1 are here, with TF1's names, tie rules and
-results; `tfdist.placement.planner` makes a better one from the whole list of
-variables.
-
-A strategy is called with a `VariableSpec`, or, inside
-`tfdist.replica_device_setter`, with the TF1 op that creates the variable. It
-counts: use a new one for each model.
+A placement strategy is a callable from a variable's description, a
+`VariableSpec`, to a task index (decision D5); `tfdist.replica_device_setter`
+calls it with the TF1 op that creates the variable. The three of TF1 are here,
+with TF1's names, tie rules and results. They keep count of what they have
+placed: use a new one for each model.
 """
 
 import hashlib
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
 from tfdist.placement.variables import VariableSpec, variable_spec
 
 PlacementStrategy = Callable[[Any], int]
@@ -29,7 +27,7 @@ _ID_BYTES = 8
 
 
 class RoundRobinStrategy:
-    """Deals variables to tasks in turns, whatever their size.
+    """Gives variables to tasks in turn, whatever their size.
 
     The default of TF1's `replica_device_setter` and of TensorFlow's
     `ParameterServerStrategy`.
@@ -47,7 +45,8 @@ class RoundRobinStrategy:
     """
 
     def __init__(self, num_tasks: int) -> None:
-        self._num_tasks = _check_num_tasks("num_tasks", num_tasks)
+        check_positive("num_tasks", num_tasks)
+        self._num_tasks = num_tasks
         self._next_task = 0
 
     def __call__(self, variable: Any) -> int:
@@ -86,7 +85,7 @@ class GreedyLoadBalancingStrategy:
     """
 
     def __init__(self, num_tasks: int, load_fn: LoadFn) -> None:
-        num_tasks = _check_num_tasks("num_tasks", num_tasks)
+        check_positive("num_tasks", num_tasks)
         if not callable(load_fn):
             raise TypeError(
                 "Argument `load_fn` must be callable. "
@@ -115,7 +114,7 @@ class RandomStrategy:
 
     Args:
         num_ps_tasks: Number of parameter servers, at least 1.
-        seed: Integer that changes the choice. Defaults to 0.
+        seed: Integer that changes the choice. Default: 0.
 
     Raises:
         ValueError: If `num_ps_tasks` is not a positive integer.
@@ -127,7 +126,8 @@ class RandomStrategy:
     """
 
     def __init__(self, num_ps_tasks: int, seed: int = 0) -> None:
-        self._num_tasks = _check_num_tasks("num_ps_tasks", num_ps_tasks)
+        check_positive("num_ps_tasks", num_ps_tasks)
+        self._num_tasks = num_ps_tasks
         if not isinstance(seed, numbers.Integral):
             raise TypeError(
                 f"Argument `seed` must be an integer. Received: seed={seed!r}."
@@ -155,8 +155,8 @@ def byte_size_load_fn(
     Args:
         variable: A `VariableSpec`, a variable or the TF1 op that makes one.
         bytes_per_string: Bytes to count for an element of dtype string, which
-            has no size of its own. Defaults to `None`: strings are an error.
-            Bind it with `functools.partial`.
+            has no size of its own; bind it with `functools.partial`. Default:
+            strings are an error.
 
     Returns:
         Bytes, an `int`.
@@ -215,23 +215,7 @@ def traffic_load_fn(
 
 
 def load_of(variable: Any, load_fn: LoadFn) -> float:
-    """Returns `load_fn(variable)`, or says clearly why it is no load.
-
-    Args:
-        variable: What `load_fn` takes.
-        load_fn: A load function.
-
-    Returns:
-        The load, a finite `float` that is not negative.
-
-    Raises:
-        TypeError: If the load is not a number.
-        ValueError: If it is NaN, infinite or negative.
-
-    Example:
-    >>> load_of(VariableSpec("v", (2, 2)), byte_size_load_fn)
-    16.0
-    """
+    """Returns `load_fn(variable)`, or raises: TypeError, ValueError."""
     load = load_fn(variable)
     message = (
         "Argument `load_fn` must return a finite number that is not negative. "
@@ -248,26 +232,13 @@ def load_of(variable: Any, load_fn: LoadFn) -> float:
 def check_task(
     task: Any, num_tasks: int, variable: Any, strategy: PlacementStrategy
 ) -> int:
-    """Returns `task` as an `int`, or says clearly why there is no such task.
+    """Returns `task` as an `int` in `[0, num_tasks)`.
 
     TF1 wrote any number into the device string and failed when the session ran.
-
-    Args:
-        task: What the strategy returned.
-        num_tasks: Number of parameter servers.
-        variable: The variable placed, named in the message.
-        strategy: The strategy asked, named in the message.
-
-    Returns:
-        The task, in `[0, num_tasks)`.
 
     Raises:
         TypeError: If `task` is not an integer.
         ValueError: If there is no such task.
-
-    Example:
-    >>> check_task(1, 2, VariableSpec("v", (2, 2)), RoundRobinStrategy(2))
-    1
     """
     message = (
         f"Placement strategy {_name(strategy)} must return an integer from 0 "
@@ -297,21 +268,8 @@ def _value_bytes(spec: VariableSpec, bytes_per_string: int | None) -> int:
             "their own. Say what to count for one: "
             "functools.partial(byte_size_load_fn, bytes_per_string=16)."
         )
-    if bytes_per_string <= 0:
-        raise ValueError(
-            "Argument `bytes_per_string` must be positive. "
-            f"Received: bytes_per_string={bytes_per_string}."
-        )
+    check_positive("bytes_per_string", bytes_per_string, numbers.Real)
     return num_elements * bytes_per_string
-
-
-def _check_num_tasks(argument: str, num_tasks: Any) -> int:
-    if not isinstance(num_tasks, numbers.Integral) or num_tasks < 1:
-        raise ValueError(
-            f"Argument `{argument}` must be a positive integer, the number of "
-            f"parameter servers. Received: {argument}={num_tasks!r}."
-        )
-    return int(num_tasks)
 
 
 def _name(thing: Any) -> str:

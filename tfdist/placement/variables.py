@@ -1,9 +1,9 @@
-"""What a variable is, told before it exists.
+"""Descriptions of variables: all that placement looks at (decision D5).
 
-Placement (decision D5) works on descriptions, so that it can be decided, tested
-and printed without a cluster and without a byte of memory. A description comes
-from a TF1 op, a variable, the arguments a variable creator receives, or from a
-whole model function that is run without giving its variables any memory.
+So a placement is decided, tested and printed without a cluster and without
+memory. A description comes from a TF1 op, a variable, the arguments a variable
+creator receives, or from a model function that is run without giving its
+variables any memory.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ class VariableSpec:
     Attributes:
         name: The variable's name, `path` for a Keras variable.
         shape: Tuple of ints. `None`, or `None` inside, where it is unknown:
-            such a variable can be dealt in turns, but not weighed.
+            such a variable has no known size.
         dtype: Name of the dtype. Anything `tf.as_dtype` takes is accepted.
-        trainable: Whether gradients are pushed to it. Defaults to `True`.
+        trainable: Whether gradients are pushed to it. Default: True.
         num_slots: Number of optimizer slots of the variable's shape and dtype,
-            kept on the same server. Defaults to 0.
+            kept on the same server. Default: 0.
         extra_bytes: Bytes of slots of another shape (Adafactor's factors), on
-            the same server. Defaults to 0.
+            the same server. Default: 0.
         rows_per_step: Unique rows a step reads, for a variable that is looked
-            up by row. Defaults to `None`: every step reads all of it.
+            up by row. Default: every step reads all of it.
 
     Raises:
         ValueError: If a dimension or a count is negative.
@@ -93,17 +93,9 @@ class VariableSpec:
 def variable_spec(variable: Any) -> VariableSpec:
     """Describes a variable or the TF1 op that makes one.
 
-    Args:
-        variable: A `VariableSpec` (returned as it is), a `tf.Variable`, a
-            `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`,
-            `Variable` or `VariableV2`.
-
-    Returns:
-        A `VariableSpec`. Slots are not known from one variable alone:
-        `num_slots` is 0.
-
-    Raises:
-        TypeError: If `variable` is none of these.
+    It is a `VariableSpec` (returned as it is), a `tf.Variable`, a
+    `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`, `Variable` or
+    `VariableV2`; else this raises TypeError. The result has no slots.
 
     Example:
     >>> variable_spec(tf.Variable(tf.zeros([2, 3]), name="kernel")).shape
@@ -153,20 +145,7 @@ def creation_spec(
 
     A callable initial value is traced in a scratch graph for its shape and
     dtype; it is not executed, so nothing is allocated and no random state
-    moves.
-
-    Args:
-        name: The name asked for. Defaults to `None`, meaning `"Variable"`.
-        initial_value: Tensor, array, number or callable without arguments.
-        shape: Shape, where the creator was told one. Defaults to the shape of
-            the initial value.
-        dtype: Dtype, where the creator was told one. Defaults to the initial
-            value's.
-        trainable: Defaults to `None`, meaning `True`.
-        **unused_kwargs: The creator's other arguments.
-
-    Returns:
-        A `VariableSpec` without slots.
+    moves. The result has no slots.
 
     Example:
     >>> def creator(next_creator, **kwargs):
@@ -200,17 +179,16 @@ def describe(
 ) -> tuple[VariableSpec, ...]:
     """Describes the variables of a model without allocating them.
 
-    `model_fn` runs in a thread of its own, where Keras' names start anew: the
-    names are those of the first model of a fresh process, and the caller's
-    next layer is called what it would have been called anyway. Variables above
-    a few elements get a handle and no memory, so a table of 10^9 rows is
-    described in a fraction of a second.
+    `model_fn` runs in a thread of its own, where Keras' names start again: the
+    names are those of the first model of a process, and the names of the
+    caller's layers do not change. Large variables get a handle and no memory,
+    so a table of 10^9 rows is described in a fraction of a second.
 
     Args:
         model_fn: Callable without arguments that returns a built and compiled
             `keras.Model`. One that is not compiled has no slots.
         rows_per_step: Unique rows a step reads, by variable name, for tables
-            that are looked up by row. Defaults to `None`: no such table.
+            that are looked up by row. Default: no such table.
 
     Returns:
         A tuple of `VariableSpec` in order of creation: the model's weights and
@@ -310,15 +288,12 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
-    """Asks a copy of the optimizer what it would keep for this variable.
-
-    Building copies, with and without the variable, works for every optimizer;
-    matching the names of slots does not (Adafactor's factors have none).
-    """
+    """Asks a copy of the optimizer what it would keep for this variable."""
     spec = variable_spec(variable)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not variable.trainable:
         return spec
+    # The names of slots would not tell: Adafactor's factors have none.
     slots = _state(optimizer, [variable])
     for own in _state(optimizer, []):
         slots.remove(own)
