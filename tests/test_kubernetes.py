@@ -238,7 +238,7 @@ def test_tfjob(capsys):
         (["--name=Clicks"], "must be at most 40 small letters"),
         ([f"--name={'a' * 41}"], "must be at most 40 small letters"),
         (["--namespace=a_b"], "Argument `namespace` must be"),
-        (["--image="], "Argument `image` must name a container image"),
+        (["--image="], "Argument `image` must be a container image"),
         (["--memory=4 GB"], "Argument `memory` must be a quantity"),
         (["--workers=-1"], "must be an integer from 0 to 1000"),
         (["--kind=job"], "invalid choice: 'job'"),

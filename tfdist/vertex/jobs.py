@@ -11,23 +11,25 @@ Reduction servers stand in pool 2 as well, so the variable
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.vertex import machine_types as machines
-from tfdist.vertex.checks import (
-    REDUCTION_SERVERS,
-    problems_of_job,
-    problems_of_tuning_job,
-)
+from tfdist.cluster.spec import REDUCTION_SERVERS
+from tfdist.vertex.checks import problems_of_job, rules_broken_by
 
 REDUCTION_SERVER_IMAGE = (
     "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 )
+_SCALES = {
+    "linear": "UNIT_LINEAR_SCALE",
+    "log": "UNIT_LOG_SCALE",
+    "reverse_log": "UNIT_REVERSE_LOG_SCALE",
+}
 # What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
 # for large tables.
-_PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
-_PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
+PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,8 @@ class Machine:
 
     Attributes:
         machine_type: As Compute Engine calls it.
-        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4".
-            Default: those that the machine type comes with, if any.
+        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4"; also
+            where the machine type comes with it. Default: none.
         accelerator_count: How many on each machine.
         tpu_topology: Of a TPU v5e, such as "2x2".
         boot_disk_gb: Default: the service's, 100.
@@ -51,13 +53,10 @@ class Machine:
 
     def fields(self) -> dict[str, Any]:
         """`machineSpec`, and `diskSpec` if its size is given."""
-        gpu, count = self.accelerator_type, self.accelerator_count
-        if gpu is None and not count:
-            gpu, count = machines.built_in_gpu(self.machine_type) or (None, 0)
         spec = {
             "machineType": self.machine_type,
-            "acceleratorType": gpu,
-            "acceleratorCount": count or None,
+            "acceleratorType": self.accelerator_type,
+            "acceleratorCount": self.accelerator_count or None,
             "tpuTopology": self.tpu_topology,
         }
         result: dict[str, Any] = {"machineSpec": given(spec)}
@@ -134,12 +133,7 @@ class Job:
     tensorboard: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ps and not self.workers:
-            raise ValueError(
-                "Argument `ps` needs `workers`: parameter servers hold the "
-                "variables, workers train them. Received: "
-                f"ps={self.ps}, workers=0."
-            )
+        check_ps(self.workers, self.ps)
         if self.reduction_servers and (self.ps or not self.workers):
             raise ValueError(
                 "Argument `reduction_servers` needs `workers` and excludes "
@@ -170,32 +164,26 @@ class Job:
     @property
     def shape(self) -> str:
         """The tasks in words, such as "chief, 4 workers, 2 ps, evaluator"."""
-        counts = {
-            "worker": self.workers,
-            "ps": self.ps,
-            "reduction server": self.reduction_servers,
-        }
-        plurals = {
-            name: name if name == "ps" or count == 1 else f"{name}s"
-            for name, count in counts.items()
-        }
-        return ", ".join(
-            [
-                "chief" if self.workers else "one machine",
-                *(f"{n} {plurals[name]}" for name, n in counts.items() if n),
-                *(["evaluator"] if self.evaluator else []),
-            ]
-        )
+        tasks = ["chief" if self.workers else "one machine"]
+        for count, name, plural in (
+            (self.workers, "worker", "workers"),
+            (self.ps, "ps", "ps"),
+            (self.reduction_servers, "reduction server", "reduction servers"),
+        ):
+            if count:
+                tasks.append(f"{count} {name if count == 1 else plural}")
+        return ", ".join(tasks + ["evaluator"] * self.evaluator)
 
     def spec(self) -> dict[str, Any]:
         """The `CustomJobSpec`, as JSON has it.
 
+        Warns if google-cloud-aiplatform is not installed, without which only
+        tfdist's own rules are checked.
+
         Raises:
-            ValueError: the service would refuse it, with all the reasons.
+            ValueError: The service would refuse it; lists all the problems.
         """
-        spec = self._spec()
-        check(problems_of_job(spec))
-        return spec
+        return _checked(self._spec())
 
     def _spec(self) -> dict[str, Any]:
         restart = self.restart_job_on_worker_restart
@@ -224,7 +212,7 @@ class Job:
     def _pools(self) -> list[dict[str, Any]]:
         """The worker pools: chief, workers, ps, evaluator."""
         chief_machine = self.chief_machine if self.ps else self.machine
-        third = self._pool(self.ps, self.ps_machine, env=_PS_ENV)
+        third = self._pool(self.ps, self.ps_machine, env=PS_ENV)
         if self.reduction_servers:
             third = {
                 **self.reduction_machine.fields(),
@@ -249,25 +237,20 @@ class Job:
         self,
         replicas: int,
         machine: Machine,
+        *,
         image: str | None = None,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """One worker pool; {} leaves it out."""
         if not replicas:
             return {}
         env = {
-            **(_PS_JOB_ENV if self.ps else {}),
-            **(env or {}),
+            **(PS_JOB_ENV if self.ps else {}),
+            **env,
             **({REDUCTION_SERVERS: "1"} if self.reduction_servers else {}),
             **self.env,
         }
-        run = given(
-            {
-                "args": list(self.args) or None,
-                "env": [{"name": k, "value": v} for k, v in env.items()]
-                or None,
-            }
-        )
+        run = given({"args": [*self.args] or None, "env": as_list(env) or None})
         pool = {**machine.fields(), "replicaCount": replicas}
         if self.packages:
             pool["pythonPackageSpec"] = {
@@ -309,23 +292,22 @@ class Tuning:
     def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
         """The `HyperparameterTuningJob`, each of whose trials is a job.
 
-        Raises:
-            ValueError: the service would refuse it, with all the reasons.
+        Warns and raises as `Job.spec`.
         """
         study = {
             "metrics": [{"metricId": self.metric, "goal": self.goal}],
-            "parameters": [dict(entry) for entry in self.parameters],
+            "parameters": list(map(dict, self.parameters)),
             "algorithm": self.algorithm,
         }
-        job = {
-            "displayName": name,
-            "studySpec": given(study),
-            "maxTrialCount": self.max_trials,
-            "parallelTrialCount": self.parallel_trials,
-            "trialJobSpec": trial._spec(),
-        }
-        check(problems_of_tuning_job(job))
-        return job
+        return _checked(
+            {
+                "displayName": name,
+                "studySpec": given(study),
+                "maxTrialCount": self.max_trials,
+                "parallelTrialCount": self.parallel_trials,
+                "trialJobSpec": trial._spec(),
+            }
+        )
 
 
 def parameter(text: str) -> dict[str, Any]:
@@ -346,42 +328,64 @@ def parameter(text: str) -> dict[str, Any]:
         A `ParameterSpec`, as JSON has it.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: It is none of these.
     """
     name, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
     result: dict[str, Any] = {"parameterId": name}
-    if kind == "categorical":
-        result["categoricalValueSpec"] = {"values": values.split("|")}
-        return result
     try:
+        if kind == "categorical":
+            return {
+                **result,
+                "categoricalValueSpec": {"values": values.split("|")},
+            }
         if kind == "discrete":
-            numbers = [float(value) for value in values.split(",")]
+            numbers = sorted(map(float, values.split(",")))
             return {**result, "discreteValueSpec": {"values": numbers}}
         low, high, scale = (*values.split(":"), "linear")[:3]
-        number, key = {
-            "double": (float, "doubleValueSpec"),
-            "int": (int, "integerValueSpec"),
-        }[kind]
+        number = {"double": float, "int": int}[kind]
+        key = "doubleValueSpec" if kind == "double" else "integerValueSpec"
         result[key] = {"minValue": number(low), "maxValue": number(high)}
-        result["scaleType"] = {
-            "linear": "UNIT_LINEAR_SCALE",
-            "log": "UNIT_LOG_SCALE",
-            "reverse_log": "UNIT_REVERSE_LOG_SCALE",
-        }[scale]
+        return {**result, "scaleType": _SCALES[scale]}
     except (KeyError, ValueError):
         raise ValueError(
             "Argument `parameter` must be name=double:MIN:MAX[:log], "
             "name=int:MIN:MAX[:log], name=discrete:1,2,... or "
             f"name=categorical:a|b|... Received: {text!r}."
         ) from None
-    return result
+
+
+def check_ps(workers: int, ps: int) -> None:
+    """Raises a `ValueError` if there are parameter servers and no workers."""
+    if ps and not workers:
+        raise ValueError(
+            "Argument `ps` needs `workers`: parameter servers hold the "
+            f"variables, workers train them. Received: ps={ps}, workers=0."
+        )
+
+
+def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    try:
+        problems = problems_of_job(spec)
+    except ImportError as e:
+        warnings.warn(
+            f"The names and values of the job's fields are unchecked. {e}",
+            stacklevel=3,
+        )
+        problems = rules_broken_by(spec)
+    check(problems)
+    return spec
 
 
 def check(problems: Sequence[str]) -> None:
     """Raises a `ValueError` that lists the problems, if there are any."""
     if problems:
         raise ValueError("\n".join(["The job is wrong:", *problems]))
+
+
+def as_list(env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Variables as both services take them."""
+    return [{"name": name, "value": value} for name, value in env.items()]
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
