@@ -1,7 +1,7 @@
 """What one training step needs: bytes, arithmetic, input.
 
-Told by numbers, read from a model that is never allocated, or measured here and
-now. `tfdist.advice.cost_model` turns it into seconds on machines.
+Given as numbers, read from a model that is never allocated, or measured on this
+machine. `tfdist.advice.estimate` turns it into seconds on machines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.placement.variables import VariableSpec, describe
@@ -27,39 +26,32 @@ from tfdist.placement.variables import VariableSpec, describe
 _FLOPS_PER_WEIGHT = 6
 _FLOAT_BYTES = 4
 # How `keras.layers.Embedding` and `PartitionedEmbedding` name their weights.
-_TABLE = re.compile(r"(.*/)?embeddings(?P<part>_part_\d+)?$")
+_TABLE = re.compile(r"(?P<table>(.*/)?embeddings)(_part_\d+)?$")
 _RECURRENT = (keras.layers.RNN, keras.layers.Bidirectional)
 _REPEATS = 5
 _BATCHES = 20
-_MATMUL_SIZE = 1024
-_COPY_BYTES = 1 << 26
 
 
 def check_number(
-    name: str, value: Any, *, positive: bool = False, finite: bool = True
+    name: str,
+    value: Any,
+    *,
+    positive: bool = False,
+    finite: bool = True,
+    whole: bool = False,
 ) -> None:
-    """Raises unless `value` is a number that is not negative, nor NaN.
-
-    Args:
-        name: Of the argument, for the message.
-        value: To be checked.
-        positive: Zero is refused too.
-        finite: Infinity is refused too.
-
-    Raises:
-        TypeError: It is no real number.
-        ValueError: It is out of range.
-    """
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(
-            f"Argument `{name}` must be a number. Received: {name}={value!r}."
-        )
-    low_enough = value < math.inf or (value == math.inf and not finite)
-    if not (value > 0 or (value == 0 and not positive)) or not low_enough:
+    """Raises `ValueError` unless `value` is such a number, and at least 0."""
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    good = good and (value > 0 if positive else value >= 0)
+    if not good or (finite and math.isinf(value)):
         wanted = "positive" if positive else "zero or more"
         raise ValueError(
             f"Argument `{name}` must be {wanted}{' and finite' * finite}. "
             f"Received: {name}={value!r}."
+        )
+    if whole and not isinstance(value, int):
+        raise ValueError(
+            f"Argument `{name}` must be an integer. Received: {name}={value!r}."
         )
 
 
@@ -85,8 +77,8 @@ class Workload:
         input_secs: What one machine takes to prepare a batch of `batch_size`.
 
     Raises:
-        TypeError, ValueError: A number is none, negative or infinite, or a
-            part (`rows_bytes`, `largest_bytes`) exceeds its whole.
+        ValueError: A number is negative or infinite, or a part (`rows_bytes`,
+            `largest_bytes`) exceeds its whole.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, slot_bytes=8e6)
@@ -176,63 +168,58 @@ class Workload:
         check_number("batch_size", batch_size, positive=True)
         shapes = _Shapes()
         specs = describe(
-            (lambda: shapes.seen(model_fn()))
+            (lambda: shapes.read(model_fn()))
             if callable(model_fn)
             else model_fn  # `describe` says what is wrong.
         )
-        others = [spec for spec in specs if not _is_table(spec)]
-        dense = [_num_bytes(spec) for spec in others if spec.trainable]
-        fixed = [_num_bytes(spec) for spec in others if not spec.trainable]
-        weights = shapes.more_weights + sum(
-            spec.num_elements for spec in others if _is_weight(spec.dtype)
-        )
+        dense, fixed, weights = [0], 0, shapes.repeated_weights
+        tables = collections.defaultdict(list)
+        for spec in specs:
+            match = _TABLE.match(spec.name)
+            if match and len(spec.shape) == 2:
+                tables[match["table"]].append(spec)
+                continue
+            if spec.trainable:
+                dense.append(_num_bytes(spec))
+            else:
+                fixed += _num_bytes(spec)
+            # The state of a seed takes no part in arithmetic.
+            weights += spec.num_elements * _is_float(spec.dtype)
+        for spec in specs:
+            fixed += spec.num_slots * _num_bytes(spec) + spec.extra_bytes
         numbers = _FLOAT_BYTES * batch_size
         return cls(
             batch_size=batch_size,
             dense_bytes=sum(dense),
-            table_bytes=sum(_num_bytes(s) for s in specs if _is_table(s)),
-            rows_bytes=_rows_bytes(
-                specs, shapes, batch_size, dict(rows_per_step or {})
+            table_bytes=sum(
+                _num_bytes(spec) for table in tables.values() for spec in table
             ),
-            slot_bytes=sum(fixed) + sum(map(_slot_bytes, specs)),
-            largest_bytes=max(dense, default=0),
+            rows_bytes=_rows_bytes(
+                tables, shapes.ids, batch_size, rows_per_step or {}
+            ),
+            slot_bytes=fixed,
+            largest_bytes=max(dense),
             activation_bytes=numbers * sum(shapes.outputs),
             boundary_bytes=numbers * statistics.fmean(shapes.outputs or [0]),
             flops=_FLOPS_PER_WEIGHT * batch_size * weights,
         )
 
 
-def _is_table(spec: VariableSpec) -> bool:
-    return _TABLE.match(spec.name) is not None and len(spec.shape) == 2
-
-
-def _is_weight(dtype: str) -> bool:
-    """Whether it takes part in arithmetic; the state of a seed does not."""
+def _is_float(dtype: str) -> bool:
     return tf.as_dtype(dtype).is_floating
-
-
-def _table_name(spec: VariableSpec) -> str:
-    return spec.name.removesuffix(_TABLE.match(spec.name)["part"] or "")
 
 
 def _num_bytes(spec: VariableSpec) -> int:
     return spec.num_elements * tf.as_dtype(spec.dtype).size
 
 
-def _slot_bytes(spec: VariableSpec) -> int:
-    return spec.num_slots * _num_bytes(spec) + spec.extra_bytes
-
-
 def _rows_bytes(
-    specs: Sequence[VariableSpec],
-    shapes: _Shapes,
+    tables: Mapping[str, Sequence[VariableSpec]],
+    ids: Mapping[str, int],
     batch_size: int,
-    rows_per_step: dict[str, int],
+    rows_per_step: Mapping[str, int],
 ) -> float:
     """Bytes of the different rows that a step reads, of all tables."""
-    tables = collections.defaultdict(list)
-    for spec in filter(_is_table, specs):
-        tables[_table_name(spec)].append(spec)
     unknown = sorted(set(rows_per_step) - set(tables))
     if unknown:
         raise ValueError(
@@ -241,9 +228,9 @@ def _rows_bytes(
         )
     total = 0.0
     for name, shards in tables.items():
-        ids = batch_size * shapes.ids.get(name.rpartition("/")[0], 1)
+        rows = batch_size * ids.get(name.rpartition("/")[0], 1)
         num_rows = max(1, sum(spec.num_rows for spec in shards))
-        share = min(1.0, rows_per_step.get(name, ids) / num_rows)
+        share = min(1.0, rows_per_step.get(name, rows) / num_rows)
         total += share * sum(map(_num_bytes, shards))
     return total
 
@@ -254,16 +241,16 @@ class _Shapes:
     Attributes:
         ids: By path of a layer, the numbers in one example of its input.
         outputs: Numbers in one example of each layer's output.
-        more_weights: Weights, counted once more for each position after the
+        repeated_weights: Weights, counted once for each position after the
             first at which they are applied.
     """
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
         self.outputs: list[int] = []
-        self.more_weights = 0
+        self.repeated_weights = 0
 
-    def seen(self, model: keras.Model) -> keras.Model:
+    def read(self, model: keras.Model) -> keras.Model:
         """Looks at the layers of a model, and returns it."""
         for layer in _leaves(model) if isinstance(model, keras.Model) else ():
             try:
@@ -278,8 +265,8 @@ class _Shapes:
             if not isinstance(layer, keras.layers.Embedding):
                 recurrent = isinstance(layer, _RECURRENT)
                 positions = _size((taken if recurrent else given)[:-1])
-                self.more_weights += (positions - 1) * sum(
-                    _size(w.shape) for w in layer.weights if _is_weight(w.dtype)
+                self.repeated_weights += (positions - 1) * sum(
+                    _size(w.shape) * _is_float(w.dtype) for w in layer.weights
                 )
         return model
 
@@ -300,14 +287,10 @@ class Measured:
     Attributes:
         compute_secs: A forward and backward pass of one batch.
         input_secs: Preparing a batch; 0.0 if no dataset was given.
-        flops: Multiplications and additions a second, of a matrix product.
-        copy_bandwidth: Bytes a second, copied in memory.
     """
 
     compute_secs: float
     input_secs: float
-    flops: float
-    copy_bandwidth: float
 
 
 def measure(
@@ -316,11 +299,9 @@ def measure(
     *,
     dataset: tf.data.Dataset | None = None,
 ) -> Measured:
-    """Measures a step on this machine's first device.
+    """Measures a step on this machine's first device, for a `Workload`.
 
-    Put `compute_secs` and `input_secs` into the `Workload`, `flops` into the
-    `Machines`, where they are machines like this one. The optimizer's update is
-    not part of the step; a network cannot be measured by one process.
+    The optimizer's update is not part of the step.
 
     Args:
         model_fn: Returns a built model, which is allocated here.
@@ -330,7 +311,7 @@ def measure(
         dataset: Whose batches are timed, without the first. Default: none.
 
     Returns:
-        A `Measured`: medians of five, and the mean of twenty batches.
+        A `Measured`: the median of five steps, the mean of twenty batches.
 
     Raises:
         ValueError: The dataset has too few batches.
@@ -353,14 +334,13 @@ def measure(
         weights = [weight.value for weight in model.trainable_weights]
         return loss, tape.gradient(loss, weights)
 
-    square = tf.ones([_MATMUL_SIZE, _MATMUL_SIZE])
-    memory = np.ones(_COPY_BYTES, np.uint8)
+    def run() -> None:
+        step()[0].numpy()  # A loss on the host has been computed.
+
+    run()  # Traces.
     return Measured(
-        # A loss on the host has been computed, on whatever device.
-        compute_secs=_secs(lambda: step()[0].numpy()),
-        input_secs=0.0 if dataset is None else _input_secs(dataset),
-        flops=2 * _MATMUL_SIZE**3 / _secs(lambda: (square @ square).numpy()),
-        copy_bandwidth=_COPY_BYTES / _secs(memory.copy),
+        statistics.median(_timed(run) for _ in range(_REPEATS)),
+        0.0 if dataset is None else _input_secs(dataset),
     )
 
 
@@ -373,12 +353,6 @@ def _zeros(model: keras.Model, batch_size: int) -> Any:
         model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     )
     return tf.nest.map_structure(zeros, inputs)
-
-
-def _secs(run: Callable[[], Any]) -> float:
-    """Median of some runs, after one that traces and fills caches."""
-    run()
-    return statistics.median([_timed(run) for _ in range(_REPEATS)])
 
 
 def _input_secs(dataset: tf.data.Dataset) -> float:
