@@ -170,8 +170,8 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
     if chosen.strategy == "ps":
         step = copied.secs_per_step
         losses = {
-            "Unreliable machines: all-reduce would lose {:.0%} more of its time, "
-            "since every failure takes all workers back to the last "
+            "Unreliable machines: all-reduce would lose {:.0%} more of its "
+            "time, since every failure takes all workers back to the last "
             "checkpoint.": chosen.goodput - copied.goodput,
             "Many weak machines, of unequal pace: all-reduce would wait {:.0%} "
             "of a step for the slowest.": copied.wait_secs / step,
