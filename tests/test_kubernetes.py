@@ -1,4 +1,3 @@
-import doctest
 import json
 import re
 import subprocess
@@ -261,10 +260,6 @@ def test_no_image(capsys):
 
 
 # --- The module --------------------------------------------------------------
-
-
-def test_doctests():
-    assert doctest.testmod(kubernetes).failed == 0
 
 
 def test_it_starts_without_tensorflow():

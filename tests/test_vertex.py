@@ -1,5 +1,4 @@
 import copy
-import doctest
 import json
 import re
 import shlex
@@ -17,7 +16,7 @@ from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.vertex import checks, command, job_file, jobs
+from tfdist.vertex import command, jobs
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.jobs import Job, Machine, Tuning, parameter
 
@@ -758,12 +757,6 @@ def test_file_is_what_the_command_in_it_makes(path, capsys):
 
 
 # --- The module --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [command, job_file, jobs, checks])
-def test_doctests(module):
-    results = doctest.testmod(module)
-    assert results.failed == 0
 
 
 def test_tuning_of_the_library():

@@ -53,6 +53,11 @@ class Recommendation:
         estimates: Of all ways, as `tfdist.advice.estimates` returns them.
         workload: What was asked about.
         machines: What was asked about.
+
+    Example:
+    >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
+    >>> choose_strategy(step, Machines()).reasons[0]
+    'One device: there is nothing to distribute over.'
     """
 
     strategy: str | None

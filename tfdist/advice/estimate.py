@@ -146,6 +146,11 @@ class Estimate:
         wait_secs: Waiting for the slowest machine.
         wire_secs: Waiting for bytes.
         goodput: Share of the time that is not lost by failures.
+
+    Example:
+    >>> step = Estimate(strategy="ps", batch_size=8, replicas=4, wire_secs=0.5)
+    >>> step.examples_per_sec, step.bound
+    (64.0, 'wire')
     """
 
     strategy: str

@@ -43,6 +43,10 @@ class Machine:
         accelerator_count: How many on each machine.
         tpu_topology: Of a TPU v5e, such as "2x2".
         boot_disk_gb: Default: the service's, 100.
+
+    Example:
+    >>> Machine(machine_type="n1-highmem-8").fields()
+    {'machineSpec': {'machineType': 'n1-highmem-8'}}
     """
 
     machine_type: str = "n1-standard-4"
@@ -68,11 +72,6 @@ class Machine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A job on Vertex AI, in tfdist's terms.
-
-    >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
-    ...           workers=4, ps=2, args=["--max_steps=10"])
-    >>> [pool["replicaCount"] for pool in job.spec()["workerPoolSpecs"]]
-    [1, 4, 2]
 
     Attributes:
         base_output_dir: `gs://` folder: the service makes AIP_MODEL_DIR and its
@@ -105,6 +104,17 @@ class Job:
         service_account: Whose rights the tasks have. Default: the service's.
         network: VPC to peer with, projects/NUMBER/global/networks/NAME.
         tensorboard: Instance that shows the summaries meanwhile.
+
+    Raises:
+        ValueError: Arguments contradict each other.
+
+    Example:
+    >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
+    ...           workers=4, ps=2, args=["--max_steps=10"])
+    >>> job.shape
+    'chief, 4 workers, 2 ps'
+    >>> [pool["replicaCount"] for pool in job.spec()["workerPoolSpecs"]]
+    [1, 4, 2]
     """
 
     base_output_dir: str
@@ -280,6 +290,12 @@ class Tuning:
         max_trials: How many trials there are.
         parallel_trials: How many of them at once.
         algorithm: "GRID_SEARCH" or "RANDOM_SEARCH". Default: Bayesian.
+
+    Example:
+    >>> trial = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out")
+    >>> rate = parameter("learning_rate=double:0.01:1:log")
+    >>> Tuning(metric="auc", parameters=[rate]).job(trial)["maxTrialCount"]
+    10
     """
 
     metric: str

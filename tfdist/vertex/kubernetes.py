@@ -130,18 +130,16 @@ class Job:
         ['a', 'a', 'a-chief', 'a-worker', 'a-ps']
         """
         service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": self._metadata(),
-            "spec": {
-                "clusterIP": "None",  # A name for each pod.
-                "publishNotReadyAddresses": True,
-                "selector": self._labels,
-                "ports": [{"name": "grpc", "port": _PORT}],
-            },
+            "clusterIP": "None",  # A name for each pod.
+            "publishNotReadyAddresses": True,
+            "selector": self._labels,
+            "ports": [{"name": "grpc", "port": _PORT}],
         }
-        jobs = [self._indexed_job(role, n) for role, n in self.replicas.items()]
-        return [self._network_policy(), service, *jobs]
+        return [
+            self._network_policy(),
+            self._object("v1", "Service", service),
+            *(self._indexed_job(role, n) for role, n in self.replicas.items()),
+        ]
 
     def tfjob(self) -> list[dict[str, Any]]:
         """Objects for the training operator v1."""
@@ -153,44 +151,42 @@ class Job:
                 "restartPolicy": restart,
                 "template": self._template(role),
             }
-        job = {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "TFJob",
-            "metadata": self._metadata(),
-            "spec": {
-                "runPolicy": {
-                    "cleanPodPolicy": "Running",
-                    "backoffLimit": self.max_restarts,
-                },
-                "tfReplicaSpecs": specs,
-            },
+        policy = {
+            "cleanPodPolicy": "Running",
+            "backoffLimit": self.max_restarts,
         }
+        spec = {"runPolicy": policy, "tfReplicaSpecs": specs}
+        job = self._object("kubeflow.org/v1", "TFJob", spec)
         return [self._network_policy(), job]
 
-    def _network_policy(self) -> dict[str, Any]:
-        """Only pods of this job may connect to pods of this job."""
-        pods = {"podSelector": {"matchLabels": self._labels}}
+    def _object(
+        self, api: str, kind: str, spec: dict[str, Any], suffix: str = ""
+    ) -> dict[str, Any]:
+        metadata = {
+            "name": f"{self.name}{suffix}",
+            "namespace": self.namespace,
+            "labels": self._labels,
+        }
         return {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": self._metadata(),
-            "spec": {
-                **pods,
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [pods]}],
-            },
+            "apiVersion": api,
+            "kind": kind,
+            "metadata": metadata,
+            "spec": spec,
         }
 
     @property
     def _labels(self) -> dict[str, str]:
         return {_LABEL: self.name}
 
-    def _metadata(self, suffix: str = "") -> dict[str, Any]:
-        return {
-            "name": f"{self.name}{suffix}",
-            "namespace": self.namespace,
-            "labels": self._labels,
+    def _network_policy(self) -> dict[str, Any]:
+        """Only pods of this job may connect to pods of this job."""
+        pods = {"podSelector": {"matchLabels": self._labels}}
+        spec = {
+            **pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [pods]}],
         }
+        return self._object("networking.k8s.io/v1", "NetworkPolicy", spec)
 
     def _indexed_job(self, role: str, count: int) -> dict[str, Any]:
         """The pods of a role; number i is called `<name>-<role>-<i>`.
@@ -208,78 +204,72 @@ class Job:
             }
             rules.append({"action": "FailJob", "onExitCodes": codes})
         template = self._template(role)
-        index = {"fieldRef": {"fieldPath": _INDEX}}
+        template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
         tf_config = self.cluster.tf_config(role, 0).replace(
             '"index": 0', '"index": $(TASK_INDEX)'
         )
         template["spec"]["containers"][0]["env"] += [
-            {"name": "TASK_INDEX", "valueFrom": index},
+            {
+                "name": "TASK_INDEX",
+                "valueFrom": {"fieldRef": {"fieldPath": _INDEX}},
+            },
             {"name": "TF_CONFIG", "value": tf_config},
         ]
-        template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
-        return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": self._metadata(f"-{role}"),
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": count,
-                "parallelism": count,
-                "backoffLimit": self.max_restarts,
-                "podFailurePolicy": {"rules": rules},
-                "template": template,
-            },
+        spec = {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": self.max_restarts,
+            "podFailurePolicy": {"rules": rules},
+            "template": template,
         }
+        return self._object("batch/v1", "Job", spec, suffix=f"-{role}")
 
     def _template(self, role: str) -> dict[str, Any]:
         """The pods of a role, without what tells them their place."""
-        computes = role == "worker" or (role == "chief" and not self.ps)
         asked = given({"cpu": self.cpu, "memory": self.memory})
         resources: dict[str, Any] = {"requests": asked} if asked else {}
+        computes = role == "worker" or (role == "chief" and not self.ps)
         if self.gpus and computes:
             resources["limits"] = {"nvidia.com/gpu": str(self.gpus)}
-        env = PS_JOB_ENV | (PS_ENV if role == "ps" else {})
         container = {
             "name": _CONTAINER,
             "image": self.image,
             "command": ["python", "-m", self.module],
             # Kubernetes would replace $(NAME).
             "args": [arg.replace("$(", "$$(") for arg in self.args],
-            "env": as_list(env),
+            "env": as_list(PS_JOB_ENV | (PS_ENV if role == "ps" else {})),
             "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
             "resources": resources,
         }
-        spec: dict[str, Any] = {
+        spec = {
             # Whoever gets into a task should not get into the cluster.
             "automountServiceAccountToken": False,
             "containers": [container],
+            "serviceAccountName": self.service_account,
         }
-        if self.service_account:
-            spec["serviceAccountName"] = self.service_account
-        return {
-            "metadata": {
-                "labels": self._labels,
-                # A proxy of Istio would break TensorFlow's own protocol.
-                "annotations": {"sidecar.istio.io/inject": "false"},
-            },
-            "spec": spec,
+        metadata = {
+            "labels": self._labels,
+            # A proxy of Istio would break TensorFlow's own protocol.
+            "annotations": {"sidecar.istio.io/inject": "false"},
         }
+        return {"metadata": metadata, "spec": given(spec)}
 
 
 def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
-    head = [
-        f"# {shape}. Start it with:",
-        "#   kubectl apply -f job.yaml",
-        "# and remove it, also after a failure, with:",
-        "#   kubectl delete -f job.yaml",
-        "# TensorFlow's servers authenticate nobody and execute any graph that",
-        "# they are sent. The NetworkPolicy keeps others away only if the",
-        "# cluster's network enforces such policies (on GKE: Dataplane V2).",
-    ]
+    head = f"""\
+# {shape}. Start it with:
+#   kubectl apply -f job.yaml
+# and remove it, also after a failure, with:
+#   kubectl delete -f job.yaml
+# TensorFlow's servers authenticate nobody and execute any graph that
+# they are sent. The NetworkPolicy keeps others away only if the
+# cluster's network enforces such policies (on GKE: Dataplane V2).
+"""
     # Copies, or YAML would refer to what occurs twice by an alias.
     copies = json.loads(json.dumps(objects))
     body = yaml.safe_dump_all(copies, sort_keys=False, width=10_000)
-    return "\n".join([*head, body])
+    return head + body
 
 
 def _parser() -> argparse.ArgumentParser:
