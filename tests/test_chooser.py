@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from tests.small_models import logistic, unbuilt
 from tfdist import PartitionedEmbedding
-from tfdist.advice import estimate as formulas
+from tfdist.advice import cost_formulas as formulas
 from tfdist.advice.chooser import bytes_text, choose_strategy, secs_text
 from tfdist.advice.command import main
 from tfdist.advice.estimate import estimates, replica_bytes
 from tfdist.advice.machines import Machines
-from tfdist.advice.workload import Workload, measure
+from tfdist.advice.measurement import measure
+from tfdist.advice.workload import Workload
 
 DAY = 86400.0
 GBIT = 1e9 / 8

@@ -15,7 +15,8 @@ from typing import Any
 from tfdist._tf.arguments import load_function
 from tfdist.advice.chooser import choose_strategy, secs_text
 from tfdist.advice.machines import KINDS, Machines
-from tfdist.advice.workload import Workload, measure
+from tfdist.advice.measurement import measure
+from tfdist.advice.workload import Workload
 from tfdist.placement.planner import rows_flag
 
 _PREEMPTIBLE_HOURS = 24.0

@@ -1,130 +1,30 @@
 """What a step costs under each way to distribute it.
 
-Six formulas, with their sources, and `estimates`, which applies them to a
-model and to machines: to compare the ways with each other, not to predict a
-stopwatch. Every replica takes `batch_size` examples a step, so more replicas
-mean more examples a second, not shorter steps. Left out: compute overlapped
-with the wire, the optimizer's own arithmetic, the chief's half millisecond a
-dispatch, and how fast a model learns from large batches or stale gradients.
+The formulas of `tfdist.advice.cost_formulas`, applied to a model and to
+machines: to compare the ways with each other, not to predict a stopwatch. Every
+replica takes `batch_size` examples a step, so more replicas mean more examples
+a second, not shorter steps. Left out: compute overlapped with the wire, the
+optimizer's own arithmetic, the chief's half millisecond a dispatch, and how
+fast a model learns from large batches or stale gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 
+from tfdist.advice.cost_formulas import (
+    all_gather_secs,
+    all_reduce_secs,
+    goodput,
+    pace,
+    pipeline_secs,
+    ps_secs,
+)
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
 
 Link = tuple[float, float]  # Bytes a second, and seconds of latency.
-
-
-def all_reduce_secs(
-    size: float, replicas: int, bandwidth: float, latency: float
-) -> float:
-    """A ring sums `size` bytes of every replica, and gives all the sum.
-
-    Each sends 2 (n - 1) messages of size / n to its neighbour (Patarasuk and
-    Yuan, 2009, "Bandwidth optimal all-reduce algorithms").
-
-    >>> all_reduce_secs(100e6, 2, bandwidth=1e9, latency=0.0)
-    0.1
-    """
-    messages = 2 * (replicas - 1) if size else 0
-    return messages * (size / replicas / bandwidth + latency)
-
-
-def all_gather_secs(
-    size: float, replicas: int, bandwidth: float, latency: float
-) -> float:
-    """A ring gives everybody the `size` bytes of each replica.
-
-    TensorFlow reduces the gradient of a table (`tf.IndexedSlices`) like this.
-
-    >>> all_gather_secs(1e6, 4, bandwidth=1e9, latency=0.0)
-    0.003
-    """
-    return (replicas - 1) * (size / bandwidth + latency) if size else 0.0
-
-
-def pace(machines: int, spread: float) -> float:
-    """How many times the mean step the slowest of some machines takes.
-
-    Blom's approximation (1958) of the largest of n normal numbers; `spread` is
-    their deviation over their mean.
-
-    >>> [round(pace(n, spread=0.2), 2) for n in (1, 2, 10, 100)]
-    [1.0, 1.12, 1.31, 1.5]
-    """
-    smaller = (machines - 3 / 8) / (machines + 1 / 4)
-    return 1 + spread * statistics.NormalDist().inv_cdf(smaller)
-
-
-def ps_secs(
-    size: float,
-    largest: float,
-    workers: int,
-    num_ps: int,
-    bandwidth: float,
-    latency: float,
-    workers_per_machine: int = 1,
-) -> tuple[float, float]:
-    """Seconds of a step on a worker's own link, and on the busiest server's.
-
-    A worker pulls the `size` bytes of weights that it reads, and pushes as many
-    bytes of gradients, by a request and an answer each. Meanwhile a server
-    sends its share to all workers and receives as much; the busiest has at
-    least the `largest` weight (Li et al., 2014, "Scaling distributed machine
-    learning with the parameter server").
-
-    >>> ps_secs(1e6, 4e5, 8, 4, bandwidth=1e9, latency=0.0)
-    (0.002, 0.0032)
-    """
-    own = 2 * size * workers_per_machine / bandwidth + 4 * latency
-    return own, workers * max(size / num_ps, largest) / bandwidth
-
-
-def pipeline_secs(
-    compute_secs: float,
-    boundary: float,
-    parts: int,
-    micro_batches: int,
-    bandwidth: float,
-    latency: float,
-) -> tuple[float, float]:
-    """Seconds of computing and of the wire when layers are a pipeline.
-
-    m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
-    "GPipe"). Each turn moves a share of the `boundary` bytes between two parts,
-    forward and back.
-
-    >>> pipeline_secs(1.0, 0.0, 2, 4, bandwidth=1e9, latency=0.0)
-    (0.625, 0.0)
-    """
-    turns = micro_batches + parts - 1
-    moved = 2 * (boundary / micro_batches / bandwidth + latency)
-    return turns * compute_secs / parts / micro_batches, turns * moved
-
-
-def goodput(
-    failures_per_sec: float, checkpoint_secs: float, restart_secs: float
-) -> float:
-    """Share of the time that is useful when a failure undoes unsaved work.
-
-    Daly, 2006, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps".
-
-    >>> round(goodput(1 / 3600, checkpoint_secs=600, restart_secs=30), 2)
-    0.91
-    """
-    work = failures_per_sec * checkpoint_secs
-    restart = failures_per_sec * restart_secs
-    if not work:
-        return 1.0
-    if work + restart > 700:  # `exp` would overflow: no step is ever saved.
-        return 0.0
-    return work / (math.exp(restart) * math.expm1(work))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,42 +150,20 @@ def _copies(
     link: Link,
 ) -> Estimate:
     """Synchronous training: a copy of the model on every device."""
-    why_not = why_not or _too_large(
-        replica_bytes(step), machines.device_memory, "a device"
-    )
-    if why_not:
-        return Estimate(
-            strategy=strategy, batch_size=step.batch_size, why_not=why_not
-        )
     replicas = count * devices
-    wire = all_reduce_secs(step.dense_bytes, replicas, *link)
-    wire += all_gather_secs(step.rows_bytes, replicas, *link)
-    return Estimate(
-        strategy=strategy,
-        batch_size=step.batch_size,
+    return _synchronous(
+        strategy,
+        why_not
+        or _too_large(replica_bytes(step), machines.device_memory, "a device"),
+        step,
+        machines,
+        count=count,
         replicas=replicas,
-        wire_secs=wire,
-        **_together(
-            machines,
-            count,
-            machines.compute_secs(step),
-            devices * step.input_secs,
-        ),
+        compute_secs=machines.compute_secs(step),
+        input_secs=devices * step.input_secs,
+        wire_secs=all_reduce_secs(step.dense_bytes, replicas, *link)
+        + all_gather_secs(step.rows_bytes, replicas, *link),
     )
-
-
-def _together(
-    machines: Machines, count: int, compute_secs: float, input_secs: float
-) -> dict[str, float]:
-    """All wait for the slowest; any failure takes all to the checkpoint."""
-    slower = pace(count, machines.spread) - 1
-    return {
-        "machines": count,
-        "compute_secs": compute_secs,
-        "input_secs": input_secs,
-        "wait_secs": max(compute_secs, input_secs) * slower,
-        "goodput": _goodput(machines, count),
-    }
 
 
 def _model_parallel(
@@ -298,21 +176,10 @@ def _model_parallel(
     largest = max(step.table_bytes, step.largest_bytes)
     if largest:
         largest *= step.state_bytes / (step.dense_bytes + step.table_bytes)
-    why_not = (
-        why_not
-        or "there is one device" * (total == 1)
-        or _too_large(size / total, memory, f"each of {total} devices")
-        or _too_large(largest, memory, "the device of one layer")
-    )
-    made = Estimate(
-        strategy="model_parallel", batch_size=step.batch_size, why_not=why_not
-    )
-    if why_not:
-        return made
     is_near = machines.devices > 1 and size <= machines.devices * memory
     count = 1 if is_near else machines.count
     parts = count * machines.devices
-    compute, wire = pipeline_secs(
+    compute_secs, wire_secs = pipeline_secs(
         machines.compute_secs(step),
         step.boundary_bytes,
         parts,
@@ -320,10 +187,41 @@ def _model_parallel(
         min(int(step.batch_size), 4 * parts),
         *(near if is_near else far),
     )
-    return dataclasses.replace(
-        made,
-        wire_secs=wire,
-        **_together(machines, count, compute, step.input_secs),
+    return _synchronous(
+        "model_parallel",
+        why_not
+        or "there is one device" * (total == 1)
+        or _too_large(size / total, memory, f"each of {total} devices")
+        or _too_large(largest, memory, "the device of one layer"),
+        step,
+        machines,
+        count=count,
+        replicas=1,
+        compute_secs=compute_secs,
+        input_secs=step.input_secs,
+        wire_secs=wire_secs,
+    )
+
+
+def _synchronous(
+    strategy: str,
+    why_not: str,
+    step: Workload,
+    machines: Machines,
+    *,
+    count: int,
+    **fields: float,
+) -> Estimate:
+    """All wait for the slowest; any failure takes all to the checkpoint."""
+    busy = max(fields["compute_secs"], fields["input_secs"])
+    return Estimate(
+        strategy=strategy,
+        why_not=why_not,
+        batch_size=step.batch_size,
+        machines=count,
+        wait_secs=busy * (pace(count, machines.spread) - 1),
+        goodput=_goodput(machines, count),
+        **fields,
     )
 
 

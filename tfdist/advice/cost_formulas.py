@@ -1,0 +1,114 @@
+"""Six formulas for what it costs to train together: bytes, seconds.
+
+`tfdist.advice.estimate` applies them to a model and to machines.
+"""
+
+import math
+import statistics
+
+
+def all_reduce_secs(
+    size: float, replicas: int, bandwidth: float, latency: float
+) -> float:
+    """A ring sums `size` bytes of every replica, and gives all the sum.
+
+    Each sends 2 (n - 1) messages of size / n to its neighbour (Patarasuk and
+    Yuan, 2009, "Bandwidth optimal all-reduce algorithms").
+
+    >>> all_reduce_secs(100e6, 2, bandwidth=1e9, latency=0.0)
+    0.1
+    """
+    messages = 2 * (replicas - 1) if size else 0
+    return messages * (size / replicas / bandwidth + latency)
+
+
+def all_gather_secs(
+    size: float, replicas: int, bandwidth: float, latency: float
+) -> float:
+    """A ring gives everybody the `size` bytes of each replica.
+
+    TensorFlow reduces the gradient of a table (`tf.IndexedSlices`) like this.
+
+    >>> all_gather_secs(1e6, 4, bandwidth=1e9, latency=0.0)
+    0.003
+    """
+    return (replicas - 1) * (size / bandwidth + latency) if size else 0.0
+
+
+def pace(machines: int, spread: float) -> float:
+    """How many times the mean step the slowest of some machines takes.
+
+    Blom's approximation (1958) of the largest of n normal numbers; `spread` is
+    their deviation over their mean.
+
+    >>> [round(pace(n, spread=0.2), 2) for n in (1, 2, 10, 100)]
+    [1.0, 1.12, 1.31, 1.5]
+    """
+    smaller = (machines - 3 / 8) / (machines + 1 / 4)
+    return 1 + spread * statistics.NormalDist().inv_cdf(smaller)
+
+
+def ps_secs(
+    size: float,
+    largest: float,
+    workers: int,
+    num_ps: int,
+    bandwidth: float,
+    latency: float,
+    workers_per_machine: int = 1,
+) -> tuple[float, float]:
+    """Seconds of a step on a worker's own link, and on the busiest server's.
+
+    A worker pulls the `size` bytes of weights that it reads, and pushes as many
+    bytes of gradients, by a request and an answer each. Meanwhile a server
+    sends its share to all workers and receives as much; the busiest has at
+    least the `largest` weight (Li et al., 2014, "Scaling distributed machine
+    learning with the parameter server").
+
+    >>> ps_secs(1e6, 4e5, 8, 4, bandwidth=1e9, latency=0.0)
+    (0.002, 0.0032)
+    """
+    own = 2 * size * workers_per_machine / bandwidth + 4 * latency
+    return own, workers * max(size / num_ps, largest) / bandwidth
+
+
+def pipeline_secs(
+    compute_secs: float,
+    boundary: float,
+    parts: int,
+    micro_batches: int,
+    bandwidth: float,
+    latency: float,
+) -> tuple[float, float]:
+    """Seconds of computing and of the wire when layers are a pipeline.
+
+    m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
+    "GPipe"). Each turn moves a share of the `boundary` bytes between two parts,
+    forward and back.
+
+    >>> pipeline_secs(1.0, 0.0, 2, 4, bandwidth=1e9, latency=0.0)
+    (0.625, 0.0)
+    """
+    turns = micro_batches + parts - 1
+    moved = 2 * (boundary / micro_batches / bandwidth + latency)
+    return turns * compute_secs / parts / micro_batches, turns * moved
+
+
+def goodput(
+    failures_per_sec: float, checkpoint_secs: float, restart_secs: float
+) -> float:
+    """Share of the time that is useful when a failure undoes unsaved work.
+
+    Daly, 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps".
+
+    >>> round(goodput(1 / 3600, checkpoint_secs=600, restart_secs=30), 2)
+    0.91
+    """
+    work = failures_per_sec * checkpoint_secs
+    restart = failures_per_sec * restart_secs
+    if not work:
+        return 1.0
+    if work + restart > 700:  # `exp` would overflow: no step is ever saved.
+        return 0.0
+    return work / (math.exp(restart) * math.expm1(work))
