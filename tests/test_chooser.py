@@ -720,18 +720,9 @@ class Slow(keras.layers.Layer):
         return y
 
 
-def test_measures_a_step_and_its_input():
-    def slowly():
-        for _ in range(100):
-            time.sleep(0.01)
-            yield np.zeros([4, 4], "float32")
-
-    dataset = tf.data.Dataset.from_generator(
-        slowly, output_signature=tf.TensorSpec([4, 4])
-    )
-    measured = measure(lambda: logistic(hidden=[Slow()]), 16, dataset=dataset)
-    assert 0.03 <= measured.compute_secs < 3
-    assert 0.01 <= measured.input_secs < 1
+def test_measures_a_step():
+    secs = measure(lambda: logistic(hidden=[Slow()]), 16)
+    assert 0.03 <= secs < 3
 
 
 def test_measures_the_compiled_loss():
@@ -747,15 +738,8 @@ def test_measures_the_compiled_loss():
         return model
 
     x = [tf.zeros([6, 8], tf.int32), tf.zeros([6], tf.int64)]
-    measured = measure(model_fn, (x, tf.zeros([6, 3])))
-    assert measured.compute_secs > 0
-    assert measured.input_secs == 0
+    assert measure(model_fn, (x, tf.zeros([6, 3]))) > 0
     assert seen[0] == (6, 3)
-
-
-def test_a_dataset_too_short_to_time():
-    with pytest.raises(ValueError, match=r"more than 20 batches.*repeat"):
-        measure(logistic, 4, dataset=tf.data.Dataset.range(3))
 
 
 # Bad input.

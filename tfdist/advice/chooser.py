@@ -24,6 +24,11 @@ _WORTH = 0.9
 # What takes a smaller share of the time is not worth a reason.
 _NOTABLE = 0.05
 _WIDTH = 79
+_TOO_LARGE = (
+    "The model is too large for these machines. Partition it over more of "
+    "them: tables over parameter servers (CPU or GPU machines), layers over "
+    "devices; or use more memory."
+)
 _LIMITS = {
     "compute": "Compute-bound: more or faster devices help.",
     "input": (
@@ -132,13 +137,8 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
         None,
     )
     if chosen is None:
-        reasons = [
-            "The model is too large for these machines. Partition it over more "
-            "of them: tables over parameter servers (CPU or GPU machines), "
-            "layers over devices; or use more memory."
-        ]
-        return Recommendation(None, (*reasons,), made, workload, machines)
-    reasons = [*_why(chosen, {e.strategy: e for e in made})]
+        return Recommendation(None, (_TOO_LARGE,), made, workload, machines)
+    reasons = _why(chosen, {e.strategy: e for e in made})
     reasons.append(_LIMITS[chosen.bound])
     if chosen.strategy == "ps":
         reasons.append(
@@ -154,7 +154,7 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
             "rate for it."
         )
     return Recommendation(
-        chosen.strategy, (*reasons,), made, workload, machines
+        chosen.strategy, tuple(reasons), made, workload, machines
     )
 
 
@@ -191,13 +191,17 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
     several = [e for e in others.values() if e.feasible and e.replicas > 1]
     if chosen.replicas > 1:
         share = chosen.wire_secs / chosen.secs_per_step
-        return [
-            f"Strong links: all-reduce takes {share:.0%} of a step of "
-            f"{chosen.replicas:,} devices, each with a copy of the model."
-        ] + [
-            "Weak links between machines, or unequal ones: more than one adds "
-            "little."
-        ] * (chosen.machines < copied.machines)
+        why = [
+            f"{'Strong' if share < 1 / 2 else 'Sufficient'} links: all-reduce "
+            f"takes {share:.0%} of a step of {chosen.replicas:,} devices, each "
+            "with a copy of the model."
+        ]
+        if chosen.machines < copied.machines:
+            why.append(
+                "Weak links between machines, or unequal ones: more than one "
+                "adds little."
+            )
+        return why
     if not several:
         return ["One device: there is nothing to distribute over."]
     best = max(several, key=lambda e: e.examples_per_sec)

@@ -110,7 +110,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     rows = dict(args.rows_per_step or ())
     step = Workload.of(model_fn, args.batch_size, rows_per_step=rows)
     if args.measure:
-        secs["compute_secs"] = measure(model_fn, args.batch_size).compute_secs
+        secs["compute_secs"] = measure(model_fn, args.batch_size)
         print(f"Measured here: a step {secs_text(secs['compute_secs'])}.")
     return dataclasses.replace(step, **secs)
 
