@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from tfdist.vertex import command, jobs
 from tfdist.vertex.checks import problems_of_job
-from tfdist.vertex.jobs import Job, Machine, Tuning, parameter
+from tfdist.vertex.jobs import Job, Machine
+from tfdist.vertex.tuning import Tuning, parameter
 
 ROOT = Path(__file__).parent.parent
 IMAGE = "us-central1-docker.pkg.dev/my-project/tfdist/trainer:1"

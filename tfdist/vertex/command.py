@@ -34,7 +34,8 @@ import yaml
 from tfdist.launch.command import count_flag
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.job_file import gcloud_command, to_yaml
-from tfdist.vertex.jobs import Job, Machine, Tuning, check, parameter
+from tfdist.vertex.jobs import Job, Machine, check
+from tfdist.vertex.tuning import Tuning, parameter
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,9 +1,9 @@
 """A job on Vertex AI: from a cluster's shape to what the service is told.
 
 A `Job` counts workers, parameter servers and the like and says what they run
-on; `Job.spec()` is the `CustomJobSpec`, and `Tuning.job()` the
-`HyperparameterTuningJob`, as JSON has them. The service tells tasks apart by
-their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the evaluator.
+on; `Job.spec()` is the `CustomJobSpec`, as JSON has it. The service tells tasks
+apart by their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the
+evaluator.
 Reduction servers stand in pool 2 as well, so the variable
 `TFDIST_REDUCTION_SERVERS` tells the other tasks what they are.
 """
@@ -21,11 +21,6 @@ from tfdist.vertex.checks import problems_of_job, rules_broken_by
 REDUCTION_SERVER_IMAGE = (
     "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 )
-_SCALES = {
-    "linear": "UNIT_LINEAR_SCALE",
-    "log": "UNIT_LOG_SCALE",
-    "reverse_log": "UNIT_REVERSE_LOG_SCALE",
-}
 # What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
 # for large tables.
 PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
@@ -193,9 +188,10 @@ class Job:
         Raises:
             ValueError: The service would refuse it; lists all the problems.
         """
-        return _checked(self._spec())
+        return checked(self.unchecked_spec())
 
-    def _spec(self) -> dict[str, Any]:
+    def unchecked_spec(self) -> dict[str, Any]:
+        """`spec`, right or wrong."""
         restart = self.restart_job_on_worker_restart
         if restart is None and self.workers and not self.ps:
             restart = True
@@ -278,99 +274,6 @@ class Job:
         return pool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What a hyperparameter tuning job varies.
-
-    Attributes:
-        metric: Name under which the trainer reports it.
-        goal: "MAXIMIZE" or "MINIMIZE".
-        parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
-            Each trial gets its values as flags, `--name=value`.
-        max_trials: How many trials there are.
-        parallel_trials: How many of them at once.
-        algorithm: "GRID_SEARCH" or "RANDOM_SEARCH". Default: Bayesian.
-
-    Example:
-    >>> trial = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out")
-    >>> rate = parameter("learning_rate=double:0.01:1:log")
-    >>> Tuning(metric="auc", parameters=[rate]).job(trial)["maxTrialCount"]
-    10
-    """
-
-    metric: str
-    parameters: Sequence[Mapping[str, Any]]
-    goal: str = "MAXIMIZE"
-    max_trials: int = 10
-    parallel_trials: int = 2
-    algorithm: str | None = None
-
-    def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
-        """The `HyperparameterTuningJob`, each of whose trials is a job.
-
-        Warns and raises as `Job.spec`.
-        """
-        study = {
-            "metrics": [{"metricId": self.metric, "goal": self.goal}],
-            "parameters": list(map(dict, self.parameters)),
-            "algorithm": self.algorithm,
-        }
-        return _checked(
-            {
-                "displayName": name,
-                "studySpec": given(study),
-                "maxTrialCount": self.max_trials,
-                "parallelTrialCount": self.parallel_trials,
-                "trialJobSpec": trial._spec(),
-            }
-        )
-
-
-def parameter(text: str) -> dict[str, Any]:
-    """Parses a tuned flag from the command line.
-
-    >>> parameter("learning_rate=double:0.01:1:log")["scaleType"]
-    'UNIT_LOG_SCALE'
-    >>> parameter("batch_size=discrete:64,128")["discreteValueSpec"]
-    {'values': [64.0, 128.0]}
-    >>> parameter("hidden_units=categorical:64|128,64")["categoricalValueSpec"]
-    {'values': ['64', '128,64']}
-
-    Args:
-        text: name=double:MIN:MAX[:log|:reverse_log], name=int:MIN:MAX[:log...],
-            name=discrete:NUMBER,... or name=categorical:VALUE|...
-
-    Returns:
-        A `ParameterSpec`, as JSON has it.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    name, _, rest = text.partition("=")
-    kind, _, values = rest.partition(":")
-    result: dict[str, Any] = {"parameterId": name}
-    try:
-        if kind == "categorical":
-            return {
-                **result,
-                "categoricalValueSpec": {"values": values.split("|")},
-            }
-        if kind == "discrete":
-            numbers = sorted(map(float, values.split(",")))
-            return {**result, "discreteValueSpec": {"values": numbers}}
-        low, high, scale = (*values.split(":"), "linear")[:3]
-        number = {"double": float, "int": int}[kind]
-        key = "doubleValueSpec" if kind == "double" else "integerValueSpec"
-        result[key] = {"minValue": number(low), "maxValue": number(high)}
-        return {**result, "scaleType": _SCALES[scale]}
-    except (KeyError, ValueError):
-        raise ValueError(
-            "Argument `parameter` must be name=double:MIN:MAX[:log], "
-            "name=int:MIN:MAX[:log], name=discrete:1,2,... or "
-            f"name=categorical:a|b|... Received: {text!r}."
-        ) from None
-
-
 def check_ps(workers: int, ps: int) -> None:
     """Raises a `ValueError` if there are parameter servers and no workers."""
     if ps and not workers:
@@ -380,7 +283,8 @@ def check_ps(workers: int, ps: int) -> None:
         )
 
 
-def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+def checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a job that was made here; warns and raises as `Job.spec`."""
     try:
         problems = problems_of_job(spec)
     except ImportError as e:
