@@ -74,7 +74,7 @@ class Recommendation:
     @property
     def estimate(self) -> Estimate | None:
         """The estimate of the advised strategy."""
-        return {e.strategy: e for e in self.estimates}.get(self.strategy)
+        return {e.strategy: e for e in self.estimates}.get(self.strategy or "")
 
     def table(self) -> str:
         """Returns estimates and reasons as text of at most 79 columns."""
@@ -233,8 +233,8 @@ def _row(estimate: Estimate, advised: bool) -> str:
     )
     seconds = "".join(f"{secs_text(part):>8}" for part in parts)
     rate = estimate.examples_per_sec
-    rate = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
-    return f"{name:23}{estimate.replicas:>5}{seconds}{rate:>11}"
+    rounded = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
+    return f"{name:23}{estimate.replicas:>5}{seconds}{rounded:>11}"
 
 
 def secs_text(secs: float) -> str:

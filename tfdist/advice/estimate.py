@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from tfdist.advice.cost_formulas import (
     all_gather_secs,
@@ -210,7 +211,7 @@ def _synchronous(
     machines: Machines,
     *,
     count: int,
-    **fields: float,
+    **fields: Any,
 ) -> Estimate:
     """All wait for the slowest; any failure takes all to the checkpoint."""
     busy = max(fields["compute_secs"], fields["input_secs"])

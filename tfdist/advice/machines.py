@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tfdist.advice.workload import Workload, check_number
 
@@ -32,6 +33,7 @@ _PLAIN = {
     },
 }
 KINDS = tuple(_PLAIN)
+_OF_KIND: Any = None  # Filled in from the above.
 _MAY_BE_ZERO = ("spread", "latency", "device_latency", "restart_secs")
 
 
@@ -75,12 +77,12 @@ class Machines:
     count: int = 1
     devices: int = 1
     kind: str = "cpu"
-    device_flops: float | None = None
-    device_memory: float | None = None
-    device_bandwidth: float | None = None
-    device_latency: float | None = None
-    spread: float | None = None
-    host_memory: float | None = None
+    device_flops: float = _OF_KIND
+    device_memory: float = _OF_KIND
+    device_bandwidth: float = _OF_KIND
+    device_latency: float = _OF_KIND
+    spread: float = _OF_KIND
+    host_memory: float = _OF_KIND
     bandwidth: float = 10e9 / 8
     latency: float = 1e-4
     secs_between_failures: float = 365 * 86400.0

@@ -24,6 +24,7 @@ from tfdist.placement.variables import VariableSpec, describe
 # backward (Kaplan et al., 2020, "Scaling Laws for Neural Language Models").
 _FLOPS_PER_WEIGHT = 6
 _FLOAT_BYTES = 4
+_DERIVED: Any = None  # Filled in from other numbers.
 # How `keras.layers.Embedding` and `PartitionedEmbedding` name their weights.
 _TABLE = re.compile(r"(?P<table>(.*/)?embeddings)(_part_\d+)?$")
 _RECURRENT = (keras.layers.RNN, keras.layers.Bidirectional)
@@ -91,7 +92,7 @@ class Workload:
     largest_bytes: float = 0.0
     activation_bytes: float = 0.0
     boundary_bytes: float = 0.0
-    flops: float | None = None
+    flops: float = _DERIVED
     compute_secs: float | None = None
     input_secs: float = 0.0
 
@@ -173,7 +174,7 @@ class Workload:
         tables = collections.defaultdict(list)
         for spec in specs:
             match = _TABLE.match(spec.name)
-            if match and len(spec.shape) == 2:
+            if match and len(spec.shape or ()) == 2:
                 tables[match["table"]].append(spec)
                 continue
             if spec.trainable:
@@ -181,7 +182,7 @@ class Workload:
             else:
                 fixed += _num_bytes(spec)
             # The state of a seed takes no part in arithmetic.
-            weights += spec.num_elements * _is_float(spec.dtype)
+            weights += _size(spec.shape or ()) * _is_float(spec.dtype)
         for spec in specs:
             fixed += spec.num_slots * _num_bytes(spec) + spec.extra_bytes
         numbers = _FLOAT_BYTES * batch_size

@@ -45,9 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints the YAML of a job on Vertex AI.",
         allow_abbrev=False,
     )
-    count = {"type": count_flag, "metavar": "N"}
-    machine = {"default": "n1-standard-4", "metavar": "TYPE"}
-    accelerator = {"type": _accelerator, "metavar": "TYPE[:N]"}
+    count: dict[str, Any] = {"type": count_flag, "metavar": "N"}
+    machine: dict[str, Any] = {"default": "n1-standard-4", "metavar": "TYPE"}
+    accelerator: dict[str, Any] = {"type": _accelerator, "metavar": "TYPE[:N]"}
     many: dict[str, Any] = {"action": "append", "default": []}
 
     add = parser.add_argument_group("the cluster").add_argument
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--boot_disk_gb", type=int, metavar="GB", help="of those (100)")
     text = "of the chief, where there are parameter servers"
     add("--chief_machine", **machine, help=text)
-    add("--ps_machine", **machine, help="of parameter servers")
+    add("--ps_machine", **machine, help="of parameter servers (n1-standard-4)")
     add("--evaluator_machine", **machine, help="of the evaluator")
     text = "on the evaluator"
     add("--evaluator_accelerator", **accelerator, default=(None, 0), help=text)

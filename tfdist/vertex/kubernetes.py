@@ -195,7 +195,7 @@ class Job:
         mistake does not, and a pod whose machine was taken away costs no try.
         """
         taken = {"type": "DisruptionTarget", "status": "True"}
-        rules = [{"action": "Ignore", "onPodConditions": [taken]}]
+        rules: list[Any] = [{"action": "Ignore", "onPodConditions": [taken]}]
         if role == "chief":
             codes = {
                 "containerName": _CONTAINER,
@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    count = {"type": count_flag, "metavar": "N"}
+    count: dict[str, Any] = {"type": count_flag, "metavar": "N"}
     add("--kind", choices=("plain", "tfjob"), default="plain", help="(plain)")
     add("--workers", default=0, **count, help="workers, beside the chief (0)")
     add("--ps", default=0, **count, help="parameter servers (0)")
