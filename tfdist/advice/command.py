@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{flag}", type=float, help=text)
     add("--slots", type=float, help="of the optimizer, a weight (2)")
     add = parser.add_argument_group("its step").add_argument
-    add("--batch_size", type=int, default=256, help="of one replica (256)")
+    add("--batch_size", type=int, default=256, help="examples a replica (256)")
     add("--compute_secs", type=float, help="of a step on one device")
     add("--input_secs", type=float, default=0, help="to prepare a batch")
     add = parser.add_argument_group("the machines").add_argument

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     many: dict[str, Any] = {"action": "append", "default": []}
 
     add = parser.add_argument_group("the cluster").add_argument
-    add("--workers", default=0, **count, help="beside the chief (0)")
+    add("--workers", default=0, **count, help="workers, beside the chief (0)")
     add("--ps", default=0, **count, help="parameter servers (0)")
     add("--evaluator", action="store_true", help="adds an evaluator")
     text = "reduction servers, for all-reduce of GPUs (0)"
