@@ -127,7 +127,7 @@ def as_proto(kind, value):
 
 # --- Submitting --------------------------------------------------------------
 
-GPU = "--machine=a2-highgpu-1g"
+GPU = ["--machine=a2-highgpu-1g", "--accelerator=NVIDIA_TESLA_A100"]
 TUNING = [
     *["--metric=auc", "--parameter=learning_rate=double:0.01:1:log"],
     "--parameter=hidden_units=categorical:64|128,64",
@@ -135,8 +135,8 @@ TUNING = [
 
 JOBS = {
     "ps": ["--workers=2", "--ps=1", "--evaluator", "--env=A=b c", "--spot"],
-    "a pool left out": ["--workers=1", "--evaluator", GPU],
-    "reduction servers": ["--workers=1", GPU, "--reduction_servers=2"],
+    "a pool left out": ["--workers=1", "--evaluator", *GPU],
+    "reduction servers": ["--workers=1", *GPU, "--reduction_servers=2"],
     "tuning": [*TUNING, "--workers=1", "--evaluator"],
 }
 ARGS = ["--", "--train_files=gs://b/a b*.csv,c", "--message=it's: #1"]

@@ -1,8 +1,8 @@
-"""`python -m tfdist.advice`: see `tfdist.advice.chooser`."""
+"""`python -m tfdist.advice`: see `tfdist.advice.command`."""
 
 import sys
 
-from tfdist.advice.chooser import main
+from tfdist.advice.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

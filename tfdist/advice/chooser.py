@@ -1,44 +1,49 @@
 """Which strategy to choose, and why.
 
-    python -m tfdist.advice --model=package.module:model_fn --machines=8
-
-prints an estimate of every way to distribute a model, the advised one, and the
-reasons:
+`choose_strategy` decides from plain numbers; nothing is connected or allocated.
+The rules of the field come out of the estimates:
 
 * many weak or unreliable machines: parameter servers;
 * fast devices with strong links: all-reduce;
 * a model too large for a device: partition it;
 * input-bound: more machines.
-
-`choose_strategy` decides from plain numbers; nothing is connected or allocated.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pkgutil
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-import keras
-
-from tfdist.advice.cost_model import Estimate, estimates
-from tfdist.advice.machines import KINDS, Machines
-from tfdist.advice.reasons import (
-    bytes_text,
-    reasons_for,
-    reasons_for_none,
-    secs_text,
-)
-from tfdist.advice.workload import Workload, measure
-from tfdist.placement.planner import rows_flag
+from tfdist.advice.estimate import Estimate, estimates
+from tfdist.advice.machines import Machines
+from tfdist.advice.workload import Workload
 
 # A simpler way may give this much less than the best.
 _WORTH = 0.9
+# What takes a smaller share of the time is not worth a reason.
+_NOTABLE = 0.05
 _WIDTH = 79
-_PREEMPTIBLE_HOURS = 24.0
+_TOO_LARGE = (
+    "The model is too large for these machines. Partition it over more of "
+    "them: tables over parameter servers (CPU or GPU machines), layers over "
+    "devices; or use more memory."
+)
+_LIMITS = {
+    "compute": "Compute-bound: more or faster devices help.",
+    "input": (
+        "Input-bound: more machines, each preparing its share, input workers "
+        "(tf.data service) or a faster input pipeline help, faster devices do "
+        "not."
+    ),
+    "wait": (
+        "Bound by the slowest machine: fewer machines, or more alike, help."
+    ),
+    "wire": (
+        "Wire-bound: a faster network or a larger batch a replica helps, "
+        "faster devices do not."
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +53,16 @@ class Recommendation:
     Attributes:
         strategy: For `RunConfig(strategy=...)`, or `"model_parallel"`; None if
             nothing is possible.
-        reasons: Sentences, the most important first.
+        reasons: Sentences: why this one, what limits it, what changes for the
+            training.
         estimates: Of all ways, as `tfdist.advice.estimates` returns them.
         workload: What was asked about.
         machines: What was asked about.
+
+    Example:
+    >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
+    >>> choose_strategy(step, Machines()).reasons[0]
+    'One device: there is nothing to distribute over.'
     """
 
     strategy: str | None
@@ -63,22 +74,35 @@ class Recommendation:
     @property
     def estimate(self) -> Estimate | None:
         """The estimate of the advised strategy."""
-        return {e.strategy: e for e in self.estimates}.get(self.strategy)
+        return {e.strategy: e for e in self.estimates}.get(self.strategy or "")
 
     def table(self) -> str:
         """Returns estimates and reasons as text of at most 79 columns."""
+        step, machines = self.workload, self.machines
         seconds = ("compute", "input", "wait", "wire", "step")
-        columns = "".join(f"{name:>8}" for name in seconds)
+        lines = [
+            f"{machines.count} x {machines.devices} {machines.kind} of "
+            f"{bytes_text(machines.device_memory)}, "
+            f"{machines.bandwidth * 8 / 1e9:.3g} Gbit/s and "
+            f"{secs_text(machines.latency)} between machines",
+            f"{step.batch_size:,} examples a replica, dense "
+            f"{bytes_text(step.dense_bytes)}, tables "
+            f"{bytes_text(step.table_bytes)}, {bytes_text(step.rows_bytes)} of "
+            "rows a step",
+            "",
+            f"{'':23}{'n':>5}"
+            + "".join(f"{name:>8}" for name in seconds)
+            + f"{'examples/s':>11}",
+            *(_row(e, e is self.estimate) for e in self.estimates),
+            "",
+            f"Advice: {self.strategy or 'none is possible'}",
+            *(f"- {reason}" for reason in self.reasons),
+        ]
         return "\n".join(
-            [
-                *map(_wrapped, _facts(self.workload, self.machines)),
-                "",
-                f"{'':23}{'n':>5}{columns}{'examples/s':>11}",
-                *(_row(e, e is self.estimate) for e in self.estimates),
-                "",
-                f"Advice: {self.strategy or 'none is possible'}",
-                *(_wrapped(f"- {reason}") for reason in self.reasons),
-            ]
+            textwrap.fill(line, _WIDTH, subsequent_indent="  ")
+            if len(line) > _WIDTH
+            else line
+            for line in lines
         )
 
 
@@ -105,41 +129,93 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
     'ps'
     """
     made = estimates(workload, machines)
-    chosen = _best(made)
-    if chosen is None:
-        reasons = reasons_for_none(made, workload)
-        return Recommendation(None, reasons, made, workload, machines)
-    others = {e.strategy: e for e in made}
-    reasons = reasons_for(chosen, others, workload, machines)
-    return Recommendation(chosen.strategy, reasons, made, workload, machines)
-
-
-def _best(made: Sequence[Estimate]) -> Estimate | None:
-    """The first, hence simplest, that is nearly as fast as the fastest."""
     possible = [e for e in made if e.feasible]
-    data_parallel = [e for e in possible if e.strategy != "model_parallel"]
-    candidates = data_parallel or possible
-    if not candidates:
-        return None
-    enough = _WORTH * max(e.examples_per_sec for e in candidates)
-    return next(e for e in candidates if e.examples_per_sec >= enough)
-
-
-def _facts(step: Workload, machines: Machines) -> list[str]:
-    lines = [
-        f"{machines.count} x {machines.devices} {machines.kind} of "
-        f"{bytes_text(machines.device_memory)}, "
-        f"{machines.bandwidth * 8 / 1e9:.3g} Gbit/s and "
-        f"{secs_text(machines.latency)} between machines",
-        f"{step.batch_size:,} examples a replica, dense "
-        f"{bytes_text(step.dense_bytes)}",
-    ]
-    if step.table_bytes:
-        lines[1] += (
-            f", tables {bytes_text(step.table_bytes)}, "
-            f"{bytes_text(step.rows_bytes)} of rows a step"
+    copies = [e for e in possible if e.strategy != "model_parallel"]
+    best = max((e.examples_per_sec for e in copies or possible), default=0.0)
+    chosen = next(
+        (e for e in copies or possible if e.examples_per_sec >= _WORTH * best),
+        None,
+    )
+    if chosen is None:
+        return Recommendation(None, (_TOO_LARGE,), made, workload, machines)
+    reasons = _why(chosen, {e.strategy: e for e in made})
+    reasons.append(_LIMITS[chosen.bound])
+    if chosen.strategy == "ps":
+        reasons.append(
+            f"Asynchronous: about {chosen.replicas - 1:,} other updates land "
+            "between a worker's read and its write. Such stale gradients can "
+            "delay convergence."
         )
-    return lines
+    elif chosen.replicas > 1:
+        batch = chosen.replicas * workload.batch_size
+        reasons.append(
+            f"Synchronous: the global batch is {chosen.replicas:,} x "
+            f"{workload.batch_size:,} = {batch:,} examples. Tune the learning "
+            "rate for it."
+        )
+    return Recommendation(
+        chosen.strategy, tuple(reasons), made, workload, machines
+    )
+
+
+def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
+    """Why this way is better than the others."""
+    copied = others["multi_worker_mirrored"]
+    if chosen.strategy == "model_parallel":
+        return [
+            "The model is too large for a device. Partition it: layers on "
+            "different devices work as a pipeline (model parallelism)."
+        ]
+    if chosen.strategy == "ps" and not copied.feasible:
+        return [
+            "The model is too large for a device. Partition it over "
+            f"{chosen.num_ps} parameter server{'s' * (chosen.num_ps > 1)}: a "
+            "worker holds and moves only what a step touches."
+        ]
+    if chosen.strategy == "ps":
+        step = copied.secs_per_step
+        losses = {
+            "Unreliable machines: all-reduce would lose {:.0%} more of its "
+            "time, since every failure takes all workers back to the last "
+            "checkpoint.": chosen.goodput - copied.goodput,
+            "Many weak machines, of unequal pace: all-reduce would wait {:.0%} "
+            "of a step for the slowest.": copied.wait_secs / step,
+            "Weak links: all-reduce would spend {:.0%} of a step more on the "
+            "wire.": (copied.wire_secs - chosen.wire_secs) / step,
+        }
+        return [
+            text.format(loss)
+            for text, loss in losses.items()
+            if loss > _NOTABLE
+        ] or ["All-reduce would lose more by failures, waiting and the wire."]
+    several = [e for e in others.values() if e.feasible and e.replicas > 1]
+    if chosen.replicas > 1:
+        share = chosen.wire_secs / chosen.secs_per_step
+        why = [
+            f"{'Strong' if share < 1 / 2 else 'Sufficient'} links: all-reduce "
+            f"takes {share:.0%} of a step of {chosen.replicas:,} devices, each "
+            "with a copy of the model."
+        ]
+        if chosen.machines < copied.machines:
+            why.append(
+                "Weak links between machines, or unequal ones: more than one "
+                "adds little."
+            )
+        return why
+    if not several:
+        return ["One device: there is nothing to distribute over."]
+    best = max(several, key=lambda e: e.examples_per_sec)
+    if best.bound == "input":
+        return [
+            "Not worth distributing: input for one device is all that a "
+            "machine prepares."
+        ]
+    share = best.wire_secs / best.secs_per_step
+    return [
+        "Not worth distributing: the step is too short, or the links are too "
+        f"weak. {best.strategy} would spend {share:.0%} of a step on the wire. "
+        "A larger batch a replica would change that."
+    ]
 
 
 def _row(estimate: Estimate, advised: bool) -> str:
@@ -157,162 +233,32 @@ def _row(estimate: Estimate, advised: bool) -> str:
     )
     seconds = "".join(f"{secs_text(part):>8}" for part in parts)
     rate = estimate.examples_per_sec
-    rate = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
-    return f"{name:23}{estimate.replicas:>5}{seconds}{rate:>11}"
+    rounded = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
+    return f"{name:23}{estimate.replicas:>5}{seconds}{rounded:>11}"
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+def secs_text(secs: float) -> str:
+    """Returns seconds in three digits and a unit, at most seven characters.
 
-
-def _model_fn(target: str) -> Callable[[], keras.Model]:
-    try:
-        if ":" not in target:
-            raise ValueError("it must be package.module:function.")
-        return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
-            "Flag --model must name a function that can be imported. "
-            f"Received: --model={target}, but: {e}"
-        ) from e
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m tfdist.advice",
-        description="Prints which strategy to choose for a model, and why.",
-    )
-    add = parser.add_argument_group("the model").add_argument
-    add("--model", help="package.module:function, a model_fn")
-    add(
-        "--rows_per_step",
-        type=rows_flag,
-        action="append",
-        metavar="TABLE=ROWS",
-        help="different rows of one of its tables that a step reads",
-    )
-    add("--measure", action="store_true", help="time a step on this machine")
-    add = parser.add_argument_group("or, without --model").add_argument
-    add("--dense_mb", type=float, help="weights read whole, in 10^6 bytes")
-    add("--table_mb", type=float, help="tables looked up by row")
-    add("--rows_mb", type=float, help="rows of them that a step reads")
-    add("--slots", type=float, help="of the optimizer, a weight; default 2")
-    add = parser.add_argument_group("its step").add_argument
-    add("--batch_size", type=int, default=256, help="examples of one replica")
-    add("--compute_secs", type=float, help="of a step on one device")
-    add("--input_secs", type=float, default=0, help="to prepare a batch")
-    add = parser.add_argument_group("the machines").add_argument
-    add("--machines", type=int, default=1)
-    add("--devices_per_machine", type=int, default=1)
-    add("--device", default="cpu", choices=KINDS)
-    add("--device_gflops", type=float, help="that a device attains")
-    add("--device_memory_gb", type=float, help="in 10^9 bytes")
-    add("--host_memory_gb", type=float, help="of a parameter server")
-    add("--link_gbps", type=float, default=10, help="between machines, Gbit/s")
-    add("--link_latency_us", type=float, default=100)
-    add("--device_link_gbps", type=float, help="between a machine's devices")
-    add(
-        "--reliable",
-        choices=["yes", "no"],
-        default="yes",
-        help="no: preemptible, each machine is lost once a day",
-    )
-    add("--hours_between_failures", type=float, help="of one machine")
-    add("--spread", type=float, help="deviation of step times over their mean")
-    return parser
-
-
-def _workload(args: argparse.Namespace) -> Workload:
-    numbers = ("dense_mb", "table_mb", "rows_mb", "slots")
-    told = [f"--{name}" for name in numbers if getattr(args, name) is not None]
-    if args.model and told:
-        raise ValueError(
-            f"--model tells what {' and '.join(told)} would. Leave one out."
-        )
-    if args.model:
-        return _of_model(args)
-    if args.dense_mb is None:
-        raise ValueError("Give --model, or --dense_mb and other numbers.")
-    if args.measure or args.rows_per_step:
-        raise ValueError("--measure and --rows_per_step need --model.")
-    dense, table, rows = (
-        1e6 * (number or 0.0)
-        for number in (args.dense_mb, args.table_mb, args.rows_mb)
-    )
-    slots = 2.0 if args.slots is None else args.slots
-    return Workload(
-        batch_size=args.batch_size,
-        dense_bytes=dense,
-        table_bytes=table,
-        rows_bytes=rows,
-        slot_bytes=slots * (dense + table),
-        compute_secs=args.compute_secs,
-        input_secs=args.input_secs,
-    )
-
-
-def _of_model(args: argparse.Namespace) -> Workload:
-    model_fn = _model_fn(args.model)
-    step = Workload.of(
-        model_fn, args.batch_size, rows_per_step=dict(args.rows_per_step or ())
-    )
-    compute_secs = args.compute_secs
-    if args.measure:
-        if compute_secs is not None:
-            raise ValueError("--measure tells --compute_secs. Leave one out.")
-        measured = measure(model_fn, args.batch_size)
-        compute_secs = measured.compute_secs
-        print(
-            f"Measured here: a step {secs_text(compute_secs)}, "
-            f"a matrix product {measured.flops / 1e9:.3g} GFLOP/s."
-        )
-    return dataclasses.replace(
-        step, compute_secs=compute_secs, input_secs=args.input_secs
-    )
-
-
-def _machines(args: argparse.Namespace) -> Machines:
-    hours = args.hours_between_failures
-    if hours is None and args.reliable == "no":
-        hours = _PREEMPTIBLE_HOURS
-    given: dict[str, Any] = {
-        "device_flops": _scaled(args.device_gflops, 1e9),
-        "device_memory": _scaled(args.device_memory_gb, 1e9),
-        "device_bandwidth": _scaled(args.device_link_gbps, 1e9 / 8),
-        "host_memory": _scaled(args.host_memory_gb, 1e9),
-        "spread": args.spread,
-        "secs_between_failures": _scaled(hours, 3600.0),
-    }
-    return Machines(
-        count=args.machines,
-        devices=args.devices_per_machine,
-        kind=args.device,
-        bandwidth=args.link_gbps * 1e9 / 8,
-        latency=args.link_latency_us * 1e-6,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.advice --help`.
-
-    Args:
-        argv: Arguments. Defaults to those of the process.
-
-    Returns:
-        0; 1 if no strategy is possible. A bad flag or model exits with 2 and a
-        message.
+    >>> secs_text(0.0123), secs_text(7200), secs_text(0.0)
+    ('12.3 ms', '2 h', '0')
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        machines = _machines(args)
-        advice = choose_strategy(_workload(args), machines)
-    except (TypeError, ValueError) as e:
-        parser.error(str(e))
-    print(advice.table())
-    return 0 if advice.strategy else 1
+    units = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+    units |= {"h": 3600.0, "d": 86400.0}
+    return _text(secs, units) if secs >= 1e-9 else "0"
+
+
+def bytes_text(size: float) -> str:
+    """Returns bytes in three digits and a unit.
+
+    >>> bytes_text(102e6), bytes_text(160e9), bytes_text(0.0)
+    ('102 MB', '160 GB', '0')
+    """
+    units = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    return _text(size, units) if size >= 0.01 else "0"
+
+
+def _text(value: float, units: Mapping[str, float]) -> str:
+    """In the first unit in which three digits can say it."""
+    unit = next((u for u in units if value < 999.5 * units[u]), [*units][-1])
+    return f"{value / units[unit]:.3g} {unit}"

@@ -1,7 +1,6 @@
-"""Six formulas for what it costs to train together, in plain numbers.
+"""Six formulas for what it costs to train together: bytes, seconds.
 
-Bytes, seconds, bytes a second. `tfdist.advice.cost_model` applies them to a
-model and to machines.
+`tfdist.advice.estimate` applies them to a model and to machines.
 """
 
 import math
@@ -14,8 +13,7 @@ def all_reduce_secs(
     """A ring sums `size` bytes of every replica, and gives all the sum.
 
     Each sends 2 (n - 1) messages of size / n to its neighbour (Patarasuk and
-    Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations").
+    Yuan, 2009, "Bandwidth optimal all-reduce algorithms").
 
     >>> all_reduce_secs(100e6, 2, bandwidth=1e9, latency=0.0)
     0.1
@@ -29,8 +27,7 @@ def all_gather_secs(
 ) -> float:
     """A ring gives everybody the `size` bytes of each replica.
 
-    TensorFlow reduces the gradient of a table (`tf.IndexedSlices`) like this:
-    the replicas' rows are different rows and have no sum.
+    TensorFlow reduces the gradient of a table (`tf.IndexedSlices`) like this.
 
     >>> all_gather_secs(1e6, 4, bandwidth=1e9, latency=0.0)
     0.003
@@ -41,10 +38,8 @@ def all_gather_secs(
 def pace(machines: int, spread: float) -> float:
     """How many times the mean step the slowest of some machines takes.
 
-    The largest of n normal numbers is expected where a share of
-    (n - 3/8) / (n + 1/4) of all are smaller (Blom, 1958); `spread` is their
-    deviation over their mean. A synchronous step ends when the slowest
-    machine's does.
+    Blom's approximation (1958) of the largest of n normal numbers; `spread` is
+    their deviation over their mean.
 
     >>> [round(pace(n, spread=0.2), 2) for n in (1, 2, 10, 100)]
     [1.0, 1.12, 1.31, 1.5]
@@ -64,10 +59,9 @@ def ps_secs(
 ) -> tuple[float, float]:
     """Seconds of a step on a worker's own link, and on the busiest server's.
 
-    An asynchronous worker pulls the `size` bytes of weights that it reads, and
-    pushes as many bytes of gradients, by a request and an answer each; workers
-    of one machine share its link. While every worker makes a step, a server
-    sends its share to all of them and receives as much; the busiest has at
+    A worker pulls the `size` bytes of weights that it reads, and pushes as many
+    bytes of gradients, by a request and an answer each. Meanwhile a server
+    sends its share to all workers and receives as much; the busiest has at
     least the `largest` weight (Li et al., 2014, "Scaling distributed machine
     learning with the parameter server").
 
@@ -88,10 +82,9 @@ def pipeline_secs(
 ) -> tuple[float, float]:
     """Seconds of computing and of the wire when layers are a pipeline.
 
-    A batch goes through `parts` devices in micro-batches: m + p - 1 turns
-    instead of m, since the pipe has to fill and drain (Huang et al., 2019,
-    "GPipe"). Each turn moves a share of the `boundary` bytes between two parts:
-    activations forward, gradients back.
+    m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
+    "GPipe"). Each turn moves a share of the `boundary` bytes between two parts,
+    forward and back.
 
     >>> pipeline_secs(1.0, 0.0, 2, 4, bandwidth=1e9, latency=0.0)
     (0.625, 0.0)
@@ -101,23 +94,21 @@ def pipeline_secs(
     return turns * compute_secs / parts / micro_batches, turns * moved
 
 
-def kept_share(
+def goodput(
     failures_per_sec: float, checkpoint_secs: float, restart_secs: float
 ) -> float:
-    """Share of the time that is kept when a failure undoes unsaved work.
+    """Share of the time that is useful when a failure undoes unsaved work.
 
-    To get from one checkpoint to the next, t seconds of work, takes
-    M exp(R / M) (exp(t / M) - 1), with M seconds between failures and R to
-    restart (Daly, 2006, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps").
+    Daly, 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps".
 
-    >>> round(kept_share(1 / 3600, checkpoint_secs=600, restart_secs=30), 2)
+    >>> round(goodput(1 / 3600, checkpoint_secs=600, restart_secs=30), 2)
     0.91
     """
     work = failures_per_sec * checkpoint_secs
     restart = failures_per_sec * restart_secs
     if not work:
         return 1.0
-    if work + restart > 700:  # `exp` would overflow: no step is ever kept.
+    if work + restart > 700:  # `exp` would overflow: no step is ever saved.
         return 0.0
     return work / (math.exp(restart) * math.expm1(work))

@@ -1,7 +1,7 @@
 """What one training step needs: bytes, arithmetic, input.
 
-Told by numbers, read from a model that is never allocated, or measured here and
-now. `tfdist.advice.cost_model` turns it into seconds on machines.
+Given as numbers, or read from a model that is never allocated.
+`tfdist.advice.estimate` turns it into seconds on machines.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import math
 import numbers
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.placement.variables import VariableSpec, describe
@@ -26,40 +24,32 @@ from tfdist.placement.variables import VariableSpec, describe
 # backward (Kaplan et al., 2020, "Scaling Laws for Neural Language Models").
 _FLOPS_PER_WEIGHT = 6
 _FLOAT_BYTES = 4
+_DERIVED: Any = None  # Filled in from other numbers.
 # How `keras.layers.Embedding` and `PartitionedEmbedding` name their weights.
-_TABLE = re.compile(r"(.*/)?embeddings(?P<part>_part_\d+)?$")
+_TABLE = re.compile(r"(?P<table>(.*/)?embeddings)(_part_\d+)?$")
 _RECURRENT = (keras.layers.RNN, keras.layers.Bidirectional)
-_REPEATS = 5
-_BATCHES = 20
-_MATMUL_SIZE = 1024
-_COPY_BYTES = 1 << 26
 
 
 def check_number(
-    name: str, value: Any, *, positive: bool = False, finite: bool = True
+    name: str,
+    value: Any,
+    *,
+    positive: bool = False,
+    finite: bool = True,
+    whole: bool = False,
 ) -> None:
-    """Raises unless `value` is a number that is not negative, nor NaN.
-
-    Args:
-        name: Of the argument, for the message.
-        value: To be checked.
-        positive: Zero is refused too.
-        finite: Infinity is refused too.
-
-    Raises:
-        TypeError: It is no real number.
-        ValueError: It is out of range.
-    """
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(
-            f"Argument `{name}` must be a number. Received: {name}={value!r}."
-        )
-    low_enough = value < math.inf or (value == math.inf and not finite)
-    if not (value > 0 or (value == 0 and not positive)) or not low_enough:
+    """Raises `ValueError` unless `value` is such a number, and at least 0."""
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    good = good and (value > 0 if positive else value >= 0)
+    if not good or (finite and math.isinf(value)):
         wanted = "positive" if positive else "zero or more"
         raise ValueError(
             f"Argument `{name}` must be {wanted}{' and finite' * finite}. "
             f"Received: {name}={value!r}."
+        )
+    if whole and not isinstance(value, int):
+        raise ValueError(
+            f"Argument `{name}` must be an integer. Received: {name}={value!r}."
         )
 
 
@@ -85,8 +75,8 @@ class Workload:
         input_secs: What one machine takes to prepare a batch of `batch_size`.
 
     Raises:
-        TypeError, ValueError: A number is none, negative or infinite, or a
-            part (`rows_bytes`, `largest_bytes`) exceeds its whole.
+        ValueError: A number is negative or infinite, or a part (`rows_bytes`,
+            `largest_bytes`) exceeds its whole.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, slot_bytes=8e6)
@@ -102,7 +92,7 @@ class Workload:
     largest_bytes: float = 0.0
     activation_bytes: float = 0.0
     boundary_bytes: float = 0.0
-    flops: float | None = None
+    flops: float = _DERIVED
     compute_secs: float | None = None
     input_secs: float = 0.0
 
@@ -176,63 +166,58 @@ class Workload:
         check_number("batch_size", batch_size, positive=True)
         shapes = _Shapes()
         specs = describe(
-            (lambda: shapes.seen(model_fn()))
+            (lambda: shapes.read(model_fn()))
             if callable(model_fn)
             else model_fn  # `describe` says what is wrong.
         )
-        others = [spec for spec in specs if not _is_table(spec)]
-        dense = [_num_bytes(spec) for spec in others if spec.trainable]
-        fixed = [_num_bytes(spec) for spec in others if not spec.trainable]
-        weights = shapes.more_weights + sum(
-            spec.num_elements for spec in others if _is_weight(spec.dtype)
-        )
+        dense, fixed, weights = [0], 0, shapes.repeated_weights
+        tables = collections.defaultdict(list)
+        for spec in specs:
+            match = _TABLE.match(spec.name)
+            if match and len(spec.shape or ()) == 2:
+                tables[match["table"]].append(spec)
+                continue
+            if spec.trainable:
+                dense.append(_num_bytes(spec))
+            else:
+                fixed += _num_bytes(spec)
+            # The state of a seed takes no part in arithmetic.
+            weights += _size(spec.shape or ()) * _is_float(spec.dtype)
+        for spec in specs:
+            fixed += spec.num_slots * _num_bytes(spec) + spec.extra_bytes
         numbers = _FLOAT_BYTES * batch_size
         return cls(
             batch_size=batch_size,
             dense_bytes=sum(dense),
-            table_bytes=sum(_num_bytes(s) for s in specs if _is_table(s)),
-            rows_bytes=_rows_bytes(
-                specs, shapes, batch_size, dict(rows_per_step or {})
+            table_bytes=sum(
+                _num_bytes(spec) for table in tables.values() for spec in table
             ),
-            slot_bytes=sum(fixed) + sum(map(_slot_bytes, specs)),
-            largest_bytes=max(dense, default=0),
+            rows_bytes=_rows_bytes(
+                tables, shapes.ids, batch_size, rows_per_step or {}
+            ),
+            slot_bytes=fixed,
+            largest_bytes=max(dense),
             activation_bytes=numbers * sum(shapes.outputs),
             boundary_bytes=numbers * statistics.fmean(shapes.outputs or [0]),
             flops=_FLOPS_PER_WEIGHT * batch_size * weights,
         )
 
 
-def _is_table(spec: VariableSpec) -> bool:
-    return _TABLE.match(spec.name) is not None and len(spec.shape) == 2
-
-
-def _is_weight(dtype: str) -> bool:
-    """Whether it takes part in arithmetic; the state of a seed does not."""
+def _is_float(dtype: str) -> bool:
     return tf.as_dtype(dtype).is_floating
-
-
-def _table_name(spec: VariableSpec) -> str:
-    return spec.name.removesuffix(_TABLE.match(spec.name)["part"] or "")
 
 
 def _num_bytes(spec: VariableSpec) -> int:
     return spec.num_elements * tf.as_dtype(spec.dtype).size
 
 
-def _slot_bytes(spec: VariableSpec) -> int:
-    return spec.num_slots * _num_bytes(spec) + spec.extra_bytes
-
-
 def _rows_bytes(
-    specs: Sequence[VariableSpec],
-    shapes: _Shapes,
+    tables: Mapping[str, Sequence[VariableSpec]],
+    ids: Mapping[str, int],
     batch_size: int,
-    rows_per_step: dict[str, int],
+    rows_per_step: Mapping[str, int],
 ) -> float:
     """Bytes of the different rows that a step reads, of all tables."""
-    tables = collections.defaultdict(list)
-    for spec in filter(_is_table, specs):
-        tables[_table_name(spec)].append(spec)
     unknown = sorted(set(rows_per_step) - set(tables))
     if unknown:
         raise ValueError(
@@ -241,9 +226,9 @@ def _rows_bytes(
         )
     total = 0.0
     for name, shards in tables.items():
-        ids = batch_size * shapes.ids.get(name.rpartition("/")[0], 1)
+        rows = batch_size * ids.get(name.rpartition("/")[0], 1)
         num_rows = max(1, sum(spec.num_rows for spec in shards))
-        share = min(1.0, rows_per_step.get(name, ids) / num_rows)
+        share = min(1.0, rows_per_step.get(name, rows) / num_rows)
         total += share * sum(map(_num_bytes, shards))
     return total
 
@@ -254,16 +239,16 @@ class _Shapes:
     Attributes:
         ids: By path of a layer, the numbers in one example of its input.
         outputs: Numbers in one example of each layer's output.
-        more_weights: Weights, counted once more for each position after the
+        repeated_weights: Weights, counted once for each position after the
             first at which they are applied.
     """
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
         self.outputs: list[int] = []
-        self.more_weights = 0
+        self.repeated_weights = 0
 
-    def seen(self, model: keras.Model) -> keras.Model:
+    def read(self, model: keras.Model) -> keras.Model:
         """Looks at the layers of a model, and returns it."""
         for layer in _leaves(model) if isinstance(model, keras.Model) else ():
             try:
@@ -278,8 +263,8 @@ class _Shapes:
             if not isinstance(layer, keras.layers.Embedding):
                 recurrent = isinstance(layer, _RECURRENT)
                 positions = _size((taken if recurrent else given)[:-1])
-                self.more_weights += (positions - 1) * sum(
-                    _size(w.shape) for w in layer.weights if _is_weight(w.dtype)
+                self.repeated_weights += (positions - 1) * sum(
+                    _size(w.shape) * _is_float(w.dtype) for w in layer.weights
                 )
         return model
 
@@ -291,111 +276,3 @@ def _leaves(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 def _size(shape: tuple[int | None, ...]) -> int:
     return math.prod(1 if n is None else n for n in shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What `measure` found on this machine.
-
-    Attributes:
-        compute_secs: A forward and backward pass of one batch.
-        input_secs: Preparing a batch; 0.0 if no dataset was given.
-        flops: Multiplications and additions a second, of a matrix product.
-        copy_bandwidth: Bytes a second, copied in memory.
-    """
-
-    compute_secs: float
-    input_secs: float
-    flops: float
-    copy_bandwidth: float
-
-
-def measure(
-    model_fn: Callable[[], keras.Model],
-    batch: Any,
-    *,
-    dataset: tf.data.Dataset | None = None,
-) -> Measured:
-    """Measures a step on this machine's first device.
-
-    Put `compute_secs` and `input_secs` into the `Workload`, `flops` into the
-    `Machines`, where they are machines like this one. The optimizer's update is
-    not part of the step; a network cannot be measured by one process.
-
-    Args:
-        model_fn: Returns a built model, which is allocated here.
-        batch: `(x, y)` as the dataset yields it; the model's compiled loss is
-            differentiated. Or a batch size: then the inputs are zeros, and the
-            mean of the outputs is differentiated.
-        dataset: Whose batches are timed, without the first. Default: none.
-
-    Returns:
-        A `Measured`: medians of five, and the mean of twenty batches.
-
-    Raises:
-        ValueError: The dataset has too few batches.
-    """
-    model = model_fn()
-    if isinstance(batch, numbers.Integral):
-        x, y = _zeros(model, int(batch)), None
-    else:
-        x, y = batch
-
-    @tf.function
-    def step() -> tuple[tf.Tensor, list[Any]]:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=True)
-            if y is None:
-                means = map(tf.reduce_mean, tf.nest.flatten(outputs))
-                loss = tf.add_n([tf.cast(mean, tf.float32) for mean in means])
-            else:
-                loss = model.compute_loss(x=x, y=y, y_pred=outputs)
-        weights = [weight.value for weight in model.trainable_weights]
-        return loss, tape.gradient(loss, weights)
-
-    square = tf.ones([_MATMUL_SIZE, _MATMUL_SIZE])
-    memory = np.ones(_COPY_BYTES, np.uint8)
-    return Measured(
-        # A loss on the host has been computed, on whatever device.
-        compute_secs=_secs(lambda: step()[0].numpy()),
-        input_secs=0.0 if dataset is None else _input_secs(dataset),
-        flops=2 * _MATMUL_SIZE**3 / _secs(lambda: (square @ square).numpy()),
-        copy_bandwidth=_COPY_BYTES / _secs(memory.copy),
-    )
-
-
-def _zeros(model: keras.Model, batch_size: int) -> Any:
-    def zeros(tensor: keras.KerasTensor) -> tf.Tensor:
-        shape = [1 if n is None else n for n in tensor.shape[1:]]
-        return tf.zeros([batch_size, *shape], tensor.dtype)
-
-    inputs = (
-        model.inputs[0] if isinstance(model, keras.Sequential) else model.input
-    )
-    return tf.nest.map_structure(zeros, inputs)
-
-
-def _secs(run: Callable[[], Any]) -> float:
-    """Median of some runs, after one that traces and fills caches."""
-    run()
-    return statistics.median([_timed(run) for _ in range(_REPEATS)])
-
-
-def _input_secs(dataset: tf.data.Dataset) -> float:
-    """Mean of many: what was prefetched comes at once, the rest later."""
-    batches = iter(dataset)
-    try:
-        next(batches)
-        some = range(_BATCHES)
-        return _timed(lambda: [next(batches) for _ in some]) / _BATCHES
-    except StopIteration:
-        raise ValueError(
-            f"Argument `dataset` must have more than {_BATCHES} batches. "
-            f"Received: dataset={dataset}. Add `.repeat()`."
-        ) from None
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

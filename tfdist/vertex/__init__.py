@@ -1,7 +1,9 @@
 """Job files for Vertex AI and Kubernetes.
 
-Read in this order: `jobs` (a job becomes a file), `checks` (what the service
-would refuse), `command` (`python -m tfdist.vertex`), `kubernetes`.
+Read in this order: `jobs` (a job becomes what the service is told), `tuning`
+(many trials of one), `checks` (what the service would refuse), `job_file` (the
+YAML, and the command that submits it), `command` (`python -m tfdist.vertex`),
+`kubernetes`.
 """
 
 import lazy_loader

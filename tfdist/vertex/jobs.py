@@ -1,9 +1,9 @@
 """A job on Vertex AI: from a cluster's shape to what the service is told.
 
 A `Job` counts workers, parameter servers and the like and says what they run
-on; `Job.spec()` is the `CustomJobSpec`, and `Tuning.job()` the
-`HyperparameterTuningJob`, as JSON has them. The service tells tasks apart by
-their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the evaluator.
+on; `Job.spec()` is the `CustomJobSpec`, as JSON has it. The service tells tasks
+apart by their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the
+evaluator.
 Reduction servers stand in pool 2 as well, so the variable
 `TFDIST_REDUCTION_SERVERS` tells the other tasks what they are.
 """
@@ -11,23 +11,20 @@ Reduction servers stand in pool 2 as well, so the variable
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.vertex import machine_types as machines
-from tfdist.vertex.checks import (
-    REDUCTION_SERVERS,
-    problems_of_job,
-    problems_of_tuning_job,
-)
+from tfdist.cluster.spec import REDUCTION_SERVERS
+from tfdist.vertex.checks import problems_of_job, rules_broken_by
 
 REDUCTION_SERVER_IMAGE = (
     "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 )
 # What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
 # for large tables.
-_PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
-_PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
+PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +33,15 @@ class Machine:
 
     Attributes:
         machine_type: As Compute Engine calls it.
-        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4".
-            Default: those that the machine type comes with, if any.
+        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4"; also
+            where the machine type comes with it. Default: none.
         accelerator_count: How many on each machine.
         tpu_topology: Of a TPU v5e, such as "2x2".
         boot_disk_gb: Default: the service's, 100.
+
+    Example:
+    >>> Machine(machine_type="n1-highmem-8").fields()
+    {'machineSpec': {'machineType': 'n1-highmem-8'}}
     """
 
     machine_type: str = "n1-standard-4"
@@ -51,13 +52,10 @@ class Machine:
 
     def fields(self) -> dict[str, Any]:
         """`machineSpec`, and `diskSpec` if its size is given."""
-        gpu, count = self.accelerator_type, self.accelerator_count
-        if gpu is None and not count:
-            gpu, count = machines.built_in_gpu(self.machine_type) or (None, 0)
         spec = {
             "machineType": self.machine_type,
-            "acceleratorType": gpu,
-            "acceleratorCount": count or None,
+            "acceleratorType": self.accelerator_type,
+            "acceleratorCount": self.accelerator_count or None,
             "tpuTopology": self.tpu_topology,
         }
         result: dict[str, Any] = {"machineSpec": given(spec)}
@@ -69,11 +67,6 @@ class Machine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A job on Vertex AI, in tfdist's terms.
-
-    >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
-    ...           workers=4, ps=2, args=["--max_steps=10"])
-    >>> [pool["replicaCount"] for pool in job.spec()["workerPoolSpecs"]]
-    [1, 4, 2]
 
     Attributes:
         base_output_dir: `gs://` folder: the service makes AIP_MODEL_DIR and its
@@ -106,6 +99,17 @@ class Job:
         service_account: Whose rights the tasks have. Default: the service's.
         network: VPC to peer with, projects/NUMBER/global/networks/NAME.
         tensorboard: Instance that shows the summaries meanwhile.
+
+    Raises:
+        ValueError: Arguments contradict each other.
+
+    Example:
+    >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
+    ...           workers=4, ps=2, args=["--max_steps=10"])
+    >>> job.shape
+    'chief, 4 workers, 2 ps'
+    >>> [pool["replicaCount"] for pool in job.spec()["workerPoolSpecs"]]
+    [1, 4, 2]
     """
 
     base_output_dir: str
@@ -134,12 +138,7 @@ class Job:
     tensorboard: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ps and not self.workers:
-            raise ValueError(
-                "Argument `ps` needs `workers`: parameter servers hold the "
-                "variables, workers train them. Received: "
-                f"ps={self.ps}, workers=0."
-            )
+        check_ps(self.workers, self.ps)
         if self.reduction_servers and (self.ps or not self.workers):
             raise ValueError(
                 "Argument `reduction_servers` needs `workers` and excludes "
@@ -170,34 +169,29 @@ class Job:
     @property
     def shape(self) -> str:
         """The tasks in words, such as "chief, 4 workers, 2 ps, evaluator"."""
-        counts = {
-            "worker": self.workers,
-            "ps": self.ps,
-            "reduction server": self.reduction_servers,
-        }
-        plurals = {
-            name: name if name == "ps" or count == 1 else f"{name}s"
-            for name, count in counts.items()
-        }
-        return ", ".join(
-            [
-                "chief" if self.workers else "one machine",
-                *(f"{n} {plurals[name]}" for name, n in counts.items() if n),
-                *(["evaluator"] if self.evaluator else []),
-            ]
-        )
+        tasks = ["chief" if self.workers else "one machine"]
+        for count, name, plural in (
+            (self.workers, "worker", "workers"),
+            (self.ps, "ps", "ps"),
+            (self.reduction_servers, "reduction server", "reduction servers"),
+        ):
+            if count:
+                tasks.append(f"{count} {name if count == 1 else plural}")
+        return ", ".join(tasks + ["evaluator"] * self.evaluator)
 
     def spec(self) -> dict[str, Any]:
         """The `CustomJobSpec`, as JSON has it.
 
-        Raises:
-            ValueError: the service would refuse it, with all the reasons.
-        """
-        spec = self._spec()
-        check(problems_of_job(spec))
-        return spec
+        Warns if google-cloud-aiplatform is not installed, without which only
+        tfdist's own rules are checked.
 
-    def _spec(self) -> dict[str, Any]:
+        Raises:
+            ValueError: The service would refuse it; lists all the problems.
+        """
+        return checked(self.unchecked_spec())
+
+    def unchecked_spec(self) -> dict[str, Any]:
+        """`spec`, right or wrong."""
         restart = self.restart_job_on_worker_restart
         if restart is None and self.workers and not self.ps:
             restart = True
@@ -224,7 +218,7 @@ class Job:
     def _pools(self) -> list[dict[str, Any]]:
         """The worker pools: chief, workers, ps, evaluator."""
         chief_machine = self.chief_machine if self.ps else self.machine
-        third = self._pool(self.ps, self.ps_machine, env=_PS_ENV)
+        third = self._pool(self.ps, self.ps_machine, env=PS_ENV)
         if self.reduction_servers:
             third = {
                 **self.reduction_machine.fields(),
@@ -249,25 +243,20 @@ class Job:
         self,
         replicas: int,
         machine: Machine,
+        *,
         image: str | None = None,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """One worker pool; {} leaves it out."""
         if not replicas:
             return {}
         env = {
-            **(_PS_JOB_ENV if self.ps else {}),
-            **(env or {}),
+            **(PS_JOB_ENV if self.ps else {}),
+            **env,
             **({REDUCTION_SERVERS: "1"} if self.reduction_servers else {}),
             **self.env,
         }
-        run = given(
-            {
-                "args": list(self.args) or None,
-                "env": [{"name": k, "value": v} for k, v in env.items()]
-                or None,
-            }
-        )
+        run = given({"args": [*self.args] or None, "env": as_list(env) or None})
         pool = {**machine.fields(), "replicaCount": replicas}
         if self.packages:
             pool["pythonPackageSpec"] = {
@@ -285,103 +274,38 @@ class Job:
         return pool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What a hyperparameter tuning job varies.
-
-    Attributes:
-        metric: Name under which the trainer reports it.
-        goal: "MAXIMIZE" or "MINIMIZE".
-        parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
-            Each trial gets its values as flags, `--name=value`.
-        max_trials: How many trials there are.
-        parallel_trials: How many of them at once.
-        algorithm: "GRID_SEARCH" or "RANDOM_SEARCH". Default: Bayesian.
-    """
-
-    metric: str
-    parameters: Sequence[Mapping[str, Any]]
-    goal: str = "MAXIMIZE"
-    max_trials: int = 10
-    parallel_trials: int = 2
-    algorithm: str | None = None
-
-    def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
-        """The `HyperparameterTuningJob`, each of whose trials is a job.
-
-        Raises:
-            ValueError: the service would refuse it, with all the reasons.
-        """
-        study = {
-            "metrics": [{"metricId": self.metric, "goal": self.goal}],
-            "parameters": [dict(entry) for entry in self.parameters],
-            "algorithm": self.algorithm,
-        }
-        job = {
-            "displayName": name,
-            "studySpec": given(study),
-            "maxTrialCount": self.max_trials,
-            "parallelTrialCount": self.parallel_trials,
-            "trialJobSpec": trial._spec(),
-        }
-        check(problems_of_tuning_job(job))
-        return job
-
-
-def parameter(text: str) -> dict[str, Any]:
-    """Parses a tuned flag from the command line.
-
-    >>> parameter("learning_rate=double:0.01:1:log")["scaleType"]
-    'UNIT_LOG_SCALE'
-    >>> parameter("batch_size=discrete:64,128")["discreteValueSpec"]
-    {'values': [64.0, 128.0]}
-    >>> parameter("hidden_units=categorical:64|128,64")["categoricalValueSpec"]
-    {'values': ['64', '128,64']}
-
-    Args:
-        text: name=double:MIN:MAX[:log|:reverse_log], name=int:MIN:MAX[:log...],
-            name=discrete:NUMBER,... or name=categorical:VALUE|...
-
-    Returns:
-        A `ParameterSpec`, as JSON has it.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    name, _, rest = text.partition("=")
-    kind, _, values = rest.partition(":")
-    result: dict[str, Any] = {"parameterId": name}
-    if kind == "categorical":
-        result["categoricalValueSpec"] = {"values": values.split("|")}
-        return result
-    try:
-        if kind == "discrete":
-            numbers = [float(value) for value in values.split(",")]
-            return {**result, "discreteValueSpec": {"values": numbers}}
-        low, high, scale = (*values.split(":"), "linear")[:3]
-        number, key = {
-            "double": (float, "doubleValueSpec"),
-            "int": (int, "integerValueSpec"),
-        }[kind]
-        result[key] = {"minValue": number(low), "maxValue": number(high)}
-        result["scaleType"] = {
-            "linear": "UNIT_LINEAR_SCALE",
-            "log": "UNIT_LOG_SCALE",
-            "reverse_log": "UNIT_REVERSE_LOG_SCALE",
-        }[scale]
-    except (KeyError, ValueError):
+def check_ps(workers: int, ps: int) -> None:
+    """Raises a `ValueError` if there are parameter servers and no workers."""
+    if ps and not workers:
         raise ValueError(
-            "Argument `parameter` must be name=double:MIN:MAX[:log], "
-            "name=int:MIN:MAX[:log], name=discrete:1,2,... or "
-            f"name=categorical:a|b|... Received: {text!r}."
-        ) from None
-    return result
+            "Argument `ps` needs `workers`: parameter servers hold the "
+            f"variables, workers train them. Received: ps={ps}, workers=0."
+        )
+
+
+def checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a job that was made here; warns and raises as `Job.spec`."""
+    try:
+        problems = problems_of_job(spec)
+    except ImportError as e:
+        warnings.warn(
+            f"The names and values of the job's fields are unchecked. {e}",
+            stacklevel=3,
+        )
+        problems = rules_broken_by(spec)
+    check(problems)
+    return spec
 
 
 def check(problems: Sequence[str]) -> None:
     """Raises a `ValueError` that lists the problems, if there are any."""
     if problems:
         raise ValueError("\n".join(["The job is wrong:", *problems]))
+
+
+def as_list(env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Variables as both services take them."""
+    return [{"name": name, "value": value} for name, value in env.items()]
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,14 +31,16 @@ import yaml
 
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.command import count_flag
+from tfdist.vertex.jobs import PS_ENV, PS_JOB_ENV, as_list, check_ps, given
 
 _PORT = 2222
 _LABEL = "tfdist-job"
 _CONTAINER = "tensorflow"  # The training operator looks for this name.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # Exit codes of a mistake, after which another try is no use.
 _PERMANENT = [1, 2]
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
 _TFJOB_ROLES = {
     "chief": ("Chief", "ExitCode"),
     "worker": ("Worker", "ExitCode"),
@@ -83,31 +86,20 @@ class Job:
     max_restarts: int = 6
 
     def __post_init__(self) -> None:
-        for key in ("name", "namespace"):
+        check_ps(self.workers, self.ps)
+        for key, pattern, wanted in (
+            ("name", _NAME, "at most 40 small letters, digits and dashes"),
+            ("namespace", _NAME, "at most 40 small letters, digits and dashes"),
+            ("cpu", _QUANTITY, "a quantity, such as 4 or 500m"),
+            ("memory", _QUANTITY, "a quantity, such as 16Gi"),
+            ("image", r"\S+", "a container image"),
+        ):
             value = getattr(self, key)
-            if not _NAME.fullmatch(value):
+            if value is not None and not re.fullmatch(pattern, value):
                 raise ValueError(
-                    f"Argument `{key}` must be at most 40 small letters, "
-                    f"digits and dashes. Received: {key}={value!r}."
-                )
-        for key in ("cpu", "memory"):
-            value = getattr(self, key)
-            if value is not None and not _QUANTITY.fullmatch(value):
-                raise ValueError(
-                    f"Argument `{key}` must be a quantity, such as 4 or 16Gi. "
+                    f"Argument `{key}` must be {wanted}. "
                     f"Received: {key}={value!r}."
                 )
-        if not self.image or " " in self.image:
-            raise ValueError(
-                "Argument `image` must name a container image. Received: "
-                f"image={self.image!r}."
-            )
-        if self.ps and not self.workers:
-            raise ValueError(
-                "Argument `ps` needs `workers`: parameter servers hold the "
-                "variables, workers train them. Received: "
-                f"ps={self.ps}, workers=0."
-            )
 
     @property
     def replicas(self) -> dict[str, int]:
@@ -138,18 +130,16 @@ class Job:
         ['a', 'a', 'a-chief', 'a-worker', 'a-ps']
         """
         service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": self._metadata(),
-            "spec": {
-                "clusterIP": "None",  # A name for each pod.
-                "publishNotReadyAddresses": True,
-                "selector": self._labels,
-                "ports": [{"name": "grpc", "port": _PORT}],
-            },
+            "clusterIP": "None",  # A name for each pod.
+            "publishNotReadyAddresses": True,
+            "selector": self._labels,
+            "ports": [{"name": "grpc", "port": _PORT}],
         }
-        jobs = [self._indexed_job(role, n) for role, n in self.replicas.items()]
-        return [self.network_policy(), service, *jobs]
+        return [
+            self._network_policy(),
+            self._object("v1", "Service", service),
+            *(self._indexed_job(role, n) for role, n in self.replicas.items()),
+        ]
 
     def tfjob(self) -> list[dict[str, Any]]:
         """Objects for the training operator v1."""
@@ -161,157 +151,125 @@ class Job:
                 "restartPolicy": restart,
                 "template": self._template(role),
             }
-        job = {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "TFJob",
-            "metadata": self._metadata(),
-            "spec": {
-                "runPolicy": {
-                    "cleanPodPolicy": "Running",
-                    "backoffLimit": self.max_restarts,
-                },
-                "tfReplicaSpecs": specs,
-            },
+        policy = {
+            "cleanPodPolicy": "Running",
+            "backoffLimit": self.max_restarts,
         }
-        return [self.network_policy(), job]
+        spec = {"runPolicy": policy, "tfReplicaSpecs": specs}
+        job = self._object("kubeflow.org/v1", "TFJob", spec)
+        return [self._network_policy(), job]
 
-    def network_policy(self) -> dict[str, Any]:
-        """Only pods of this job may connect to pods of this job."""
-        pods = {"matchLabels": self._labels}
+    def _object(
+        self, api: str, kind: str, spec: dict[str, Any], suffix: str = ""
+    ) -> dict[str, Any]:
+        metadata = {
+            "name": f"{self.name}{suffix}",
+            "namespace": self.namespace,
+            "labels": self._labels,
+        }
         return {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": self._metadata(),
-            "spec": {
-                "podSelector": pods,
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": dict(pods)}]}],
-            },
+            "apiVersion": api,
+            "kind": kind,
+            "metadata": metadata,
+            "spec": spec,
         }
 
     @property
     def _labels(self) -> dict[str, str]:
         return {_LABEL: self.name}
 
-    def _metadata(self, suffix: str = "") -> dict[str, Any]:
-        return {
-            "name": f"{self.name}{suffix}",
-            "namespace": self.namespace,
-            "labels": self._labels,
+    def _network_policy(self) -> dict[str, Any]:
+        """Only pods of this job may connect to pods of this job."""
+        pods = {"podSelector": {"matchLabels": self._labels}}
+        spec = {
+            **pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [pods]}],
         }
+        return self._object("networking.k8s.io/v1", "NetworkPolicy", spec)
 
     def _indexed_job(self, role: str, count: int) -> dict[str, Any]:
         """The pods of a role; number i is called `<name>-<role>-<i>`.
 
-        A failed pod is made anew under its name. That of a chief who made a
-        mistake is not, and a pod whose machine was taken away costs no try.
+        A failed pod starts again under its name. That of a chief who made a
+        mistake does not, and a pod whose machine was taken away costs no try.
         """
-        rules: list[dict[str, Any]] = [
-            {
-                "action": "Ignore",
-                "onPodConditions": [
-                    {"type": "DisruptionTarget", "status": "True"}
-                ],
-            }
-        ]
+        taken = {"type": "DisruptionTarget", "status": "True"}
+        rules: list[Any] = [{"action": "Ignore", "onPodConditions": [taken]}]
         if role == "chief":
             codes = {
                 "containerName": _CONTAINER,
                 "operator": "In",
-                "values": list(_PERMANENT),
+                "values": _PERMANENT,
             }
             rules.append({"action": "FailJob", "onExitCodes": codes})
         template = self._template(role)
-        index = (
-            "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        )
+        template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
         tf_config = self.cluster.tf_config(role, 0).replace(
             '"index": 0', '"index": $(TASK_INDEX)'
         )
         template["spec"]["containers"][0]["env"] += [
             {
                 "name": "TASK_INDEX",
-                "valueFrom": {"fieldRef": {"fieldPath": index}},
+                "valueFrom": {"fieldRef": {"fieldPath": _INDEX}},
             },
             {"name": "TF_CONFIG", "value": tf_config},
         ]
-        template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
-        return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": self._metadata(f"-{role}"),
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": count,
-                "parallelism": count,
-                "backoffLimit": self.max_restarts,
-                "podFailurePolicy": {"rules": rules},
-                "template": template,
-            },
+        spec = {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": self.max_restarts,
+            "podFailurePolicy": {"rules": rules},
+            "template": template,
         }
+        return self._object("batch/v1", "Job", spec, suffix=f"-{role}")
 
     def _template(self, role: str) -> dict[str, Any]:
         """The pods of a role, without what tells them their place."""
-        computes = role == "worker" or (role == "chief" and not self.ps)
-        asked = {"cpu": self.cpu, "memory": self.memory}
-        asked = {key: value for key, value in asked.items() if value}
+        asked = given({"cpu": self.cpu, "memory": self.memory})
         resources: dict[str, Any] = {"requests": asked} if asked else {}
+        computes = role == "worker" or (role == "chief" and not self.ps)
         if self.gpus and computes:
             resources["limits"] = {"nvidia.com/gpu": str(self.gpus)}
-        env = [{"name": "GRPC_FAIL_FAST", "value": "use_caller"}]
-        if role == "ps":
-            huge = {"name": "GLIBC_TUNABLES", "value": "glibc.malloc.hugetlb=1"}
-            env.append(huge)
         container = {
             "name": _CONTAINER,
             "image": self.image,
             "command": ["python", "-m", self.module],
             # Kubernetes would replace $(NAME).
             "args": [arg.replace("$(", "$$(") for arg in self.args],
-            "env": env,
+            "env": as_list(PS_JOB_ENV | (PS_ENV if role == "ps" else {})),
             "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
             "resources": resources,
         }
-        spec: dict[str, Any] = {
+        spec = {
             # Whoever gets into a task should not get into the cluster.
             "automountServiceAccountToken": False,
             "containers": [container],
+            "serviceAccountName": self.service_account,
         }
-        if self.service_account:
-            spec["serviceAccountName"] = self.service_account
-        return {
-            "metadata": {
-                "labels": self._labels,
-                # A proxy of Istio would break TensorFlow's own protocol.
-                "annotations": {"sidecar.istio.io/inject": "false"},
-            },
-            "spec": spec,
+        metadata = {
+            "labels": self._labels,
+            # A proxy of Istio would break TensorFlow's own protocol.
+            "annotations": {"sidecar.istio.io/inject": "false"},
         }
+        return {"metadata": metadata, "spec": given(spec)}
 
 
-def to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
-    """The file: what it is and what it needs, then the YAML of the objects."""
-    head = [
-        f"# {shape}. Start it with:",
-        "#   kubectl apply -f job.yaml",
-        "# and remove it, also after a failure, with:",
-        "#   kubectl delete -f job.yaml",
-        "# TensorFlow's servers authenticate nobody and execute any graph that",
-        "# they are sent. The NetworkPolicy keeps others away only if the",
-        "# cluster's network enforces such policies (on GKE: Dataplane V2).",
-    ]
-    body = yaml.dump_all(
-        objects, Dumper=_NoAliases, sort_keys=False, width=10_000
-    )
-    return "\n".join(head) + "\n" + body
-
-
-class _NoAliases(yaml.SafeDumper):
-    """Writes what occurs twice twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Never an alias."""
-        return True
+def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
+    head = f"""\
+# {shape}. Start it with:
+#   kubectl apply -f job.yaml
+# and remove it, also after a failure, with:
+#   kubectl delete -f job.yaml
+# TensorFlow's servers authenticate nobody and execute any graph that
+# they are sent. The NetworkPolicy keeps others away only if the
+# cluster's network enforces such policies (on GKE: Dataplane V2).
+"""
+    # Copies, or YAML would refer to what occurs twice by an alias.
+    copies = json.loads(json.dumps(objects))
+    body = yaml.safe_dump_all(copies, sort_keys=False, width=10_000)
+    return head + body
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -322,16 +280,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    count: dict[str, Any] = {"type": count_flag, "metavar": "N"}
     add("--kind", choices=("plain", "tfjob"), default="plain", help="(plain)")
-    for flag, default, what in (
-        ("--workers", 0, "workers, beside the chief"),
-        ("--ps", 0, "parameter servers"),
-        ("--gpus", 0, "GPUs of each task that computes gradients"),
-        ("--max_restarts", 6, "how often the pods of a role may fail"),
-    ):
-        text = f"{what} ({default})"
-        add(flag, type=count_flag, default=default, metavar="N", help=text)
+    add("--workers", default=0, **count, help="workers, beside the chief (0)")
+    add("--ps", default=0, **count, help="parameter servers (0)")
     add("--evaluator", action="store_true", help="adds an evaluator")
+    text = "GPUs of each task that computes gradients (0)"
+    add("--gpus", default=0, **count, help=text)
+    text = "how often the pods of a role may fail (6)"
+    add("--max_restarts", default=6, **count, help=text)
     add("--image", required=True, help="container image of every task")
     add("--name", default="tfdist", help="of the job and its pods (tfdist)")
     add("--namespace", default="default", help="(default)")
@@ -360,5 +317,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     objects = job.plain() if kind == "plain" else job.tfjob()
-    print(to_yaml(objects, job.cluster.shape), end="")
+    print(_to_yaml(objects, job.cluster.shape), end="")
     return 0

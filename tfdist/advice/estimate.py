@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from tfdist.advice.cost_formulas import (
     all_gather_secs,
     all_reduce_secs,
+    goodput,
     pace,
     pipeline_secs,
     ps_secs,
 )
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
+
+Link = tuple[float, float]  # Bytes a second, and seconds of latency.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class Estimate:
 
     Attributes:
         strategy: As in `RunConfig(strategy=...)`, or `"model_parallel"`.
+        batch_size: Examples of one replica.
         why_not: Why it cannot be done; empty if it can.
         replicas: Batches computed at the same time.
         machines: Machines used, parameter servers included.
@@ -41,11 +46,16 @@ class Estimate:
         input_secs: A machine's time to prepare one batch for each replica.
         wait_secs: Waiting for the slowest machine.
         wire_secs: Waiting for bytes.
-        kept: Share of the time that is not lost by failures.
-        examples_per_sec: Of all replicas, failures counted.
+        goodput: Share of the time that is not lost by failures.
+
+    Example:
+    >>> step = Estimate(strategy="ps", batch_size=8, replicas=4, wire_secs=0.5)
+    >>> step.examples_per_sec, step.bound
+    (64.0, 'wire')
     """
 
     strategy: str
+    batch_size: int
     why_not: str = ""
     replicas: int = 1
     machines: int = 1
@@ -54,8 +64,7 @@ class Estimate:
     input_secs: float = 0.0
     wait_secs: float = 0.0
     wire_secs: float = 0.0
-    kept: float = 1.0
-    examples_per_sec: float = 0.0
+    goodput: float = 1.0
 
     @property
     def feasible(self) -> bool:
@@ -72,13 +81,14 @@ class Estimate:
         return max(busy + self.wait_secs + self.wire_secs, 1e-12)
 
     @property
-    def bound(self) -> str:
-        """The largest part: `"compute"`, `"input"`, `"wait"` or `"wire"`.
+    def examples_per_sec(self) -> float:
+        """Of all replicas, failures counted; 0.0 if it cannot be done."""
+        examples = self.replicas * self.batch_size * self.goodput
+        return examples / self.secs_per_step
 
-        `"memory"` if it does not fit, `""` if it is impossible otherwise.
-        """
-        if self.why_not:
-            return "memory" if self.why_not.startswith("memory") else ""
+    @property
+    def bound(self) -> str:
+        """The largest part: `"compute"`, `"input"`, `"wait"` or `"wire"`."""
         parts = ("compute", "input", "wait", "wire")
         return max(parts, key=lambda part: getattr(self, f"{part}_secs"))
 
@@ -99,21 +109,24 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     >>> [e.strategy for e in estimates(step, Machines(count=2)) if e.feasible]
     ['one_device', 'multi_worker_mirrored', 'ps', 'model_parallel']
     """
-    ways = {
-        "one_device": _one_device,
-        "mirrored": _mirrored,
-        "tpu": _tpu,
-        "multi_worker_mirrored": _multi_worker_mirrored,
-        "ps": _ps,
-        "model_parallel": _model_parallel,
-    }
-    made = []
-    for strategy, way in ways.items():
-        try:
-            made.append(way(step, machines))
-        except _Impossible as e:
-            made.append(Estimate(strategy=strategy, why_not=str(e)))
-    return tuple(made)
+    m = machines
+    near = m.device_bandwidth, m.device_latency
+    # The weakest link of a ring through all machines.
+    far = min(m.bandwidth, near[0]), max(m.latency, near[1])
+    tpu = "a TPU trains with TPUStrategy" * (m.kind == "tpu")
+    alone = tpu or "a machine has one device" * (m.devices == 1)
+    one = tpu or "there is one machine" * (m.count == 1)
+    none = "there is no TPU" * (m.kind != "tpu")
+    return (
+        _copies("one_device", tpu, step, m, 1, 1, near),
+        _copies("mirrored", alone, step, m, 1, m.devices, near),
+        _copies("tpu", none, step, m, m.count, m.devices, near),
+        _copies(
+            *("multi_worker_mirrored", one, step, m, m.count, m.devices, far)
+        ),
+        _ps(step, m),
+        _model_parallel(tpu, step, m, near, far),
+    )
 
 
 def replica_bytes(step: Workload) -> float:
@@ -122,163 +135,113 @@ def replica_bytes(step: Workload) -> float:
     return step.state_bytes + gradients + step.activation_bytes
 
 
-class _Impossible(Exception):
-    """A strategy that cannot train this model on these machines."""
-
-
-def _need(possible: bool, why_not: str) -> None:
-    if not possible:
-        raise _Impossible(why_not)
-
-
-def _need_memory(size: float, memory: float, holder: str) -> None:
-    _need(
-        size <= memory,
-        f"memory: {size / 1e9:,.4g} GB, {holder} has {memory / 1e9:,.4g}",
-    )
-
-
-def _need_no_tpu(machines: Machines) -> None:
-    _need(machines.kind != "tpu", "a TPU trains with TPUStrategy")
-
-
-def _one_device(step: Workload, machines: Machines) -> Estimate:
-    _need_no_tpu(machines)
-    return _copies("one_device", step, machines, 1, 1, machines.near)
-
-
-def _mirrored(step: Workload, machines: Machines) -> Estimate:
-    _need_no_tpu(machines)
-    _need(machines.devices > 1, "a machine has one device")
-    return _copies(
-        "mirrored", step, machines, 1, machines.devices, machines.near
-    )
-
-
-def _tpu(step: Workload, machines: Machines) -> Estimate:
-    _need(machines.kind == "tpu", "there is no TPU")
-    count, devices = machines.count, machines.devices
-    return _copies("tpu", step, machines, count, devices, machines.near)
-
-
-def _multi_worker_mirrored(step: Workload, machines: Machines) -> Estimate:
-    _need_no_tpu(machines)
-    _need(machines.count > 1, "there is one machine")
-    return _copies(
-        "multi_worker_mirrored",
-        step,
-        machines,
-        machines.count,
-        machines.devices,
-        machines.far,
-    )
+def _too_large(size: float, memory: float, holder: str) -> str:
+    if size <= memory:
+        return ""
+    return f"memory: {size / 1e9:,.4g} GB, {holder} has {memory / 1e9:,.4g}"
 
 
 def _copies(
     strategy: str,
+    why_not: str,
     step: Workload,
     machines: Machines,
     count: int,
     devices: int,
-    link: tuple[float, float],
+    link: Link,
 ) -> Estimate:
     """Synchronous training: a copy of the model on every device."""
-    _need_memory(replica_bytes(step), machines.device_memory, "a device")
     replicas = count * devices
     return _synchronous(
         strategy,
+        why_not
+        or _too_large(replica_bytes(step), machines.device_memory, "a device"),
         step,
         machines,
         count=count,
         replicas=replicas,
-        compute=machines.compute_secs(step),
-        fed=devices * step.input_secs,
-        wire=all_reduce_secs(step.dense_bytes, replicas, *link)
+        compute_secs=machines.compute_secs(step),
+        input_secs=devices * step.input_secs,
+        wire_secs=all_reduce_secs(step.dense_bytes, replicas, *link)
         + all_gather_secs(step.rows_bytes, replicas, *link),
     )
 
 
-def _model_parallel(step: Workload, machines: Machines) -> Estimate:
+def _model_parallel(
+    why_not: str, step: Workload, machines: Machines, near: Link, far: Link
+) -> Estimate:
     """One pipeline over the devices of a machine; over all if it must."""
-    _need_no_tpu(machines)
     total = machines.count * machines.devices
-    memory = machines.device_memory
-    size = replica_bytes(step)
-    _need(total > 1, "there is one device")
-    _need_memory(size / total, memory, f"each of {total} devices")
-    _need_memory(_largest_layer(step), memory, "the device of one layer")
-    near = machines.devices > 1 and size <= machines.devices * memory
-    count = 1 if near else machines.count
+    memory, size = machines.device_memory, replica_bytes(step)
+    # No two devices share a weight; tables count as one.
+    largest = max(step.table_bytes, step.largest_bytes)
+    if largest:
+        largest *= step.state_bytes / (step.dense_bytes + step.table_bytes)
+    is_near = machines.devices > 1 and size <= machines.devices * memory
+    count = 1 if is_near else machines.count
     parts = count * machines.devices
-    compute, wire = pipeline_secs(
+    compute_secs, wire_secs = pipeline_secs(
         machines.compute_secs(step),
         step.boundary_bytes,
         parts,
         # GPipe finds filling and draining negligible from four a part on.
         min(int(step.batch_size), 4 * parts),
-        *(machines.near if near else machines.far),
+        *(near if is_near else far),
     )
     return _synchronous(
         "model_parallel",
+        why_not
+        or "there is one device" * (total == 1)
+        or _too_large(size / total, memory, f"each of {total} devices")
+        or _too_large(largest, memory, "the device of one layer"),
         step,
         machines,
         count=count,
         replicas=1,
-        compute=compute,
-        fed=step.input_secs,
-        wire=wire,
+        compute_secs=compute_secs,
+        input_secs=step.input_secs,
+        wire_secs=wire_secs,
     )
-
-
-def _largest_layer(step: Workload) -> float:
-    """Bytes, with slots, of what no two devices share: tables count as one."""
-    weights = step.dense_bytes + step.table_bytes
-    largest = max(step.table_bytes, step.largest_bytes)
-    return largest * step.state_bytes / weights if weights else 0.0
 
 
 def _synchronous(
     strategy: str,
+    why_not: str,
     step: Workload,
     machines: Machines,
     *,
     count: int,
-    replicas: int,
-    compute: float,
-    fed: float,
-    wire: float,
+    **fields: Any,
 ) -> Estimate:
     """All wait for the slowest; any failure takes all to the checkpoint."""
-    slower = pace(count, machines.spread) - 1
-    return _with_rate(
-        Estimate(
-            strategy=strategy,
-            replicas=replicas,
-            machines=count,
-            compute_secs=compute,
-            input_secs=fed,
-            wait_secs=max(compute, fed) * slower,
-            wire_secs=wire,
-            kept=machines.kept_share(count),
-        ),
-        step,
+    busy = max(fields["compute_secs"], fields["input_secs"])
+    return Estimate(
+        strategy=strategy,
+        why_not=why_not,
+        batch_size=step.batch_size,
+        machines=count,
+        wait_secs=busy * (pace(count, machines.spread) - 1),
+        goodput=_goodput(machines, count),
+        **fields,
     )
 
 
 def _ps(step: Workload, machines: Machines) -> Estimate:
-    """As many servers as give the most examples a second."""
-    _need(machines.kind != "tpu", "parameter servers have no TPU workers")
-    _need(machines.count > 1, "one machine cannot both serve and work")
-    moved = step.dense_bytes + step.rows_bytes
-    _need_memory(
-        2 * moved + step.activation_bytes, machines.device_memory, "a worker"
-    )
+    """Asynchronous, with the number of servers that is fastest."""
     most = machines.count - 1
-    _need_memory(
-        step.state_bytes,
-        most * machines.host_memory,
-        f"{most} server{'s' * (most > 1)}",
+    worker_bytes = 2 * (step.dense_bytes + step.rows_bytes)
+    worker_bytes += step.activation_bytes
+    servers = f"{most} server{'s' * (most > 1)}"
+    why_not = (
+        "parameter servers have no TPU workers" * (machines.kind == "tpu")
+        or "one machine cannot both serve and work" * (most == 0)
+        or _too_large(worker_bytes, machines.device_memory, "a worker")
+        or _too_large(step.state_bytes, most * machines.host_memory, servers)
     )
+    if why_not:
+        return Estimate(
+            strategy="ps", batch_size=step.batch_size, why_not=why_not
+        )
     least = max(1, math.ceil(step.state_bytes / machines.host_memory))
     return max(
         (_served(step, machines, num_ps) for num_ps in range(least, most + 1)),
@@ -287,7 +250,7 @@ def _ps(step: Workload, machines: Machines) -> Estimate:
 
 
 def _served(step: Workload, machines: Machines, num_ps: int) -> Estimate:
-    """Asynchronous training: nobody waits for another worker."""
+    """Nobody waits for another worker."""
     devices = machines.devices
     workers = (machines.count - num_ps) * devices
     compute, fed = machines.compute_secs(step), devices * step.input_secs
@@ -303,23 +266,23 @@ def _served(step: Workload, machines: Machines, num_ps: int) -> Estimate:
     # A lost worker is missed until it is back. A lost server undoes what all
     # have done since the last checkpoint.
     missed = machines.restart_secs / machines.secs_between_failures
-    return _with_rate(
-        Estimate(
-            strategy="ps",
-            replicas=workers,
-            machines=machines.count,
-            num_ps=num_ps,
-            compute_secs=compute,
-            input_secs=fed,
-            wire_secs=max(own, server - max(compute, fed)),
-            kept=machines.kept_share(num_ps) / (1 + missed),
-        ),
-        step,
+    return Estimate(
+        strategy="ps",
+        batch_size=step.batch_size,
+        replicas=workers,
+        machines=machines.count,
+        num_ps=num_ps,
+        compute_secs=compute,
+        input_secs=fed,
+        wire_secs=max(own, server - max(compute, fed)),
+        goodput=_goodput(machines, num_ps) / (1 + missed),
     )
 
 
-def _with_rate(estimate: Estimate, step: Workload) -> Estimate:
-    examples = estimate.replicas * step.batch_size * estimate.kept
-    return dataclasses.replace(
-        estimate, examples_per_sec=examples / estimate.secs_per_step
+def _goodput(machines: Machines, count: int) -> float:
+    """If the loss of one of `count` machines stops all."""
+    return goodput(
+        count / machines.secs_between_failures,
+        machines.checkpoint_secs,
+        machines.restart_secs,
     )

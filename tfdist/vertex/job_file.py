@@ -1,0 +1,140 @@
+"""The text of a job file for Vertex AI, and the command that submits it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from tfdist.vertex.checks import is_tuning
+from tfdist.vertex.jobs import REDUCTION_SERVER_IMAGE, given
+
+
+def gcloud_command(
+    spec: Mapping[str, Any], *, region: str, name: str, file: str = "job.yaml"
+) -> list[str]:
+    """The command that submits a job.
+
+    gcloud refuses a `--config` in which a worker pool is left out between two
+    others. It takes such pools as flags, which can say less.
+
+    Args:
+        spec: A `CustomJobSpec` or `HyperparameterTuningJob`.
+        region: Where it runs, such as "us-central1".
+        name: Under which the console shows it.
+        file: Where the YAML of `spec` is.
+
+    Raises:
+        ValueError: The flags cannot say what `spec` does.
+    """
+    kind = "hp-tuning-jobs" if is_tuning(spec) else "custom-jobs"
+    command = [
+        *["gcloud", "ai", kind, "create", f"--region={region}"],
+        *[f"--display-name={name}", f"--config={file}"],
+    ]
+    pools = spec.get("workerPoolSpecs", [])
+    if all(pools):
+        return command
+    command += [f"--worker-pool-spec={_pool_flag(pool)}" for pool in pools]
+    first = pools[0]["containerSpec"]
+    if any(
+        p["containerSpec"].get("args") != first.get("args") for p in pools if p
+    ):
+        raise ValueError("gcloud gives every worker pool the same args.")
+    for flag in ("command", "args"):
+        if first.get(flag):
+            command.append(f"--{flag}={_list_flag(first[flag])}")
+    return command
+
+
+def _pool_flag(pool: Mapping[str, Any]) -> str:
+    """A worker pool as the value of `--worker-pool-spec`."""
+    if not pool:
+        return ""
+    program, machine = pool.get("containerSpec", {}), pool["machineSpec"]
+    if "diskSpec" in pool or "env" in program or not program:
+        raise ValueError(
+            "An evaluator without parameter servers leaves a worker pool out, "
+            "and gcloud takes such jobs only as flags, which know neither "
+            "disks nor variables nor several packages. Leave those out."
+        )
+    keys = {
+        "machine-type": machine["machineType"],
+        "replica-count": pool["replicaCount"],
+        "accelerator-type": machine.get("acceleratorType"),
+        "accelerator-count": machine.get("acceleratorCount"),
+        "container-image-uri": program["imageUri"],
+    }
+    return ",".join(f"{k}={v}" for k, v in given(keys).items())
+
+
+def _list_flag(values: Sequence[str]) -> str:
+    """A list as gcloud's flags take it, whatever its entries hold.
+
+    >>> _list_flag(["--a=1,2", "--b"])
+    '^:^--a=1,2:--b'
+    """
+    used = "".join(values)
+    delimiter = next(c for c in ",:;|!~%@" if c not in used)
+    joined = delimiter.join(values)
+    return joined if delimiter == "," else f"^{delimiter}^{joined}"
+
+
+def to_yaml(
+    spec: Mapping[str, Any],
+    *,
+    shape: str,
+    made_by: Sequence[str],
+    submit: Sequence[str],
+) -> str:
+    """The job file: comments that say what it is, then the YAML.
+
+    Args:
+        spec: A `CustomJobSpec` or `HyperparameterTuningJob`.
+        shape: Its tasks in words.
+        made_by: The command that made it.
+        submit: The command that submits it.
+    """
+    lines = [f"# {shape}. Made by:", *_comment(made_by)]
+    lines += ["# Submit it with:", *_comment(submit)]
+    pools = spec.get("trialJobSpec", spec)["workerPoolSpecs"]
+    if "tpuTopology" in pools[0]["machineSpec"] or pools[0]["machineSpec"].get(
+        "acceleratorType", ""
+    ).startswith("TPU"):
+        lines.append(
+            "# TensorFlow 2.21 has no package for TPUs: the image must bring "
+            "one that has."
+        )
+    images = [pool.get("containerSpec", {}).get("imageUri") for pool in pools]
+    if REDUCTION_SERVER_IMAGE in images:
+        lines.append(
+            "# The image needs NVIDIA's NCCL and Google's apt package "
+            "google-reduction-server."
+        )
+    body = yaml.safe_dump(dict(spec), sort_keys=False, width=10_000)
+    return "\n".join([*lines, body])
+
+
+def _comment(command: Sequence[str]) -> list[str]:
+    """A command as lines of a comment, to be pasted without the marks."""
+    lines = ["#  "]
+    for word in map(_quoted, command):
+        if len(lines[-1]) + len(word) > 76 and len(lines[-1]) > 4:
+            lines[-1] += " \\"
+            lines.append("#    ")
+        lines[-1] += f" {word}"
+    return lines
+
+
+def _quoted(word: str) -> str:
+    r"""A word as bash reads it, on one line.
+
+    >>> print(_quoted("--a=b"), _quoted("b c"), _quoted("b\nc"))
+    --a=b 'b c' $'b\nc'
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = word.encode("unicode_escape").decode().replace("'", "\\'")
+    return f"$'{escaped}'"
