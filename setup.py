@@ -29,7 +29,6 @@ setup(
     extras_require={
         "test": [
             "array-record>=0.5",
-            # The types that job files for Vertex AI are checked with.
             "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",
             "ipykernel>=6.29",
@@ -41,6 +40,13 @@ setup(
             "ruff>=0.9",
             "trustme>=1.2",
         ],
-        "notebooks": ["matplotlib>=3.8", "nbclient>=0.10", "ipykernel>=6.29"],
+        "notebooks": [
+            "google-cloud-aiplatform>=1.60",
+            "ipykernel>=6.29",
+            "matplotlib>=3.8",
+            "nbclient>=0.10",
+        ],
+        # The types that job files for Vertex AI are checked with.
+        "vertex": ["google-cloud-aiplatform>=1.60"],
     },
 )

@@ -120,7 +120,7 @@ def test_flags_are_defined_in_the_programs_alone(path):
     programs = {
         "trainer/task.py",
         "tfdist/data/audit.py",
-        "tfdist/advice/chooser.py",
+        "tfdist/advice/command.py",
         "tfdist/vertex/kubernetes.py",
         "tfdist/launch/command.py",
         "tfdist/placement/planner.py",
