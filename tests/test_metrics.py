@@ -349,7 +349,7 @@ def inner(logs):
 
 
 def flat(logs):
-    """As `step.flat_floats` names them."""
+    """As `metric_states.flat_floats` names them."""
     found = {}
     for name, value in logs.items():
         if isinstance(value, dict):

@@ -26,11 +26,14 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
+# A state that is changed by no others adds up over batches.
+_ADDITIONS = {"AddV2", "AddN", "Sub", "Identity", "Cast"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
-# The shape of these depends on the values of floats too, that of other ops on
-# those of integers at most, and that of the last on no value at all.
-_SHAPED_BY_VALUES = re.compile(".*(Where|Unique|Range|ListDiff|NonMaxSupp)")
-_SHAPED_BY_SHAPES = {"GatherV2", "SelectV2", "LogicalAnd", "LogicalNot"}
+# The shape of their results depends on the values of floats too; that of other
+# ops on those of integers at most.
+_SHAPED_BY_VALUES = re.compile(
+    ".*(Where|Unique|Range|ListDiff|NonMaxSupp|Call|Case|If|While|Map|Dataset)"
+)
 
 
 class Forward:
@@ -72,7 +75,7 @@ class Forward:
             ]
             values = [*self._stand_ins, *seeds(*given[len(flat) :])]
             self._scope = _Scope(values)
-            with self._scope, lookups.at(self._collector):
+            with self._scope, lookups.answered_by(self._collector):
                 self._results = tf.nest.map_structure(
                     tf.convert_to_tensor, run(batch)
                 )
@@ -122,6 +125,28 @@ class Forward:
                         "update it there and return its `result()`."
                     )
         return self._graph.prune(values, self._results)
+
+    def adds_to(
+        self, variable: keras.Variable, states: Sequence[keras.Variable]
+    ) -> bool:
+        """Whether the pass changes a variable by additions alone.
+
+        Args:
+            variable: The variable.
+            states: Those on which nothing that is added may depend.
+        """
+        stand_ins = {id(v): value for v, value in self._stand_ins}
+        start = stand_ins[id(variable)]
+        names = {stand_ins[id(v)].op.name for v in states}
+        value = self._scope.get_current_value(variable)
+        while value.name != start.name:
+            op = value.op
+            changed = [t for t in op.inputs if _depends(t, names)]
+            subtracted = op.type == "Sub" and changed != [op.inputs[0]]
+            if op.type not in _ADDITIONS or len(changed) != 1 or subtracted:
+                return False
+            value = changed[0]
+        return True
 
     def _others(self) -> dict[str, str]:
         """What a stand-in is for, by the name of its op."""
@@ -195,27 +220,24 @@ def _needed(
         waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
 
 
+def _depends(tensor: tf.Tensor, names: set[str]) -> bool:
+    """Whether a tensor depends on the value of any of some ops."""
+    return any(
+        op.name in names and not is_shape for op, is_shape in _needed([tensor])
+    )
+
+
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:
     """Whether an op (or the shape of its output) needs but an input's shape."""
     if op.type in _SHAPE_OF or not is_shape:
         return op.type in _SHAPE_OF
-    calls = any(_called(op.node_def))
-    if calls or _SHAPED_BY_VALUES.match(op.type):
-        return False
-    return of.dtype.is_floating or op.type in _SHAPED_BY_SHAPES
-
-
-def _called(node: Any) -> Iterator[str]:
-    """Names of the functions that a node calls."""
-    for attr in node.attr.values():
-        for function in (attr.func, *attr.list.func):
-            if function.name:
-                yield function.name
+    return of.dtype.is_floating and not _SHAPED_BY_VALUES.match(op.type)
 
 
 def _kinds(node: Any, functions: dict[str, Any]) -> Iterator[str]:
     """The type of an op, and those of the ops in the functions it calls."""
     yield node.op
-    for name in _called(node):
-        for inner in functions.get(name, ()):
-            yield from _kinds(inner, functions)
+    for attr in node.attr.values():
+        for function in (attr.func, *attr.list.func):
+            for inner in functions.get(function.name, ()):
+                yield from _kinds(inner, functions)

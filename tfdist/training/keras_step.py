@@ -19,7 +19,8 @@ import tensorflow as tf
 from tfdist._tf.private import Saveable
 from tfdist.training.compiled_model import checked_model
 from tfdist.training.fence import Fence
-from tfdist.training.step import Batch, States, flat_floats
+from tfdist.training.metric_states import States, flat_floats
+from tfdist.training.step import Batch
 
 
 class KerasStep:

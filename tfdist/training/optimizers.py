@@ -20,7 +20,7 @@ from tfdist._tf.private import (
     uses_weight_decay,
     variable_index,
 )
-from tfdist.training import kernels
+from tfdist.training.kernels import fused_update
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import RowView, slots, swapped
 
@@ -135,8 +135,8 @@ def check_rows(
             Lamb, Muon).
     """
     own = slots(optimizer, variable)
-    others = [v.path for v in own if v.shape != variable.shape]
-    if others or isinstance(optimizer, _WHOLE_VARIABLE):
+    has_other_shapes = any(v.shape != variable.shape for v in own)
+    if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
             f"The rule of {type(optimizer).__name__} is about a variable as a "
             f"whole, so it cannot update some rows of {variable.path!r}. Use "
@@ -185,8 +185,7 @@ def update(
     with keras.StatelessScope([(counter(optimizer), iteration)]):
         if decay:
             target.assign_sub(target * (decay * rate))
-        fused = kernels.DENSE.get(type(optimizer))
-        if fused is None or not fused(optimizer, variable, gradient, rate):
+        if not fused_update(optimizer, variable, gradient, rate):
             optimizer.update_step(gradient, variable, rate)
     if optimizer.use_ema:
         index = variable_index(optimizer, variable)
@@ -232,17 +231,17 @@ def update_rows(
     check_rows(optimizer, variable)
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
-    own = slots(optimizer, variable)
-    fused = kernels.ROWS.get(type(optimizer))
-    if fused is not None and not decay and not optimizer.use_ema:
-        with keras.StatelessScope([(counter(optimizer), iteration)]):
-            if fused(optimizer, variable, ids, gradient, rate):
+    number = [(counter(optimizer), iteration)]
+    if not decay and not optimizer.use_ema:
+        with keras.StatelessScope(number):
+            if fused_update(optimizer, variable, gradient, rate, ids):
                 return
-    row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
-    with (
-        keras.StatelessScope([(counter(optimizer), iteration)]),
-        swapped(optimizer, variable, row_slots),
-    ):
+    row, *row_slots = [
+        RowView(v.value, ids)
+        for v in (variable, *slots(optimizer, variable))
+    ]
+    scope = keras.StatelessScope(number)
+    with scope, swapped(optimizer, variable, row_slots):
         if decay:
             row.assign_sub(row.rows * (decay * rate))
         optimizer.update_step(gradient, row, rate)
