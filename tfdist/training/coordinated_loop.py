@@ -80,7 +80,6 @@ class CoordinatedLoop:
         steps_per_dispatch: int | None = None,
     ) -> None:
         self._workers = Workers(strategy, num_workers)
-        self._crew = self._workers.crew
         self._step = step
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         self._global_step = global_step
@@ -104,12 +103,12 @@ class CoordinatedLoop:
         self._iterator: Iterator | None = None
         self.fixed_shares = False
         self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._most_ahead = 2 * num_workers * self._dispatches.full
+        self._max_ahead = 2 * num_workers * self._dispatches.full
         self._pending: list[_Dispatch] = []
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
-        self._settled: Any = 0.0
+        self._earlier: Any = 0.0
         self._input_secs = InputSeconds()
         self._input_watch = InputWatch(self._waits)
         self.step = self._next_step = 0
@@ -122,23 +121,23 @@ class CoordinatedLoop:
     ) -> dict[str, float]:
         """See `Loop.run`."""
         if self._uncertain and not self._pending:
-            self._count_anew()
-        total, self._settled = self._settled, 0.0
+            self._recount()
+        total, self._earlier = self._earlier, 0.0
         target = self.step + num_steps
-        limit = target + min(ahead, self._most_ahead)
+        limit = target + min(ahead, self._max_ahead)
         while self.step < target:
-            exhausted = self._crew.all_exhausted()
+            exhausted = self._workers.all_exhausted()
             if exhausted and not self._pending:
                 raise EndOfInput(metrics_from_states(total, self._step))
             if not (exhausted or self._uncertain):
-                self._hand_out_up_to(limit, most=num_steps)
+                self._schedule_up_to(limit, most=num_steps)
             total += self._collect(watch, target)
         return metrics_from_states(total, self._step)
 
     def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
         """See `Loop.wait_for_steps`; the next run returns their metrics too."""
         while self._pending or self._uncertain:
-            self._settled += self._collect(watch)
+            self._earlier += self._collect(watch)
 
     def evaluate(
         self,
@@ -170,7 +169,7 @@ class CoordinatedLoop:
         """See `Loop.has_ended`."""
         return self._workers.has_ended()
 
-    def _hand_out_up_to(self, limit: int, most: int) -> None:
+    def _schedule_up_to(self, limit: int, most: int) -> None:
         """Makes sure that the steps before `limit` are done or under way.
 
         No dispatch is of more than `most` steps: who runs them one by one is
@@ -188,7 +187,7 @@ class CoordinatedLoop:
         if not self._concrete:
             self._iterator = self._read_data()
             self._trace(1)
-            sizes = [1] * min(missing, self._most_ahead)
+            sizes = [1] * min(missing, self._max_ahead)
         else:
             sizes = self._dispatches.sizes(missing, self._next_step)
             if most < self._dispatches.full:
@@ -196,7 +195,7 @@ class CoordinatedLoop:
             if not self._concrete.keys() >= set(sizes):
                 self._trace(self._dispatches.full)
         for size in sizes:
-            self._hand_out(self._next_step, size)
+            self._schedule(self._next_step, size)
             self._next_step += size
 
     def _read_data(self) -> Iterator:
@@ -225,7 +224,7 @@ class CoordinatedLoop:
             tf.TensorSpec([], tf.float32),
         )
 
-    def _hand_out(self, first_step: int, size: int) -> None:
+    def _schedule(self, first_step: int, size: int) -> None:
         args = (
             tf.constant(first_step, tf.int64),
             tf.constant(float(self._generations.current)),
@@ -241,21 +240,21 @@ class CoordinatedLoop:
     ) -> Any:
         """Waits for a dispatch to end; returns the states of its steps."""
         if not self._pending:
-            self._count_anew()
+            self._recount()
             return 0.0
-        self._workers.wait(lambda: self._next_over(target), watch)
+        self._workers.wait(lambda: self._next_ended(target), watch)
         self._input_watch.look()
-        over = self._next_over(target)
-        if over is None:
+        ended = self._next_ended(target)
+        if ended is None:
             return 0.0
-        self._pending.remove(over)
-        if over.outcome is _Outcome.DONE:
-            self.step += over.size
-            return self._input_secs.without(over.packed)
-        if over.outcome is _Outcome.LOST:
+        self._pending.remove(ended)
+        if ended.outcome is _Outcome.DONE:
+            self.step += ended.size
+            return self._input_secs.without(ended.packed)
+        if ended.outcome is _Outcome.LOST:
             self._uncertain = True
-        elif not self._crew.all_exhausted():
-            self._hand_out(over.first_step, over.size)
+        elif not self._workers.all_exhausted():
+            self._schedule(ended.first_step, ended.size)
         return 0.0
 
     def _waits(self) -> dict[str, int]:
@@ -270,7 +269,7 @@ class CoordinatedLoop:
                     found[f"the input of worker:{each.worker}"] = awaited()
         return found
 
-    def _next_over(self, target: float) -> _Dispatch | None:
+    def _next_ended(self, target: float) -> _Dispatch | None:
         """A dispatch that has ended; none that goes beyond `target`.
 
         Unless only such are left.
@@ -278,7 +277,7 @@ class CoordinatedLoop:
         within = [d for d in self._pending if self.step + d.size <= target]
         return next((d for d in within or self._pending if d.outcome), None)
 
-    def _count_anew(self) -> None:
+    def _recount(self) -> None:
         """Finds out what was applied, once nothing is under way any more.
 
         A worker that is only believed dead may still have a part of a
@@ -322,7 +321,6 @@ class _Dispatch:
         self.worker: int | None = None
         self.packed: np.ndarray | None = None
         self._workers = workers
-        self._crew = workers.crew
         self._function = function
         self._args = args
         self.began = math.inf
@@ -332,12 +330,11 @@ class _Dispatch:
 
         The coordinator calls again, for another worker, what has failed.
         """
-        self._crew.enter()
         if self.began < math.inf:
-            self._end(_Outcome.LOST)
-        elif self._crew.is_exhausted():
-            self._crew.leave_to_others()
-            self._end(_Outcome.SKIPPED)
+            self.outcome = _Outcome.LOST
+        elif self._workers.is_exhausted():
+            self._workers.leave_to_others()
+            self.outcome = _Outcome.SKIPPED
         else:
             self.worker = private.current_worker()
             self.began = time.monotonic()
@@ -347,19 +344,15 @@ class _Dispatch:
         try:
             self.packed = self._function(iterator, *self._args).numpy()
         except tf.errors.OutOfRangeError:
-            self._crew.mark_exhausted()
-            self._end(_Outcome.SKIPPED)
+            self._workers.mark_exhausted()
+            self.outcome = _Outcome.SKIPPED
         except tf.errors.OpError:
             # An iterator that was cancelled says ever after that it is at its
             # end. TensorFlow may take the error for a passing one.
             self._workers.renew_input()
             raise
         else:
-            self._end(_Outcome.DONE)
-
-    def _end(self, outcome: _Outcome) -> None:
-        self.outcome = outcome
-        self._crew.remove()
+            self.outcome = _Outcome.DONE
 
 
 def worker_context(num_workers: int, first_pass: tf.Tensor) -> WorkerContext:

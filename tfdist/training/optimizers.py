@@ -237,8 +237,7 @@ def update_rows(
             if fused_update(optimizer, variable, gradient, rate, ids):
                 return
     row, *row_slots = [
-        RowView(v.value, ids)
-        for v in (variable, *slots(optimizer, variable))
+        RowView(v.value, ids) for v in (variable, *slots(optimizer, variable))
     ]
     scope = keras.StatelessScope(number)
     with scope, swapped(optimizer, variable, row_slots):
