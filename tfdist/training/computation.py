@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.training.compiled_model import training_of
+
 _log = logging.getLogger(__name__)
+
+
+def forward_pass(
+    model: keras.Model,
+    batch: Any,
+    training: bool,
+    aside: contextlib.AbstractContextManager | None = None,
+) -> tuple[tf.Tensor, Mapping[str, Any]]:
+    """Loss, and results of the metrics, which are updated `aside`."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    y_pred = model(x, **training_of(model, training))
+    loss = model.compute_loss(x, y, y_pred, sample_weight, training=training)
+    with aside or contextlib.nullcontext():
+        results = model.compute_metrics(x, y, y_pred, sample_weight)
+    return loss, results
 
 
 def compiled_computation(

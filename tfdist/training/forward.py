@@ -26,8 +26,9 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
-# A state that is changed by no others adds up over batches.
-_ADDITIONS = {"AddV2", "AddN", "Sub", "Identity", "Cast"}
+# What keeps or adds to its first input.
+_ADDITIONS = {"Sub", "TensorScatterAdd", "TensorScatterSub", "Identity", "Cast"}
+_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # The shape of their results depends on the values of floats too; that of other
 # ops on those of integers at most.
@@ -131,22 +132,13 @@ class Forward:
     ) -> bool:
         """Whether the pass changes a variable by additions alone.
 
-        Args:
-            variable: The variable.
-            states: Those on which nothing that is added may depend.
+        And by nothing that depends on any of `states`.
         """
         stand_ins = {id(v): value for v, value in self._stand_ins}
-        start = stand_ins[id(variable)]
+        start = stand_ins[id(variable)].name
         names = {stand_ins[id(v)].op.name for v in states}
         value = self._scope.get_current_value(variable)
-        while value.name != start.name:
-            op = value.op
-            changed = [t for t in op.inputs if _depends(t, names)]
-            subtracted = op.type == "Sub" and changed != [op.inputs[0]]
-            if op.type not in _ADDITIONS or len(changed) != 1 or subtracted:
-                return False
-            value = changed[0]
-        return True
+        return _adds(value, start, names)
 
     def _others(self) -> dict[str, str]:
         """What a stand-in is for, by the name of its op."""
@@ -220,11 +212,25 @@ def _needed(
         waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
 
 
-def _depends(tensor: tf.Tensor, names: set[str]) -> bool:
-    """Whether a tensor depends on the value of any of some ops."""
-    return any(
-        op.name in names and not is_shape for op, is_shape in _needed([tensor])
-    )
+def _adds(value: tf.Tensor, start: str, states: set[str]) -> bool:
+    """Whether a value is a tensor, plus what depends on none of some ops."""
+    if value.name == start:
+        return True
+    op = value.op
+    changed = [
+        any(o.name in states and not is_shape for o, is_shape in _needed([t]))
+        for t in op.inputs
+    ]
+    if op.type == "SelectV2":
+        one, other = op.inputs[1:]
+        same = not changed[0] and _adds(one, start, states)
+        return same and _adds(other, start, states)
+    # Of "AddV2" and the like either input may be the state.
+    if changed.count(True) != 1 or not (
+        op.type.startswith("Add") or (op.type in _ADDITIONS and changed[0])
+    ):
+        return False
+    return _adds(op.inputs[changed.index(True)], start, states)
 
 
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:

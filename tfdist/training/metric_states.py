@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.training.metrics import loss_tracker, own_metrics
+from tfdist.training.metrics import loss_tracker
 from tfdist.training.replicas import mean_to_sum
 
 States = list[tf.Tensor]
@@ -20,14 +20,13 @@ class MetricStates:
     """States of a model's loss and metrics.
 
     They add up: the sum over any split of the batches is the state of them
-    all. In one process those of metrics that are not Keras' own may be any
-    function of the state before: such a state stays in the metric's variable
-    from batch to batch.
+    all. In one process some may be any function of the state before: such a
+    state is kept in the metric's variable from batch to batch.
 
     Args:
         model: A model whose metrics are built.
         variables: Those of its metrics.
-        must_add_up: Whether several processes add up states.
+        kept: Ids of those that do not add up.
         trains: Whether they are of training; it goes on where it was.
         results: From values of `variables` to results, where the model
             computes them itself.
@@ -38,7 +37,7 @@ class MetricStates:
         model: keras.Model,
         variables: Sequence[keras.Variable],
         *,
-        must_add_up: bool,
+        kept: set[int],
         trains: bool,
         results: Callable[..., Any] | None,
     ) -> None:
@@ -51,8 +50,6 @@ class MetricStates:
             v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
             for v in variables
         ]
-        own = [] if must_add_up else own_metrics(model)
-        kept = {id(v) for metric in own for v in metric.variables}
         self._is_kept = [id(v) in kept for v in variables]
         self._sizes = [1, 1, *(v.size for v in self._start)]
 
@@ -128,8 +125,12 @@ class MetricStates:
             # A result may be the variable itself.
             with self.scope([loss, weight, *values]):
                 results = flat_floats(self._model.get_metrics_result())
-        if any(self._is_kept) and self._trains:
-            self._model.reset_metrics()
+        if self._trains:
+            for variable, start, is_kept in zip(
+                self._variables, self._start, self._is_kept, strict=True
+            ):
+                if is_kept:
+                    variable.assign(start)
         return results | {"loss": loss.item() / weight.item()}
 
 

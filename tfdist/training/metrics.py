@@ -77,15 +77,22 @@ def _is_keras(metric: keras.metrics.Metric) -> bool:
     return type(metric).__module__.startswith("keras.")
 
 
-def check_sums(
-    model: keras.Model, variables: Sequence[keras.Variable], forward: Forward
-) -> None:
-    """Raises `ValueError` unless the sum of a metric's states is its state.
+def no_sums(
+    model: keras.Model,
+    variables: Sequence[keras.Variable],
+    forwards: Sequence[Forward],
+    must_add_up: bool,
+) -> set[int]:
+    """Ids of the variables whose values might not add up over batches.
 
     Args:
         model: A model whose metrics are built.
-        variables: Those of its metrics.
-        forward: A pass that updates them.
+        variables: Those of its metrics, listed in `model.metrics` or not.
+        forwards: Passes that update them.
+        must_add_up: Whether several workers add them up.
+
+    Raises:
+        ValueError: they must, and one does not.
     """
     names = {
         id(v): metric.name
@@ -93,6 +100,13 @@ def check_sums(
         for v in metric.variables
     }
     by_keras = {id(v) for v in model.metrics_variables} - names.keys()
+    if not must_add_up:
+        return names.keys() | {
+            id(v)
+            for v in variables
+            if id(v) not in by_keras
+            and not all(f.adds_to(v, variables) for f in forwards)
+        }
     for variable in variables:
         if variable.aggregation != "sum":
             raise ValueError(
@@ -104,8 +118,11 @@ def check_sums(
         if id(variable) in by_keras:
             continue
         name = names.get(id(variable))
-        if (name and np.any(variable)) or not forward.adds_to(
-            variable, variables
+        # Keras resets those alone that have a metric in `model.metrics`.
+        starts_at_zero = not (name and np.any(variable))
+        if not (
+            starts_at_zero
+            and all(f.adds_to(variable, variables) for f in forwards)
         ):
             raise ValueError(
                 f"Metric {(name or variable.path)!r} of model {model.name!r} "
@@ -115,6 +132,7 @@ def check_sums(
                 "counts (`assign_add`), of which `result` computes the "
                 "metric, or train in one process."
             )
+    return set()
 
 
 def check_metric_names(model: keras.Model) -> None:

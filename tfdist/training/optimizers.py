@@ -150,7 +150,7 @@ def learning_rate(
     iteration: tf.Tensor,
     values: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> tf.Tensor:
-    """The learning rate of a part at `iteration`, a float32 scalar.
+    """The learning rate of a part, a float32 scalar.
 
     Args:
         optimizer: One of `parts`.
@@ -169,9 +169,7 @@ def update(
     rate: tf.Tensor,
     iteration: tf.Tensor,
 ) -> None:
-    """Applies a dense gradient where the ops are placed.
-
-    The caller opens the device scope of the variable.
+    """Applies a dense gradient; the caller opens the variable's device scope.
 
     Args:
         optimizer: The part that owns `variable`.
@@ -280,9 +278,7 @@ def _decay(
         index = variable_index(optimizer, variable)
         if optimizer.adam_velocities[index] is not None:
             decay = optimizer.adam_weight_decay
-    if decay and uses_weight_decay(optimizer, variable):
-        return decay
-    return None
+    return decay if uses_weight_decay(optimizer, variable) else None
 
 
 def _average_weight(
@@ -296,15 +292,10 @@ def _average_weight(
 def clip(
     optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Clips as `clipnorm`, `clipvalue`, `global_clipnorm` say.
+    """Clips all gradients of a part as its options say.
 
-    Runs on the worker, which holds all gradients: only clipped values travel.
-    The gradient of a table is that of its unique rows, whose norm is that of
-    the whole gradient.
-
-    Args:
-        optimizer: One of `parts`.
-        gradients: Of all variables of that part.
+    Runs on the worker, which holds them all: only clipped values travel. The
+    gradient of a table is that of its unique rows, whose norm is the same.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]

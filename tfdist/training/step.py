@@ -21,8 +21,17 @@ import tensorflow as tf
 
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
-from tfdist.training import compiled_model, optimizers
-from tfdist.training.computation import compiled_computation, specs
+from tfdist.training import optimizers
+from tfdist.training.compiled_model import (
+    checked_model,
+    overrides,
+    refuse_own,
+)
+from tfdist.training.computation import (
+    compiled_computation,
+    forward_pass,
+    specs,
+)
 from tfdist.training.conditional_updates import conditional_update
 from tfdist.training.counters import Counters
 from tfdist.training.fence import Fence
@@ -32,7 +41,7 @@ from tfdist.training.metric_states import MetricStates, States, num_examples
 from tfdist.training.metrics import (
     build_metrics,
     check_metric_names,
-    check_sums,
+    no_sums,
 )
 from tfdist.training.pull import answers, pull
 from tfdist.training.push import Gradients, StepGradients, over_replicas, push
@@ -90,11 +99,11 @@ class ModelStep:
         replicas: Replicas | None = None,
         metrics: bool = True,
     ) -> None:
-        self.model = compiled_model.checked_model(model)
+        self.model = checked_model(model)
         input_fns.check_batches(model, element_spec, targets=metrics)
         trains = global_step is not None and metrics
         if trains:
-            compiled_model.refuse_own(model, "train_step", "compute_loss")
+            refuse_own(model, "train_step", "compute_loss")
         optimizers.check(model.optimizer, remote)
         self._global_step = global_step
         self._remote = remote
@@ -109,38 +118,40 @@ class ModelStep:
             check_metric_names(model)
         self._metrics = list(model.metrics_variables)
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
+        results, kept = self._look(element_spec) if metrics else (None, set())
         self._states = MetricStates(
             model,
             self._metrics,
-            must_add_up=bool(remote or replicas),
+            kept=kept,
             trains=global_step is not None,
-            results=self._look(element_spec) if metrics else None,
+            results=results,
         )
         if trains:
             self._prepare_training(element_spec)
 
-    def _look(self, element_spec: Any) -> Callable[..., Any] | None:
+    def _look(
+        self, element_spec: Any
+    ) -> tuple[Callable[..., Any] | None, set[int]]:
         """Sees what the model does with a batch; refuses what cannot be.
 
         Returns:
-            The model's own function from metric variables to results, if any.
+            `MetricStates`' arguments `results` and `kept`.
         """
         model = self.model
-        own_results = compiled_model.overrides(model, "compute_metrics")
+        own_results = overrides(model, "compute_metrics")
         modes = [] if self._global_step is None else [_TRAINING]
-        if self._remote and not compiled_model.overrides(model, "test_step"):
-            modes.append(_EVALUATION)
-        if own_results and not modes:
+        is_evaluated = self._remote and not overrides(model, "test_step")
+        if is_evaluated or (own_results and not modes):
             modes.append(_EVALUATION)
         forwards = [self._forward(mode, element_spec) for mode in modes]
-        if self._remote or self._replicas:
-            for forward in forwards:
-                check_sums(model, self._metrics, forward)
-        if not own_results:
-            return None
-        return forwards[0].results(
-            self._metrics, f"`compute_metrics` of {type(model).__name__}"
-        )
+        must_add_up = bool(self._remote or self._replicas)
+        kept = no_sums(model, self._metrics, forwards, must_add_up)
+        results = None
+        if own_results:
+            results = forwards[0].results(
+                self._metrics, f"`compute_metrics` of {type(model).__name__}"
+            )
+        return results, kept
 
     def _prepare_training(self, element_spec: Any) -> None:
         model = self.model
@@ -183,13 +194,14 @@ class ModelStep:
         return self._forwards[key]
 
     def _traced(self, mode: str, spec: Any) -> Forward:
+        model = self.model
+
         def run(batch: Batch) -> Mapping[str, Any]:
             if mode == _PREDICTION:
-                self.model.predict_step(batch)
+                model.predict_step(batch)
                 return {}
-            return self._pass(batch, mode == _TRAINING)[1]
+            return forward_pass(model, batch, mode == _TRAINING)[1]
 
-        model = self.model
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
         # Slots are none of a model's business.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
@@ -251,14 +263,14 @@ class ModelStep:
             layout, self._forward(_TRAINING, batch).calls(batch, number)
         )
         iteration = self._counters.iteration(step, not self._condition)
-        num_rates = len(self._counters.rates)
+        num_weights = len(layout.dense) + len(layout.moving)
         rates = self._counters.learning_rates(
-            iteration, read.values[len(read.values) - num_rates :]
+            iteration, read.values[num_weights:]
         )
         dense, rows, deltas, states = self._compute(
             batch,
             number,
-            read.values[: len(read.values) - num_rates],
+            read.values[:num_weights],
             read.rows,
             read.positions,
             read.lengths,
@@ -301,20 +313,6 @@ class ModelStep:
             layout.device_of, arrived, _flat(batch), fence, is_update
         )
 
-    def _pass(
-        self, batch: Batch, training: bool, aside: Any = None
-    ) -> tuple[tf.Tensor, Mapping[str, Any]]:
-        """Loss, and results of the metrics, which are updated `aside`."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = self.model
-        y_pred = model(x, **compiled_model.training_of(model, training))
-        loss = model.compute_loss(
-            x, y, y_pred, sample_weight, training=training
-        )
-        with aside or contextlib.nullcontext():
-            results = model.compute_metrics(x, y, y_pred, sample_weight)
-        return loss, results
-
     def _gradients(
         self,
         batch: Batch,
@@ -327,18 +325,9 @@ class ModelStep:
     ) -> tuple[Gradients, Gradients, list[tf.Tensor], States]:
         """The part of a step that touches no variable.
 
-        Args:
-            batch: See `train`.
-            number: Of the step, and of the replica if there are several.
-            values: Of the layout's `dense` and `moving`.
-            rows: See `Parameters`; so for `positions` and `lengths`.
-            positions: Of ids.
-            lengths: Of lookups.
-            states: See `train`.
-
         Returns:
-            Gradients of `dense` and of `rows`, what to add to each of
-            `moving`, and the new metric states.
+            Gradients of `Layout.dense` and of `rows`, what to add to each of
+            `Layout.moving`, and the new metric states.
         """
         layout = self._layout
         dense = values[: len(layout.dense)]
@@ -359,7 +348,9 @@ class ModelStep:
             tape.watch([*dense, *rows])
             given = answers(layout, rows, positions, calls)
             with lookups.answered_by(given):
-                loss, _ = self._pass(batch, True, tape.stop_recording())
+                loss, _ = forward_pass(
+                    self.model, batch, True, tape.stop_recording()
+                )
             given.check_all_given()
             # Keras divides its own losses by this, where it sees replicas.
             loss *= tf.distribute.get_strategy().num_replicas_in_sync
@@ -388,7 +379,7 @@ class ModelStep:
         Raises:
             ValueError: the model overrides `test_step`.
         """
-        compiled_model.refuse_own(self.model, "test_step", "compute_metrics")
+        refuse_own(self.model, "test_step", "compute_metrics")
         # Keras weighs losses of single outputs by a batch's static size, if
         # any: the dataset's, not that of the batch at hand.
         relaxed = [
@@ -399,7 +390,7 @@ class ModelStep:
         ]
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(_EVALUATION, batch, states) as scope:
-            loss, _ = self._pass(batch, training=False)
+            loss, _ = forward_pass(self.model, batch, False)
         return self._states.after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
@@ -429,13 +420,8 @@ class ModelStep:
         layout = self._layout_for(mode, batch)
         calls = self._forward(mode, batch).calls(batch, [])
         read = pull(layout, calls)
-        tables = [table for table, _ in calls]
-        given = answers(
-            layout,
-            read.rows,
-            read.positions,
-            list(zip(tables, read.lengths, strict=True)),
-        )
+        lengths = [(table, lookups.length(ids)) for table, ids in calls]
+        given = answers(layout, read.rows, read.positions, lengths)
         values = [
             *zip(layout.reads, read.values, strict=True),
             *step_seeds(self._seeds),
@@ -454,14 +440,9 @@ class ModelStep:
         return self._states.joined(earlier, later)
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """Values of loss and metrics from (a sum of) packed states.
+        """Loss and metrics by name, of (a sum of) packed states.
 
-        Args:
-            packed: float64 vector as from `pack`.
-
-        Returns:
-            Metric name to value; `loss` is the mean over examples. Empty if
-            the states have seen no example.
+        `loss` is the mean over examples. Empty if there was no example.
         """
         return self._states.result(packed)
 
