@@ -39,15 +39,7 @@ def compiled_computation(
     has_tables: bool,
     has_replicas: bool,
 ) -> Callable:
-    """`function`, compiled by XLA if the model says so and it can be.
-
-    Args:
-        function: Of tensors alone.
-        model: The model that it runs.
-        element_spec: Of its batches.
-        has_tables: Whether it looks up rows.
-        has_replicas: Whether it runs in the context of a replica.
-    """
+    """`function`, compiled by XLA if the model says so and it can be."""
     reason = None
     if has_tables:
         reason = "it reads another number of rows in each step"

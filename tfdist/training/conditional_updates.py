@@ -25,10 +25,6 @@ class Accumulation:
     As Keras does for `gradient_accumulation_steps`; its `fit` cannot do it
     with several replicas.
 
-    Args:
-        optimizer: A built optimizer with `gradient_accumulation_steps`.
-        layout: Of the step.
-
     Raises:
         ValueError: the step looks up tables: each step has other rows.
     """
@@ -78,9 +74,6 @@ class LossScaling:
 
     As `keras.optimizers.LossScaleOptimizer`, which `mixed_float16` models are
     compiled with.
-
-    Args:
-        optimizer: A built `LossScaleOptimizer`.
     """
 
     def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer) -> None:

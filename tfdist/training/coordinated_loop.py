@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import logging
@@ -83,7 +84,10 @@ class CoordinatedLoop:
         self._step = step
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         self._global_step = global_step
-        self._generations = Generations(_ps_devices())
+        devices = [d.name for d in tf.config.list_logical_devices("CPU")]
+        self._generations = Generations(
+            [name for name in devices if name.startswith("/job:ps/")]
+        )
         example = input_fn(tf.distribute.InputContext())
         size = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
@@ -99,7 +103,7 @@ class CoordinatedLoop:
         self._dispatches = Dispatches(
             functools.partial(run_steps, step), size, self._generations.fence
         )
-        self._input_fn, self._num_workers = input_fn, num_workers
+        self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self.fixed_shares = False
         self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
@@ -199,7 +203,7 @@ class CoordinatedLoop:
             self._next_step += size
 
     def _read_data(self) -> Iterator:
-        """Has every worker begin to read.
+        """Has every worker begin to read its part of the data (D11).
 
         A worker that is lost begins again, as the function below is called
         for it: by then, another generation tells that from the first time.
@@ -208,7 +212,12 @@ class CoordinatedLoop:
 
         def dataset() -> tf.data.Dataset:
             generation = tf.cast(self._generations.read(), tf.int64)
-            context = worker_context(self._num_workers, first + generation)
+            # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
+            coordinators = tf.distribute.coordinator
+            index = coordinators.experimental_get_current_worker_index()
+            context = WorkerContext(
+                self._workers.num_workers, index, first + generation
+            )
             batches = self._input_fn(context)
             self.fixed_shares = context.fixed_share
             return batches
@@ -225,13 +234,13 @@ class CoordinatedLoop:
         )
 
     def _schedule(self, first_step: int, size: int) -> None:
-        args = (
-            tf.constant(first_step, tf.int64),
-            tf.constant(float(self._generations.current)),
-        )
-        dispatch = _Dispatch(
-            self._workers, self._concrete[size], args, first_step, size
-        )
+        step = tf.constant(first_step, tf.int64)
+        generation = tf.constant(float(self._generations.current))
+
+        def run(iterator: Iterator) -> tf.Tensor:
+            return self._concrete[size](iterator, step, generation)
+
+        dispatch = _Dispatch(first_step, size, run, self._workers)
         self._pending.append(dispatch)
         self._workers.schedule(dispatch, self._iterator)
 
@@ -296,34 +305,29 @@ class _Outcome(enum.Enum):
     LOST = "its worker is gone; some of its steps may be applied"
 
 
+@dataclasses.dataclass(eq=False)
 class _Dispatch:
     """Some steps on whichever worker is free, at most once.
 
     Attributes:
         first_step: Number of the first of its steps.
         size: How many.
+        run: Runs them, given an iterator.
+        workers: The workers.
         outcome: How it ended; None until then.
         worker: Index of the worker that runs it; None until one does.
         began: When it did.
-        packed: What the function returned, if it is done.
+        packed: What `run` returned, if it is done.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        function: tf.types.experimental.ConcreteFunction,
-        args: tuple[tf.Tensor, ...],
-        first_step: int,
-        size: int,
-    ) -> None:
-        self.first_step, self.size = first_step, size
-        self.outcome: _Outcome | None = None
-        self.worker: int | None = None
-        self.packed: np.ndarray | None = None
-        self._workers = workers
-        self._function = function
-        self._args = args
-        self.began = math.inf
+    first_step: int
+    size: int
+    run: Callable[[Iterator], tf.Tensor]
+    workers: Workers
+    outcome: _Outcome | None = None
+    worker: int | None = None
+    began: float = math.inf
+    packed: np.ndarray | None = None
 
     def __call__(self, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
@@ -332,40 +336,22 @@ class _Dispatch:
         """
         if self.began < math.inf:
             self.outcome = _Outcome.LOST
-        elif self._workers.is_exhausted():
-            self._workers.leave_to_others()
+            return
+        if self.workers.is_exhausted():
+            self.workers.leave_to_others()
             self.outcome = _Outcome.SKIPPED
-        else:
-            self.worker = private.current_worker()
-            self.began = time.monotonic()
-            self._run(iterator)
-
-    def _run(self, iterator: Iterator) -> None:
+            return
+        self.worker = private.current_worker()
+        self.began = time.monotonic()
         try:
-            self.packed = self._function(iterator, *self._args).numpy()
+            self.packed = self.run(iterator).numpy()
         except tf.errors.OutOfRangeError:
-            self._workers.mark_exhausted()
+            self.workers.mark_exhausted()
             self.outcome = _Outcome.SKIPPED
         except tf.errors.OpError:
             # An iterator that was cancelled says ever after that it is at its
             # end. TensorFlow may take the error for a passing one.
-            self._workers.renew_input()
+            self.workers.renew_input()
             raise
         else:
             self.outcome = _Outcome.DONE
-
-
-def worker_context(num_workers: int, first_pass: tf.Tensor) -> WorkerContext:
-    """Which part of the data a worker reads (design decision D11).
-
-    Must be called while a per-worker dataset is traced; `tf.distribute` itself
-    would say that every worker is pipeline 0 of 1.
-    """
-    index = tf.distribute.coordinator.experimental_get_current_worker_index()
-    return WorkerContext(num_workers, index, first_pass)
-
-
-def _ps_devices() -> list[str]:
-    """The device of each parameter server that this process is connected to."""
-    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
-    return [name for name in devices if name.startswith("/job:ps/")]

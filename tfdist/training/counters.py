@@ -78,15 +78,9 @@ class Counters:
     ) -> None:
         """Counts a step; atomic on the server that holds a counter.
 
-        Only once the gradients have arrived there, or else the batch was read:
-        a step that failed before, or that found no batch, does not count.
-
-        Args:
-            device_of: From a variable to its server.
-            arrived: From `push`.
-            read: The batch's tensors.
-            fence: What the count must pass where no gradients do.
-            is_update: Scalar bool: whether it counts for the optimizer.
+        Only once the gradients have `arrived` there, or else the batch was
+        `read`: a step that failed before, or that found no batch, does not
+        count. It counts for the optimizer if it `is_update`.
         """
         for counter in (self._global_step, *self._counters.values()):
             device = device_of(counter)

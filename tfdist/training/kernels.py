@@ -22,12 +22,7 @@ def fused_update(
 ) -> bool:
     """Applies a gradient by one op, if there is one; returns whether.
 
-    Args:
-        optimizer: The part that owns `variable`.
-        variable: The variable.
-        gradient: Of the variable, or of the rows `ids`.
-        rate: Scalar.
-        ids: int64, unique.
+    See `optimizers.update`, and `update_rows` for `ids`.
     """
     # Exact types only: a subclass may mean something else.
     rule = _RULES.get(type(optimizer))

@@ -90,8 +90,8 @@ def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
 def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
     """Refuses what is not computed, or not where several workers share slots.
 
-    Refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
-    its rule. `fit` starts its slots at zero instead of at the variables, and
+    Keras 3.15 on TensorFlow does not compute the rule of `ScheduleFreeAdamW`:
+    `fit` starts its slots at zero instead of at the variables, and
     `update_step` reads a slot after it has changed it.
 
     Args:

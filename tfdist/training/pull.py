@@ -67,14 +67,9 @@ class Parameters:
 
 
 def pull(layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]) -> Parameters:
-    """Reads all that a pass needs.
+    """Reads all that a pass needs, to the worker.
 
-    Args:
-        layout: Of the pass.
-        calls: `(table, int64 ids)` of each lookup, in order.
-
-    Returns:
-        Tensors on the worker.
+    `calls` are `(table, int64 ids)` of each lookup, in order.
     """
     groups = layout.groups
     routes = [
@@ -166,13 +161,9 @@ def answers(
     positions: Sequence[tf.Tensor],
     calls: Sequence[tuple[Any, Any]],
 ) -> lookups.Answers:
-    """Answers lookups by rows that were pulled.
+    """Answers lookups by the rows and positions of `Parameters`.
 
-    Args:
-        layout: Of the pass.
-        rows: `Parameters.rows`.
-        positions: `Parameters.positions`.
-        calls: `(table, number of ids)` of each lookup, in order.
+    `calls` are `(table, number of ids)` of each lookup, in order.
     """
     found: list[Any] = [None] * len(calls)
     for group, own_rows, own in zip(

@@ -51,11 +51,6 @@ def push(
 ) -> dict[str, tf.Tensor]:
     """Clips gradients and updates every variable where it lives.
 
-    Args:
-        layout: Of the step.
-        found: What it found; gradients of None are no update.
-        fence: What the gradients must pass on each server.
-
     Returns:
         For each server, a tensor there that depends on the gradients.
     """
@@ -147,11 +142,7 @@ def over_replicas(
 ) -> StepGradients:
     """What one replica would have found in the global batch.
 
-    Args:
-        layout: Of the step.
-        found: What this replica found.
-        replicas: All of them.
-        size: Scalar float32: the number of its examples.
+    `size` is how many of its examples this one has, a scalar float32.
     """
     known = [g for g in found.dense if g is not None]
     means, total = replicas.mean([*known, *found.deltas], size)

@@ -165,7 +165,7 @@ class ModelStep:
             model,
             element_spec,
             has_tables=bool(self.tables),
-            has_replicas=self._replicas is not None,
+            has_replicas=bool(self._replicas),
         )
         self._condition = conditional_update(model.optimizer, self._layout)
 
@@ -228,10 +228,7 @@ class ModelStep:
         return self._layouts[mode]
 
     def zero_states(self) -> States:
-        """States of metrics that have seen no example.
-
-        Of a metric whose states do not add up, that of its last step.
-        """
+        """States that have seen no example; those that are kept go on."""
         return self._states.zero()
 
     def train(
