@@ -22,21 +22,14 @@ class Server:
     Attributes:
         device: Its device; "" is where the step runs.
         reads: Indices in `Layout.reads` of the variables that it holds.
-        dense: Indices in `Layout.dense`.
-        moving: Indices in `Layout.moving`.
+        updates: Those of them that a step updates.
         shards: For each group of tables, by its index, the shards here.
     """
 
     device: str
     reads: list[int]
-    dense: list[int]
-    moving: list[int]
+    updates: list[int]
     shards: dict[int, list[keras.Variable]]
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether a step updates anything here."""
-        return bool(self.dense or self.moving or self.shards)
 
 
 class Layout:
@@ -54,7 +47,7 @@ class Layout:
         groups: The tables, those of one width and optimizer together.
         dense: Trainable variables that are read as a whole.
         moving: What else is read, and changed by additions (moving averages).
-        reads: All variables that are read as a whole.
+        reads: All that is read as a whole: `dense`, `moving`, rates.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
         servers: What each server holds, by device.
@@ -127,24 +120,19 @@ class Layout:
                 )
 
     def _server(self, device: str) -> Server:
-        def at(variables: Sequence[keras.Variable]) -> list[int]:
-            return [
-                i
-                for i, variable in enumerate(variables)
-                if self.device_of(variable) == device
-            ]
-
-        return Server(
-            device,
-            at(self.reads),
-            at(self.dense),
-            at(self.moving),
-            {
-                g: [group.shards[i] for i in at(group.shards)]
-                for g, group in enumerate(self.groups)
-                if device in group.num_shards
-            },
-        )
+        reads = [
+            i
+            for i, variable in enumerate(self.reads)
+            if self.device_of(variable) == device
+        ]
+        num_updated = len(self.dense) + len(self.moving)
+        shards = {
+            g: [s for s in group.shards if self.device_of(s) == device]
+            for g, group in enumerate(self.groups)
+            if device in group.num_shards
+        }
+        updates = [i for i in reads if i < num_updated]
+        return Server(device, reads, updates, shards)
 
 
 def is_seed(variable: keras.Variable) -> bool:

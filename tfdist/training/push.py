@@ -57,29 +57,26 @@ def push(
     for part in layout.parts:
         optimizers.begin_step(part, found.iteration)
     found = _clipped(layout, found)
-    blocks = _blocks(layout, found)
+    whole, blocks = [*found.dense, *found.deltas], _blocks(found)
     # As two numbers: a float is exact up to 2**24.
     counts = [found.iteration // _EXACT, found.iteration % _EXACT]
     scalars = [fence.generation] if fence else []
     scalars += [*found.rates, *(tf.cast(c, tf.float32) for c in counts)]
     arrived: dict[str, tf.Tensor] = {}
     for server in layout.servers:
-        if not server.is_updated:
+        if not (server.updates or server.shards):
             continue
         device = server.device
-        dense = [i for i in server.dense if found.dense[i] is not None]
-        moving = [i for i in server.moving if found.deltas[i] is not None]
+        updates = [i for i in server.updates if whole[i] is not None]
         requests = found.parameters.requests[device]
         sent = [
             *scalars,
-            *(found.dense[i] for i in dense),
-            *(found.deltas[i] for i in moving),
+            *(whole[i] for i in updates),
             *(blocks[g][device] for g in server.shards),
         ]
         if layout.remote:
             shapes = [[] for _ in scalars]
-            shapes += [list(layout.dense[i].shape) for i in dense]
-            shapes += [list(layout.moving[i].shape) for i in moving]
+            shapes += [list(layout.reads[i].shape) for i in updates]
             with tf.device(device):
                 shapes += [
                     [tf.reduce_sum(requests[g].counts), layout.groups[g].dim]
@@ -91,7 +88,7 @@ def push(
             # function waits for its side effects alone.
             arrived[device] = tf.identity_n(sent)[-1]
             queue = collections.deque(sent[1:] if fence else sent)
-            _apply(layout, server, queue, dense, moving, requests)
+            _apply(layout, server, queue, updates, requests)
     return arrived
 
 
@@ -99,15 +96,17 @@ def _apply(
     layout: Layout,
     server: Server,
     sent: collections.deque[tf.Tensor],
-    dense: list[int],
-    moving: list[int],
+    updates: list[int],
     requests: dict[int, Request],
 ) -> None:
     """A server's part of `push`, in the order in which it was sent."""
     rates = [sent.popleft() for _ in layout.parts]
     high, low = (tf.cast(sent.popleft(), tf.int64) for _ in range(2))
     iteration = high * _EXACT + low
-    for i in dense:
+    for i in updates:
+        if i >= len(layout.dense):
+            layout.reads[i].value.assign_add(sent.popleft())
+            continue
         owner = layout.owners[i]
         optimizers.update(
             layout.parts[owner],
@@ -116,8 +115,6 @@ def _apply(
             rates[owner],
             iteration,
         )
-    for i in moving:
-        layout.moving[i].value.assign_add(sent.popleft())
     for g, shards in server.shards.items():
         owner = layout.groups[g].part
         gradients = tf.split(
@@ -195,7 +192,7 @@ def _clipped(layout: Layout, found: StepGradients) -> StepGradients:
     return dataclasses.replace(found, dense=clipped[:num], rows=clipped[num:])
 
 
-def _blocks(layout: Layout, found: StepGradients) -> list[dict[str, tf.Tensor]]:
+def _blocks(found: StepGradients) -> list[dict[str, tf.Tensor]]:
     """For each group, the gradients of the rows of each server."""
     blocks = []
     read = found.parameters

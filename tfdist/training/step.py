@@ -417,8 +417,9 @@ class ModelStep:
         layout = self._layout_for(mode, batch)
         calls = self._forward(mode, batch).calls(batch, [])
         read = pull(layout, calls)
-        lengths = [(table, lookups.length(ids)) for table, ids in calls]
-        given = answers(layout, read.rows, read.positions, lengths)
+        tables = [table for table, _ in calls]
+        lookups_done = list(zip(tables, read.lengths, strict=True))
+        given = answers(layout, read.rows, read.positions, lookups_done)
         values = [
             *zip(layout.reads, read.values, strict=True),
             *step_seeds(self._seeds),
