@@ -10,6 +10,7 @@ from small_models import local_loop
 
 from tfdist import PartitionedEmbedding
 from tfdist._tf.private import reset_object_names
+from tfdist.embeddings.layer import logical_path, shard_of
 from tfdist.placement.partitioners import fixed_size_partitioner
 from tfdist.training import optimizers
 
@@ -514,16 +515,16 @@ def test_an_initializer_of_the_users():
 
 
 def test_paths():
-    layer = PartitionedEmbedding(5, 2, num_shards=2, name="words")
-    layer.build()
-    assert [s.path for s in layer.shards] == [
+    split = PartitionedEmbedding(5, 2, num_shards=2, name="words")
+    split.build()
+    assert [s.path for s in split.shards] == [
         "words/embeddings_part_0",
         "words/embeddings_part_1",
     ]
-    for shard in layer.shards:
-        assert layer.shard_of(shard) == "words/embeddings"
-        assert layer.logical_path(shard) == "words/embeddings"
+    for shard in split.shards:
+        assert shard_of(shard) == "words/embeddings"
+        assert logical_path(shard) == "words/embeddings"
     whole = PartitionedEmbedding(5, 2, name="words")
     whole.build()
-    assert layer.shard_of(whole.shards[0]) is None
-    assert layer.logical_path(whole.shards[0]) == "words/embeddings"
+    assert shard_of(whole.shards[0]) is None
+    assert logical_path(whole.shards[0]) == "words/embeddings"

@@ -330,8 +330,9 @@ def test_an_iteration_beyond_what_a_float_holds():
         assert model.layers[-1].bias.numpy()[0] == step % 1000
     rates = []
     for step in range(start, start + 3):
-        rate, _ = loop._step._learning_rates(tf.constant(step, tf.int64), [])
-        rates.append(float(rate[0]))
+        counters = loop._step._counters
+        iteration = counters.iteration(tf.constant(step, tf.int64))
+        rates.append(float(counters.learning_rates(iteration, [])[0]))
     assert rates == [0.0, 1.0, 0.0]
 
 
@@ -343,6 +344,5 @@ def test_steps_that_are_under_way_while_a_function_is_traced():
     loop.run(2)
     # Another worker's step has counted here, and not yet there.
     global_step.assign_add(1)
-    step, rates = loop._step, [v.value for v in loop._step._rates]
-    _, iteration = step._learning_rates(tf.constant(2, tf.int64), rates)
-    assert int(iteration) == 52
+    counters = loop._step._counters
+    assert int(counters.iteration(tf.constant(2, tf.int64))) == 52

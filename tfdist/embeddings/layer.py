@@ -202,9 +202,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Rows `(n, output_dim)` of ids `(n,)`."""
         self._check_dtype(flat.dtype.name)
         flat = tf.cast(flat, tf.int64)
-        desk = lookups.current()
-        if desk is not None:
-            return desk.rows(self, flat)
+        provider = lookups.current()
+        if provider is not None:
+            return provider.rows(self, flat)
         rows = tf.compat.v1.nn.embedding_lookup(
             [shard.value for shard in self.shards],
             self.checked(flat),

@@ -16,30 +16,30 @@ import tensorflow as tf
 
 
 class RowProvider(Protocol):
-    """Where a table brings its ids."""
+    """What gives a table the rows of its ids."""
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """Rows `(n, dim)` for the int64 ids `(n,)` of `table`."""
 
 
-_desk: contextvars.ContextVar[RowProvider | None] = contextvars.ContextVar(
-    "desk", default=None
+_provider: contextvars.ContextVar[RowProvider | None] = contextvars.ContextVar(
+    "row_provider", default=None
 )
 
 
 def current() -> RowProvider | None:
-    """The desk of the step that is being traced, if any."""
-    return _desk.get()
+    """The row provider of the step that is being traced, if any."""
+    return _provider.get()
 
 
 @contextlib.contextmanager
-def at(desk: RowProvider) -> Iterator[None]:
-    """Lookups inside go to `desk`."""
-    token = _desk.set(desk)
+def answered_by(provider: RowProvider) -> Iterator[None]:
+    """Lookups inside get their rows from `provider`."""
+    token = _provider.set(provider)
     try:
         yield
     finally:
-        _desk.reset(token)
+        _provider.reset(token)
 
 
 def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:

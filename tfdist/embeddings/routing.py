@@ -51,7 +51,7 @@ class Group:
         self._rank = np.argsort(ranked).astype(np.int32)
         self._ranked_starts = self._starts[ranked]
         self.shards = [shards[i][0] for i in ranked]
-        self.at = collections.Counter(sorted(devices))
+        self.num_shards = collections.Counter(sorted(devices))
 
     def holds(self, table: Any) -> bool:
         """Whether `table` is one of the group's."""
@@ -74,12 +74,12 @@ class Group:
         counts = tf.raw_ops.Bincount(
             arr=rank, size=num, weights=tf.zeros([0], tf.int32)
         )
-        by_device = tf.split(counts, list(self.at.values()))
+        by_device = tf.split(counts, list(self.num_shards.values()))
         sizes = tf.stack([tf.reduce_sum(each) for each in by_device])
-        ids = tf.split(local, sizes, num=len(self.at))
+        ids = tf.split(local, sizes, num=len(self.num_shards))
         return Route(
-            dict(zip(self.at, ids, strict=True)),
-            dict(zip(self.at, by_device, strict=True)),
+            dict(zip(self.num_shards, ids, strict=True)),
+            dict(zip(self.num_shards, by_device, strict=True)),
             sizes,
             tf.gather(tf.math.invert_permutation(order), inverse),
         )
@@ -133,6 +133,10 @@ class Route:
     counts: dict[str, tf.Tensor]
     sizes: tf.Tensor
     positions: tf.Tensor
+
+    def size_at(self, device: str) -> tf.Tensor:
+        """How many rows are on a server."""
+        return self.sizes[list(self.ids).index(device)]
 
 
 def stacked(lengths: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import logging
@@ -80,11 +81,13 @@ class CoordinatedLoop:
         steps_per_dispatch: int | None = None,
     ) -> None:
         self._workers = Workers(strategy, num_workers)
-        self._crew = self._workers.crew
         self._step = step
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         self._global_step = global_step
-        self._generations = Generations(_ps_devices())
+        devices = [d.name for d in tf.config.list_logical_devices("CPU")]
+        self._generations = Generations(
+            [name for name in devices if name.startswith("/job:ps/")]
+        )
         example = input_fn(tf.distribute.InputContext())
         size = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
@@ -100,16 +103,16 @@ class CoordinatedLoop:
         self._dispatches = Dispatches(
             functools.partial(run_steps, step), size, self._generations.fence
         )
-        self._input_fn, self._num_workers = input_fn, num_workers
+        self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self.fixed_shares = False
         self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._most_ahead = 2 * num_workers * self._dispatches.full
+        self._max_ahead = 2 * num_workers * self._dispatches.full
         self._pending: list[_Dispatch] = []
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
-        self._settled: Any = 0.0
+        self._earlier: Any = 0.0
         self._input_secs = InputSeconds()
         self._input_watch = InputWatch(self._waits)
         self.step = self._next_step = 0
@@ -122,23 +125,23 @@ class CoordinatedLoop:
     ) -> dict[str, float]:
         """See `Loop.run`."""
         if self._uncertain and not self._pending:
-            self._count_anew()
-        total, self._settled = self._settled, 0.0
+            self._recount()
+        total, self._earlier = self._earlier, 0.0
         target = self.step + num_steps
-        limit = target + min(ahead, self._most_ahead)
+        limit = target + min(ahead, self._max_ahead)
         while self.step < target:
-            exhausted = self._crew.all_exhausted()
+            exhausted = self._workers.all_exhausted()
             if exhausted and not self._pending:
                 raise EndOfInput(metrics_from_states(total, self._step))
             if not (exhausted or self._uncertain):
-                self._hand_out_up_to(limit, most=num_steps)
+                self._schedule_up_to(limit, most=num_steps)
             total += self._collect(watch, target)
         return metrics_from_states(total, self._step)
 
     def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
         """See `Loop.wait_for_steps`; the next run returns their metrics too."""
         while self._pending or self._uncertain:
-            self._settled += self._collect(watch)
+            self._earlier += self._collect(watch)
 
     def evaluate(
         self,
@@ -170,7 +173,7 @@ class CoordinatedLoop:
         """See `Loop.has_ended`."""
         return self._workers.has_ended()
 
-    def _hand_out_up_to(self, limit: int, most: int) -> None:
+    def _schedule_up_to(self, limit: int, most: int) -> None:
         """Makes sure that the steps before `limit` are done or under way.
 
         No dispatch is of more than `most` steps: who runs them one by one is
@@ -188,7 +191,7 @@ class CoordinatedLoop:
         if not self._concrete:
             self._iterator = self._read_data()
             self._trace(1)
-            sizes = [1] * min(missing, self._most_ahead)
+            sizes = [1] * min(missing, self._max_ahead)
         else:
             sizes = self._dispatches.sizes(missing, self._next_step)
             if most < self._dispatches.full:
@@ -196,11 +199,11 @@ class CoordinatedLoop:
             if not self._concrete.keys() >= set(sizes):
                 self._trace(self._dispatches.full)
         for size in sizes:
-            self._hand_out(self._next_step, size)
+            self._schedule(self._next_step, size)
             self._next_step += size
 
     def _read_data(self) -> Iterator:
-        """Has every worker begin to read.
+        """Has every worker begin to read its part of the data (D11).
 
         A worker that is lost begins again, as the function below is called
         for it: by then, another generation tells that from the first time.
@@ -209,7 +212,12 @@ class CoordinatedLoop:
 
         def dataset() -> tf.data.Dataset:
             generation = tf.cast(self._generations.read(), tf.int64)
-            context = worker_context(self._num_workers, first + generation)
+            # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
+            coordinators = tf.distribute.coordinator
+            index = coordinators.experimental_get_current_worker_index()
+            context = WorkerContext(
+                self._workers.num_workers, index, first + generation
+            )
             batches = self._input_fn(context)
             self.fixed_shares = context.fixed_share
             return batches
@@ -225,14 +233,14 @@ class CoordinatedLoop:
             tf.TensorSpec([], tf.float32),
         )
 
-    def _hand_out(self, first_step: int, size: int) -> None:
-        args = (
-            tf.constant(first_step, tf.int64),
-            tf.constant(float(self._generations.current)),
-        )
-        dispatch = _Dispatch(
-            self._workers, self._concrete[size], args, first_step, size
-        )
+    def _schedule(self, first_step: int, size: int) -> None:
+        step = tf.constant(first_step, tf.int64)
+        generation = tf.constant(float(self._generations.current))
+
+        def run(iterator: Iterator) -> tf.Tensor:
+            return self._concrete[size](iterator, step, generation)
+
+        dispatch = _Dispatch(first_step, size, run, self._workers)
         self._pending.append(dispatch)
         self._workers.schedule(dispatch, self._iterator)
 
@@ -241,21 +249,21 @@ class CoordinatedLoop:
     ) -> Any:
         """Waits for a dispatch to end; returns the states of its steps."""
         if not self._pending:
-            self._count_anew()
+            self._recount()
             return 0.0
-        self._workers.wait(lambda: self._next_over(target), watch)
+        self._workers.wait(lambda: self._next_ended(target), watch)
         self._input_watch.look()
-        over = self._next_over(target)
-        if over is None:
+        ended = self._next_ended(target)
+        if ended is None:
             return 0.0
-        self._pending.remove(over)
-        if over.outcome is _Outcome.DONE:
-            self.step += over.size
-            return self._input_secs.without(over.packed)
-        if over.outcome is _Outcome.LOST:
+        self._pending.remove(ended)
+        if ended.outcome is _Outcome.DONE:
+            self.step += ended.size
+            return self._input_secs.without(ended.packed)
+        if ended.outcome is _Outcome.LOST:
             self._uncertain = True
-        elif not self._crew.all_exhausted():
-            self._hand_out(over.first_step, over.size)
+        elif not self._workers.all_exhausted():
+            self._schedule(ended.first_step, ended.size)
         return 0.0
 
     def _waits(self) -> dict[str, int]:
@@ -270,7 +278,7 @@ class CoordinatedLoop:
                     found[f"the input of worker:{each.worker}"] = awaited()
         return found
 
-    def _next_over(self, target: float) -> _Dispatch | None:
+    def _next_ended(self, target: float) -> _Dispatch | None:
         """A dispatch that has ended; none that goes beyond `target`.
 
         Unless only such are left.
@@ -278,7 +286,7 @@ class CoordinatedLoop:
         within = [d for d in self._pending if self.step + d.size <= target]
         return next((d for d in within or self._pending if d.outcome), None)
 
-    def _count_anew(self) -> None:
+    def _recount(self) -> None:
         """Finds out what was applied, once nothing is under way any more.
 
         A worker that is only believed dead may still have a part of a
@@ -297,82 +305,53 @@ class _Outcome(enum.Enum):
     LOST = "its worker is gone; some of its steps may be applied"
 
 
+@dataclasses.dataclass(eq=False)
 class _Dispatch:
     """Some steps on whichever worker is free, at most once.
 
     Attributes:
         first_step: Number of the first of its steps.
         size: How many.
+        run: Runs them, given an iterator.
+        workers: The workers.
         outcome: How it ended; None until then.
         worker: Index of the worker that runs it; None until one does.
         began: When it did.
-        packed: What the function returned, if it is done.
+        packed: What `run` returned, if it is done.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        function: tf.types.experimental.ConcreteFunction,
-        args: tuple[tf.Tensor, ...],
-        first_step: int,
-        size: int,
-    ) -> None:
-        self.first_step, self.size = first_step, size
-        self.outcome: _Outcome | None = None
-        self.worker: int | None = None
-        self.packed: np.ndarray | None = None
-        self._workers = workers
-        self._crew = workers.crew
-        self._function = function
-        self._args = args
-        self.began = math.inf
+    first_step: int
+    size: int
+    run: Callable[[Iterator], tf.Tensor]
+    workers: Workers
+    outcome: _Outcome | None = None
+    worker: int | None = None
+    began: float = math.inf
+    packed: np.ndarray | None = None
 
     def __call__(self, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
 
         The coordinator calls again, for another worker, what has failed.
         """
-        self._crew.enter()
         if self.began < math.inf:
-            self._end(_Outcome.LOST)
-        elif self._crew.is_exhausted():
-            self._crew.leave_to_others()
-            self._end(_Outcome.SKIPPED)
-        else:
-            self.worker = private.current_worker()
-            self.began = time.monotonic()
-            self._run(iterator)
-
-    def _run(self, iterator: Iterator) -> None:
+            self.outcome = _Outcome.LOST
+            return
+        if self.workers.is_exhausted():
+            self.workers.leave_to_others()
+            self.outcome = _Outcome.SKIPPED
+            return
+        self.worker = private.current_worker()
+        self.began = time.monotonic()
         try:
-            self.packed = self._function(iterator, *self._args).numpy()
+            self.packed = self.run(iterator).numpy()
         except tf.errors.OutOfRangeError:
-            self._crew.mark_exhausted()
-            self._end(_Outcome.SKIPPED)
+            self.workers.mark_exhausted()
+            self.outcome = _Outcome.SKIPPED
         except tf.errors.OpError:
             # An iterator that was cancelled says ever after that it is at its
             # end. TensorFlow may take the error for a passing one.
-            self._workers.renew_input()
+            self.workers.renew_input()
             raise
         else:
-            self._end(_Outcome.DONE)
-
-    def _end(self, outcome: _Outcome) -> None:
-        self.outcome = outcome
-        self._crew.remove()
-
-
-def worker_context(num_workers: int, first_pass: tf.Tensor) -> WorkerContext:
-    """Which part of the data a worker reads (design decision D11).
-
-    Must be called while a per-worker dataset is traced; `tf.distribute` itself
-    would say that every worker is pipeline 0 of 1.
-    """
-    index = tf.distribute.coordinator.experimental_get_current_worker_index()
-    return WorkerContext(num_workers, index, first_pass)
-
-
-def _ps_devices() -> list[str]:
-    """The device of each parameter server that this process is connected to."""
-    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
-    return [name for name in devices if name.startswith("/job:ps/")]
+            self.outcome = _Outcome.DONE

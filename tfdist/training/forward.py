@@ -26,11 +26,15 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
+# What keeps or adds to its first input.
+_ADDITIONS = {"Sub", "TensorScatterAdd", "TensorScatterSub", "Identity", "Cast"}
+_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
-# The shape of these depends on the values of floats too, that of other ops on
-# those of integers at most, and that of the last on no value at all.
-_SHAPED_BY_VALUES = re.compile(".*(Where|Unique|Range|ListDiff|NonMaxSupp)")
-_SHAPED_BY_SHAPES = {"GatherV2", "SelectV2", "LogicalAnd", "LogicalNot"}
+# The shape of their results depends on the values of floats too; that of other
+# ops on those of integers at most.
+_SHAPED_BY_VALUES = re.compile(
+    ".*(Where|Unique|Range|ListDiff|NonMaxSupp|Call|Case|If|While|Map|Dataset)"
+)
 
 
 class Forward:
@@ -72,7 +76,7 @@ class Forward:
             ]
             values = [*self._stand_ins, *seeds(*given[len(flat) :])]
             self._scope = _Scope(values)
-            with self._scope, lookups.at(self._collector):
+            with self._scope, lookups.answered_by(self._collector):
                 self._results = tf.nest.map_structure(
                     tf.convert_to_tensor, run(batch)
                 )
@@ -122,6 +126,19 @@ class Forward:
                         "update it there and return its `result()`."
                     )
         return self._graph.prune(values, self._results)
+
+    def adds_to(
+        self, variable: keras.Variable, states: Sequence[keras.Variable]
+    ) -> bool:
+        """Whether the pass changes a variable by additions alone.
+
+        And by nothing that depends on any of `states`.
+        """
+        stand_ins = {id(v): value for v, value in self._stand_ins}
+        start = stand_ins[id(variable)].name
+        names = {stand_ins[id(v)].op.name for v in states}
+        value = self._scope.get_current_value(variable)
+        return _adds(value, start, names)
 
     def _others(self) -> dict[str, str]:
         """What a stand-in is for, by the name of its op."""
@@ -195,27 +212,38 @@ def _needed(
         waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
 
 
+def _adds(value: tf.Tensor, start: str, states: set[str]) -> bool:
+    """Whether a value is a tensor, plus what depends on none of some ops."""
+    if value.name == start:
+        return True
+    op = value.op
+    changed = [
+        any(o.name in states and not is_shape for o, is_shape in _needed([t]))
+        for t in op.inputs
+    ]
+    if op.type == "SelectV2":
+        one, other = op.inputs[1:]
+        same = not changed[0] and _adds(one, start, states)
+        return same and _adds(other, start, states)
+    # Of "AddV2" and the like either input may be the state.
+    if changed.count(True) != 1 or not (
+        op.type.startswith("Add") or (op.type in _ADDITIONS and changed[0])
+    ):
+        return False
+    return _adds(op.inputs[changed.index(True)], start, states)
+
+
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:
     """Whether an op (or the shape of its output) needs but an input's shape."""
     if op.type in _SHAPE_OF or not is_shape:
         return op.type in _SHAPE_OF
-    calls = any(_called(op.node_def))
-    if calls or _SHAPED_BY_VALUES.match(op.type):
-        return False
-    return of.dtype.is_floating or op.type in _SHAPED_BY_SHAPES
-
-
-def _called(node: Any) -> Iterator[str]:
-    """Names of the functions that a node calls."""
-    for attr in node.attr.values():
-        for function in (attr.func, *attr.list.func):
-            if function.name:
-                yield function.name
+    return of.dtype.is_floating and not _SHAPED_BY_VALUES.match(op.type)
 
 
 def _kinds(node: Any, functions: dict[str, Any]) -> Iterator[str]:
     """The type of an op, and those of the ops in the functions it calls."""
     yield node.op
-    for name in _called(node):
-        for inner in functions.get(name, ()):
-            yield from _kinds(inner, functions)
+    for attr in node.attr.values():
+        for function in (attr.func, *attr.list.func):
+            for inner in functions.get(function.name, ()):
+                yield from _kinds(inner, functions)

@@ -19,11 +19,12 @@ import tensorflow as tf
 from tfdist._tf.private import Saveable
 from tfdist.training.compiled_model import checked_model
 from tfdist.training.fence import Fence
-from tfdist.training.step import Batch, States, flat_floats
+from tfdist.training.metric_states import States, flat_floats
+from tfdist.training.step import Batch
 
 
 class KerasStep:
-    """What `ModelStep` is for other models, where all is in one process.
+    """As `ModelStep`, for other models, where all is in one process.
 
     A step is what `fit` and `evaluate` make of it: the model's method is
     traced as they trace it (with the `jit_compile` of `compile`), updates
@@ -175,7 +176,7 @@ class KerasStep:
         return later
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """The logs by name; those of training begin anew.
+        """The logs by name; those of training begin again.
 
         Args:
             packed: float64 vector as from `pack`.

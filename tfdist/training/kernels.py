@@ -1,13 +1,11 @@
 """TensorFlow's fused update kernels, for the Keras rules they equal.
 
-One op instead of the five or ten of Keras' own step. Each function applies a
-gradient on the current device and returns True, or returns False where the
-options of the optimizer mean something else than the kernel.
+One op instead of the five or ten of Keras' own step. Each rule applies a
+gradient on the current device (to the rows `ids`, if any) and returns True, or
+returns False where the optimizer's options mean something else.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,94 +13,74 @@ import tensorflow as tf
 from tfdist.training.slots import rule_slots
 
 
-def _fused_sgd(
-    optimizer: keras.optimizers.SGD,
+def fused_update(
+    optimizer: keras.optimizers.Optimizer,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
+    ids: tf.Tensor | None = None,
 ) -> bool:
-    if optimizer.momentum:
-        return False
-    tf.raw_ops.ResourceApplyGradientDescent(
-        var=variable.value.handle, alpha=rate, delta=gradient
-    )
-    return True
+    """Applies a gradient by one op, if there is one; returns whether.
 
-
-def _fused_sgd_rows(
-    optimizer: keras.optimizers.SGD,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if optimizer.momentum:
-        return False
-    variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
-    return True
-
-
-def _same_adagrad(optimizer: keras.optimizers.Adagrad) -> bool:
-    """Whether TensorFlow's kernel gives Keras' result.
-
-    Keras adds epsilon under the root, the kernel beside it: the same to float
-    precision unless an accumulator is near zero.
+    See `optimizers.update`, and `update_rows` for `ids`.
     """
-    return optimizer.initial_accumulator_value >= 1e-2
+    # Exact types only: a subclass may mean something else.
+    rule = _RULES.get(type(optimizer))
+    return bool(rule) and rule(optimizer, variable, gradient, rate, ids)
 
 
-def _adagrad_arguments(
+def _sgd(
+    optimizer: keras.optimizers.SGD,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    rate: tf.Tensor,
+    ids: tf.Tensor | None,
+) -> bool:
+    if optimizer.momentum:
+        return False
+    if ids is None:
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable.value.handle, alpha=rate, delta=gradient
+        )
+    else:
+        variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
+    return True
+
+
+def _adagrad(
     optimizer: keras.optimizers.Adagrad,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
-) -> dict[str, Any]:
+    ids: tf.Tensor | None,
+) -> bool:
+    # Keras adds epsilon under the root, the kernel beside it: the same to float
+    # precision unless an accumulator is near zero.
+    if optimizer.initial_accumulator_value < 1e-2:
+        return False
     (accumulator,) = rule_slots(optimizer, variable)
-    return {
+    arguments = {
         "var": variable.value.handle,
         "accum": accumulator.value.handle,
         "lr": rate,
         "epsilon": 0.0,
         "grad": gradient,
     }
-
-
-def _fused_adagrad(
-    optimizer: keras.optimizers.Adagrad,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if not _same_adagrad(optimizer):
-        return False
-    tf.raw_ops.ResourceApplyAdagradV2(
-        **_adagrad_arguments(optimizer, variable, gradient, rate)
-    )
+    if ids is None:
+        tf.raw_ops.ResourceApplyAdagradV2(**arguments)
+    else:
+        tf.raw_ops.ResourceSparseApplyAdagradV2(**arguments, indices=ids)
     return True
 
 
-def _fused_adagrad_rows(
-    optimizer: keras.optimizers.Adagrad,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    if not _same_adagrad(optimizer):
-        return False
-    tf.raw_ops.ResourceSparseApplyAdagradV2(
-        **_adagrad_arguments(optimizer, variable, gradient, rate), indices=ids
-    )
-    return True
-
-
-def _fused_adam(
+def _adam(
     optimizer: keras.optimizers.Adam,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
+    ids: tf.Tensor | None,
 ) -> bool:
-    if optimizer.amsgrad:
+    if optimizer.amsgrad or ids is not None:
         return False
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, rate.dtype)
     momentum, velocity = rule_slots(optimizer, variable)
@@ -121,14 +99,15 @@ def _fused_adam(
     return True
 
 
-def _ftrl_arguments(
+def _ftrl(
     optimizer: keras.optimizers.Ftrl,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
-) -> dict[str, Any]:
+    ids: tf.Tensor | None,
+) -> bool:
     accumulator, linear = rule_slots(optimizer, variable)
-    return {
+    arguments = {
         "var": variable.value.handle,
         "accum": accumulator.value.handle,
         "linear": linear.value.handle,
@@ -140,43 +119,16 @@ def _ftrl_arguments(
         "l2_shrinkage": optimizer.l2_shrinkage_regularization_strength,
         "lr_power": optimizer.learning_rate_power,
     }
-
-
-def _fused_ftrl(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    tf.raw_ops.ResourceApplyFtrlV2(
-        **_ftrl_arguments(optimizer, variable, gradient, rate)
-    )
+    if ids is None:
+        tf.raw_ops.ResourceApplyFtrlV2(**arguments)
+    else:
+        tf.raw_ops.ResourceSparseApplyFtrlV2(**arguments, indices=ids)
     return True
 
 
-def _fused_ftrl_rows(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-) -> bool:
-    tf.raw_ops.ResourceSparseApplyFtrlV2(
-        **_ftrl_arguments(optimizer, variable, gradient, rate), indices=ids
-    )
-    return True
-
-
-# Kernels of TensorFlow that mean the same as a Keras update step; each returns
-# whether it applied. Exact types only: a subclass may mean something else.
-DENSE = {
-    keras.optimizers.SGD: _fused_sgd,
-    keras.optimizers.Adagrad: _fused_adagrad,
-    keras.optimizers.Adam: _fused_adam,
-    keras.optimizers.Ftrl: _fused_ftrl,
-}
-ROWS = {
-    keras.optimizers.SGD: _fused_sgd_rows,
-    keras.optimizers.Adagrad: _fused_adagrad_rows,
-    keras.optimizers.Ftrl: _fused_ftrl_rows,
+_RULES = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adagrad: _adagrad,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.Ftrl: _ftrl,
 }

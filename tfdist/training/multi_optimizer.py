@@ -63,17 +63,6 @@ class MultiOptimizer(keras.optimizers.Optimizer):
             *(v for part in self.parts for v in part.variables),
         ]
 
-    def split(
-        self, gradients: Sequence[Gradient], variables: Sequence[keras.Variable]
-    ) -> list[tuple[keras.optimizers.Optimizer, list]]:
-        """`(part, [(gradient, variable), ...])` for each part with any."""
-        pairs = list(zip(gradients, variables, strict=True))
-        split = [
-            (part, [p for p in pairs if self.owner(p[1]) == i])
-            for i, part in enumerate(self.parts)
-        ]
-        return [(part, own) for part, own in split if own]
-
     def apply(
         self,
         grads: Sequence[Gradient],
@@ -83,8 +72,11 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         variables = trainable_variables or self._trainable_variables
         if not self.built:
             self.build(list(variables))
-        for part, pairs in self.split(grads, variables):
-            part.apply(*zip(*pairs, strict=True))
+        for i, part in enumerate(self.parts):
+            pairs = zip(grads, variables, strict=True)
+            own = [pair for pair in pairs if self.owner(pair[1]) == i]
+            if own:
+                part.apply(*zip(*own, strict=True))
         self.iterations.assign_add(1)
 
     def owner(self, variable: keras.Variable) -> int:

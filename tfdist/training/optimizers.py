@@ -20,7 +20,7 @@ from tfdist._tf.private import (
     uses_weight_decay,
     variable_index,
 )
-from tfdist.training import kernels
+from tfdist.training.kernels import fused_update
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import RowView, slots, swapped
 
@@ -90,8 +90,8 @@ def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
 def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
     """Refuses what is not computed, or not where several workers share slots.
 
-    Refuses `ScheduleFreeAdamW`: Keras 3.15 on TensorFlow does not compute
-    its rule. `fit` starts its slots at zero instead of at the variables, and
+    Keras 3.15 on TensorFlow does not compute the rule of `ScheduleFreeAdamW`:
+    `fit` starts its slots at zero instead of at the variables, and
     `update_step` reads a slot after it has changed it.
 
     Args:
@@ -135,8 +135,8 @@ def check_rows(
             Lamb, Muon).
     """
     own = slots(optimizer, variable)
-    others = [v.path for v in own if v.shape != variable.shape]
-    if others or isinstance(optimizer, _WHOLE_VARIABLE):
+    has_other_shapes = any(v.shape != variable.shape for v in own)
+    if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
             f"The rule of {type(optimizer).__name__} is about a variable as a "
             f"whole, so it cannot update some rows of {variable.path!r}. Use "
@@ -150,7 +150,7 @@ def learning_rate(
     iteration: tf.Tensor,
     values: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> tf.Tensor:
-    """The learning rate of a part at `iteration`, a float32 scalar.
+    """The learning rate of a part, a float32 scalar.
 
     Args:
         optimizer: One of `parts`.
@@ -169,9 +169,7 @@ def update(
     rate: tf.Tensor,
     iteration: tf.Tensor,
 ) -> None:
-    """Applies a dense gradient where the ops are placed.
-
-    The caller opens the device scope of the variable.
+    """Applies a dense gradient; the caller opens the variable's device scope.
 
     Args:
         optimizer: The part that owns `variable`.
@@ -185,8 +183,7 @@ def update(
     with keras.StatelessScope([(counter(optimizer), iteration)]):
         if decay:
             target.assign_sub(target * (decay * rate))
-        fused = kernels.DENSE.get(type(optimizer))
-        if fused is None or not fused(optimizer, variable, gradient, rate):
+        if not fused_update(optimizer, variable, gradient, rate):
             optimizer.update_step(gradient, variable, rate)
     if optimizer.use_ema:
         index = variable_index(optimizer, variable)
@@ -232,17 +229,16 @@ def update_rows(
     check_rows(optimizer, variable)
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
-    own = slots(optimizer, variable)
-    fused = kernels.ROWS.get(type(optimizer))
-    if fused is not None and not decay and not optimizer.use_ema:
-        with keras.StatelessScope([(counter(optimizer), iteration)]):
-            if fused(optimizer, variable, ids, gradient, rate):
+    number = [(counter(optimizer), iteration)]
+    if not decay and not optimizer.use_ema:
+        with keras.StatelessScope(number):
+            if fused_update(optimizer, variable, gradient, rate, ids):
                 return
-    row, *row_slots = [RowView(v.value, ids) for v in (variable, *own)]
-    with (
-        keras.StatelessScope([(counter(optimizer), iteration)]),
-        swapped(optimizer, variable, row_slots),
-    ):
+    row, *row_slots = [
+        RowView(v.value, ids) for v in (variable, *slots(optimizer, variable))
+    ]
+    scope = keras.StatelessScope(number)
+    with scope, swapped(optimizer, variable, row_slots):
         if decay:
             row.assign_sub(row.rows * (decay * rate))
         optimizer.update_step(gradient, row, rate)
@@ -282,9 +278,7 @@ def _decay(
         index = variable_index(optimizer, variable)
         if optimizer.adam_velocities[index] is not None:
             decay = optimizer.adam_weight_decay
-    if decay and uses_weight_decay(optimizer, variable):
-        return decay
-    return None
+    return decay if uses_weight_decay(optimizer, variable) else None
 
 
 def _average_weight(
@@ -298,15 +292,10 @@ def _average_weight(
 def clip(
     optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Clips as `clipnorm`, `clipvalue`, `global_clipnorm` say.
+    """Clips all gradients of a part as its options say.
 
-    Runs on the worker, which holds all gradients: only clipped values travel.
-    The gradient of a table is that of its unique rows, whose norm is that of
-    the whole gradient.
-
-    Args:
-        optimizer: One of `parts`.
-        gradients: Of all variables of that part.
+    Runs on the worker, which holds them all: only clipped values travel. The
+    gradient of a table is that of its unique rows, whose norm is the same.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]

@@ -96,11 +96,7 @@ class Replicas:
     def update(self, function: Callable[[Any], None], args: Any) -> None:
         """Calls `function(args)` where each variable is this replica's copy.
 
-        A replica by itself may not assign to a copy.
-
-        Args:
-            function: Updates variables.
-            args: Structure of this replica's tensors, after `mean`.
+        A replica by itself may not assign to a copy. To be called after `mean`.
         """
 
         def update_one(_: tf.Variable, total: tf.Tensor, args: Any) -> None:

@@ -58,7 +58,7 @@ class ReplicatedLoop(LocalLoop):
             lambda context: context.replica_id_in_sync_group
         )
         here = strategy.experimental_local_results(ids)
-        self._first, self._num_here = here[0], len(here)
+        self._first = here[0]
         if (
             own_batches
             and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
@@ -70,7 +70,7 @@ class ReplicatedLoop(LocalLoop):
                 tf.data.Dataset.from_tensors(nothing).repeat()
             )
         if own_batches:
-            self._batches_per_step = self._num_here
+            self._batches_per_step = len(here)
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             task = strategy.cluster_resolver
             self._task = f"{task.task_type}:{task.task_id}"
@@ -88,38 +88,27 @@ class ReplicatedLoop(LocalLoop):
         fence: None = None,
     ) -> tf.Tensor:
         """Runs steps; returns packed metric states of all replicas."""
-        read = self._own_batches if self.own_batches else self._shares
-        states = self._strategy.run(
-            self._train, (read(num_steps, iterator), first_step)
-        )
+        batches = self._batches(num_steps, iterator)
+        states = self._strategy.run(self._train, (batches, first_step))
         local = self._strategy.experimental_local_results
         return self._step.pack([local(state)[0] for state in states])
 
-    def _shares(self, num_steps: int, iterator: Iterator) -> Any:
-        """For each replica its share of the next global batches."""
-        batches = [iterator.get_next() for _ in range(num_steps)]
-        return self._strategy.experimental_distribute_values_from_function(
-            lambda context: [
-                share(
-                    batch,
-                    context.replica_id_in_sync_group,
-                    context.num_replicas_in_sync,
-                )
-                for batch in batches
-            ]
-        )
-
-    def _own_batches(self, num_steps: int, iterator: Iterator) -> Any:
-        """For each replica of this process batches of its own."""
-        batches = [
-            [iterator.get_next() for _ in range(self._num_here)]
+    def _batches(self, num_steps: int, iterator: Iterator) -> Any:
+        """For each replica its batches: its own, or shares of global ones."""
+        read = [
+            [iterator.get_next() for _ in range(self._batches_per_step)]
             for _ in range(num_steps)
         ]
+
+        def of_replica(context: tf.distribute.ValueContext) -> list[Any]:
+            index = context.replica_id_in_sync_group
+            if self.own_batches:
+                return [each[index - self._first] for each in read]
+            num = context.num_replicas_in_sync
+            return [share(batch, index, num) for (batch,) in read]
+
         return self._strategy.experimental_distribute_values_from_function(
-            lambda context: [
-                each[context.replica_id_in_sync_group - self._first]
-                for each in batches
-            ]
+            of_replica
         )
 
     def _train(

@@ -9,57 +9,50 @@ changes by operations that the variable's own device executes atomically.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf import private
-from tfdist._tf.private import SEED_STATE_NAME
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
-from tfdist.training import compiled_model, gates, optimizers
-from tfdist.training.exchange import Exchange, Pulled
+from tfdist.training import optimizers
+from tfdist.training.compiled_model import (
+    checked_model,
+    overrides,
+    refuse_own,
+)
+from tfdist.training.computation import (
+    compiled_computation,
+    forward_pass,
+    specs,
+)
+from tfdist.training.conditional_updates import conditional_update
+from tfdist.training.counters import Counters
 from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
-from tfdist.training.replicas import Replicas, mean_to_sum
+from tfdist.training.layout import Layout, is_seed
+from tfdist.training.metric_states import MetricStates, States, num_examples
+from tfdist.training.metrics import (
+    build_metrics,
+    check_metric_names,
+    no_sums,
+)
+from tfdist.training.pull import answers, pull
+from tfdist.training.push import Gradients, StepGradients, over_replicas, push
+from tfdist.training.replicas import Replicas
+from tfdist.training.seeds import step_seeds
 from tfdist.training.staleness import StalenessCounter
 
 # A model may look up other tables in each.
 _TRAINING, _EVALUATION, _PREDICTION = "training", "evaluation", "prediction"
 
-_log = logging.getLogger(__name__)
-
 Batch = Any
-States = list[tf.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepGradients:
-    """What a step has found out, before it changes anything.
-
-    Attributes:
-        pulled: What it has read.
-        gradients: Of the variables read as a whole, None where there is none.
-        rows: Gradients of the rows of each group of tables.
-        deltas: What to add to each moving average.
-        rates: Learning rate of each part of the optimizer.
-        iteration: The optimizer's iteration.
-    """
-
-    pulled: Pulled
-    gradients: list[tf.Tensor | None]
-    rows: list[tf.Tensor | None]
-    deltas: list[tf.Tensor]
-    rates: list[tf.Tensor]
-    iteration: tf.Tensor
 
 
 class ModelStep:
@@ -74,14 +67,14 @@ class ModelStep:
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
             `compute_metrics` are used. One that overrides `train_step` or
-            `test_step` is for `tfdist.training.keras_step`.
+            `test_step` is for `KerasStep`.
         element_spec: `tf.TypeSpec` structure of one batch, as
             `dataset.element_spec` gives it; metrics are built from it.
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
         remote: Whether the variables live in other processes.
-        replicas: Those that run each step together with this one; None for
-            none. Then a step runs in the context of a replica.
+        replicas: Those that run each step together with this one. Then a step
+            runs in the context of a replica. Default: none.
         metrics: Whether batches have targets; False for `predict` alone.
 
     Attributes:
@@ -106,85 +99,75 @@ class ModelStep:
         replicas: Replicas | None = None,
         metrics: bool = True,
     ) -> None:
-        self.model = compiled_model.checked_model(model)
+        self.model = checked_model(model)
         input_fns.check_batches(model, element_spec, targets=metrics)
-        if global_step is not None and metrics:
-            compiled_model.refuse_own(model, "train_step", "compute_loss")
+        trains = global_step is not None and metrics
+        if trains:
+            refuse_own(model, "train_step", "compute_loss")
         optimizers.check(model.optimizer, remote)
-        if metrics:
-            compiled_model.build_metrics(model, element_spec)
-            compiled_model.check_metric_names(model)
-        self._metrics = list(model.metrics_variables)
-        self._seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
         self._global_step = global_step
         self._remote = remote
         self._replicas = replicas
         self._forwards: dict[Any, Forward] = {}
         self._tables: dict[str, list[Any]] = {}
-        self._exchanges: dict[str, Exchange] = {}
-        self._ahead: int | None = None
-        self.staleness: StalenessCounter | None = None
-        self._results: Callable[..., Any] | None = None
+        self._layouts: dict[str, Layout] = {}
         self._shapes = [s.shape for s in _flat(element_spec)]
+        self.staleness: StalenessCounter | None = None
         if metrics:
-            self._look(element_spec)
-        self._prepare_metrics()
-        if global_step is not None and metrics:
+            build_metrics(model, element_spec)
+            check_metric_names(model)
+        self._metrics = list(model.metrics_variables)
+        self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
+        results, kept = self._look(element_spec) if metrics else (None, set())
+        self._states = MetricStates(
+            model,
+            self._metrics,
+            kept=kept,
+            trains=global_step is not None,
+            results=results,
+        )
+        if trains:
             self._prepare_training(element_spec)
 
-    def _look(self, element_spec: Any) -> None:
-        """Sees what the model does with a batch; refuses what cannot be."""
+    def _look(
+        self, element_spec: Any
+    ) -> tuple[Callable[..., Any] | None, set[int]]:
+        """Sees what the model does with a batch; refuses what cannot be.
+
+        Returns:
+            `MetricStates`' arguments `results` and `kept`.
+        """
         model = self.model
+        own_results = overrides(model, "compute_metrics")
         modes = [] if self._global_step is None else [_TRAINING]
-        if self._remote and not compiled_model.overrides(model, "test_step"):
-            modes += [_EVALUATION]
-        own_results = compiled_model.overrides(model, "compute_metrics")
-        if own_results and not modes:
-            modes = [_EVALUATION]
-        with compiled_model.noted_updates(model) as updates:
-            for mode in modes:
-                self._forward(mode, element_spec)
-        if self._remote or self._replicas:
-            compiled_model.check_metrics(model, self._metrics, updates)
+        is_evaluated = self._remote and not overrides(model, "test_step")
+        if is_evaluated or (own_results and not modes):
+            modes.append(_EVALUATION)
+        forwards = [self._forward(mode, element_spec) for mode in modes]
+        must_add_up = bool(self._remote or self._replicas)
+        kept = no_sums(model, self._metrics, forwards, must_add_up)
+        results = None
         if own_results:
-            forward = self._forward(modes[0], element_spec)
-            self._results = forward.results(
+            results = forwards[0].results(
                 self._metrics, f"`compute_metrics` of {type(model).__name__}"
             )
-
-    def _prepare_metrics(self) -> None:
-        """Where the states of metrics start, and which are passed on.
-
-        In one process those of metrics that are not Keras' own may be any
-        function of the state before: they stay in the metric's variables.
-        """
-        listed = {id(v) for v in self.model.metrics_variables}
-        self._start = [
-            v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
-            for v in self._metrics
-        ]
-        passed_on: set[int] = set()
-        if not (self._remote or self._replicas):
-            own = compiled_model.own_metrics(self.model)
-            passed_on = {id(v) for metric in own for v in metric.variables}
-        self._is_passed_on = [id(v) in passed_on for v in self._metrics]
+        return results, kept
 
     def _prepare_training(self, element_spec: Any) -> None:
-        model, remote = self.model, self._remote
-        if remote:
+        model = self.model
+        if self._remote:
             self.staleness = StalenessCounter(self._global_step)
-        self._parts = optimizers.parts(model.optimizer)
-        self._exchange = self._exchange_for(_TRAINING, element_spec)
-        self._exchange.check_read(self._forward(_TRAINING, element_spec).read)
-        self._compute = self._computation(element_spec)
-        self._gate = gates.gate(
-            model.optimizer,
-            self._exchange.dense,
-            has_tables=bool(self._exchange.shards),
+        self._counters = Counters(model.optimizer, self._global_step)
+        self._layout = self._layout_for(_TRAINING, element_spec)
+        self._layout.check_read(self._forward(_TRAINING, element_spec).read)
+        self._compute = compiled_computation(
+            self._gradients,
+            model,
+            element_spec,
+            has_tables=bool(self.tables),
+            has_replicas=bool(self._replicas),
         )
-        self._moving = _moving(self._exchange)
-        rates = [part.learning_rate for part in self._parts]
-        self._rates = [r for r in rates if isinstance(r, keras.Variable)]
+        self._condition = conditional_update(model.optimizer, self._layout)
 
     @property
     def tables(self) -> list[Any]:
@@ -193,7 +176,7 @@ class ModelStep:
 
     def _forward(self, mode: str, batch: Any) -> Forward:
         """The graph of a pass over batches like `batch`, or of its spec."""
-        spec = _specs(batch)
+        spec = specs(batch)
         key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
         while key not in self._forwards:
             with tf.init_scope():
@@ -202,8 +185,8 @@ class ModelStep:
             known = {id(v) for v in own}
             others = [v for v in forward.updated if id(v) not in known]
             # Those of Keras' global generator, and of metrics not listed.
-            self._seeds += [v for v in others if _is_seed(v)]
-            self._metrics += [v for v in others if not _is_seed(v)]
+            self._seeds += [v for v in others if is_seed(v)]
+            self._metrics += [v for v in others if not is_seed(v)]
             if not others:
                 self._forwards[key] = forward
                 tables = list(dict.fromkeys(forward.tables))
@@ -211,57 +194,42 @@ class ModelStep:
         return self._forwards[key]
 
     def _traced(self, mode: str, spec: Any) -> Forward:
+        model = self.model
+
         def run(batch: Batch) -> Mapping[str, Any]:
             if mode == _PREDICTION:
-                self.model.predict_step(batch)
+                model.predict_step(batch)
                 return {}
-            return self._pass(batch, mode == _TRAINING)[1]
+            return forward_pass(model, batch, mode == _TRAINING)[1]
 
-        model = self.model
-        fixed = [v for v in model.non_trainable_variables if not _is_seed(v)]
+        fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
         # Slots are none of a model's business.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
         return Forward(
             run,
             spec,
-            self._seeds_of,
+            lambda *number: step_seeds(self._seeds, *number),
             (2 if self._replicas else 1) if mode == _TRAINING else 0,
             [*model.trainable_variables, *fixed, *self._metrics, *scalars],
         )
 
-    def _seeds_of(
-        self, *number: tf.Tensor
-    ) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Every generator's seed, in the step with a number."""
-        return [(v, _fold_in(v, *number)) for v in self._seeds]
-
-    def _exchange_for(self, mode: str, batch: Batch) -> Exchange:
-        """What moves the variables that a pass reads."""
-        if mode not in self._exchanges:
+    def _layout_for(self, mode: str, batch: Batch) -> Layout:
+        """Where the variables are that a pass reads."""
+        if mode not in self._layouts:
             self._forward(mode, batch)
             every = itertools.chain.from_iterable(self._tables.values())
-            self._exchanges[mode] = Exchange(
-                self.model, self._tables[mode], self._remote, list(every)
+            self._layouts[mode] = Layout(
+                self.model,
+                self._tables[mode],
+                remote=self._remote,
+                others=list(every),
+                rates=self._counters.rates if mode == _TRAINING else (),
             )
-        return self._exchanges[mode]
+        return self._layouts[mode]
 
     def zero_states(self) -> States:
-        """States of metrics that have seen no example.
-
-        Of a metric whose states do not add up, that of its last step.
-        """
-        scalar = tf.zeros([], tf.float32)
-        trains = self._global_step is not None
-        return [scalar, scalar] + [
-            tf.convert_to_tensor(v.value)
-            if trains and passed_on
-            else tf.constant(start)
-            if np.any(start)
-            else tf.zeros(v.shape, v.dtype)
-            for v, start, passed_on in zip(
-                self._metrics, self._start, self._is_passed_on, strict=True
-            )
-        ]
+        """States that have seen no example; those that are kept go on."""
+        return self._states.zero()
 
     def train(
         self,
@@ -284,35 +252,33 @@ class ModelStep:
         Returns:
             Metric states after the step.
         """
-        exchange = self._exchange
+        layout = self._layout
         before = self.staleness and self.staleness.read()
         # No two replicas draw the same random numbers.
         number = [step, *([self._replicas.index()] if self._replicas else [])]
-        calls = self._forward(_TRAINING, batch).calls(batch, number)
-        pulled = exchange.pull(
-            [*exchange.dense, *self._moving, *self._rates], calls
+        read = pull(
+            layout, self._forward(_TRAINING, batch).calls(batch, number)
         )
-        values = iter(pulled.values)
-        dense = list(itertools.islice(values, len(exchange.dense)))
-        moving = list(itertools.islice(values, len(self._moving)))
-        rates, iteration = self._learning_rates(step, list(values))
-        gradients, rows, deltas, states = self._compute(
+        iteration = self._counters.iteration(step, not self._condition)
+        num_weights = len(layout.dense) + len(layout.moving)
+        rates = self._counters.learning_rates(
+            iteration, read.values[num_weights:]
+        )
+        dense, rows, deltas, states = self._compute(
             batch,
             number,
-            dense,
-            moving,
-            pulled.rows,
-            pulled.positions,
-            [lookups.length(ids) for _, ids in calls],
+            read.values[:num_weights],
+            read.rows,
+            read.positions,
+            read.lengths,
             states,
         )
-        found = _StepGradients(
-            pulled, gradients, rows, deltas, rates, iteration
-        )
+        found = StepGradients(read, dense, rows, deltas, rates, iteration)
         if self._replicas:
-            found = self._over_replicas(found, _num_examples(batch))
+            size = num_examples(batch)
             self._replicas.update(
-                lambda found: self._update(found, batch), found
+                lambda found: self._update(found, batch),
+                over_replicas(layout, found, self._replicas, size),
             )
         else:
             self._update(found, batch, fence)
@@ -320,226 +286,89 @@ class ModelStep:
             self.staleness.count(before)
         return states
 
-    def _over_replicas(
-        self, found: _StepGradients, size: tf.Tensor
-    ) -> _StepGradients:
-        """What one replica would have found in the global batch."""
-        known = [g for g in found.gradients if g is not None]
-        sums, total = self._replicas.mean([*known, *found.deltas], size)
-        summed = iter(sums)
-        gradients = [g if g is None else next(summed) for g in found.gradients]
-        pulled, rows = self._exchange.over_replicas(
-            found.pulled,
-            [
-                g if g is None else mean_to_sum(g, size) / total
-                for g in found.rows
-            ],
-            self._replicas.gather,
-        )
-        return dataclasses.replace(
-            found,
-            pulled=pulled,
-            gradients=gradients,
-            rows=rows,
-            deltas=list(summed),
-        )
-
     def _update(
-        self, found: _StepGradients, batch: Batch, fence: Fence | None = None
+        self, found: StepGradients, batch: Batch, fence: Fence | None = None
     ) -> None:
         """Applies and counts what a step has found."""
-        moves = list(zip(self._moving, found.deltas, strict=True))
-        if not self._gate:
-            arrived = self._apply(found, moves, fence)
-            self._count(arrived, batch, fence)
-            return
+        layout, arrived, is_update = self._layout, {}, None
+        if self._condition:
 
-        def apply(
-            gradients: list[tf.Tensor | None], rows: list[tf.Tensor | None]
-        ) -> None:
-            now = dataclasses.replace(found, gradients=gradients, rows=rows)
-            self._apply(now, [])
+            def apply(gradients: StepGradients) -> None:
+                push(layout, gradients)
 
-        counts = self._gate(found.gradients, found.rows, found.iteration, apply)
-        for variable, delta in moves:
-            variable.value.assign_add(delta)
-        self._count({}, batch, counts=counts)
-
-    def _apply(
-        self,
-        found: _StepGradients,
-        moves: Sequence[tuple[keras.Variable, tf.Tensor]],
-        fence: Fence | None = None,
-    ) -> dict[str, tf.Tensor]:
-        """Updates variables and slots; see `Exchange.push`."""
-        for part in self._parts:
-            optimizers.begin_step(part, found.iteration)
-        gradients, rows = self._exchange.clipped(found.gradients, found.rows)
-        return self._exchange.push(
-            found.pulled,
-            gradients,
-            rows,
-            moves,
-            found.rates,
-            found.iteration,
-            fence,
-        )
-
-    def _learning_rates(
-        self, step: tf.Tensor, values: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Learning rate of each part, and the optimizer's iteration."""
-        counter = private.counter(self.model.optimizer)
-        if self._gate:
-            # A step may not count.
-            iteration = tf.cast(counter.value, tf.int64)
-        else:
-            if self._ahead is None:
-                # Differs from 0 where a trained optimizer starts a new job.
-                # Read once, before any step is under way: both move on.
-                with tf.init_scope():
-                    self._ahead = int(counter.numpy()) - int(
-                        self._global_step.numpy()
-                    )
-            iteration = step + self._ahead
-        known = list(zip(self._rates, values, strict=True))
-        rates = [
-            optimizers.learning_rate(part, iteration, known)
-            for part in self._parts
-        ]
-        return rates, iteration
-
-    def _count(
-        self,
-        arrived: Mapping[str, tf.Tensor],
-        batch: Batch,
-        fence: Fence | None = None,
-        counts: tf.Tensor | None = None,
-    ) -> None:
-        """Counts the step; atomic on the server that holds the counter.
-
-        For the optimizers it is none where `counts` is false. Only once the
-        gradients have arrived there, or else the batch was read: a step that
-        failed before, or that found no batch, does not count.
-        """
-        counters = {
-            id(counter): counter.value
-            for counter in map(
-                private.counter, (self.model.optimizer, *self._parts)
+            no_deltas = [None] * len(found.deltas)
+            is_update = self._condition(
+                dataclasses.replace(found, deltas=no_deltas), apply
             )
-        }
-        read = _flat(batch)
-        for counter in (self._global_step, *counters.values()):
-            device = self._exchange.device_of(counter)
-            gradients = arrived.get(device)
-            needed = read if gradients is None else [gradients]
-            with tf.device(device):
-                one = tf.ones([1], counter.dtype)
-            if counts is not None and counter is not self._global_step:
-                one = tf.cast([counts], counter.dtype)
-            if gradients is None and fence:
-                one = fence.passed(device, fence.generation, one)
-            with tf.device(device), tf.control_dependencies(needed):
-                counter.assign_add(one[0])
-
-    def _pass(
-        self, batch: Batch, training: bool, aside: Any = None
-    ) -> tuple[tf.Tensor, Mapping[str, Any]]:
-        """Loss, and results of the metrics, which are updated `aside`."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model = self.model
-        y_pred = model(x, **compiled_model.training_of(model, training))
-        loss = model.compute_loss(
-            x, y, y_pred, sample_weight, training=training
+            for variable, delta in zip(
+                layout.moving, found.deltas, strict=True
+            ):
+                variable.value.assign_add(delta)
+        else:
+            arrived = push(layout, found, fence)
+        self._counters.count(
+            layout.device_of, arrived, _flat(batch), fence, is_update
         )
-        with aside or contextlib.nullcontext():
-            results = model.compute_metrics(x, y, y_pred, sample_weight)
-        return loss, results
 
     def _gradients(
         self,
         batch: Batch,
         number: list[tf.Tensor],
-        dense: list[tf.Tensor],
-        moving: list[tf.Tensor],
+        values: list[tf.Tensor],
         rows: list[tf.Tensor],
         positions: list[tf.Tensor],
         lengths: list[Any],
         states: States,
-    ) -> tuple[
-        list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor], States
-    ]:
+    ) -> tuple[Gradients, Gradients, list[tf.Tensor], States]:
         """The part of a step that touches no variable.
 
         Returns:
-            Gradients of `dense` (None where the loss does not depend on one)
-            and of `rows`, what to add to each of `moving`, and the new metric
-            states.
+            Gradients of `Layout.dense` and of `rows`, what to add to each of
+            `Layout.moving`, and the new metric states.
         """
-        scope = self._scope(
+        layout = self._layout
+        dense = values[: len(layout.dense)]
+        moving = list(
+            zip(layout.moving, values[len(layout.dense) :], strict=True)
+        )
+        scope = self._states.scope(
             states,
             [
-                *zip(self._exchange.dense, dense, strict=True),
-                *zip(self._moving, moving, strict=True),
-                *self._seeds_of(*number),
+                *zip(layout.dense, dense, strict=True),
+                *moving,
+                *step_seeds(self._seeds, *number),
             ],
         )
         tables = self._forward(_TRAINING, batch).tables
         calls = list(zip(tables, lengths, strict=True))
         with scope, tf.GradientTape() as tape:
             tape.watch([*dense, *rows])
-            answers = self._exchange.answers(rows, positions, calls)
-            with lookups.at(answers):
-                loss, _ = self._pass(batch, True, tape.stop_recording())
-            answers.check_all_given()
+            given = answers(layout, rows, positions, calls)
+            with lookups.answered_by(given):
+                loss, _ = forward_pass(
+                    self.model, batch, True, tape.stop_recording()
+                )
+            given.check_all_given()
             # Keras divides its own losses by this, where it sees replicas.
             loss *= tf.distribute.get_strategy().num_replicas_in_sync
             scaled_loss = self.model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled_loss, [*dense, *rows])
-        gradients = self._exchange.summed(gradients)
-        deltas = [
-            scope.get_current_value(v) - before
-            for v, before in zip(self._moving, moving, strict=True)
+        gradients = [
+            # `IndexedSlices` are summed up, row by row.
+            g if g is None else tf.convert_to_tensor(g)
+            for g in tape.gradient(scaled_loss, [*dense, *rows])
         ]
+        if all(gradient is None for gradient in gradients):
+            raise ValueError(
+                "The loss depends on no trainable variable: every gradient is "
+                f"None. Variables: {[v.path for v in layout.dense]}."
+            )
+        deltas = [scope.get_current_value(v) - start for v, start in moving]
         return (
             gradients[: len(dense)],
             gradients[len(dense) :],
             deltas,
-            self._states_after(scope, states, loss, batch),
+            self._states.after(scope, states, loss, batch),
         )
-
-    def _computation(self, element_spec: Any) -> Callable:
-        """`_gradients`, compiled by XLA if the model says so and it can be."""
-        reason = None
-        if self.tables:
-            reason = "it reads another number of rows in each step"
-        elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
-            reason = "XLA knows no strings"
-        compiled = self.model.jit_compile and not reason
-        if self.model.jit_compile and reason:
-            _log.warning(
-                'Model %r has jit_compile=True (which "auto" stands for where '
-                "there is a GPU), but XLA compiles nothing of a step: %s.",
-                self.model.name,
-                reason,
-            )
-        if self._replicas and not compiled and _is_synchronized(self.model):
-            # No function may wait for the other replicas of this process.
-            return self._gradients
-        function = tf.function(
-            self._gradients, autograph=False, jit_compile=compiled or None
-        )
-
-        def alone(*args: Any) -> Any:
-            # On a thread of its own Keras sees no replicas; where it does, it
-            # divides its own losses by their number, but none that a model
-            # computes itself, which would count for each.
-            with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                trace = function.get_concrete_function
-                traced = thread.submit(trace, *_specs(args)).result()
-            return traced(*args)
-
-        return alone if self._replicas else function
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -547,7 +376,7 @@ class ModelStep:
         Raises:
             ValueError: the model overrides `test_step`.
         """
-        compiled_model.refuse_own(self.model, "test_step", "compute_metrics")
+        refuse_own(self.model, "test_step", "compute_metrics")
         # Keras weighs losses of single outputs by a batch's static size, if
         # any: the dataset's, not that of the batch at hand.
         relaxed = [
@@ -558,8 +387,8 @@ class ModelStep:
         ]
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(_EVALUATION, batch, states) as scope:
-            loss, _ = self._pass(batch, training=False)
-        return self._states_after(scope, states, loss, batch)
+            loss, _ = forward_pass(self.model, batch, False)
+        return self._states.after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
         """Packed metric states of one batch."""
@@ -582,164 +411,39 @@ class ModelStep:
                 for v in self.model.trainable_variables
                 if v.regularizer is not None
             ]
-            with self._scope(states, regularized) as scope:
+            with self._states.scope(states, regularized) as scope:
                 yield scope
             return
-        exchange = self._exchange_for(mode, batch)
+        layout = self._layout_for(mode, batch)
         calls = self._forward(mode, batch).calls(batch, [])
-        variables = [*exchange.dense, *_moving(exchange)]
-        pulled = exchange.pull(variables, calls)
-        answers = exchange.answers(
-            pulled.rows,
-            pulled.positions,
-            [(table, lookups.length(ids)) for table, ids in calls],
-        )
-        values = list(zip(variables, pulled.values, strict=True))
-        values += self._seeds_of()
-        with self._scope(states, values) as scope, lookups.at(answers):
+        read = pull(layout, calls)
+        tables = [table for table, _ in calls]
+        lookups_done = list(zip(tables, read.lengths, strict=True))
+        given = answers(layout, read.rows, read.positions, lookups_done)
+        values = [
+            *zip(layout.reads, read.values, strict=True),
+            *step_seeds(self._seeds),
+        ]
+        scope = self._states.scope(states, values)
+        with scope, lookups.answered_by(given):
             yield scope
-        answers.check_all_given()
+        given.check_all_given()
 
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
-        if self._global_step is not None:
-            for variable, state, passed_on in zip(
-                self._metrics, states[2:], self._is_passed_on, strict=True
-            ):
-                if passed_on:
-                    variable.value.assign(state)
-        return tf.concat(
-            [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
-        )
+        return self._states.pack(states)
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
         """Packed states of two dispatches in one; 0.0 is of none."""
-        sizes = [1, 1, *(v.size for v in self._start)]
-        passed_on = np.repeat([False, False, *self._is_passed_on], sizes)
-        return np.where(passed_on, later, earlier + later)
+        return self._states.joined(earlier, later)
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """Values of loss and metrics from (a sum of) packed states.
+        """Loss and metrics by name, of (a sum of) packed states.
 
-        Args:
-            packed: float64 vector as from `pack`.
-
-        Returns:
-            Metric name to value; `loss` is the mean over examples. Empty if
-            the states have seen no example.
+        `loss` is the mean over examples. Empty if there was no example.
         """
-        loss, weight, *rest = np.split(packed, self._offsets())
-        if not weight.item():
-            return {}
-        tracker = compiled_model.loss_tracker(self.model)
-        of_loss = (
-            {id(tracker.total): loss, id(tracker.count): weight}
-            if tracker
-            else {}
-        )
-        values = [
-            tf.cast(of_loss.get(id(v), value).reshape(v.shape), v.dtype)
-            for v, value in zip(self._metrics, rest, strict=True)
-        ]
-        if self._results:
-            results = flat_floats(self._results(*values))
-        else:
-            # A result may be the variable itself.
-            with self._scope([loss, weight, *values]):
-                results = flat_floats(self.model.get_metrics_result())
-        if any(self._is_passed_on) and self._global_step is not None:
-            self.model.reset_metrics()
-        return results | {"loss": loss.item() / weight.item()}
-
-    def _offsets(self) -> np.ndarray:
-        sizes = [1, 1] + [int(np.prod(v.shape)) for v in self._metrics]
-        return np.cumsum(sizes)[:-1]
-
-    def _scope(
-        self,
-        states: States,
-        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-    ) -> keras.StatelessScope:
-        metrics = zip(self._metrics, states[2:], strict=True)
-        return keras.StatelessScope([*metrics, *values], collect_losses=True)
-
-    def _states_after(
-        self,
-        scope: keras.StatelessScope,
-        states: States,
-        loss: tf.Tensor,
-        batch: Batch,
-    ) -> States:
-        """As Keras does, batches weigh by their number of examples."""
-        weight = _num_examples(batch)
-        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
-        metrics = [scope.get_current_value(v) for v in self._metrics]
-        return [loss_sum, states[1] + weight, *metrics]
-
-
-def _num_examples(batch: Batch) -> tf.Tensor:
-    """Scalar float32."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+        return self._states.result(packed)
 
 
 def _flat(batch: Any) -> list[Any]:
     return tf.nest.flatten(batch, expand_composites=True)
-
-
-def _specs(values: Any) -> Any:
-    """The specs of tensors; all else as it is."""
-    return tf.nest.map_structure(
-        lambda t: tf.type_spec_from_value(t) if tf.is_tensor(t) else t, values
-    )
-
-
-def _moving(exchange: Exchange) -> list[keras.Variable]:
-    """Variables that a step moves by what it adds to them."""
-    return [v for v in exchange.fixed if not _is_seed(v)]
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return variable.path.endswith(SEED_STATE_NAME)
-
-
-def _is_synchronized(model: keras.Model) -> bool:
-    """Whether a layer looks at the batches of all replicas."""
-    return any(
-        getattr(layer, "synchronized", False)
-        or (hasattr(layer, "layers") and _is_synchronized(layer))
-        for layer in model.layers
-    )
-
-
-def _fold_in(seed_state: keras.Variable, *numbers: tf.Tensor) -> tf.Tensor:
-    """This step's seed of one generator, from its state at the start.
-
-    The state is read once, while the step is traced: it never changes.
-    """
-    with tf.init_scope():
-        start = seed_state.numpy()
-    folded = tf.cast(start, tf.int64)
-    for number in numbers:
-        folded = tf.random.fold_in(folded, number)
-    return tf.cast(folded, seed_state.dtype)
-
-
-def flat_floats(
-    results: Mapping[str, Any], prefix: str = ""
-) -> dict[str, float]:
-    """Results by name, one number each.
-
-    >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
-    {'loss': 1.0, 'auc/a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
-    """
-    flat = {}
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            flat |= flat_floats(value, f"{prefix}{name}/")
-        elif np.ndim(value):
-            parts = {str(i): part for i, part in enumerate(np.array(value))}
-            flat |= flat_floats(parts, f"{prefix}{name}/")
-        else:
-            flat[prefix + name] = float(value)
-    return flat

@@ -7,6 +7,8 @@ that takes what is next and runs it there.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ class Workers:
 
     Attributes:
         coordinator: TensorFlow's.
-        crew: What its threads share with the one that waits for them.
+        num_workers: Number of workers.
     """
 
     def __init__(
@@ -42,7 +44,12 @@ class Workers:
             strategy
         )
         private.raise_at_once(self.coordinator)
-        self.crew = WorkerPoolState(num_workers)
+        self.num_workers = num_workers
+        self._changed = threading.Condition()
+        self._threads: set[threading.Thread] = set()
+        self._exhausted: set[int] = set()
+        self._under_way = 0
+        self._idle = 0
 
     def trace(
         self, function: tf.types.experimental.PolymorphicFunction, *args: Any
@@ -52,11 +59,21 @@ class Workers:
 
     def schedule(self, call: Callable[..., None], *args: Any) -> None:
         """Calls `call` on a worker's thread; again elsewhere if that dies."""
-        self.crew.add()
-        private.schedule(self.coordinator, call, *args)
+        with self._changed:
+            self._under_way += 1
+        run = functools.partial(self._run, call)
+        private.schedule(self.coordinator, run, *args)
+
+    def _run(self, call: Callable[..., None], *args: Any) -> None:
+        """Runs on a thread of the coordinator."""
+        self._threads.add(threading.current_thread())
+        call(*args)
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
 
     def renew_input(self) -> None:
-        """Makes the iterators of the calling thread's worker anew."""
+        """Makes new iterators for the calling thread's worker."""
         private.renew_resources(self.coordinator)
 
     def wait(
@@ -66,11 +83,17 @@ class Workers:
 
         Raises:
             Exception: what a call has raised, or `watch`.
-            UnavailableError: every thread has ended.
+            UnavailableError: every thread has ended: the coordinator loses
+                some to errors.
         """
-        self.crew.wait(condition)
+        with self._changed:
+            self._changed.wait_for(condition, timeout=_WATCH_SECS)
         watch()
-        self.crew.check()
+        threads = tuple(self._threads)
+        if threads and not any(thread.is_alive() for thread in threads):
+            raise tf.errors.UnavailableError(
+                None, None, "Every thread of the coordinator has ended."
+            )
         self.coordinator.done()
 
     def map(
@@ -95,77 +118,26 @@ class Workers:
             What `function` returns for each batch, in order, as NumPy arrays.
         """
         concrete = self.trace(function, batches.element_spec)
-        errands: collections.deque[_Errand] = collections.deque()
+        futures: collections.deque = collections.deque()
+
+        def call(future: concurrent.futures.Future, batch: Any) -> None:
+            outputs = concrete(batch)
+            arrays = tf.nest.map_structure(lambda t: t.numpy(), outputs)
+            future.set_result(arrays)
+
+        def oldest() -> Any:
+            future = futures.popleft()
+            while not future.done():
+                self.wait(future.done, watch)
+            return future.result()
+
         for batch in batches:
-            if len(errands) == 2 * self.crew.num_workers:
-                yield self._result(errands.popleft(), watch)
-            errands.append(_Errand(self.crew, concrete, batch))
-            self.schedule(errands[-1])
-        while errands:
-            yield self._result(errands.popleft(), watch)
-
-    def _result(self, errand: _Errand, watch: Callable[[], None]) -> Any:
-        while not errand.done:
-            self.wait(lambda: errand.done, watch)
-        return errand.result
-
-    def close(self) -> None:
-        """Ends the threads."""
-        private.stop_coordinator(self.coordinator)
-
-    def has_ended(self) -> bool:
-        """See `Loop.has_ended`."""
-        return private.coordinator_has_ended(self.coordinator, _END_SECS)
-
-
-class WorkerPoolState:
-    """What the coordinator's threads share with the one that waits for them.
-
-    The coordinator has one thread for each worker.
-
-    Args:
-        num_workers: Number of workers.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self._changed = threading.Condition()
-        self._threads: set[threading.Thread] = set()
-        self._exhausted: set[int] = set()
-        self._under_way = 0
-        self._kept = 0
-
-    def add(self) -> None:
-        """A call is handed out."""
-        with self._changed:
-            self._under_way += 1
-
-    def remove(self) -> None:
-        """A call has ended."""
-        with self._changed:
-            self._under_way -= 1
-            self._changed.notify_all()
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition, for half a second at most."""
-        with self._changed:
-            self._changed.wait_for(condition, timeout=_WATCH_SECS)
-
-    def enter(self) -> None:
-        """The calling thread carries out a call."""
-        self._threads.add(threading.current_thread())
-
-    def check(self) -> None:
-        """Raises if no thread is left: the coordinator loses some to errors.
-
-        Raises:
-            UnavailableError: all have ended.
-        """
-        threads = tuple(self._threads)
-        if threads and not any(thread.is_alive() for thread in threads):
-            raise tf.errors.UnavailableError(
-                None, None, "Every thread of the coordinator has ended."
-            )
+            if len(futures) == 2 * self.num_workers:
+                yield oldest()
+            futures.append(concurrent.futures.Future())
+            self.schedule(functools.partial(call, futures[-1], batch))
+        while futures:
+            yield oldest()
 
     def mark_exhausted(self) -> None:
         """The data of the calling thread's worker has ended."""
@@ -182,48 +154,27 @@ class WorkerPoolState:
     def leave_to_others(self) -> None:
         """Keeps the calling thread from taking calls others could do."""
         with self._changed:
-            self._kept += 1
+            self._idle += 1
             self._changed.wait_for(
-                lambda: self._under_way <= self._kept or self.all_exhausted(),
+                lambda: self._under_way <= self._idle or self.all_exhausted(),
                 timeout=_WATCH_SECS,
             )
-            self._kept -= 1
+            self._idle -= 1
 
+    def close(self) -> None:
+        """Ends the threads."""
+        private.stop_coordinator(self.coordinator)
 
-class _Errand:
-    """A call of a function on whichever worker is free, until it succeeds.
-
-    Attributes:
-        done: Whether it has.
-        result: What the function returned, as NumPy arrays.
-    """
-
-    def __init__(
-        self,
-        crew: WorkerPoolState,
-        function: tf.types.experimental.ConcreteFunction,
-        batch: Any,
-    ) -> None:
-        self.done = False
-        self.result: Any = None
-        self._crew = crew
-        self._function = function
-        self._batch = batch
-
-    def __call__(self) -> None:
-        """Runs on a thread of the coordinator, for that thread's worker."""
-        self._crew.enter()
-        outputs = self._function(self._batch)
-        self.result = tf.nest.map_structure(lambda t: t.numpy(), outputs)
-        self.done = True
-        self._crew.remove()
+    def has_ended(self) -> bool:
+        """See `Loop.has_ended`."""
+        return private.coordinator_has_ended(self.coordinator, _END_SECS)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of TensorFlow's log says what is not said elsewhere.
 
     The coordinator logs a lost task's error with the whole traceback, once for
-    each dispatch. A loss is reported by `tfdist.cluster.health` and
+    each dispatch. A lost task is reported by `tfdist.cluster.health` and
     `tfdist.session.monitored_session`, any other error is raised.
     """
     return record.module != "cluster_coordinator"

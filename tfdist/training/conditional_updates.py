@@ -6,15 +6,17 @@ servers the gradients of several workers would be mixed, at any step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from tfdist._tf.private import accumulators, variable_index
+from tfdist.training.layout import Layout
+from tfdist.training.push import StepGradients
 
-Gradients = list[tf.Tensor | None]
-Apply = Callable[[Gradients, Gradients], None]
+Apply = Callable[[StepGradients], None]
 
 
 class Accumulation:
@@ -23,22 +25,14 @@ class Accumulation:
     As Keras does for `gradient_accumulation_steps`; its `fit` cannot do it
     with several replicas.
 
-    Args:
-        optimizer: A built optimizer with `gradient_accumulation_steps`.
-        dense: The variables that `gradients` are of.
-        has_tables: Whether rows of tables are updated too.
-
     Raises:
-        ValueError: they are: each step has other rows.
+        ValueError: the step looks up tables: each step has other rows.
     """
 
     def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        dense: Sequence[keras.Variable],
-        has_tables: bool,
+        self, optimizer: keras.optimizers.Optimizer, layout: Layout
     ) -> None:
-        if has_tables:
+        if layout.groups:
             raise ValueError(
                 f"Optimizer {optimizer.name!r} accumulates the gradients of "
                 f"{optimizer.gradient_accumulation_steps} steps, which a "
@@ -47,29 +41,17 @@ class Accumulation:
             )
         self._steps = optimizer.gradient_accumulation_steps
         every = accumulators(optimizer)
-        self._sums = [every[variable_index(optimizer, v)] for v in dense]
+        self._sums = [every[variable_index(optimizer, v)] for v in layout.dense]
 
-    def __call__(
-        self,
-        gradients: Gradients,
-        rows: Gradients,
-        iteration: tf.Tensor,
-        apply: Apply,
-    ) -> tf.Tensor:
+    def __call__(self, found: StepGradients, apply: Apply) -> tf.Tensor:
         """Calls `apply` when it is time.
-
-        Args:
-            gradients: Of `dense`.
-            rows: None are.
-            iteration: Scalar int64: steps before this one.
-            apply: Applies gradients.
 
         Returns:
             Scalar bool: whether the step counts for the optimizer. Each does.
         """
         pairs = [
             (gradient, total.value)
-            for gradient, total in zip(gradients, self._sums, strict=True)
+            for gradient, total in zip(found.dense, self._sums, strict=True)
             if gradient is not None
         ]
         for gradient, total in pairs:
@@ -77,11 +59,13 @@ class Accumulation:
 
         def update() -> None:
             means = iter([total / self._steps for _, total in pairs])
-            apply([g if g is None else next(means) for g in gradients], rows)
+            dense = [g if g is None else next(means) for g in found.dense]
+            apply(dataclasses.replace(found, dense=dense))
             for _, total in pairs:
                 total.assign(tf.zeros_like(total))
 
-        tf.cond((iteration + 1) % self._steps == 0, update, lambda: None)
+        is_last = (found.iteration + 1) % self._steps == 0
+        tf.cond(is_last, update, lambda: None)
         return tf.constant(True)
 
 
@@ -90,35 +74,26 @@ class LossScaling:
 
     As `keras.optimizers.LossScaleOptimizer`, which `mixed_float16` models are
     compiled with.
-
-    Args:
-        optimizer: A built `LossScaleOptimizer`.
     """
 
     def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer) -> None:
         self._optimizer = optimizer
 
-    def __call__(
-        self,
-        gradients: Gradients,
-        rows: Gradients,
-        iteration: tf.Tensor,
-        apply: Apply,
-    ) -> tf.Tensor:
+    def __call__(self, found: StepGradients, apply: Apply) -> tf.Tensor:
         """Calls `apply` if every gradient is finite; see `Accumulation`."""
-        del iteration
         count = self._optimizer.step_counter.value
         scale = self._optimizer.dynamic_scale.value
         now = tf.identity(scale)
-        found = [g for g in [*gradients, *rows] if g is not None]
+        gradients = [g for g in [*found.dense, *found.rows] if g is not None]
         finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(g)) for g in found]
+            [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
         )
-        unscaled = [
+        dense, rows = (
             [g if g is None else g / tf.cast(now, g.dtype) for g in each]
-            for each in (gradients, rows)
-        ]
-        tf.cond(finite, lambda: apply(*unscaled), lambda: None)
+            for each in (found.dense, found.rows)
+        )
+        unscaled = dataclasses.replace(found, dense=dense, rows=rows)
+        tf.cond(finite, lambda: apply(unscaled), lambda: None)
         last = tf.cast(self._optimizer.dynamic_growth_steps - 1, count.dtype)
         grows = finite & tf.equal(count, last)
         factor = tf.where(finite, tf.where(grows, 2.0, 1.0), 0.5)
@@ -128,14 +103,12 @@ class LossScaling:
         return finite
 
 
-def gate(
-    optimizer: keras.optimizers.Optimizer,
-    dense: Sequence[keras.Variable],
-    has_tables: bool,
+def conditional_update(
+    optimizer: keras.optimizers.Optimizer, layout: Layout
 ) -> Accumulation | LossScaling | None:
     """What decides whether a step's update happens; None: it always does."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return LossScaling(optimizer)
     if optimizer.gradient_accumulation_steps:
-        return Accumulation(optimizer, dense, has_tables)
+        return Accumulation(optimizer, layout)
     return None

@@ -1,0 +1,96 @@
+"""What counts a job's steps and an optimizer's updates, and goes by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf import private
+from tfdist.training import optimizers
+from tfdist.training.fence import Fence
+
+
+class Counters:
+    """Counts steps; knows each update's number and learning rates.
+
+    An update's number follows from its step's, so workers read no counter, and
+    two of them never take the same.
+
+    Args:
+        optimizer: A built optimizer.
+        global_step: Scalar int64 variable that counts the job's steps.
+
+    Attributes:
+        rates: Learning rates that are variables.
+    """
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, global_step: tf.Variable
+    ) -> None:
+        self._parts = optimizers.parts(optimizer)
+        self._global_step = global_step
+        self._counter = private.counter(optimizer)
+        counters = map(private.counter, [optimizer, *self._parts])
+        self._counters = {id(c): c.value for c in counters}
+        self._ahead: int | None = None
+        rates = [part.learning_rate for part in self._parts]
+        self.rates = [r for r in rates if isinstance(r, keras.Variable)]
+
+    def iteration(
+        self, step: tf.Tensor, every_step_counts: bool = True
+    ) -> tf.Tensor:
+        """Scalar int64: updates before that of a step."""
+        if not every_step_counts:
+            return tf.cast(self._counter.value, tf.int64)
+        if self._ahead is None:
+            # Differs from 0 where a trained optimizer starts a new job. Read
+            # once, before any step is under way: both move on.
+            with tf.init_scope():
+                self._ahead = int(self._counter.numpy()) - int(
+                    self._global_step.numpy()
+                )
+        return step + self._ahead
+
+    def learning_rates(
+        self, iteration: tf.Tensor, values: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """The learning rate of each part of the optimizer.
+
+        Args:
+            iteration: From `iteration`.
+            values: Of `rates`.
+        """
+        known = list(zip(self.rates, values, strict=True))
+        return [
+            optimizers.learning_rate(part, iteration, known)
+            for part in self._parts
+        ]
+
+    def count(
+        self,
+        device_of: Callable[[tf.Variable], str],
+        arrived: Mapping[str, tf.Tensor],
+        read: Sequence[tf.Tensor],
+        fence: Fence | None = None,
+        is_update: tf.Tensor | None = None,
+    ) -> None:
+        """Counts a step; atomic on the server that holds a counter.
+
+        Only once the gradients have `arrived` there, or else the batch was
+        `read`: a step that failed before, or that found no batch, does not
+        count. It counts for the optimizer if it `is_update`.
+        """
+        for counter in (self._global_step, *self._counters.values()):
+            device = device_of(counter)
+            gradients = arrived.get(device)
+            with tf.device(device):
+                one = tf.ones([1], counter.dtype)
+            if is_update is not None and counter is not self._global_step:
+                one = tf.cast([is_update], counter.dtype)
+            if gradients is None and fence:
+                one = fence.passed(device, fence.generation, one)
+            needed = read if gradients is None else [gradients]
+            with tf.device(device), tf.control_dependencies(needed):
+                counter.assign_add(one[0])

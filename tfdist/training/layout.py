@@ -1,0 +1,140 @@
+"""Which server holds what a pass over a model reads and updates."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private import SEED_STATE_NAME
+from tfdist.embeddings.routing import Group
+from tfdist.training import optimizers
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What one server holds.
+
+    Attributes:
+        device: Its device; "" is where the step runs.
+        reads: Indices in `Layout.reads` of the variables that it holds.
+        updates: Those of them that a step updates.
+        shards: For each group of tables, by its index, the shards here.
+    """
+
+    device: str
+    reads: list[int]
+    updates: list[int]
+    shards: dict[int, list[keras.Variable]]
+
+
+class Layout:
+    """Which server holds what a pass over a model reads and updates.
+
+    Args:
+        model: A built model with a built optimizer.
+        tables: Its `PartitionedEmbedding` layers that the pass looks up.
+        remote: Whether the variables live in other processes, the tasks of
+            which are told apart by device. Else all are where the step runs.
+        others: Tables that the pass never reads.
+        rates: The optimizer's variables that it reads: learning rates.
+
+    Attributes:
+        groups: The tables, those of one width and optimizer together.
+        dense: Trainable variables that are read as a whole.
+        moving: What else is read, and changed by additions (moving averages).
+        reads: All that is read as a whole: `dense`, `moving`, rates.
+        parts: The optimizers that the model's optimizer consists of.
+        owners: For each variable in `dense`, the index of its part.
+        servers: What each server holds, by device.
+        remote: See above.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        tables: Sequence[Any],
+        *,
+        remote: bool,
+        others: Sequence[Any] = (),
+        rates: Sequence[keras.Variable] = (),
+    ) -> None:
+        self.remote = remote
+        self.parts = optimizers.parts(model.optimizer)
+        self._trained = {id(v) for v in model.trainable_variables}
+        by_width = collections.defaultdict(list)
+        for table in tables:
+            part = optimizers.owner(model.optimizer, table.shards[0])
+            # The norm of one variable needs its rows alone.
+            alone = id(table) if self.parts[part].clipnorm else None
+            key = table.output_dim, table.variable_dtype, part, alone
+            by_width[key].append(table)
+        self.groups = [
+            Group(tables, part, self.device_of)
+            for (_, _, part, _), tables in by_width.items()
+        ]
+        for group in self.groups:
+            for shard in filter(self.is_trained, group.shards):
+                optimizers.check_rows(self.parts[group.part], shard)
+        held = {id(s) for table in (*tables, *others) for s in table.shards}
+        self.dense = [v for v in model.trainable_variables if id(v) not in held]
+        self.owners = [optimizers.owner(model.optimizer, v) for v in self.dense]
+        self.moving = [
+            v
+            for v in model.non_trainable_variables
+            if id(v) not in held and not is_seed(v)
+        ]
+        self.reads = [*self.dense, *self.moving, *rates]
+        shards = [s for group in self.groups for s in group.shards]
+        devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})
+        self.servers = [self._server(device) for device in devices]
+
+    def device_of(self, variable: keras.Variable | tf.Variable) -> str:
+        """The server that holds a variable; "" is where the step runs."""
+        if isinstance(variable, keras.Variable):
+            variable = variable.value
+        return variable.device if self.remote else ""
+
+    def is_trained(self, variable: keras.Variable) -> bool:
+        """Whether the optimizer updates a variable."""
+        return id(variable) in self._trained
+
+    def check_read(self, read: Sequence[keras.Variable]) -> None:
+        """Raises `ValueError` if rows are read in another way than looked up.
+
+        Args:
+            read: What the loss or the metrics of a model read as a whole.
+        """
+        shards = {id(s) for group in self.groups for s in group.shards}
+        for variable in read:
+            if id(variable) in shards & self._trained:
+                raise ValueError(
+                    f"The model looks up rows of {variable.path!r}, and also "
+                    "reads it as a whole, which would not count for its "
+                    "gradient. Look up the rows that are wanted, or use "
+                    "keras.layers.Embedding."
+                )
+
+    def _server(self, device: str) -> Server:
+        reads = [
+            i
+            for i, variable in enumerate(self.reads)
+            if self.device_of(variable) == device
+        ]
+        num_updated = len(self.dense) + len(self.moving)
+        shards = {
+            g: [s for s in group.shards if self.device_of(s) == device]
+            for g, group in enumerate(self.groups)
+            if device in group.num_shards
+        }
+        updates = [i for i in reads if i < num_updated]
+        return Server(device, reads, updates, shards)
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a random generator."""
+    return variable.path.endswith(SEED_STATE_NAME)

@@ -1,0 +1,84 @@
+"""Tensors from one device to another in as few messages as pay off.
+
+Below a megabyte the number of tensors that cross the wire costs, not their
+bytes: they are packed, one message per dtype. Larger ones go alone, because to
+pack and to unpack are two copies.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.embeddings.routing import stacked
+from tfdist.training.fence import Fence
+
+# Bytes from which on copying a tensor costs more than another message.
+_LARGE = 1 << 20
+
+
+def send(
+    tensors: Sequence[tf.Tensor],
+    shapes: Sequence[list[Any]],
+    source: str | None,
+    target: str | None,
+    fence: Fence | None = None,
+) -> list[tf.Tensor]:
+    """Moves tensors from one device to another.
+
+    Args:
+        tensors: On `source`; None is the device that runs the step.
+        shapes: Shape of each; scalar int32 tensors on `target` where a
+            dimension is not static.
+        source: Device.
+        target: Device.
+        fence: What the messages must pass on `target`; the first of `tensors`
+            is then their generation.
+
+    Returns:
+        The tensors on `target`, in the same order.
+    """
+    received: list[tf.Tensor] = [None] * len(tensors)
+    generation = None
+    for own in _messages([t.dtype for t in tensors], shapes):
+        with tf.device(source):
+            message = tf.concat(
+                [tf.reshape(tensors[i], [-1]) for i in own], axis=0
+            )
+        with tf.device(target):
+            if fence:
+                generation = message[0] if generation is None else generation
+                message = fence.passed(target, generation, message)
+            sizes = stacked([_size(shapes[i]) for i in own])
+            pieces = tf.split(message, sizes, num=len(own))
+            for i, piece in zip(own, pieces, strict=True):
+                static = [d if isinstance(d, int) else -1 for d in shapes[i]]
+                received[i] = tf.reshape(piece, static)
+    return received
+
+
+def _messages(
+    dtypes: Sequence[tf.DType], shapes: Sequence[list[Any]]
+) -> list[list[int]]:
+    """Which tensors share a message; the first of all is in the first.
+
+    >>> _messages([tf.float32, tf.int64, tf.float32], [[], [2], [1 << 18]])
+    [[0], [1], [2]]
+    """
+    messages = collections.defaultdict(list)
+    for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        static = all(isinstance(d, int) for d in shape)
+        large = static and _size(shape) * dtype.size >= _LARGE
+        messages[dtype, i if large else None].append(i)
+    return list(messages.values())
+
+
+def _size(shape: list[Any]) -> Any:
+    """Number of elements: an int where it is static, else a tensor."""
+    dynamic = [d for d in shape if not isinstance(d, int)]
+    static = int(np.prod([d for d in shape if isinstance(d, int)], dtype=int))
+    return static * dynamic[0] if dynamic else static

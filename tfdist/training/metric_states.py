@@ -1,0 +1,160 @@
+"""States of metrics, as tensors that add up (design decision D3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.training.metrics import loss_tracker
+from tfdist.training.replicas import mean_to_sum
+
+States = list[tf.Tensor]
+"""The weighted sum of losses, the weight, then the metrics' variables."""
+
+
+class MetricStates:
+    """States of a model's loss and metrics.
+
+    They add up: the sum over any split of the batches is the state of them
+    all. In one process some may be any function of the state before: such a
+    state is kept in the metric's variable from batch to batch.
+
+    Args:
+        model: A model whose metrics are built.
+        variables: Those of its metrics.
+        kept: Ids of those that do not add up.
+        trains: Whether they are of training; it goes on where it was.
+        results: From values of `variables` to results, where the model
+            computes them itself.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        variables: Sequence[keras.Variable],
+        *,
+        kept: set[int],
+        trains: bool,
+        results: Callable[..., Any] | None,
+    ) -> None:
+        self._model = model
+        self._variables = variables
+        self._trains = trains
+        self._results = results
+        listed = {id(v) for v in model.metrics_variables}
+        self._start = [
+            v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
+            for v in variables
+        ]
+        self._is_kept = [id(v) in kept for v in variables]
+        self._sizes = [1, 1, *(v.size for v in self._start)]
+
+    def zero(self) -> States:
+        """States that have seen no example; those kept go on."""
+        scalar = tf.zeros([], tf.float32)
+        return [scalar, scalar] + [
+            tf.convert_to_tensor(v.value)
+            if self._trains and is_kept
+            else tf.constant(start)
+            if np.any(start)
+            else tf.zeros(v.shape, v.dtype)
+            for v, start, is_kept in zip(
+                self._variables, self._start, self._is_kept, strict=True
+            )
+        ]
+
+    def scope(
+        self,
+        states: States,
+        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> keras.StatelessScope:
+        """In it variables have these states, and others these values."""
+        metrics = zip(self._variables, states[2:], strict=True)
+        return keras.StatelessScope([*metrics, *values], collect_losses=True)
+
+    def after(
+        self,
+        scope: keras.StatelessScope,
+        states: States,
+        loss: tf.Tensor,
+        batch: Any,
+    ) -> States:
+        """States after a batch; as for Keras, its examples are its weight."""
+        weight = num_examples(batch)
+        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
+        metrics = [scope.get_current_value(v) for v in self._variables]
+        return [loss_sum, states[1] + weight, *metrics]
+
+    def pack(self, states: States) -> tf.Tensor:
+        """All states in one float64 vector: one message, one copy."""
+        if self._trains:
+            for variable, state, is_kept in zip(
+                self._variables, states[2:], self._is_kept, strict=True
+            ):
+                if is_kept:
+                    variable.value.assign(state)
+        return tf.concat(
+            [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
+        )
+
+    def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
+        """Packed states of two dispatches in one; 0.0 is of none."""
+        kept = np.repeat([False, False, *self._is_kept], self._sizes)
+        return np.where(kept, later, earlier + later)
+
+    def result(self, packed: np.ndarray) -> dict[str, float]:
+        """See `ModelStep.result`."""
+        loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
+        if not weight.item():
+            return {}
+        tracker = loss_tracker(self._model)
+        known = {}
+        if tracker:
+            known = {id(tracker.total): loss, id(tracker.count): weight}
+        values = [
+            tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
+            for v, value in zip(self._variables, rest, strict=True)
+        ]
+        if self._results:
+            results = flat_floats(self._results(*values))
+        else:
+            # A result may be the variable itself.
+            with self.scope([loss, weight, *values]):
+                results = flat_floats(self._model.get_metrics_result())
+        if self._trains:
+            for variable, start, is_kept in zip(
+                self._variables, self._start, self._is_kept, strict=True
+            ):
+                if is_kept:
+                    variable.assign(start)
+        return results | {"loss": loss.item() / weight.item()}
+
+
+def num_examples(batch: Any) -> tf.Tensor:
+    """Scalar float32."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+
+def flat_floats(
+    results: Mapping[str, Any], prefix: str = ""
+) -> dict[str, float]:
+    """Results by name, one number each.
+
+    >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
+    {'loss': 1.0, 'auc/a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
+    """
+    flat = {}
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            flat |= flat_floats(value, f"{prefix}{name}/")
+        elif np.ndim(value):
+            parts = {str(i): part for i, part in enumerate(np.array(value))}
+            flat |= flat_floats(parts, f"{prefix}{name}/")
+        else:
+            flat[prefix + name] = float(value)
+    return flat

@@ -1,0 +1,159 @@
+"""A model's metrics: built before the first step, refused if no sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.training.compiled_model import training_of
+from tfdist.training.forward import Forward
+
+
+def build_metrics(model: keras.Model, element_spec: Any) -> None:
+    """Lets Keras make its loss and metric variables, here on the chief.
+
+    Keras makes them when it first sees a target and a prediction; both are
+    shown as zeros of the right shapes, so no parameter is read.
+    """
+    batch = tf.nest.map_structure(
+        lambda s: tf.zeros([d or 1 for d in s.shape], s.dtype), element_spec
+    )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    before = {id(v): v.numpy() for v in model.metrics_variables}
+    symbols = tf.nest.map_structure(
+        lambda t: keras.KerasTensor(
+            t.shape, keras.backend.standardize_dtype(t.dtype)
+        ),
+        x,
+    )
+    y_pred = tf.nest.map_structure(
+        lambda t: tf.zeros(t.shape, t.dtype),
+        _output_spec(model, symbols),
+    )
+    model.compute_loss(x, y, y_pred, sample_weight, training=False)
+    model.compute_metrics(x, y, y_pred, sample_weight)
+    for variable in model.metrics_variables:
+        variable.assign(before.get(id(variable), np.zeros(variable.shape)))
+    model.reset_metrics()
+
+
+def _output_spec(model: keras.Model, x: Any) -> Any:
+    """Like what the model returns.
+
+    `keras.Model(x, [y])` returns the tensor, and says that it returns a list.
+    """
+    spec = model.compute_output_spec(x, **training_of(model, False))
+    is_functional = getattr(model, "outputs", None) is not None
+    if is_functional and isinstance(spec, list | tuple) and len(spec) == 1:
+        return spec[0]
+    return spec
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
+    """The metric that Keras has for the loss; a step counts by itself."""
+    trackers = (
+        metric
+        for metric in model.metrics
+        if type(metric) is keras.metrics.Mean and metric.name == "loss"
+    )
+    return next(trackers, None)
+
+
+def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics of a model whose classes are not Keras' own."""
+    own: list[keras.metrics.Metric] = []
+    for metric in model.metrics:
+        is_list = _is_keras(metric) and hasattr(metric, "metrics")
+        each = metric.metrics if is_list else [metric]
+        own += [m for m in each if not _is_keras(m)]
+    return own
+
+
+def _is_keras(metric: keras.metrics.Metric) -> bool:
+    return type(metric).__module__.startswith("keras.")
+
+
+def no_sums(
+    model: keras.Model,
+    variables: Sequence[keras.Variable],
+    forwards: Sequence[Forward],
+    must_add_up: bool,
+) -> set[int]:
+    """Ids of the variables whose values might not add up over batches.
+
+    Args:
+        model: A model whose metrics are built.
+        variables: Those of its metrics, listed in `model.metrics` or not.
+        forwards: Passes that update them.
+        must_add_up: Whether several workers add them up.
+
+    Raises:
+        ValueError: they must, and one does not.
+    """
+    names = {
+        id(v): metric.name
+        for metric in own_metrics(model)
+        for v in metric.variables
+    }
+    by_keras = {id(v) for v in model.metrics_variables} - names.keys()
+    if not must_add_up:
+        return names.keys() | {
+            id(v)
+            for v in variables
+            if id(v) not in by_keras
+            and not all(f.adds_to(v, variables) for f in forwards)
+        }
+    for variable in variables:
+        if variable.aggregation != "sum":
+            raise ValueError(
+                f"Metric variable {variable.path!r} of model {model.name!r} "
+                f"has aggregation={variable.aggregation!r}, so its values on "
+                "several workers cannot be added up. Metrics whose variables "
+                'have aggregation="sum" (all of Keras\') can.'
+            )
+        if id(variable) in by_keras:
+            continue
+        name = names.get(id(variable))
+        # Keras resets those alone that have a metric in `model.metrics`.
+        starts_at_zero = not (name and np.any(variable))
+        if not (
+            starts_at_zero
+            and all(f.adds_to(variable, variables) for f in forwards)
+        ):
+            raise ValueError(
+                f"Metric {(name or variable.path)!r} of model {model.name!r} "
+                f"updates its variable {variable.path!r} by something else "
+                "than an addition, or does not start it at zero, so its "
+                "values on several workers cannot be added up. Keep sums and "
+                "counts (`assign_add`), of which `result` computes the "
+                "metric, or train in one process."
+            )
+    return set()
+
+
+def check_metric_names(model: keras.Model) -> None:
+    """Raises if a metric has a name that results use for something else.
+
+    Args:
+        model: A model whose metrics are built, as `ModelStep` builds them.
+
+    Raises:
+        ValueError: a metric is called "loss" or "global_step".
+    """
+    names: list[str] = []
+    for metric in model.metrics:
+        result = metric.result()
+        names += result if isinstance(result, Mapping) else [metric.name]
+    # One is Keras' own, or replaces it.
+    for name, most in (("loss", 1), ("global_step", 0)):
+        if names.count(name) > most:
+            raise ValueError(
+                f"Model {model.name!r} has a metric called {name!r}. Results "
+                "of training and evaluation use the names 'loss' (the mean "
+                "loss) and 'global_step' themselves. Give the metric another "
+                "`name`."
+            )
