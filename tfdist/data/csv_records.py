@@ -206,7 +206,7 @@ def infer(
             f"{path}: the names of the columns must be different and not "
             f"empty. Received: {list(names)}."
         )
-    known = _by_name(names, defaults)
+    known = _by_name(path, names, defaults)
     free = [i for i, name in enumerate(names) if name not in known]
     known |= {names[i]: d for i, d in _inferred(rows, names, free, na_value)}
     return Layout(
@@ -221,22 +221,24 @@ def infer(
 
 
 def _by_name(
-    names: Sequence[str], defaults: Mapping[str, Any] | Sequence[Any] | None
+    path: str,
+    names: Sequence[str],
+    defaults: Mapping[str, Any] | Sequence[Any] | None,
 ) -> dict[str, Any]:
     defaults = {} if defaults is None else defaults
     if not isinstance(defaults, Mapping):
         if len(defaults) != len(names):
             raise ValueError(
                 "Argument `column_defaults` must have an entry for each of the "
-                f"{len(names)} columns {list(names)}, or be a dictionary. "
+                f"{len(names)} columns {list(names)} of {path}, or be a dict. "
                 f"Received: {len(defaults)} entries."
             )
         defaults = dict(zip(names, defaults, strict=True))
     unknown = sorted(set(defaults) - set(names))
     if unknown:
         raise ValueError(
-            f"Argument `column_defaults` must name columns: {list(names)}. "
-            f"Received: {unknown}."
+            f"Argument `column_defaults` must name columns of {path}: "
+            f"{list(names)}. Received: {unknown}."
         )
     return dict(defaults)
 

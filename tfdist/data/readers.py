@@ -101,19 +101,15 @@ def read_csv(
     """
     reading = ReadOptions(**options)
     paths = _match(file_pattern, reading)
-    with tf.init_scope():
-        path, lines = _first_lines(
-            paths, num_rows_for_inference, skip=int(column_names is None)
-        )
-        layout = csv_records.infer(
-            path,
-            lines,
-            names=column_names,
-            defaults=column_defaults,
-            field_delim=field_delim,
-            use_quote_delim=use_quote_delim,
-            na_value=na_value,
-        )
+    layout = _layout(
+        paths,
+        num_rows_for_inference,
+        names=column_names,
+        defaults=column_defaults,
+        field_delim=field_delim,
+        use_quote_delim=use_quote_delim,
+        na_value=na_value,
+    )
     chosen = list(layout.names if select_columns is None else select_columns)
     for argument, names in (
         ("label_name", [] if label_name is None else [label_name]),
@@ -122,8 +118,8 @@ def read_csv(
         for name in names:
             if name not in layout.names:
                 raise ValueError(
-                    f"Argument `{argument}` must name a column of {path}: "
-                    f"{list(layout.names)}. Received: {name!r}."
+                    f"Argument `{argument}` must name a column of "
+                    f"{layout.origin}: {list(layout.names)}. Received: {name!r}."
                 )
 
     def parse(records: tf.Tensor) -> Features | tuple[Features, tf.Tensor]:
@@ -142,6 +138,57 @@ def read_csv(
         is_text=True,
     )
     return batches(files, parse, batch_size, reading)
+
+
+def csv_columns(
+    file_pattern: str | Sequence[str],
+    *,
+    column_names: Sequence[str] | None = None,
+    column_defaults: Mapping[str, Any] | Sequence[Any] | None = None,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    num_rows_for_inference: int | None = 1000,
+) -> dict[str, Any]:
+    """The columns of CSV files, as `read_csv` infers them from the same.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "people.csv")
+    ...     with open(path, "w") as file:
+    ...         print("age,height,job", file=file)
+    ...         print("30,1.7,smith", file=file)
+    ...         print("41,?,?", file=file)
+    ...     csv_columns(path, na_value="?")
+    {'age': tf.int64, 'height': nan, 'job': ''}
+
+    Args:
+        file_pattern: as in `read_csv`, like all that follow.
+        column_names: See `read_csv`.
+        column_defaults: See `read_csv`.
+        field_delim: See `read_csv`.
+        use_quote_delim: See `read_csv`.
+        na_value: See `read_csv`.
+        num_rows_for_inference: See `read_csv`.
+
+    Returns:
+        The name of each column, in order, and its default: the
+        `column_defaults` for a `read_csv` that does not infer anything.
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ValueError: the first file has no header, or an argument does not fit.
+    """
+    layout = _layout(
+        record_files.match(file_pattern),
+        num_rows_for_inference,
+        names=column_names,
+        defaults=column_defaults,
+        field_delim=field_delim,
+        use_quote_delim=use_quote_delim,
+        na_value=na_value,
+    )
+    return dict(zip(layout.names, layout.defaults, strict=True))
 
 
 def read_text(
@@ -255,25 +302,24 @@ def _files(
     return Files(paths, (paths, compressions), read, **attributes)
 
 
-def _first_lines(
-    paths: Sequence[str], number: int | None, skip: int
-) -> tuple[str, Iterator[str]]:
-    """The first file that is not empty, and its first lines.
-
-    If `number` is None, those of all files, headers (`skip` lines) of others
-    left out.
-    """
+def _layout(
+    paths: Sequence[str], num_rows: int | None, **arguments: Any
+) -> csv_records.Layout:
+    """The layout told by the first file that is not empty, or by all."""
+    skip = int(arguments["names"] is None)
     files = ((path, _lines(path)) for path in paths)
     first: list[str] = []
-    while not first and (file := next(files, None)):
-        path, lines = file
-        first = list(itertools.islice(lines, 1))
-    if number is None:
-        rest = (itertools.islice(more, skip, None) for _, more in files)
-        lines = itertools.chain(lines, *rest)
-    else:
-        lines = itertools.islice(lines, number)
-    return path, itertools.chain(first, lines)
+    with tf.init_scope():
+        while not first and (file := next(files, None)):
+            path, lines = file
+            first = list(itertools.islice(lines, 1))
+        if num_rows is None:
+            rest = (itertools.islice(more, skip, None) for _, more in files)
+            lines = itertools.chain(lines, *rest)
+        else:
+            lines = itertools.islice(lines, num_rows)
+        lines = itertools.chain(first, lines)
+        return csv_records.infer(path, lines, **arguments)
 
 
 def _lines(path: str) -> Iterator[str]:
