@@ -110,16 +110,17 @@ def read_csv(
         use_quote_delim=use_quote_delim,
         na_value=na_value,
     )
-    chosen = list(layout.names if select_columns is None else select_columns)
+    known = list(layout.names)
+    chosen = known if select_columns is None else list(select_columns)
     for argument, names in (
         ("label_name", [] if label_name is None else [label_name]),
         ("select_columns", chosen),
     ):
         for name in names:
-            if name not in layout.names:
+            if name not in known:
                 raise ValueError(
                     f"Argument `{argument}` must name a column of "
-                    f"{layout.origin}: {list(layout.names)}. Received: {name!r}."
+                    f"{layout.origin}: {known}. Received: {name!r}."
                 )
 
     def parse(records: tf.Tensor) -> Features | tuple[Features, tf.Tensor]:

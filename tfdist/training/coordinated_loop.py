@@ -61,6 +61,7 @@ class CoordinatedLoop:
         num_workers: Number of workers.
         steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
         strategy: The strategy.
+        example: What `input_fn` has returned, if it was called already.
 
     Attributes:
         fixed_shares: Whether each worker reads a part of the data that nobody
@@ -78,6 +79,7 @@ class CoordinatedLoop:
         strategy: tf.distribute.ParameterServerStrategy,
         num_workers: int,
         steps_per_dispatch: int | None = None,
+        example: tf.data.Dataset | None = None,
     ) -> None:
         self._workers = Workers(strategy, num_workers)
         self._crew = self._workers.crew
@@ -85,7 +87,8 @@ class CoordinatedLoop:
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         self._global_step = global_step
         self._generations = Generations(_ps_devices())
-        example = input_fn(tf.distribute.InputContext())
+        if example is None:
+            example = input_fn(tf.distribute.InputContext())
         size = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
             asked = steps_per_dispatch or step.model.steps_per_execution > 1
