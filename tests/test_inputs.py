@@ -624,7 +624,7 @@ def test_damaged_gzip(tmp_path, kind, caplog, monkeypatch):
     text = "".join(f"{i}\n" for i in range(1000)).encode()
     data = text if kind == "not compressed" else gzip.compress(text)
     path = damaged(tmp_path / "a.gz", data, kind)
-    with pytest.raises(ValueError, match=f"{path} is no whole gzip file"):
+    with pytest.raises(ValueError, match=f"{path} is not a complete gzip"):
         readers.read_text(path, 10)
     # Unasked, TensorFlow finds it when it is there, and not who it is.
     unchecked = readers.read_text(path, 10, check_gzip=False, num_epochs=1)

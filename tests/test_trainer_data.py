@@ -105,7 +105,7 @@ def test_a_gzip_file_that_was_cut_off(files, tmp_path):
     path = tmp_path / "cut.csv.gz"
     write(path, HEADER + ROWS * 50)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"cut\.csv\.gz is no whole gzip file"):
+    with pytest.raises(ValueError, match=r"cut\.csv\.gz is not a complete"):
         _ = data.csv_source(files[0], str(path), "income").schema
 
 

@@ -38,12 +38,11 @@ Batches = list[np.ndarray]  # An int64 for each example of each batch.
 class Audit:
     """What several workers read.
 
-    Two examples are the same if all their features and labels are, or their
-    `key`.
+    Equal examples, or examples with an equal `key`, have equal numbers.
 
     Attributes:
         input_fn: the name of the input function.
-        batches: for each worker, its batches: a number for each example.
+        batches: the batches of each worker: a number for each example.
         known: all examples, in order if `in_order`.
         in_order: whether `known` has the order of the files.
     """
@@ -347,23 +346,24 @@ def _datasets(
 ) -> Iterator[tf.data.Dataset]:
     """The dataset of each worker, made as in a process of its own."""
     call = with_context(input_fn)
-    if not index_as_tensor:
-        for worker in workers:
-            set_seed()
-            yield call(_context(num_workers, worker))
-        return
-    set_seed()
-    spec = call(_context(num_workers, 0)).element_spec
-    set_seed()
-    traced = tf.function(
-        lambda worker: tf.data.experimental.to_variant(
-            call(_context(num_workers, worker))
-        ),
-        autograph=False,
-    )
+
+    def make(worker: int | tf.Tensor) -> tf.data.Dataset:
+        return call(_context(num_workers, worker))
+
+    if index_as_tensor:
+        set_seed()
+        spec = make(0).element_spec
+        traced = tf.function(
+            lambda worker: tf.data.experimental.to_variant(make(worker)),
+            autograph=False,
+        )
     for worker in workers:
-        variant = traced(tf.constant(worker, tf.int64))
-        yield tf.data.experimental.from_variant(variant, spec)
+        set_seed()
+        if index_as_tensor:
+            variant = traced(tf.constant(worker, tf.int64))
+            yield tf.data.experimental.from_variant(variant, spec)
+        else:
+            yield make(worker)
 
 
 def _read(
