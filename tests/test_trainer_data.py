@@ -270,8 +270,9 @@ def epoch(examples, worker, workers, size, *, traced=False, seed=0):
     return read(worker).numpy().astype(int).tolist()
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize(("num_files", "workers"), [(4, 2), (3, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("num_files", "workers", "traced"), [(4, 2, False), (1, 2, True)]
+)
 def test_workers_share_the_examples(tmp_path, num_files, workers, traced):
     examples = numbered(tmp_path, num_files, 12)
     size = 12 * num_files // workers

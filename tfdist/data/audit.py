@@ -54,25 +54,25 @@ class Audit:
 
     @property
     def at_the_same_step(self) -> np.ndarray:
-        """`(workers, workers)`: the mean share of a batch that both read."""
+        """`(workers, workers)`: the mean share of a batch that both read.
+
+        Relative to the smaller batch.
+        """
         return self._pairs(_shared_by_step)
 
     @property
     def in_all(self) -> np.ndarray:
-        """`(workers, workers)`: the share of all they read that both read.
-
-        Of the examples of the worker that reads fewer.
-        """
+        """`(workers, workers)`: as above, of all they read."""
         return self._pairs(
             lambda a, b: _shared(np.unique(_all(a)), np.unique(_all(b)))
         )
 
     @property
     def repeated(self) -> int:
-        """Examples that are read twice in the first pass, by any workers.
+        """How many examples are read again within the first pass.
 
-        A pass is as many examples of each worker as it takes for all to be
-        read once; equal examples count as one.
+        A pass is an equal number of examples of each worker, as many as there
+        are in all.
         """
         share = len(self.known) // len(self.batches)
         first = np.concatenate([_all(each)[:share] for each in self.batches])
@@ -415,11 +415,7 @@ def _load(flag: str, target: str | None) -> InputFn | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.audit --help`.
-
-    Returns:
-        0 if all is well, 1 if there is a problem. A bad flag exits with 2.
-    """
+    """Runs the command; returns 1 if there is a problem, else 0."""
     parser = argparse.ArgumentParser(
         "python -m tfdist.audit",
         description="Shows what each worker would read, without a cluster.",
