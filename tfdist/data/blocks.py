@@ -105,7 +105,9 @@ def read_blocks(
             records=state.records + tf.size(lines, tf.int64),
         )
         places = index * _MOST_RECORDS + numbers
-        return state, (lines[first::every], places[first::every])
+        if every > 1:
+            lines, places = lines[first::every], places[first::every]
+        return state, (lines, places)
 
     zero = tf.constant(0, tf.int64)
     return lines.scan(State(zero, zero, tf.constant(""), zero), step)
@@ -121,6 +123,9 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
         nothing = ("", tf.constant(-1, tf.int64))
         record, place = _first(
             tf.data.Dataset.from_tensor_slices((records, places))
+            .batch(64)  # An attempt takes milliseconds.
+            .filter(is_bad)
+            .unbatch()
             .batch(1)
             .filter(is_bad)
             .unbatch()
