@@ -69,6 +69,19 @@ def read_csv(
     LF or CRLF; a byte order mark and blank lines are skipped. A file whose name
     ends in ".gz" is decompressed.
 
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "people.csv")
+    ...     with open(path, "w") as file:
+    ...         for line in ("age,job,rich", "30,smith,0", "41,clerk,1"):
+    ...             print(line, file=file)
+    ...     rows = read_csv(
+    ...         path, 2, label_name="rich", shuffle=False, num_epochs=1
+    ...     )
+    ...     for features, labels in rows.as_numpy_iterator():
+    ...         print(features["age"], features["job"], labels)
+    [30 41] [b'smith' b'clerk'] [0 1]
+
     Args:
         file_pattern: paths or patterns, local or `gs://`.
         batch_size: rows in a batch.
@@ -197,6 +210,16 @@ def read_text(
 ) -> tf.data.Dataset:
     """Batches of the lines of text files.
 
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "lines.txt")
+    ...     with open(path, "w") as file:
+    ...         print("to be", file=file)
+    ...         print("or not", file=file)
+    ...     lines = read_text(path, 2, shuffle=False, num_epochs=1)
+    ...     print(*lines.as_numpy_iterator())
+    [b'to be' b'or not']
+
     Args:
         file_pattern: as in `read_csv`.
         batch_size: lines in a batch.
@@ -229,6 +252,16 @@ def read_tfrecords(
     As `tf.data.experimental.make_batched_features_dataset`, but: in each
     pass a worker reads another share, many examples are parsed at once, and an
     error names the file and the number of the record.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "a.tfrecord")
+    ...     with tf.io.TFRecordWriter(path) as writer:
+    ...         for record in b"one", b"two":
+    ...             writer.write(record)
+    ...     records = read_tfrecords(path, None, 2, shuffle=False, num_epochs=1)
+    ...     print(*records.as_numpy_iterator())
+    [b'one' b'two']
 
     Args:
         file_pattern: as in `read_csv`.

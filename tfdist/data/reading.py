@@ -46,6 +46,10 @@ _UNEVEN = 1.25
 class ReadOptions:
     """How records become batches: the keyword arguments of every `read_*`.
 
+    >>> options = ReadOptions(num_epochs=1, seed=7)
+    >>> options.shuffle, options.num_epochs
+    (True, 1)
+
     Attributes:
         context: which of several workers reads: the argument of the input
             function. Its `input_pipeline_id` may be a tensor. See

@@ -13,6 +13,10 @@ class WorkerContext(tf.distribute.InputContext):
     files: else a dataset larger than the work between two failures would never
     be read completely.
 
+    >>> context = WorkerContext(3, worker=1, first_pass=7)
+    >>> context.num_input_pipelines, context.input_pipeline_id
+    (3, 1)
+
     Args:
         num_workers: How many workers share the data.
         worker: Index of this one, an int or a scalar tensor.
