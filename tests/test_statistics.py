@@ -8,9 +8,11 @@ import threading
 import hypothesis
 import numpy as np
 import pytest
+import small_models
 import tensorflow as tf
 from hypothesis import strategies as st
 
+import tfdist
 from tfdist.cluster.spec import Cluster
 from tfdist.data import statistics
 from tfdist.data.statistics import (
@@ -166,3 +168,25 @@ def test_what_goes_wrong(tmp_path):
     (tmp_path / "statistics.json").write_text(json.dumps([1])[:-1])
     with pytest.raises(ValueError, match=r"statistics\.json must be .* JSON"):
         compute_once(path, dict, cluster=task("chief"))
+
+
+def test_the_cluster_is_that_of_the_run_config(tmp_path, monkeypatch):
+    """Not that of the environment, which here says that this is a worker."""
+    config = {"cluster": TASKS, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    path = str(tmp_path / "statistics.json")
+
+    def model_fn():
+        known = compute_once(path, lambda: {"units": 1}, timeout_secs=0)
+        assert known == {"units": 1}
+        return small_models.logistic()
+
+    def input_fn(context):
+        return tfdist.data.one_pass(small_models.batches(16), context)
+
+    config = tfdist.RunConfig(str(tmp_path / "model"), cluster=Cluster())
+    estimator = tfdist.Estimator(model_fn, config)
+    estimator.train(input_fn)
+    assert estimator.evaluate(input_fn)["global_step"] == 2
+    with pytest.raises(TimeoutError, match="worker:0 waits"):
+        compute_once(str(tmp_path / "other"), dict, timeout_secs=0)

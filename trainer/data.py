@@ -2,7 +2,7 @@
 
 source = csv_source(["train-*.csv"], ["eval.csv"], label="income")
 source.schema               # the columns, from one pass over the data
-source.train_input_fn(...)  # shuffled, for ever, a share for each worker
+source.train_input_fn(...)  # shuffled, repeated, a share for each worker
 source.eval_input_fn(...)   # once, in order
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist.data.tfds_inputs import read_tfds
+import tfdist
 from trainer import click_log
 from trainer.csv_files import CsvSource
 from trainer.source import (
@@ -32,7 +32,6 @@ from trainer.source import (
     Parse,
     Schema,
     Source,
-    Statistics,
     column_name,
 )
 
@@ -47,99 +46,40 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# CsvSource tells its arguments.
-csv_source = CsvSource
-
 # Where the evaluation examples are, the first of these that exists; else the
 # last fifth of the training examples.
 _EVAL_SPLITS = ("test", "eval", "validation", "valid", "val", "dev")
-_SCAN_BATCH = 8192
 
 
-def tfds_source(
-    name: str,
-    data_dir: str | None = None,
-    *,
-    train_split: str | None = None,
-    eval_split: str | None = None,
-    label: str | None = None,
-    categorical_columns: Sequence[str] = (),
-    ignore_columns: Sequence[str] = (),
-    min_count: int = 1,
-) -> Source:
-    """Returns the examples of a builder of TensorFlow Datasets.
+class TfdsSource(Source):
+    """Examples of a builder of TensorFlow Datasets.
 
     Any builder whose features are numbers, strings, class labels and short
     vectors of numbers, possibly in nested dictionaries: "titanic",
     "wine_quality", "higgs", ... It is read from disk, or downloaded and
-    prepared when it is not there. Where its sources cannot be reached, an error
+    prepared if it is not there. If its sources cannot be reached, an error
     says how to prepare it elsewhere.
 
     Args:
         name: of the builder, with version or configuration if need be.
-        data_dir: where prepared data sets are; the default of TFDS if omitted.
+        data_dir: where prepared datasets are. Default: that of TFDS.
         train_split: as TFDS takes it: "train[:80%]", "train+validation".
             Default: "train", and only four fifths of it if there is no other
             split to evaluate on.
         eval_split: the same, for the evaluation examples. Default: the first
             of "test", "eval", "validation", ... that there is, else the last
             fifth of "train".
-        label: name of the label column; the builder's own if omitted.
+        label: name of the label column. Default: the builder's own.
         categorical_columns: columns of integers that are not quantities.
         ignore_columns: columns that the model never sees.
         min_count: as in `csv_source`.
     """
-    return TfdsSource(
-        functools.partial(_named_builder, name, data_dir),
-        description=f"TensorFlow Datasets: {name}",
-        train_split=train_split,
-        eval_split=eval_split,
-        min_count=min_count,
-        label=label,
-        categorical_columns=categorical_columns,
-        ignore_columns=ignore_columns,
-    )
-
-
-def click_log_source(
-    data_dir: str | None = None, *, min_count: int = 1, **sizes: int
-) -> Source:
-    """Returns the examples of the synthetic click log.
-
-    Args:
-        data_dir: where it is, or will be prepared in a few seconds.
-        min_count: as in `csv_source`.
-        **sizes: `num_train`, `num_eval` and `num_shards` of `ClickLog`.
-    """
-    return _ClickLogSource(
-        functools.partial(click_log.ClickLog, data_dir=data_dir, **sizes),
-        description=(
-            "a SYNTHETIC click log, drawn from a known model "
-            "(trainer/click_log.py)"
-        ),
-        min_count=min_count,
-    )
-
-
-class TfdsSource(Source):
-    """The source that `tfds_source` returns.
-
-    Args:
-        make_builder: returns the builder; called only when data is needed.
-        description: one line for people.
-        train_split: as in `tfds_source`, like the following.
-        eval_split: see there.
-        label: see there.
-        categorical_columns: see there.
-        ignore_columns: see there.
-        min_count: see there.
-    """
 
     def __init__(
         self,
-        make_builder: Callable[[], tfds.core.DatasetBuilder],
+        name: str,
+        data_dir: str | None = None,
         *,
-        description: str,
         train_split: str | None = None,
         eval_split: str | None = None,
         label: str | None = None,
@@ -147,23 +87,34 @@ class TfdsSource(Source):
         ignore_columns: Sequence[str] = (),
         min_count: int = 1,
     ) -> None:
-        self._make_builder = make_builder
+        self._name, self._data_dir = name, data_dir
         self._label_argument = label
         self._overrides = {
-            CATEGORICAL: tuple(map(column_name, categorical_columns)),
-            "ignore": tuple(map(column_name, ignore_columns)),
+            CATEGORICAL: set(map(column_name, categorical_columns)),
+            "ignore": set(map(column_name, ignore_columns)),
         }
         self._wanted_splits = {"train": train_split, "eval": eval_split}
-        self._min_count = min_count
-        self.description = description
+        self.description = self.description or f"TensorFlow Datasets: {name}"
         super().__init__(
             {
-                "data": description,
+                "data": self.description,
                 "label": label,
                 "min_count": min_count,
                 **{k: sorted(names) for k, names in self._overrides.items()},
             }
         )
+
+    def _make_builder(self) -> tfds.core.DatasetBuilder:
+        try:
+            return tfds.builder(self._name, data_dir=self._data_dir)
+        except tfds.core.DatasetNotFoundError as error:
+            # It goes on with the names of all that there are.
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"TensorFlow Datasets has no builder {self._name!r}, and there "
+                "is no prepared dataset of that name in "
+                f"{self._data_dir or 'its default'}: {reason}"
+            ) from None
 
     @functools.cached_property
     def _builder(self) -> tfds.core.DatasetBuilder:
@@ -223,15 +174,6 @@ class TfdsSource(Source):
             + (" (the builder names none)." if label is None else ".")
         )
 
-    def _scan(self) -> Schema:
-        kinds = self._infer_kinds()
-        statistics = Statistics(kinds)
-        for features, labels in self._batches(
-            "train", _SCAN_BATCH, kinds, shuffle=False, num_epochs=1
-        ):
-            statistics.add(features, labels)
-        return statistics.schema(self._label, self._min_count)
-
     @functools.cached_property
     def _columns(self) -> dict[str, tuple[str, int | None]]:
         """(key in the records, place in its vector) of every column."""
@@ -252,7 +194,7 @@ class TfdsSource(Source):
         return columns
 
     def _is_input(self, key: str) -> bool:
-        """Tells whether a feature is one that a model may see."""
+        """Whether a feature is one that a model may see."""
         if key == self._label or column_name(key) in self._overrides["ignore"]:
             return False
         inputs, label = (self._builder.info.supervised_keys or (None, None))[:2]
@@ -262,10 +204,10 @@ class TfdsSource(Source):
         return any(key == name or key.startswith(f"{name}/") for name in names)
 
     def _infer_kinds(self) -> dict[str, str]:
-        """Returns the kind of each column that the model sees."""
+        """The kind of each column that the model sees."""
         for kind, names in self._overrides.items():
             known = set(self._columns) | set(map(column_name, self._features))
-            for name in names:
+            for name in sorted(names):
                 if name not in known - {column_name(self._label)}:
                     raise ValueError(
                         f"Argument `{kind}_columns` must name columns of "
@@ -285,11 +227,11 @@ class TfdsSource(Source):
         split: str,
         batch_size: int,
         kinds: Mapping[str, str],
-        transform: Parse = lambda *example: example,
+        transform: Parse,
         **options: Any,
     ) -> tf.data.Dataset:
         keys = {self._columns[name][0] for name in kinds} | {self._label}
-        return read_tfds(
+        return tfdist.read_tfds(
             self._builder,
             self._splits[split],
             batch_size,
@@ -316,8 +258,27 @@ class TfdsSource(Source):
         return columns, label if label.dtype == tf.string else _digits(label)
 
 
-class _ClickLogSource(TfdsSource):
-    """The click log, whose probabilities are known."""
+class ClickLogSource(TfdsSource):
+    """Examples of the synthetic click log.
+
+    Args:
+        data_dir: where it is, or will be prepared in a few seconds.
+        min_count: as in `csv_source`.
+        **sizes: `num_train`, `num_eval` and `num_shards` of `ClickLog`.
+    """
+
+    description = (
+        "a SYNTHETIC click log, drawn from a known model (trainer/click_log.py)"
+    )
+
+    def __init__(
+        self, data_dir: str | None = None, *, min_count: int = 1, **sizes: int
+    ) -> None:
+        self._sizes = sizes
+        super().__init__("click_log", data_dir, min_count=min_count)
+
+    def _make_builder(self) -> tfds.core.DatasetBuilder:
+        return click_log.ClickLog(data_dir=self._data_dir, **self._sizes)
 
     @functools.cached_property
     def best_auc(self) -> float:
@@ -326,25 +287,14 @@ class _ClickLogSource(TfdsSource):
         with tf.init_scope():
             parts = [
                 (labels.numpy().astype(int), columns["probability"].numpy())
-                for columns, labels in self._batches(
-                    "eval", _SCAN_BATCH, kinds, shuffle=False, num_epochs=1
-                )
+                for columns, labels in self._once("eval", kinds)
             ]
         labels, scores = map(np.concatenate, zip(*parts, strict=True))
         return click_log.auc(labels, scores)
 
 
-def _named_builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
-    try:
-        return tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        # It goes on with the names of all that there are.
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"TensorFlow Datasets has no builder {name!r}, and there is no "
-            f"prepared data set of that name in {data_dir or 'its default'}: "
-            f"{reason}"
-        ) from None
+csv_source, tfds_source = CsvSource, TfdsSource
+click_log_source = ClickLogSource
 
 
 def prepared(
@@ -352,13 +302,11 @@ def prepared(
 ) -> tfds.core.DatasetBuilder:
     """Returns a builder whose data is on disk, prepared now if need be.
 
-    TFDS writes into a directory beside the right one and renames it when it
-    is complete. So several processes may start at the same time: one of them
-    is first, and the others, whose rename fails, use what it has written.
+    Several processes may do so at once: TFDS renames a directory when it is
+    complete, and those whose rename fails use what the first has written.
 
     Raises:
-        OSError: it could not be prepared, for example downloaded; says why and
-            what to do.
+        OSError: it could not be prepared, for example downloaded.
     """
     builder = make_builder()
     if not builder.is_prepared():
@@ -427,7 +375,7 @@ def _as_strings(
 
 
 def _overlap(one: Any, other: Any) -> bool:
-    """Tells whether two stretches of a file have an example in common."""
+    """Whether two stretches of a file have an example in common."""
     first, second = sorted((one, other), key=lambda part: part.skip)
     # A negative number: all that follow.
     return first.take < 0 or first.take > second.skip - first.skip

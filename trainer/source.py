@@ -2,12 +2,9 @@
 
 A `Source` gives two input functions and a `Schema`. The schema is what a model
 has to know before it sees an example: the columns, how their numbers are
-spread, which strings occur. It costs one pass over the training data, made by
-the chief when it first needs it, and is kept in the directory of the job: what
-was trained on it, the evaluator and the export never see another.
-
-The training data set is that of `tfdist.data.reading`: whatever the source, a
-share for each worker, shuffled, parsed many records at a time.
+distributed, which strings occur. The chief computes it in one pass over the
+training data and keeps it in the directory of the job, so that training,
+evaluation and the export use the same one.
 """
 
 from __future__ import annotations
@@ -21,13 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster.spec import Cluster
-from tfdist.data.statistics import (
-    FeatureStatistics,
-    NumberStatistics,
-    StringStatistics,
-    compute_once,
-)
+import tfdist
 
 NUMERIC = "numeric"
 CATEGORICAL = "categorical"
@@ -37,6 +28,7 @@ MAX_VOCABULARY = 1000
 # Buckets of equal count that a numeric column is cut into, at most.
 NUM_QUANTILES = 20
 SHUFFLE_BUFFER = 20_000
+SCAN_BATCH = 8192
 
 Features = dict[str, tf.Tensor]
 Transform = Callable[[Features], Any]
@@ -48,7 +40,7 @@ class Column:
     """What a model knows about one column.
 
     Attributes:
-        name: as in the header of the files, made fit by `column_name`.
+        name: as in the header of the files, changed by `column_name`.
         kind: "numeric" (float32, missing is NaN) or "categorical" (string,
             missing is the empty string).
         mean: of the values present in the training data (numeric).
@@ -128,58 +120,94 @@ class Source(abc.ABC):
     Attributes:
         description: one line for people.
         best_auc: the best AUC that any model can reach on the evaluation
-            examples, None where nobody knows.
+            examples; None if unknown.
     """
 
     description: str = ""
     best_auc: float | None = None
+    _label: str
     _shared: Callable[[Callable[[], Any]], Any] | None = None
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Stores what decides on the schema, beside the data."""
+        """Stores what determines the schema, besides the data."""
         self._arguments = dict(arguments)
 
-    def share_schema(self, path: str, cluster: Cluster) -> None:
+    def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
         """Makes the schema that of a job, for all its tasks and runs.
 
         Args:
-            path: of the file that the chief writes, in the first run.
+            path: of the file that the chief writes in the first run.
             cluster: which task this is.
         """
-        self._shared = functools.partial(compute_once, path, cluster=cluster)
         self._shared_path = path
+        self._shared = functools.partial(
+            tfdist.compute_once, path, cluster=cluster
+        )
 
     @functools.cached_property
     def schema(self) -> Schema:
         """The schema, from one pass over the training examples.
 
         Raises:
-            FileNotFoundError: if there are no files.
-            TimeoutError: if the chief does not come to share it.
-            ValueError: if anything in them is not as it must be. The message
-                names the file, the line, and what was expected. Or if the
-                schema of the job was made for other arguments.
+            FileNotFoundError: there are no files.
+            TimeoutError: the chief did not share it in time.
+            ValueError: something in the data is wrong; the message names the
+                file and the line. Or the schema of the job was made for other
+                arguments.
         """
-        # Also when the first to ask is a function that is being traced.
+        # Its first use may be in a function that is being traced.
         with tf.init_scope():
-            if self._shared is None:
-                return self._scan()
-            saved = self._shared(
-                lambda: {
-                    "arguments": self._arguments,
-                    "schema": dataclasses.asdict(self._scan()),
-                    "data": self._found(),
-                }
+            try:
+                return self._scan() if self._shared is None else self._of_job()
+            except tf.errors.InvalidArgumentError as error:
+                raise ValueError(_assertion(error)) from None
+
+    def _of_job(self) -> Schema:
+        saved = self._shared(
+            lambda: {
+                "arguments": self._arguments,
+                "schema": dataclasses.asdict(self._scan()),
+                "data": self._found(),
+            }
+        )
+        if saved["arguments"] != self._arguments:
+            raise ValueError(
+                f"{self._shared_path} holds the columns for "
+                f"{saved['arguments']}. Received: {self._arguments}. Give "
+                "the same, or train in another model_dir."
             )
-            if saved["arguments"] != self._arguments:
-                raise ValueError(
-                    f"{self._shared_path} holds the columns for "
-                    f"{saved['arguments']}. Received: {self._arguments}. Give "
-                    "the same, or train in another model_dir."
-                )
-            schema = Schema.from_dict(saved["schema"])
-            self._adopt(schema, saved["data"])
+        schema = Schema.from_dict(saved["schema"])
+        self._check_new(schema, saved["data"])
         return schema
+
+    def _scan(self) -> Schema:
+        """Reads all training examples."""
+        kinds = self._infer_kinds()
+        label, min_count = self._label, self._arguments["min_count"]
+        if not kinds:
+            raise ValueError(
+                f"Expected at least one column beside the label {label!r}."
+            )
+        statistics = tfdist.FeatureStatistics()
+        for features, labels in self._once("train", kinds):
+            statistics.add({**features, label: labels})
+        if not statistics:
+            raise ValueError(
+                f"{self.description}: expected at least one example. "
+                "Received: none."
+            )
+        self._check(kinds, statistics[label])
+        return Schema(
+            columns=tuple(
+                _numeric(name, statistics[name])
+                if kind == NUMERIC
+                else _categorical(name, statistics[name], min_count)
+                for name, kind in kinds.items()
+            ),
+            label=label,
+            positive=_positive(label, list(statistics[label].counts)),
+            num_train=statistics[label].counts.total(),
+        )
 
     def train_input_fn(
         self,
@@ -189,13 +217,9 @@ class Source(abc.ABC):
         transform: Transform | None = None,
         seed: int = 0,
     ) -> tf.data.Dataset:
-        """Returns the training examples of one worker, shuffled, for ever.
+        """Returns the training examples of one worker, shuffled, repeated.
 
-        In each pass, each of the `input_context.num_input_pipelines` workers
-        reads other examples than its neighbours, and others than in the pass
-        before: whole files if there are enough of them, else every n-th
-        record; and it shuffles with a seed of its own. May be called inside a
-        `tf.function`, where `input_pipeline_id` is a tensor.
+        The workers share them as `tfdist.read_csv` says.
 
         Args:
             input_context: which worker this is; None for the only one.
@@ -205,7 +229,7 @@ class Source(abc.ABC):
             seed: of the shuffling.
 
         Returns:
-            A data set of `(features, label)`: a dictionary of vectors of
+            A dataset of `(features, label)`: a dictionary of vectors of
             `batch_size` (or what `transform` makes of it) and a float32 tensor
             of shape `(batch_size, 1)`.
         """
@@ -235,15 +259,13 @@ class Source(abc.ABC):
             transform: as in `train_input_fn`.
 
         Returns:
-            A data set as that of `train_input_fn`, but finite.
+            A dataset as that of `train_input_fn`, but finite.
         """
-        return self._batches(
+        return self._once(
             "eval",
-            batch_size,
             self._kinds(self.schema),
             self._example(transform),
-            shuffle=False,
-            num_epochs=1,
+            batch_size,
         )
 
     def _example(self, transform: Transform | None) -> Parse:
@@ -261,17 +283,39 @@ class Source(abc.ABC):
     def _kinds(schema: Schema) -> dict[str, str]:
         return {column.name: column.kind for column in schema.columns}
 
-    @abc.abstractmethod
-    def _scan(self) -> Schema:
-        """Reads and checks the data; called once, before all that follow."""
+    def _once(
+        self,
+        split: str,
+        kinds: Mapping[str, str],
+        transform: Parse = lambda *example: example,
+        batch_size: int = SCAN_BATCH,
+        **options: Any,
+    ) -> tf.data.Dataset:
+        return self._batches(
+            split,
+            batch_size,
+            kinds,
+            transform,
+            shuffle=False,
+            num_epochs=1,
+            **options,
+        )
+
+    def _check(self, kinds: Mapping[str, str], labels: Any) -> None:
+        """Checks what `_scan` has not read, and the `StringStatistics`."""
+        del kinds, labels
 
     def _found(self) -> dict[str, Any]:
         """What `_scan` has found beside the schema, for JSON."""
         return {}
 
-    def _adopt(self, schema: Schema, found: Mapping[str, Any]) -> None:
-        """Takes what another `_scan` has found, instead of a scan."""
-        del schema, found  # Beside the schema, nothing.
+    def _check_new(self, schema: Schema, found: Mapping[str, Any]) -> None:
+        """Checks data that another run's `_scan` has not seen."""
+        del schema, found
+
+    @abc.abstractmethod
+    def _infer_kinds(self) -> dict[str, str]:
+        """The kind of each column that the model sees."""
 
     @abc.abstractmethod
     def _batches(
@@ -288,58 +332,21 @@ class Source(abc.ABC):
             split: which of the two.
             batch_size: examples in a batch.
             kinds: the columns to read, and their kinds.
-            transform: maps them and the label, as strings, to what the data
-                set gives.
+            transform: maps them and the label, as strings, to what the dataset
+                gives.
             **options: of `tfdist.ReadOptions`.
         """
 
 
-class Statistics:
-    """Gathers a `Schema`, batch by batch.
-
-    Args:
-        kinds: "numeric" or "categorical" for each column.
-    """
-
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self._kinds = dict(kinds)
-        self._features = FeatureStatistics()
-        self.labels = StringStatistics()
-
-    def add(self, features: Features, labels: tf.Tensor) -> None:
-        """Adds a batch."""
-        self._features.add(features)
-        self.labels.add(labels)
-
-    def schema(self, label: str, min_count: int) -> Schema:
-        """Returns the schema of all batches added.
-
-        Args:
-            label: name of its column.
-            min_count: how often a string occurs that a vocabulary holds.
-
-        Raises:
-            ValueError: if the label is neither 0/1 nor one of two strings, or
-                if there is no column.
-        """
-        if not self._kinds:
-            raise ValueError(
-                f"Expected at least one column beside the label {label!r}."
-            )
-        return Schema(
-            columns=tuple(
-                _numeric(name, self._features[name])
-                if kind == NUMERIC
-                else _categorical(name, self._features[name], min_count)
-                for name, kind in self._kinds.items()
-            ),
-            label=label,
-            positive=_positive(label, list(self.labels.counts)),
-            num_train=self.labels.counts.total(),
-        )
+def _assertion(error: tf.errors.OpError) -> str:
+    """The message of a reader, without what TensorFlow adds."""
+    found = re.search(
+        r"assertion failed: \[(.*?)\]\s*\[\[", error.message, re.S
+    )
+    return found[1] if found else error.message
 
 
-def _numeric(name: str, numbers: NumberStatistics) -> Column:
+def _numeric(name: str, numbers: Any) -> Column:
     return Column(
         name,
         NUMERIC,
@@ -349,9 +356,7 @@ def _numeric(name: str, numbers: NumberStatistics) -> Column:
     )
 
 
-def _categorical(
-    name: str, strings: StringStatistics, min_count: int
-) -> Column:
+def _categorical(name: str, strings: Any, min_count: int) -> Column:
     distinct = len(strings.counts)
     if distinct > MAX_VOCABULARY:
         # A power of two, so that a little more data changes nothing.

@@ -28,7 +28,6 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import tfdist
-from tfdist.estimator.tuning import report_metrics
 from trainer import data, model
 from trainer.source import Source
 
@@ -365,7 +364,7 @@ def main(argv: Sequence[str]) -> None:
         print(report(examples, config, metrics, exports, secs))
         if path := os.environ.get("CLOUD_ML_HP_METRIC_FILE"):
             trial = os.environ.get("CLOUD_ML_TRIAL_ID", "")
-            report_metrics(metrics, path, trial)
+            tfdist.estimator.report_metrics(metrics, path, trial)
 
 
 if __name__ == "__main__":

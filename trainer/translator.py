@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.model_parallel import Pipeline
+import tfdist
 
 # The first word of every target; sentences have the words above.
 START = 0
@@ -132,7 +132,7 @@ def build(
     devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
     num_micro_batches: int = 4,
     optimizer: keras.optimizers.Optimizer | str | None = None,
-) -> Pipeline:
+) -> tfdist.pipeline.Pipeline:
     """The compiled translator.
 
     Args:
@@ -144,7 +144,7 @@ def build(
         num_micro_batches: As for `Pipeline`.
         optimizer: Default: Adam with a rate of 0.005.
     """
-    model = Pipeline(
+    model = tfdist.pipeline.Pipeline(
         inputs(length),
         stages(num_layers, units, vocabulary),
         devices,

@@ -1,5 +1,6 @@
 from .audit import check_workers_differ as check_workers_differ
 from .data_service import one_pass as one_pass
+from .readers import csv_columns as csv_columns
 from .readers import read_csv as read_csv
 from .readers import read_text as read_text
 from .readers import read_tfrecords as read_tfrecords

@@ -1,9 +1,9 @@
-"""Do workers read different examples? Asked without a cluster.
+"""Do workers read different examples? Answered without a cluster.
 
     python -m tfdist.audit --workers=4 --input=package.module:input_fn
 
 runs the pipeline of each of four workers in this process and prints how many
-examples two of them share, at the same step and in a whole pass, which ones
+examples two of them share, at the same step and in a whole pass, which examples
 nobody reads, and how well they are shuffled. "Even with a well-shuffled data
 set on disk, if all your workers are loading straight from it, they will be
 seeing the same batch at the same time and produce the same gradients": that is
@@ -16,20 +16,19 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import hashlib
-import importlib
 import itertools
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.fingerprints import fingerprints
 from tfdist.data.input_fns import InputFn, described, with_context
 
-# Workers that share more than this at the same step are one worker twice.
+# Two workers that share more than this at the same step do the same work.
 MOST_SHARED = 0.5
-# What is read without end is read until a batch brings nothing new, or so far.
+# An endless dataset is read until a batch has nothing new, or so far.
 _MOST_BATCHES = 10_000
 
 Batches = list[np.ndarray]  # An int64 for each example of each batch.
@@ -39,12 +38,12 @@ Batches = list[np.ndarray]  # An int64 for each example of each batch.
 class Audit:
     """What several workers read.
 
-    Examples are the same if all their features and labels are, or their `key`.
+    Equal examples, or examples with an equal `key`, have equal numbers.
 
     Attributes:
         input_fn: the name of the input function.
-        batches: for each worker, its batches: a number for each example.
-        known: all examples there are, in order if `in_order`.
+        batches: the batches of each worker: a number for each example.
+        known: all examples, in order if `in_order`.
         in_order: whether `known` has the order of the files.
     """
 
@@ -55,28 +54,25 @@ class Audit:
 
     @property
     def at_the_same_step(self) -> np.ndarray:
-        """Share of a batch that another worker reads at the same step.
+        """`(workers, workers)`: the mean share of a batch that both read.
 
-        `(workers, workers)`, the mean over the steps that both make.
+        Relative to the smaller batch.
         """
         return self._pairs(_shared_by_step)
 
     @property
     def in_all(self) -> np.ndarray:
-        """Share of the examples of a worker that another reads as well.
-
-        `(workers, workers)`, of the one that reads fewer.
-        """
+        """`(workers, workers)`: as above, of all they read."""
         return self._pairs(
             lambda a, b: _shared(np.unique(_all(a)), np.unique(_all(b)))
         )
 
     @property
     def repeated(self) -> int:
-        """Examples that two workers read in their first pass, or one twice.
+        """How many examples are read again within the first pass.
 
-        A pass is as many examples of each worker as it takes for all to be
-        read once; equal examples count as one.
+        A pass is an equal number of examples of each worker, as many as there
+        are in all.
         """
         share = len(self.known) // len(self.batches)
         first = np.concatenate([_all(each)[:share] for each in self.batches])
@@ -84,10 +80,9 @@ class Audit:
 
     @property
     def alone(self) -> np.ndarray:
-        """Share of all examples that a worker reads in the end; `(workers,)`.
+        """`(workers,)`: the share of all examples that a worker ever reads.
 
-        1 where every pass deals the examples again: then what a dead worker
-        held, others read.
+        1 if the examples are dealt again in each pass.
         """
         return np.array(
             [np.isin(self.known, _all(each)).mean() for each in self.batches]
@@ -101,121 +96,90 @@ class Audit:
 
     @property
     def spread(self) -> list[float]:
-        """How far apart in the files consecutive examples are, by worker.
+        """For each worker, how far apart in the files its neighbours are.
 
-        0 if they are neighbours, as in the order of the files; 1 if they are
-        as far apart as in a random order. NaN if the order of the files is not
-        known.
+        0 in the order of the files, 1 in a random order. NaN if the order of
+        the files is not known.
         """
         spreads = []
         for places in self.places():
-            # Among the examples that the worker reads: others have the rest.
+            # Ranks among the worker's own examples.
             own, ranks = np.unique(places, return_inverse=True)
             if not self.in_order or len(own) < 3:
                 spreads.append(float("nan"))
                 continue
             # The mean distance of two of n in a random order is (n + 1) / 3.
-            by_chance = (len(own) + 1) / 3
+            random = (len(own) + 1) / 3
             distance = np.abs(np.diff(ranks)).mean()
-            spreads.append(float((distance - 1) / (by_chance - 1)))
+            spreads.append(float((distance - 1) / (random - 1)))
         return spreads
 
     def places(self) -> list[np.ndarray]:
         """For each worker, the place in `known` of each example it reads."""
-        order = np.argsort(self.known, kind="stable")
-        places = []
-        for batches in self.batches:
-            read = _all(batches)
-            at = np.searchsorted(self.known, read, sorter=order)
-            at = order[np.minimum(at, len(order) - 1)]
-            places.append(at[self.known[at] == read])
-        return places
+        place = {example: i for i, example in enumerate(self.known.tolist())}
+        return [
+            np.array(
+                [place[e] for e in _all(batches).tolist() if e in place], int
+            )
+            for batches in self.batches
+        ]
 
     def problems(self) -> list[str]:
-        """What is wrong, a sentence each; nothing if all is well."""
+        """What is wrong, a sentence each; empty if all is well."""
         found = []
-        worst = _worst_pair(self.at_the_same_step)
-        if worst and worst[2] >= MOST_SHARED:
-            found.append(_same_examples(self.input_fn, *worst))
+        shared = np.triu(self.at_the_same_step, 1)
+        one, other = np.unravel_index(shared.argmax(), shared.shape)
+        if shared[one, other] >= MOST_SHARED:
+            found.append(
+                _same_examples(self.input_fn, one, other, shared[one, other])
+            )
         if len(self.unread):
             found.append(
                 f"Nobody reads {len(self.unread)} of {len(self.known)} "
-                f"examples{self._which(self.unread)}."
+                f"examples{self._which()}."
             )
         low = [i for i, spread in enumerate(self.spread) if spread < 0.1]
         if low:
             found.append(
                 f"Worker {', '.join(map(str, low))} reads in the order of the "
-                "files: a batch holds what lies together there. Shuffle."
+                "files: a batch has what is adjacent there. Shuffle."
             )
         return found
 
     def table(self) -> str:
-        """All of it, as text."""
+        """All of it as text."""
         lines = [
             f"{len(self.batches)} workers of input function {self.input_fn}",
             "",
             "worker   batches  examples  distinct  shuffled",
         ]
         for i, batches in enumerate(self.batches):
-            read = _all(batches)
-            spread = self.spread[i]
+            read, spread = _all(batches), self.spread[i]
             shown = "?" if np.isnan(spread) else f"{min(spread, 1):.0%}"
             lines.append(
                 f"{i:>6} {len(batches):>9} {len(read):>9} "
                 f"{len(np.unique(read)):>9} {shown:>9}"
             )
+        workers = range(len(self.batches))
         for title, shares in (
             ("shared at the same step", self.at_the_same_step),
             ("shared in all that was read", self.in_all),
         ):
-            lines += ["", title, _matrix(shares)]
+            lines += ["", title]
+            lines.append("worker" + "".join(f"{i:>7}" for i in workers))
+            for i in workers:
+                cells = [f"{share:.0%}" for share in shares[i]]
+                cells[i] = "-"
+                lines.append(f"{i:>6}" + "".join(f"{c:>7}" for c in cells))
         lines += [
             "",
             f"read by nobody: {len(self.unread)} of "
-            f"{len(self.known)}{self._which(self.unread)}",
+            f"{len(self.known)}{self._which()}",
             f"read twice in the first pass: {self.repeated}",
             "share of all examples that a worker reads in the end: "
             + ", ".join(f"{share:.0%}" for share in self.alone),
         ]
-        problems = self.problems()
-        return "\n".join(lines + [f"problem: {p}" for p in problems])
-
-    def plot(self, path: str) -> None:
-        """Draws it: who shares with whom, and when each example is read.
-
-        Args:
-            path: of a picture of a kind that Matplotlib writes.
-
-        Raises:
-            ImportError: Matplotlib, which tfdist does not need, is missing.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure((13, 4), layout="constrained")
-        left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.6])
-        for axes, shares, title in (
-            (left, self.at_the_same_step, "Shared at the same step"),
-            (middle, self.in_all, "Shared in all that was read"),
-        ):
-            axes.imshow(shares, vmin=0, vmax=1, cmap="Reds")
-            for (row, other), share in np.ndenumerate(shares):
-                text = "" if row == other else f"{share:.0%}"
-                color = "white" if share > 0.6 else "black"
-                axes.text(other, row, text, ha="center", va="center", c=color)
-            axes.set(title=title, xlabel="worker", ylabel="worker")
-            axes.set_xticks(range(len(shares)))
-            axes.set_yticks(range(len(shares)))
-        for i, places in enumerate(self.places()):
-            right.plot(places, ".", markersize=2, label=f"worker {i}")
-        order = "the files" if self.in_order else "a single worker"
-        right.set(
-            title=f"{len(self.unread)} of {len(self.known)} read by nobody",
-            xlabel="examples read",
-            ylabel=f"place in the order of {order}",
-        )
-        right.legend(loc="upper right", markerscale=5)
-        figure.savefig(path)
+        return "\n".join(lines + [f"problem: {p}" for p in self.problems()])
 
     def _pairs(self, share: Callable[[Batches, Batches], float]) -> np.ndarray:
         shares = np.eye(len(self.batches))
@@ -225,17 +189,17 @@ class Audit:
             )
         return shares
 
-    def _which(self, places: np.ndarray) -> str:
-        """Where in the files, if that is known: " (places 3-7, 9)"."""
-        if not self.in_order or not len(places):
+    def _which(self) -> str:
+        """The places of unread examples, such as " (places 3-4, 9)"."""
+        if not self.in_order or not len(self.unread):
             return ""
-        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        gaps = np.flatnonzero(np.diff(self.unread) > 1) + 1
+        runs = np.split(self.unread, gaps)
         shown = [
             f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}"
             for run in runs[:5]
-        ]
-        more = ", ..." if len(runs) > 5 else ""
-        return f" (places {', '.join(shown)}{more})"
+        ] + ["..."] * (len(runs) > 5)
+        return f" (places {', '.join(shown)})"
 
 
 def audit(
@@ -248,32 +212,32 @@ def audit(
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> Audit:
-    """Runs the pipeline of each worker, and compares what they read.
+    """Runs the pipeline of each worker and compares what they read.
 
-    Without a cluster, one after another, in this process: what
+    Without a cluster, one after the other in this process: what
     `tfdist.Estimator` would let each of its workers read.
 
     Args:
         input_fn: as of a `TrainSpec`.
-        num_workers: how many there would be.
+        num_workers: how many workers there would be.
         num_batches: to read from each. Default: all of a finite dataset; of an
-            endless one, until a batch brings nothing new, 10,000 at most.
+            endless one, until a batch has nothing new, at most 10,000.
         in_order: an input function that gives every example once, in the order
-            of the files, so that it is known how well they are shuffled.
-            Default: what a single worker reads tells which examples there are.
-        key: the feature that tells one example from another. Default: all
-            features and labels together do.
+            of the files, to judge the shuffling by. Default: the order is not
+            known, and the examples are those that a single worker reads.
+        key: the feature that identifies an example. Default: all features and
+            labels together.
         index_as_tensor: whether the function is traced once for all workers,
             with the worker's index a tensor, as under a parameter-server
             strategy, or called for each, as under all others.
-        seed: `tf_random_seed` of the RunConfig, which `tf.random.set_seed` gets
-            in each process. Default: what it has in this one.
+        seed: `tf_random_seed` of the RunConfig. Default: that of
+            `tf.random.set_seed` in this process.
 
     Returns:
         An `Audit`: `print(audit(...).table())`.
 
     Raises:
-        ValueError: a number is not positive, `key` is no feature, or the
+        ValueError: a number is not positive, `key` is not a feature, or the
             dataset has no batches.
     """
     for name, value in (
@@ -285,22 +249,18 @@ def audit(
                 f"Argument `{name}` must be positive. Received: {name}={value}."
             )
     with _seeded(seed) as set_seed:
-        found = []
-        for dataset in _datasets(
-            input_fn, num_workers, range(num_workers), index_as_tensor, set_seed
-        ):
-            found.append(_read(dataset, num_batches, key))
+        workers = range(num_workers)
+        found = tuple(
+            _read(dataset, num_batches, key)
+            for dataset in _datasets(
+                input_fn, num_workers, workers, index_as_tensor, set_seed
+            )
+        )
         set_seed()
-        if in_order is not None:
-            known = _read(with_context(in_order)(_context(1, 0)), None, key)
-        else:
-            known = _read(with_context(input_fn)(_context(1, 0)), None, key)
-    return Audit(
-        described(input_fn),
-        tuple(found),
-        _first_of_each(_all(known)),
-        in_order is not None,
-    )
+        every = with_context(in_order or input_fn)(_context(1, 0))
+        known = _all(_read(every, None, key))
+    first = np.sort(np.unique(known, return_index=True)[1])
+    return Audit(described(input_fn), found, known[first], in_order is not None)
 
 
 def check_workers_differ(
@@ -310,9 +270,12 @@ def check_workers_differ(
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> str | None:
-    """A cheap look at whether the first two workers read the same examples.
+    """Whether the first two workers read the same examples in two batches.
 
-    It reads two batches of each.
+    >>> def input_fn():
+    ...     return tf.data.Dataset.range(8).batch(2)
+    >>> print(check_workers_differ(input_fn, 2).partition(" (")[0])
+    Workers 0 and 1 read the same examples at the same step
 
     Args:
         input_fn: as of a `TrainSpec`.
@@ -333,8 +296,8 @@ def check_workers_differ(
                 input_fn, num_workers, (0, 1), index_as_tensor, set_seed
             )
         )
-    # Examples that are all alike do not tell whose they are.
-    if not first or not second or len(np.unique(_all(first))) < 2:
+    # If all examples are equal they prove nothing.
+    if len(np.unique(_all(first))) < 2:
         return None
     shared = _shared_by_step(first, second)
     if shared < MOST_SHARED:
@@ -359,7 +322,7 @@ def _context(workers: int, worker: int) -> tf.distribute.InputContext:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[Callable[[], None]]:
-    """Gives what sets TensorFlow's seed as it is in a fresh process."""
+    """Yields a function that seeds TensorFlow as in a fresh process."""
     before = tf.compat.v1.get_seed(None)[0]
     wanted = before if seed is None else seed
 
@@ -383,23 +346,24 @@ def _datasets(
 ) -> Iterator[tf.data.Dataset]:
     """The dataset of each worker, made as in a process of its own."""
     call = with_context(input_fn)
-    if not index_as_tensor:
-        for worker in workers:
-            set_seed()
-            yield call(_context(num_workers, worker))
-        return
-    set_seed()
-    spec = call(_context(num_workers, 0)).element_spec
-    set_seed()
-    traced = tf.function(
-        lambda worker: tf.data.experimental.to_variant(
-            call(_context(num_workers, worker))
-        ),
-        autograph=False,
-    )
+
+    def make(worker: int | tf.Tensor) -> tf.data.Dataset:
+        return call(_context(num_workers, worker))
+
+    if index_as_tensor:
+        set_seed()
+        spec = make(0).element_spec
+        traced = tf.function(
+            lambda worker: tf.data.experimental.to_variant(make(worker)),
+            autograph=False,
+        )
     for worker in workers:
-        variant = traced(tf.constant(worker, tf.int64))
-        yield tf.data.experimental.from_variant(variant, spec)
+        set_seed()
+        if index_as_tensor:
+            variant = traced(tf.constant(worker, tf.int64))
+            yield tf.data.experimental.from_variant(variant, spec)
+        else:
+            yield make(worker)
 
 
 def _read(
@@ -415,76 +379,14 @@ def _read(
         seen.update(examples.tolist())
         if num_batches is not None or length >= 0 or not stale:
             continue
-        # Of unknown length: an endless one repeats itself, a finite one may.
+        # If its length is unknown, a finite dataset may repeat itself, too.
         if length == tf.data.INFINITE_CARDINALITY or 2 * stale > len(found):
             break
     return found
 
 
-def fingerprints(batch: Any, key: str | None = None) -> np.ndarray:
-    """A number for each example of a batch; equal examples have equal ones.
-
-    Args:
-        batch: a structure of tensors, also sparse or ragged ones, whose first
-            dimension is the batch.
-        key: the feature that alone tells one example from another.
-
-    Returns:
-        int64 `(batch,)`.
-
-    Raises:
-        ValueError: there is no such feature, or a tensor without a batch.
-    """
-    if key is not None:
-        features = batch[0] if isinstance(batch, tuple) else batch
-        if not isinstance(features, dict) or key not in features:
-            names = sorted(features) if isinstance(features, dict) else "none"
-            raise ValueError(
-                f"Argument `key` must name a feature: {names}. "
-                f"Received: key={key!r}."
-            )
-        batch = features[key]
-    columns = [_rows(tensor) for tensor in tf.nest.flatten(batch)]
-    digests = b"".join(
-        hashlib.blake2b(b"".join(parts), digest_size=8).digest()
-        for parts in zip(*columns, strict=True)
-    )
-    return np.frombuffer(digests, np.int64)
-
-
-def _rows(tensor: Any) -> list[bytes]:
-    """The bytes of each example in a tensor."""
-    if isinstance(tensor, tf.RaggedTensor):
-        return [repr(row.tolist()).encode() for row in tensor.numpy()]
-    if isinstance(tensor, tf.SparseTensor):
-        indices, values = tensor.indices.numpy(), tensor.values.numpy()
-        ends = np.searchsorted(
-            indices[:, 0], np.arange(1, tensor.dense_shape[0])
-        )
-        return [
-            repr((i[:, 1:].tolist(), v.tolist())).encode()
-            for i, v in zip(
-                np.split(indices, ends), np.split(values, ends), strict=True
-            )
-        ]
-    if not tensor.shape.rank:
-        raise ValueError(
-            "The dataset must give batches: tensors whose first dimension is "
-            f"the batch. Received: {tensor!r}. Use `dataset.batch(...)`."
-        )
-    values = tensor.numpy().reshape(len(tensor), -1)
-    if tensor.dtype == tf.string:
-        return [repr(row).encode() for row in values.tolist()]
-    return [row.tobytes() for row in np.ascontiguousarray(values)]
-
-
 def _all(batches: Batches) -> np.ndarray:
     return np.concatenate([np.array([], np.int64), *batches])
-
-
-def _first_of_each(examples: np.ndarray) -> np.ndarray:
-    """Each example once, where it is first."""
-    return examples[np.sort(np.unique(examples, return_index=True)[1])]
 
 
 def _shared_by_step(one: Batches, other: Batches) -> float:
@@ -493,37 +395,18 @@ def _shared_by_step(one: Batches, other: Batches) -> float:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> float:
-    """Share of the smaller one that is in the other, too."""
+    """The share of the smaller one that is also in the other."""
     common = collections.Counter(one.tolist()) & collections.Counter(
         other.tolist()
     )
     return common.total() / max(1, min(len(one), len(other)))
 
 
-def _worst_pair(shares: np.ndarray) -> tuple[int, int, float] | None:
-    """The two workers that share most; None if there is only one."""
-    pairs = itertools.combinations(range(len(shares)), 2)
-    found = [(i, j, float(shares[i, j])) for i, j in pairs]
-    return max(found, key=lambda pair: pair[2], default=None)
-
-
-def _matrix(shares: np.ndarray) -> str:
-    numbers = range(len(shares))
-    lines = ["worker" + "".join(f"{other:>7}" for other in numbers)]
-    for i in numbers:
-        cells = ("-" if i == j else f"{shares[i, j]:.0%}" for j in numbers)
-        lines.append(f"{i:>6}" + "".join(f"{cell:>7}" for cell in cells))
-    return "\n".join(lines)
-
-
 def _load(flag: str, target: str | None) -> InputFn | None:
     if target is None:
         return None
-    module, _, function = target.partition(":")
     try:
-        if not function:
-            raise ValueError("no function is named")
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"Flag --{flag} must be package.module:function. "
@@ -531,7 +414,8 @@ def _load(flag: str, target: str | None) -> InputFn | None:
         ) from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 if there is a problem, else 0."""
     parser = argparse.ArgumentParser(
         "python -m tfdist.audit",
         description="Shows what each worker would read, without a cluster.",
@@ -539,29 +423,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", required=True, help="package.module:function, an input_fn")
     add("--workers", type=int, default=2)
-    add("--batches", type=int, help="of each worker; all if omitted")
+    add("--batches", type=int, help="of each worker; default: all")
     add("--in_order", help="package.module:function: all examples, once")
-    add("--key", help="feature that tells one example from another")
+    add("--key", help="feature that identifies an example")
     add(
         "--index_as_tensor",
         action="store_true",
         help="as under a parameter-server strategy",
     )
     add("--seed", type=int, help="tf_random_seed of the RunConfig")
-    add("--plot", help="picture to write")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.audit --help`.
-
-    Args:
-        argv: Arguments. Defaults to those of the process.
-
-    Returns:
-        0 if all is well, 1 if there is a problem. A bad flag exits with 2.
-    """
-    parser = _parser()
     args = parser.parse_args(argv)
     try:
         found = audit(
@@ -576,6 +446,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     print(found.table())
-    if args.plot:
-        found.plot(args.plot)
     return 1 if found.problems() else 0

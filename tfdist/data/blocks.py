@@ -1,9 +1,9 @@
-"""The records of a file, and errors that name it.
+"""The records of a file, and errors that name the file and the record.
 
-TensorFlow's errors tell neither the file nor the line. So a record travels with
-its place, (file, number), and what cannot be parsed is looked for record by
-record. A file is read in blocks, so that what there is to do for each block
-costs a record next to nothing.
+TensorFlow's errors name neither. So each record travels with its place, (file,
+number), and when a batch cannot be parsed its records are tried one by one.
+This happens in the graph, because a worker of a parameter-server job runs no
+Python. Files are read in blocks, which makes the overhead per record small.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST_RECORDS = 1 << 40
 
 
 class State(NamedTuple):
-    """How far the reading of a file is.
+    """Progress within a file.
 
     Attributes:
         lines: how many there were before this block, int64.
-        records: how many they made.
+        records: how many records they made, int64.
         held: the beginning of a record that goes on in this block, or "".
-        held_number: the number of its first line.
+        held_number: the number of its first line, int64.
     """
 
     lines: tf.Tensor
@@ -38,24 +38,22 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Files, and how records are read from one of them.
+    """Files, and how to read the records of one of them.
 
     Attributes:
         paths: their names, for errors.
         sources: a tuple of lists or arrays as long as `paths`: the arguments
             of `read` for each file.
-        read: from those of one file to a dataset of its records, scalar
-            strings.
-        frame: turns the lines of a block into records, if they are not the
-            same: from `(state, lines, numbers, path, ended)` to `(state,
+        read: from those of one file to a dataset of scalar strings.
+        frame: turns the lines of a block into records, where a line is not a
+            record: from `(state, lines, numbers, path, ended)` to `(state,
             records, numbers)`. `numbers` are int64 and count lines from 0;
             `ended` tells that no line follows.
-        unit: what a record is called.
+        unit: what a record is called, for errors.
         expected: what a record must be, for errors.
         is_text: whether an error can show the record.
-        skips_errors: whether what `read` returns ends after an error that
-            names no file, as a `TFRecordDataset` does. Any other would give
-            the same error again and again.
+        skips_errors: whether the dataset of `read` ends after an error that
+            does not name the file, as a `TFRecordDataset` does.
     """
 
     paths: Sequence[str]
@@ -77,12 +75,11 @@ def read_blocks(
     every: int,
     offset: tf.Tensor | int,
 ) -> tf.data.Dataset:
-    """The records of a file, in blocks, with their places."""
+    """Every n-th record of a file with its place, in blocks."""
     lines = files.read(*source).batch(block)
     if files.skips_errors:
         lines = lines.ignore_errors(log_warning=False)
-    # An empty block at the end asks whether there was an error: only if those
-    # before it were full, for it is a whole block that an error takes away.
+    # An empty block marks the end.
     lines = lines.concatenate(
         tf.data.Dataset.from_tensors(tf.constant([], tf.string))
     )
@@ -91,6 +88,7 @@ def read_blocks(
         size = tf.size(lines, tf.int64)
         ended = size == 0
         if files.skips_errors:
+            # An error removes a whole block, so all before it were full.
             tf.cond(
                 ended & (state.lines % block == 0),
                 lambda: _check_whole(files, source, path, state.lines),
@@ -115,106 +113,52 @@ def read_blocks(
     return lines.scan(State(zero, zero, tf.constant(""), zero), step)
 
 
-class RecordParser:
-    """Parses a batch of records, or says which one it is that cannot be."""
+def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
+    """From records and places to examples; an error names the bad record."""
 
-    def __init__(self, files: Files, parse: Parse) -> None:
-        self._files = files
-        self._parse = parse
+    def is_bad(records: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+        return _count(_attempt(parse, records)) == 0
 
-    def __call__(self, records: tf.Tensor, places: tf.Tensor) -> Any:
-        """Examples of the records; an error names the place of a bad one."""
-        explained = tf.data.Dataset.from_tensors((records, places)).map(
-            self._explain
-        )
-        return (
-            self._attempt(records)
-            .concatenate(explained)
-            .take(1)
-            .get_single_element()
-        )
-
-    def _attempt(self, records: tf.Tensor) -> tf.data.Dataset:
-        """A dataset of the examples, or of nothing."""
-        return (
-            tf.data.Dataset.from_tensors(records)
-            .map(self._parse)
-            .ignore_errors(log_warning=False)
-        )
-
-    def _explain(self, records: tf.Tensor, places: tf.Tensor) -> Any:
-        """Raises an error about the first record that cannot be parsed."""
-
-        def is_bad(records: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            good = self._attempt(records)
-            zero = tf.constant(0, tf.int64)
-            return good.reduce(zero, lambda n, *_: n + 1) == 0
-
-        record, place = (
+    def explain(records: tf.Tensor, places: tf.Tensor) -> Any:
+        nothing = ("", tf.constant(-1, tf.int64))
+        record, place = _first(
             tf.data.Dataset.from_tensor_slices((records, places))
-            .batch(64)
+            .batch(64)  # An attempt takes milliseconds.
             .filter(is_bad)
-            .take(1)
             .unbatch()
             .batch(1)
             .filter(is_bad)
-            .take(1)
             .unbatch()
-            .concatenate(
-                tf.data.Dataset.from_tensors(("", tf.constant(-1, tf.int64)))
-            )
-            .take(1)
-            .get_single_element()
-        )
-        path = tf.gather(
-            list(self._files.paths), tf.maximum(place // _MOST_RECORDS, 0)
+            .concatenate(tf.data.Dataset.from_tensors(nothing))
         )
         shown = ""
-        if self._files.is_text:
+        if files.is_text:
             shown = ". Received: " + tf.strings.substr(record, 0, 200)
+        index = tf.maximum(place // _MOST_RECORDS, 0)
         checked = check(
             place < 0,
-            where(path, self._files.unit, place % _MOST_RECORDS),
-            f"expected {self._files.expected}",
+            where(
+                tf.gather(list(files.paths), index),
+                files.unit,
+                place % _MOST_RECORDS,
+            ),
+            f"expected {files.expected}",
             shown,
         )
         with tf.control_dependencies([checked]):
-            # No single one is bad: then this raises TensorFlow's own error.
-            return self._parse(tf.identity(records))
+            # If no record is bad by itself, TensorFlow's own error.
+            return parse(tf.identity(records))
 
+    def parsed(records: tf.Tensor, places: tf.Tensor) -> Any:
+        # Datasets are lazy: without an error nothing is explained.
+        explained = tf.data.Dataset.from_tensors((records, places)).map(explain)
+        return _first(_attempt(parse, records).concatenate(explained))
 
-def _check_whole(
-    files: Files, source: tuple, path: tf.Tensor, number: tf.Tensor
-) -> tf.Operation:
-    """Raises an error unless a file has so many lines and ends well."""
-
-    def count(_: tf.Tensor) -> tf.Tensor:
-        return files.read(*source).reduce(tf.constant(0, tf.int64), _plus_one)
-
-    whole = (
-        tf.data.Dataset.from_tensors(0)
-        .map(count)
-        .ignore_errors(log_warning=False)
-        .concatenate(tf.data.Dataset.from_tensors(tf.constant(-1, tf.int64)))
-        .take(1)
-        .get_single_element()
-    )
-    good = (
-        files.read(*source)
-        .ignore_errors(log_warning=False)
-        .reduce(tf.constant(0, tf.int64), _plus_one)
-    )
-    return check(
-        tf.equal(whole, number),
-        where(path, files.unit, good),
-        "the file cannot be read from there on. It was cut off or damaged, it "
-        "is compressed in another way than its name says, or it is no such "
-        "file at all.",
-    )
+    return parsed
 
 
 def check(condition: tf.Tensor, *message: tf.Tensor | str) -> tf.Operation:
-    """An assertion for dataset functions, whose message may have tensors."""
+    """An assertion whose message may contain tensors."""
     return tf.debugging.Assert(condition, [tf.strings.join(message)])
 
 
@@ -224,5 +168,36 @@ def where(path: tf.Tensor, unit: str, number: tf.Tensor) -> tf.Tensor:
     return tf.strings.join([path, f", {unit} ", counted, ": "])
 
 
-def _plus_one(count: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-    return count + 1
+def _check_whole(
+    files: Files, source: tuple, path: tf.Tensor, number: tf.Tensor
+) -> tf.Operation:
+    """Asserts that a file has so many records and no error after them."""
+    whole = _first(
+        _attempt(
+            lambda _: _count(files.read(*source)), tf.constant(0)
+        ).concatenate(tf.data.Dataset.from_tensors(tf.constant(-1, tf.int64)))
+    )
+    readable = _count(files.read(*source).ignore_errors(log_warning=False))
+    return check(
+        tf.equal(whole, number),
+        where(path, files.unit, readable),
+        "the file cannot be read from there on. It is truncated or damaged, "
+        "compressed in another way than its name says, or in another format.",
+    )
+
+
+def _attempt(function: Callable, argument: tf.Tensor) -> tf.data.Dataset:
+    """A dataset of what the function returns; empty if it fails."""
+    return (
+        tf.data.Dataset.from_tensors(argument)
+        .map(function)
+        .ignore_errors(log_warning=False)
+    )
+
+
+def _first(dataset: tf.data.Dataset) -> Any:
+    return dataset.take(1).get_single_element()
+
+
+def _count(dataset: tf.data.Dataset) -> tf.Tensor:
+    return dataset.reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1)

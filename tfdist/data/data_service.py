@@ -6,35 +6,35 @@
 
     python -m tfdist.launch --ps=2 --workers=3 --data_workers=2 -m trainer.task
 
-A share of its own for each worker ends early for the fast ones. Here nobody has
-a share: a tf.data service reads the data, and hands each batch to the worker
-that asks next. Its tasks stand in `TF_CONFIG` beside those that train, as
+If each worker has a share of its own, fast workers finish early. Here nobody
+has a share: a tf.data service reads the data and hands each batch to the worker
+that asks next. Its tasks are in `TF_CONFIG` beside those that train, as
 "dispatcher" (one) and "data_worker"; `train_and_evaluate` runs them, and they
 end with the job.
 
-What is handed out is a batch, and it is handed out once. The dispatcher gives
-the data workers one element at a time of what the dataset begins with: a file
-for `read_csv` and its like, an example for `Dataset.from_tensor_slices`. So:
+Each batch is handed out once. The dispatcher assigns to the data workers one
+element at a time of the dataset's source: a file for `read_csv` and the other
+readers, an example for `Dataset.from_tensor_slices`. So:
 
-Nothing fails: each example is trained on once in each epoch.
-A worker dies: it costs the batch that it trained on and those on their way to
-  it, two for each data worker; behind a `map` of the result, which TensorFlow
-  runs ahead, one more. Started again it reads on.
-The chief dies, or a ps: the pass goes on where it was, with the weights of the
-  last checkpoint. It costs the batches trained on since, and at each worker as
-  many as if it had died. So does the death of any process of an all-reduce job.
-A data worker dies: it costs what it has taken and not handed out, of files all
+No failure: each example is trained on once per epoch.
+A worker dies: the batch it trained on and those on their way to it are lost,
+  two per data worker; with a `map` after `one_pass`, which TensorFlow runs
+  ahead, one more. The restarted worker continues.
+The chief or a ps dies: the pass continues where it was, with the weights of the
+  last checkpoint. Lost are the batches since then, and for each worker as many
+  as if it had died. So is it if any process of an all-reduce job dies.
+A data worker dies: what it has taken and not handed out is lost; of files all
   that it reads at once or has shuffled the names of; with `shuffle=False` the
-  one it reads and at most the next. The pass ends without it after 30 s.
-The dispatcher dies: it costs nothing. Its journal in `<model_dir>/data_service`
-  tells the next process what was given out.
-All are started again: all of this together. But if the data workers then have
-  other addresses, as after each start of `tfdist.launch`, the pass begins anew,
-  with a warning: what the checkpoint has seen is repeated.
+  one it reads and at most the next. After 30 s the pass ends without it.
+The dispatcher dies: nothing is lost. Its journal in `<model_dir>/data_service`
+  tells the next process what was handed out.
+All are restarted: the sum of these. But if the data workers then have other
+  addresses, as after each start of `tfdist.launch`, the pass starts again, with
+  a warning: what the checkpoint has seen is repeated.
 
-Else nothing is ever repeated. A job that ends deletes the journal, so the next
-one in its directory makes a pass of its own. Whoever changes the data of a job
-that has not ended must delete it, too.
+Nothing else is ever repeated. A job that ends deletes the journal, so the next
+one in its directory makes its own pass. If you change the data of a job that
+has not ended, delete the journal too.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist.cluster import servers
+from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
 from tfdist.data.worker_context import read_by_all
 
@@ -79,16 +80,15 @@ def one_pass(
 ) -> tf.data.Dataset:
     """The batches of a dataset, each of them to one of all workers.
 
-    To be called in the input function of training, with the whole data (no
-    shard of them) in batches; the last one of each data worker may be smaller.
-    The order is by chance. For several epochs repeat either the argument or
-    the result: that begins an epoch when the last batch of the one before has
-    been handed out.
+    To be called in the input function of training, with batches of all the
+    data, not of a shard; the last batch of each data worker may be smaller. The
+    order is random. For several epochs repeat the argument or the result: an
+    epoch starts when the last batch of the one before was handed out.
 
-    As `tf.data.experimental.service.distribute` with dynamic sharding, of a
-    job that outlives all processes but the dispatcher's (see the top of this
-    module). Parameter servers' steps are dispatched one by one, as for all
-    data that end.
+    As `tf.data.experimental.service.distribute` with dynamic sharding, for a
+    job that survives all processes but the dispatcher (see the top of this
+    module). A parameter-server job dispatches its steps one by one, as for all
+    finite data.
 
     >>> dataset = tf.data.Dataset.range(5).batch(2)
     >>> batches = one_pass(dataset, tf.distribute.InputContext())
@@ -96,23 +96,23 @@ def one_pass(
     [[0, 1], [2, 3], [4]]
 
     Args:
-        dataset: Of batches. Begins with what can be split: files, or
-            `from_tensor_slices`, `range`, `list_files`. It is run by the data
-            workers, so it may call no Python function.
-        context: What the input function was given. A function without it
-            would, in an all-reduce job, say that all read the same.
-        name: Of the pass. Another one of the same job has another.
-        cluster: Where the dispatcher is. Default: `Cluster.from_env()`.
+        dataset: Batches. Starts with a source that can be split: files, or
+            `from_tensor_slices`, `range`, `list_files`. The data workers run
+            it, so it cannot call Python functions.
+        context: The argument of the input function.
+        name: Of the pass; each pass of a job needs its own.
+        cluster: Where the dispatcher is. Default: the cluster of the
+            `RunConfig` in an Estimator's `input_fn`, else of the environment.
         start_timeout_secs: Seconds to wait for the service.
 
     Returns:
-        The batches that the caller gets; in a single process without a
+        The batches that this caller gets; in a single process without a
         service, and in an evaluator, the dataset itself.
 
     Raises:
-        TypeError: `context` is no `InputContext`.
+        TypeError: `context` is not an `InputContext`.
         ValueError: several workers, and no service.
-        TimeoutError: a task of the service was not up in time.
+        TimeoutError: a task of the service did not start in time.
     """
     if not isinstance(context, tf.distribute.InputContext):
         raise TypeError(
@@ -121,7 +121,7 @@ def one_pass(
             f"context={context!r}."
         )
     read_by_all(context)
-    cluster = Cluster.from_env() if cluster is None else cluster
+    cluster = current_cluster() if cluster is None else cluster
     alone = not cluster.is_distributed and cluster.dispatcher is None
     if alone or cluster.role == "evaluator":
         return dataset
@@ -134,8 +134,8 @@ def one_pass(
         )
     _wait_until_up(cluster, start_timeout_secs)
     service = tf.data.experimental.service
-    # Where batches would be unpacked, and in the prefetching that TensorFlow
-    # adds, more would wait, and be lost with their worker: one for each CPU.
+    # Decompression and injected prefetching would buffer more batches, one per
+    # CPU, which are lost with their worker.
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     distribute = service.distribute(
@@ -151,8 +151,8 @@ def one_pass(
 def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
     """Runs a dispatcher or data worker until training is over.
 
-    Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
-    process that leads is there, since the whole job may be told so.
+    After SIGTERM it serves for up to 20 more seconds while the leading process
+    is alive, since the whole job may have been told to end.
 
     Args:
         cluster: In which this process is the dispatcher or a data worker.
@@ -161,7 +161,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
 
     Raises:
         RuntimeError: The server could not start; most often another process
-            holds its port.
+            uses its port.
         TimeoutError: There is no dispatcher.
         SystemExit: with code 143, after SIGTERM.
     """
@@ -183,7 +183,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
             _wait_until_leader_is_gone(cluster, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
             raise SystemExit(servers.TERMINATED)
-    # Who trains still takes leave of the service; let all go first.
+    # Clients still disconnect from the service.
     _wait_until_leader_is_gone(cluster, float("inf"))
     server.stop()
     if cluster.role == "dispatcher":
@@ -192,7 +192,6 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
 
 
 def _server(cluster: Cluster, work_dir: str) -> Any:
-    """The server of this task, started."""
     service = tf.data.experimental.service
     port = int(cluster.address.rpartition(":")[2])
     if cluster.role == "dispatcher":
@@ -203,9 +202,9 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
                 protocol="grpc",
                 work_dir=work_dir,
                 fault_tolerant_mode=True,
-                # How often it looks for workers that are gone, too.
+                # Also how often it looks for dead workers.
                 job_gc_check_interval_ms=_HEARTBEAT_MS,
-                # What has been handed out is never forgotten.
+                # Never forgets what was handed out.
                 job_gc_timeout_ms=-1,
                 worker_timeout_ms=_WORKER_TIMEOUT_MS,
             )
@@ -223,16 +222,12 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
 
 
 def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
-    """Makes the directory, or leaves what an earlier process has there.
-
-    Unless that was of other data workers: those who train would wait for them
-    in the end, for ever.
-    """
+    """Removes the journal of other data workers: all would wait for them."""
     path = os.path.join(work_dir, "data_workers.json")
     before, now = storage.read_text(path), json.dumps(data_workers)
     if before not in (None, now):
         _log.warning(
-            "The data workers were %s and are %s: the pass begins anew.",
+            "The data workers were %s and are %s: the pass starts again.",
             before,
             now,
         )
@@ -244,7 +239,7 @@ def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
 def _wait_until_up(
     cluster: Cluster, timeout_secs: float, data_workers: bool = True
 ) -> None:
-    """Waits for the service; TensorFlow itself would wait for ever."""
+    """Waits for the service; TensorFlow itself would wait without end."""
     tasks = {"dispatcher:0": cluster.dispatcher}
     if data_workers:
         for index, address in enumerate(cluster.data_workers):

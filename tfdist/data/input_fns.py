@@ -1,6 +1,6 @@
-"""What an input function returns, checked before anything is trained on it.
+"""Checks of input functions and of what they return, before training.
 
-An error names the function that the user wrote, and what was expected of it.
+Errors name the user's function and what was expected of it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ InputFn = Callable[..., tf.data.Dataset]
 
 
 def takes_context(input_fn: InputFn) -> bool:
-    """Whether an input function is to be called with an `InputContext`."""
+    """Whether an input function has to be called with an `InputContext`."""
     return takes_argument(input_fn, "input_fn", "an InputContext")
 
 
 def takes_argument(function: Callable, name: str, given: str) -> bool:
-    """Whether a user's function has an argument without a default.
+    """Whether a user's function has one required argument.
 
-    `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, are none.
+    `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, do not
+    count.
 
     Args:
         function: The function.
-        name: Of the argument that it is.
-        given: What it is called with then.
+        name: Of the argument that the function is, for errors.
+        given: What it would be called with, for errors.
 
     Raises:
-        ValueError: it has others than one that may be given by position.
+        ValueError: it requires other arguments.
     """
     signature = inspect.signature(function)
     for takes, args in ((False, ()), (True, (given,))):
@@ -54,10 +55,10 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
 def with_context(
     input_fn: InputFn,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """The user's input function, made to take an `InputContext`.
+    """Calls the user's input function and checks that it returns a dataset.
 
-    What it returns raises a `TypeError` when called, unless the user's
-    function returns a dataset.
+    Raises:
+        TypeError: (when called) it returns something else.
     """
     takes = takes_context(input_fn)
     watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
@@ -79,7 +80,7 @@ def with_context(
 
 
 def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
-    """The user's input function, made to take nothing; see `with_context`."""
+    """As `with_context`, for a process alone."""
     return lambda: with_context(input_fn)(tf.distribute.InputContext())
 
 
@@ -95,7 +96,7 @@ def _advice(returned: Any) -> str:
 
 
 def described(input_fn: InputFn) -> str:
-    """Name of a function, and the file and line where it is defined.
+    """The name of a function, and the file and line of its definition.
 
     >>> described(min)
     '`min`'
@@ -110,11 +111,7 @@ def described(input_fn: InputFn) -> str:
 
 @contextlib.contextmanager
 def named(input_fn: InputFn) -> Iterator[None]:
-    """Adds the name of the input function to errors that may be about it.
-
-    TensorFlow's errors tell of tensors, not of the function whose dataset
-    they came from. The error itself stays as it is; it gets a note.
-    """
+    """Adds a note with the input function's name to errors about batches."""
     try:
         yield
     except (tf.errors.OpError, ValueError) as error:
@@ -129,13 +126,12 @@ def check_batches(
 ) -> None:
     """Checks that a dataset has what a model reads.
 
-    Keras takes features by position where their names are not those of the
-    model's inputs, with a warning at most: one feature too many shifts all
-    that follow it.
+    If names differ, Keras matches features by position, with a warning at most:
+    one feature too many shifts all that follow it.
 
     Args:
-        model: A built model. Only one made from `keras.Input`s tells the
-            names and dtypes of its inputs; another is not checked for these.
+        model: A built model. Features are checked if it was made from
+            `keras.Input`s.
         element_spec: `tf.TypeSpec` structure of one batch.
         targets: Whether there must be targets for a compiled loss.
 
@@ -157,7 +153,6 @@ def check_batches(
 
 
 def _symbolic_inputs(model: keras.Model) -> list[keras.KerasTensor]:
-    """What the model was made from; empty if it was made by other means."""
     inputs = getattr(model, "inputs", None) or []
     symbolic = all(isinstance(i, keras.KerasTensor) for i in inputs)
     return list(inputs) if symbolic else []
@@ -194,7 +189,7 @@ def _check_features(
 
 
 def _differ(inputs: Any, features: Any) -> bool:
-    """Whether one is a string and the other is not."""
+    """Whether only one of them is a string."""
     flat = zip(tf.nest.flatten(inputs), tf.nest.flatten(features), strict=False)
     return any(_is_string(i) != _is_string(f) for i, f in flat)
 

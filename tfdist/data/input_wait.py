@@ -1,13 +1,13 @@
-"""How long steps stand still for want of a batch: is training input-bound?
+"""How long steps wait for batches: is training input-bound?
 
-A dispatch notes when each of its batches was there, and when its last step was
-done. If its steps take equally long, that tells how long one takes, and what
-is left of the time went by in waiting for data. That the next batch is read
-while a step computes is no waiting.
+A dispatch records when each of its batches arrived and when its last step
+ended. If all steps take equally long, this gives the duration of a step; the
+rest of the time was spent waiting. Reading the next batch while a step computes
+is not waiting.
 
-A batch that does not come holds the dispatch up inside TensorFlow. So it also
-notes which one it reads, in a variable of the process that runs it, where
-another thread, or the chief, can look.
+A batch that does not arrive blocks the dispatch inside TensorFlow. So it also
+writes the number of the batch to a variable of the process that runs it, where
+another thread, or the chief, can read it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class TimedIterator:
-    """An iterator within a dispatch that notes when each batch was there.
+    """An iterator in a dispatch that records when each batch arrived.
 
     Args:
         iterator: The iterator.
-        first_step: Scalar int64: number of the first step that reads.
+        first_step: Scalar int64: number of the first step.
     """
 
     def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
@@ -50,19 +50,16 @@ class TimedIterator:
         return batch
 
     def _awaits(self, number: tf.Tensor) -> None:
-        # No time: TensorFlow reads the clock only when the step before has
-        # ended, if that has an op with a side effect, such as `tf.print`.
+        # Not the time: if a step has side effects, such as `tf.print`,
+        # TensorFlow reads the clock only when it has ended.
         tf.raw_ops.AssignVariableOp(resource=self._awaited, value=number)
 
     def seconds(self, num_steps: int, results: tf.Tensor) -> tf.Tensor:
-        """Seconds in which steps waited for data, and of the whole dispatch.
+        """float64 `(2,)`: seconds waited for data, seconds of the dispatch.
 
         Args:
-            num_steps: How many there were; each read as many batches.
-            results: What is there when the last is done.
-
-        Returns:
-            float64 `(2,)`.
+            num_steps: How many steps there were.
+            results: Of the last step.
         """
         with tf.control_dependencies(self._parts):
             self._awaits(tf.zeros([], tf.int64))
@@ -74,10 +71,10 @@ class TimedIterator:
 
 
 def computing(there: Any, total: Any) -> Any:
-    """Seconds that equal steps computed, one after the other.
+    """Seconds that steps of equal length computed, one after the other.
 
-    The steps from any batch on fit between its arrival and the end; those
-    that began as their batch came fill it.
+    The steps from any batch on fit between its arrival and the end; if the
+    first of them waited for its batch, they fill that time.
 
     >>> float(computing(tf.constant([0.0, 3.0]), 4.0))  # The second waited.
     2.0
@@ -85,8 +82,8 @@ def computing(there: Any, total: Any) -> Any:
     4.0
 
     Args:
-        there: `(num_steps,)`: when each batch was there, since the start.
-        total: When the last step was done.
+        there: `(num_steps,)`: when each batch arrived, since the start.
+        total: When the last step ended.
     """
     steps = there.shape[0]
     remaining = tf.range(steps, 0, -1)
@@ -95,17 +92,13 @@ def computing(there: Any, total: Any) -> Any:
 
 
 class InputSeconds:
-    """Sums up what `TimedIterator.seconds` says of each dispatch.
-
-    Attributes:
-        sums: float64 `(2,)`: seconds waited, seconds of the dispatches.
-    """
+    """The sum of `TimedIterator.seconds` over dispatches."""
 
     def __init__(self) -> None:
         self.sums = np.zeros(2)
 
     def without(self, packed: np.ndarray) -> np.ndarray:
-        """Counts and removes the seconds at the end of a dispatch's results."""
+        """Adds the seconds at the end of a dispatch's results; the others."""
         self.sums += packed[-2:]
         return packed[:-2]
 
@@ -126,9 +119,9 @@ def share(seconds: Sequence[float]) -> float:
 
 
 def awaited() -> int:
-    """Number of the batch that the dispatch which runs here waits for.
+    """Number of the batch that is waited for in the task of `tf.device`.
 
-    "Here" is the task of `tf.device`. 0: for none.
+    0 if there is none.
     """
     try:
         number = tf.raw_ops.ReadVariableOp(resource=_awaited(), dtype=tf.int64)
@@ -138,7 +131,6 @@ def awaited() -> int:
 
 
 def _awaited() -> tf.Tensor:
-    """The variable of a process that tells which batch it waits for."""
     with tf.device("/device:CPU:0"):
         return tf.raw_ops.VarHandleOp(
             dtype=tf.int64, shape=[], shared_name="tfdist_awaited"
@@ -146,14 +138,13 @@ def _awaited() -> tf.Tensor:
 
 
 class InputWatch:
-    """Says what is waited for: after a minute, and at most once a minute.
+    """Logs what is waited for, after a minute and at most once a minute.
 
-    That is no error: data may be slow. Around a call that may last, it looks
-    from a thread of its own.
+    As a context manager it does so from a thread of its own.
 
     Args:
-        waits: Returns what is waited for, and a number that changes when it
-            has come; 0 for nothing.
+        waits: Returns what is waited for, with a number that changes when it
+            has arrived; 0 for nothing.
     """
 
     SECS = 60.0
@@ -166,7 +157,7 @@ class InputWatch:
         self._next = 0.0
 
     def look(self) -> None:
-        """Looks, if that is due."""
+        """Logs what is due."""
         now = time.monotonic()
         if now < self._next:
             return

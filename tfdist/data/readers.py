@@ -1,22 +1,21 @@
-"""Which examples a worker reads: from files to batches, for every strategy.
+"""Batches of examples from files, for every strategy.
 
     def train_input_fn(context):
         return tfdist.read_csv("gs://bucket/train-*.csv.gz", 128,
                                label_name="income", context=context)
 
-Each function gives a dataset of batches, shuffled, for ever, prefetched; with a
-`context` every worker reads other examples than its neighbours, in another
-order. Each pass deals the examples to the workers again, so that all are read
-whoever is slow or gone. What the functions have in common are the keyword
+Each function returns an endless dataset of batches, shuffled and prefetched.
+With a `context`, in each pass every worker reads other examples than the
+others; the next pass deals the examples again. The functions share the keyword
 arguments of `ReadOptions`:
 
     read_csv(..., seed=7)                         the same order every time
     read_csv(..., shuffle=False, num_epochs=1)    once and in order
     read_csv(..., num_epochs=1, drop_remainder=True)    static shapes, for a TPU
 
-They are to TF's `make_csv_dataset` and `make_batched_features_dataset` what a
-cluster needs: those read the same examples on every worker unless told
-otherwise, and their errors name no file.
+TensorFlow's `make_csv_dataset` and `make_batched_features_dataset` read the
+same examples on every worker unless told otherwise, and their errors do not
+name the file.
 
 `python -m tfdist.audit --workers=4 --input=package.module:input_fn` shows what
 each of four workers would read; see `tfdist.audit`.
@@ -24,8 +23,8 @@ each of four workers would read; see `tfdist.audit`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -55,37 +54,51 @@ def read_csv(
     field_delim: str = ",",
     use_quote_delim: bool = True,
     na_value: str = "",
-    num_rows_for_inference: int = 1000,
+    num_rows_for_inference: int | None = 1000,
     **options: Any,
 ) -> tf.data.Dataset:
     """Batches of the rows of CSV files.
 
     As `tf.data.experimental.make_csv_dataset`, but: in each pass a worker
     reads another share; many rows are parsed at once, several times as fast;
-    every file's header is compared, and an error names the file and the line;
+    the header of every file is checked, and an error names the file and line;
     a missing number is NaN, not 0; integers are int64, all other numbers
     float32.
 
-    Fields may be quoted (RFC 4180), with line breaks inside; lines end in LF
-    or CRLF; a byte order mark and blank lines are left out. A file that ends
-    in ".gz" is compressed with gzip.
+    Fields may be quoted (RFC 4180) and then contain line breaks; lines end in
+    LF or CRLF; a byte order mark and blank lines are skipped. A file whose name
+    ends in ".gz" is decompressed.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "people.csv")
+    ...     with open(path, "w") as file:
+    ...         for line in ("age,job,rich", "30,smith,0", "41,clerk,1"):
+    ...             print(line, file=file)
+    ...     rows = read_csv(
+    ...         path, 2, label_name="rich", shuffle=False, num_epochs=1
+    ...     )
+    ...     for features, labels in rows.as_numpy_iterator():
+    ...         print(features["age"], features["job"], labels)
+    [30 41] [b'smith' b'clerk'] [0 1]
 
     Args:
         file_pattern: paths or patterns, local or `gs://`.
         batch_size: rows in a batch.
-        label_name: column of the labels.
-        column_names: names of all columns, where the files have no header.
+        label_name: column of the labels. Default: no labels.
+        column_names: names of all columns, if the files have no header.
         column_defaults: for each column, in order, a default for a missing
             value, whose type is that of the column, or a dtype (`tf.float32`,
-            `tf.float64`, `tf.int32`, `tf.int64`, `tf.string`) if it must be
-            present. Or the same for some columns, by name. The others are told
-            by the first rows: `tf.int64` if all are present and integers, else
-            `math.nan` if those present are numbers, else "".
-        select_columns: the columns to give; all if omitted.
-        field_delim: what is between two fields.
-        use_quote_delim: whether a field may be quoted.
-        na_value: what stands for a missing value, beside an empty field.
-        num_rows_for_inference: how many rows tell the types.
+            `tf.float64`, `tf.int32`, `tf.int64`, `tf.string`) if it is
+            required. Or the same for some columns, by name. Default: inferred;
+            `tf.int64` if all values are present and integers, else `math.nan`
+            if those present are numbers, else "".
+        select_columns: the columns to return. Default: all.
+        field_delim: the separator of fields.
+        use_quote_delim: whether fields may be quoted.
+        na_value: what stands for a missing value, besides an empty field.
+        num_rows_for_inference: how many rows of the first file to infer types
+            from. None: all rows of all files.
         **options: those of `ReadOptions`.
 
     Returns:
@@ -95,33 +108,32 @@ def read_csv(
     Raises:
         FileNotFoundError: no file matches.
         TypeError: an unknown option.
-        ValueError: a column that is none, a file without a header, or an
-            option out of range. What is wrong further down in a file raises
-            `tf.errors.InvalidArgumentError` when it is read.
+        ValueError: an unknown column, a file without a header, or an option
+            out of range. Bad rows raise `tf.errors.InvalidArgumentError` when
+            they are read.
     """
     reading = ReadOptions(**options)
-    paths = record_files.match(file_pattern)
-    record_files.check_gzip(paths, reading.check_gzip)
-    path, rows = _first_lines(paths, num_rows_for_inference)
-    layout = csv_records.infer(
-        path,
-        rows,
+    paths = _match(file_pattern, reading)
+    layout = _layout(
+        paths,
+        num_rows_for_inference,
         names=column_names,
         defaults=column_defaults,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,
         na_value=na_value,
     )
-    chosen = list(layout.names if select_columns is None else select_columns)
+    known = list(layout.names)
+    chosen = known if select_columns is None else list(select_columns)
     for argument, names in (
         ("label_name", [] if label_name is None else [label_name]),
         ("select_columns", chosen),
     ):
         for name in names:
-            if name not in layout.names:
+            if name not in known:
                 raise ValueError(
-                    f"Argument `{argument}` must name a column of {path}: "
-                    f"{list(layout.names)}. Received: {name!r}."
+                    f"Argument `{argument}` must name a column of "
+                    f"{layout.origin}: {known}. Received: {name!r}."
                 )
 
     def parse(records: tf.Tensor) -> Features | tuple[Features, tf.Tensor]:
@@ -131,9 +143,8 @@ def read_csv(
             return features
         return features, columns[label_name]
 
-    files = Files(
+    files = _files(
         paths,
-        _sources(paths),
         tf.data.TextLineDataset,
         frame=layout.frame,
         unit="line",
@@ -143,10 +154,71 @@ def read_csv(
     return batches(files, parse, batch_size, reading)
 
 
+def csv_columns(
+    file_pattern: str | Sequence[str],
+    *,
+    column_names: Sequence[str] | None = None,
+    column_defaults: Mapping[str, Any] | Sequence[Any] | None = None,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    num_rows_for_inference: int | None = 1000,
+) -> dict[str, Any]:
+    """The columns of CSV files, as `read_csv` infers them from the same.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "people.csv")
+    ...     with open(path, "w") as file:
+    ...         print("age,height,job", file=file)
+    ...         print("30,1.7,smith", file=file)
+    ...         print("41,?,?", file=file)
+    ...     csv_columns(path, na_value="?")
+    {'age': tf.int64, 'height': nan, 'job': ''}
+
+    Args:
+        file_pattern: as in `read_csv`, like all that follow.
+        column_names: See `read_csv`.
+        column_defaults: See `read_csv`.
+        field_delim: See `read_csv`.
+        use_quote_delim: See `read_csv`.
+        na_value: See `read_csv`.
+        num_rows_for_inference: See `read_csv`.
+
+    Returns:
+        The name of each column, in order, and its default: the
+        `column_defaults` for a `read_csv` that does not infer anything.
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ValueError: the first file has no header, or an argument does not fit.
+    """
+    layout = _layout(
+        record_files.match(file_pattern),
+        num_rows_for_inference,
+        names=column_names,
+        defaults=column_defaults,
+        field_delim=field_delim,
+        use_quote_delim=use_quote_delim,
+        na_value=na_value,
+    )
+    return dict(zip(layout.names, layout.defaults, strict=True))
+
+
 def read_text(
     file_pattern: str | Sequence[str], batch_size: int, **options: Any
 ) -> tf.data.Dataset:
     """Batches of the lines of text files.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "lines.txt")
+    ...     with open(path, "w") as file:
+    ...         print("to be", file=file)
+    ...         print("or not", file=file)
+    ...     lines = read_text(path, 2, shuffle=False, num_epochs=1)
+    ...     print(*lines.as_numpy_iterator())
+    [b'to be' b'or not']
 
     Args:
         file_pattern: as in `read_csv`.
@@ -162,9 +234,8 @@ def read_text(
         ValueError: an option out of range.
     """
     reading = ReadOptions(**options)
-    paths = record_files.match(file_pattern)
-    record_files.check_gzip(paths, reading.check_gzip)
-    files = Files(paths, _sources(paths), tf.data.TextLineDataset, unit="line")
+    paths = _match(file_pattern, reading)
+    files = _files(paths, tf.data.TextLineDataset, unit="line")
     return batches(files, tf.identity, batch_size, reading)
 
 
@@ -182,31 +253,38 @@ def read_tfrecords(
     pass a worker reads another share, many examples are parsed at once, and an
     error names the file and the number of the record.
 
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "a.tfrecord")
+    ...     with tf.io.TFRecordWriter(path) as writer:
+    ...         for record in b"one", b"two":
+    ...             writer.write(record)
+    ...     records = read_tfrecords(path, None, 2, shuffle=False, num_epochs=1)
+    ...     print(*records.as_numpy_iterator())
+    [b'one' b'two']
+
     Args:
         file_pattern: as in `read_csv`.
-        features: what to read of an example, as `tf.io.parse_example` takes
-            it. None: the records stay as they are, for `dataset.map`.
+        features: as for `tf.io.parse_example`. None: the records are returned
+            as they are, for `dataset.map`.
         batch_size: examples in a batch.
-        label_key: the feature with the labels.
+        label_key: the feature with the labels. Default: no labels.
         **options: those of `ReadOptions`.
 
     Returns:
-        A dataset of dictionaries from the name of a feature to a tensor whose
-        first dimension is `batch_size` (or to a sparse or ragged one), or of
+        A dataset of dictionaries from the name of a feature to a (dense,
+        sparse or ragged) tensor whose first dimension is `batch_size`, or of
         `(dictionary, labels)` with a `label_key`; of string vectors without
         `features`.
 
     Raises:
         FileNotFoundError: no file matches.
         TypeError: an unknown option.
-        ValueError: `label_key` is no feature, or an option out of range.
+        ValueError: `label_key` is not a feature, or an option out of range.
     """
     reading = ReadOptions(**options)
-    paths = record_files.match(file_pattern)
-    record_files.check_gzip(paths, reading.check_gzip)
-    files = Files(
-        paths,
-        _sources(paths),
+    files = _files(
+        _match(file_pattern, reading),
         tf.data.TFRecordDataset,
         expected=expected_example(features),
         skips_errors=True,
@@ -221,7 +299,7 @@ def example_parser(
     """From `tf.train.Example`s to features, or `(features, labels)`."""
     if label_key is not None and label_key not in (features or {}):
         raise ValueError(
-            f"Argument `label_key` must be one of the features: "
+            "Argument `label_key` must be one of the features: "
             f"{sorted(features or {})}. Received: label_key={label_key!r}."
         )
     if features is None:
@@ -238,33 +316,51 @@ def example_parser(
 
 
 def expected_example(features: Mapping[str, Any] | None) -> str:
-    """What a record must be, for errors."""
+    """Describes a record, for errors."""
     listed = ", ".join(f"{k}: {v}" for k, v in (features or {}).items())
     return f"a tf.train.Example with {listed}"
 
 
-def _sources(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What TensorFlow's datasets of files take: a path, its compression."""
-    return list(paths), [record_files.compression(path) for path in paths]
+def _match(
+    file_pattern: str | Sequence[str], reading: ReadOptions
+) -> list[str]:
+    paths = record_files.match(file_pattern)
+    record_files.check_gzip(paths, reading.check_gzip)
+    return paths
 
 
-def _first_lines(paths: Sequence[str], number: int) -> tuple[str, list[str]]:
-    """The first file with a line in it, and its first lines."""
+def _files(
+    paths: list[str], read: Callable[..., tf.data.Dataset], **attributes: Any
+) -> Files:
+    compressions = [record_files.compression(path) for path in paths]
+    return Files(paths, (paths, compressions), read, **attributes)
+
+
+def _layout(
+    paths: Sequence[str], num_rows: int | None, **arguments: Any
+) -> csv_records.Layout:
+    """The layout told by the first file that is not empty, or by all."""
+    skip = int(arguments["names"] is None)
+    files = ((path, _lines(path)) for path in paths)
+    first: list[str] = []
     with tf.init_scope():
-        for path in paths:
-            lines = tf.data.TextLineDataset(
-                path, record_files.compression(path)
-            ).take(number + 1)
-            rows = [
-                line.decode(errors="replace")
-                for line in lines.as_numpy_iterator()
-            ]
-            if rows:
-                return path, rows
-    return paths[0], []
+        while not first and (file := next(files, None)):
+            path, lines = file
+            first = list(itertools.islice(lines, 1))
+        if num_rows is None:
+            rest = (itertools.islice(more, skip, None) for _, more in files)
+            lines = itertools.chain(lines, *rest)
+        else:
+            lines = itertools.islice(lines, num_rows)
+        lines = itertools.chain(first, lines)
+        return csv_records.infer(path, lines, **arguments)
 
 
-if __name__ == "__main__":
-    from tfdist.data import audit
-
-    sys.exit(audit.main())
+def _lines(path: str) -> Iterator[str]:
+    """The lines of a file, without a byte order mark."""
+    start = "\ufeff"
+    lines = tf.data.TextLineDataset(path, record_files.compression(path))
+    for block in lines.batch(256).as_numpy_iterator():
+        for line in block.tolist():
+            yield line.decode(errors="replace").removeprefix(start)
+            start = ""

@@ -1,50 +1,44 @@
 """From files to batches: one pipeline for every format.
 
     pass 0, 1, ... -> this worker's files -> blocks of records -> its records
-          -> cache -> shuffle -> parse many at once -> batches
+          -> shuffle -> parse many at once -> batches
 
-It consists of TensorFlow operations alone, so a parameter-server job can build
-it in the chief and run it on its workers, each with its own index, there a
-tensor.
+It consists of TensorFlow operations only, so a parameter-server job can build
+it on the chief and run it on its workers, where the worker's index is a tensor.
 
-Every pass deals the examples again, by a rule that all workers know: in `n`
-passes each of `n` workers reads everything once. So what a dead or slow worker
-does not read in one pass, others read in the next, and a worker that is left
-alone does not memorize a part of the data. No two workers read the same example
-in the same pass.
+The examples are dealt to the workers again in each pass: in a pass no two
+workers read the same example, and in `n` passes each of `n` workers reads
+everything once. So the others read what a dead or slow worker has not, and a
+worker that is left alone does not memorize a part of the data.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import os
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.data import record_files
-from tfdist.data.block_cache import BlockCache
-from tfdist.data.blocks import Files, Parse, RecordParser, read_blocks
+from tfdist.data.blocks import Files, Parse, parser, read_blocks
 from tfdist.data.worker_context import first_pass, read_by_all
 
-# AutoGraph finds nothing to convert in the functions below; it takes its time.
+# AutoGraph would look for something to convert, which takes time.
 _as_written = tf.autograph.experimental.do_not_convert
 
-# Records in a block, primes: a file whose length is a multiple is read twice.
+# Records in a block. Primes: a file whose length is a multiple is read twice.
 _BLOCKS = (13, 61, 251)
 _BLOCK_BYTES = 1 << 20
 _BUFFER_BYTES = 256 << 20
 _BUFFER_RECORDS = 10_000
 _PARSED_BYTES = 4 << 20
 _PARSED_RECORDS = 2048
-# What a worker that was started again skips takes time to read.
+# A worker that was started again has to read what it skips.
 _MOST_SKIPPED = 64 << 20
-# Files by which the share of one worker may exceed that of another.
+# How many times the files of another worker a worker may get.
 _UNEVEN = 1.25
 
 
@@ -52,57 +46,53 @@ _UNEVEN = 1.25
 class ReadOptions:
     """How records become batches: the keyword arguments of every `read_*`.
 
+    >>> options = ReadOptions(num_epochs=1, seed=7)
+    >>> options.shuffle, options.num_epochs
+    (True, 1)
+
     Attributes:
-        context: which of several workers reads: what `tf.distribute`, or
-            `tfdist.Estimator`, gives the input function. `input_pipeline_id`
-            may be a tensor. That of a parameter-server job also says where a
-            worker begins that was started again; see `WorkerContext`.
-            Default: the only one.
-        num_epochs: passes, in each of which this worker reads another share.
-            Default: without end.
-        shuffle: whether in random order, another one in every pass: the files,
-            then the records within a buffer. If not, one file after another,
-            sorted by name.
+        context: which of several workers reads: the argument of the input
+            function. Its `input_pipeline_id` may be a tensor. See
+            `WorkerContext` for what a restarted worker reads. Default: there
+            is one worker.
+        num_epochs: passes over the data, in each of which this worker reads
+            another share. Default: repeat indefinitely.
+        shuffle: whether to shuffle, in another order in each pass: the files,
+            then the records within a buffer. If False, one file is read after
+            the other, sorted by name.
         shuffle_buffer_size: records in the buffer. Default: 10,000, or as many
             as fit in 256 MB.
         seed: of the order; each worker adds its index. Default: that of
-            `tf.random.set_seed`, and by chance if none is set.
+            `tf.random.set_seed`, or random if none is set.
         deterministic: whether the same seed gives the same order, at the price
-            of waiting for a slow file while others are ready. Default: where a
-            seed is set, or nothing is shuffled.
-        drop_remainder: whether the last batch of a finite dataset is left out
-            if it is not full, so that the shapes of all are static, as a TPU
-            needs them. Without end, every batch is full.
+            of waiting for a slow file while others are ready. Default: True
+            with a seed or without shuffling.
+        drop_remainder: whether to drop the last batch of a finite dataset if
+            it is not full, so that all shapes are static, as a TPU needs them.
+            Without `num_epochs` every batch is full.
         shard_by: "file": in each pass a worker reads files of its own;
-            "example": all read every file, and each keeps every n-th record.
-            Default: by file if no worker gets over 1.25 times the files of
-            another, else by example.
-        num_parallel_reads: files that are read at the same time.
-        transform: a function of what was parsed, which treats each example by
-            itself: it gets more than one batch at once. Use `dataset.map` for
-            one that does not. What a random one draws is no part of the saved
-            position of the input: a resumed job reads the same examples, and
-            draws other numbers.
-        check_gzip: whether compressed files are unpacked once before, since
-            TensorFlow takes one that was cut off for whole. Default: where
-            they have at most 1 GiB together.
-        cache: where the records that this worker reads stay, so that files
-            that are far away or compressed are read only once. True: in
-            memory, and in each saved position of the input, too; then a worker
-            keeps the share of its first pass for good, and what a dead one
-            held nobody reads. A path: in a directory, local or `gs://`, the
-            same for all workers if need be, also for the next run (a worker
-            has cached everything after as many passes as there are workers);
-            a file is copied as a whole before its first record is given. It is
-            never cleared: delete it when nobody reads from it. Records are
-            cached before they are shuffled and parsed: each pass has an order
-            of its own (in memory, within the buffer), and `transform` may be
-            random. Default: nowhere.
+            "example": all workers read every file, and each keeps every n-th
+            record. Default: "file" if no worker gets over 1.25 times the files
+            of another, else "example".
+        num_parallel_reads: files to read at the same time.
+        transform: a function of the parsed examples, which must treat each
+            example by itself: it gets more than one batch at once. Use
+            `dataset.map` for one that does not. Random numbers in it are not
+            part of the saved position of the input: a resumed job reads the
+            same examples and draws other numbers.
+        check_gzip: whether to decompress gzip files once before reading, since
+            TensorFlow does not notice a truncated one. Default: True if they
+            have at most 1 GiB together.
+        cache: whether to keep the records that this worker reads in memory
+            (`tf.data.Dataset.cache`), so that remote or compressed files are
+            read only once. Then the worker keeps the share of its first pass:
+            nobody else reads it if the worker dies. The records are part of
+            each saved position of the input. They are cached before they are
+            shuffled, parsed and transformed.
 
     Raises:
-        TypeError: `cache` is neither True nor a path.
-        ValueError: a number out of range, an unknown `shard_by`, or a pattern
-            for a directory.
+        TypeError: `cache` is not a bool.
+        ValueError: a number out of range, or an unknown `shard_by`.
     """
 
     context: tf.distribute.InputContext | None = None
@@ -116,7 +106,7 @@ class ReadOptions:
     num_parallel_reads: int = 16
     transform: Callable[[Any], Any] | None = None
     check_gzip: bool | None = None
-    cache: bool | str | os.PathLike | None = None
+    cache: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
@@ -131,27 +121,14 @@ class ReadOptions:
                 'Argument `shard_by` must be "file" or "example". '
                 f"Received: shard_by={self.shard_by!r}."
             )
-        if not isinstance(self.cache, bool | str | os.PathLike | None):
+        if not isinstance(self.cache, bool | None):
+            # A resumed job whose cache files are gone ends with a segmentation
+            # fault in TensorFlow 2.21.
             raise TypeError(
-                "Argument `cache` must be True, for memory, or the path of a "
-                f"directory. Received: cache={self.cache!r}."
+                "Argument `cache` must be True, to keep records in memory, or "
+                "False. To keep them on a disk, copy the files there before "
+                f"training. Received: cache={self.cache!r}."
             )
-        directory = self.cache_directory
-        if directory is not None and not re.fullmatch(
-            r"[^*?[\]\\]+", directory
-        ):
-            raise ValueError(
-                "Argument `cache` must be the path of a directory, without "
-                "`*`, `?`, brackets or backslashes. "
-                f"Received: cache={self.cache!r}."
-            )
-
-    @property
-    def cache_directory(self) -> str | None:
-        """Where records are kept, if in files."""
-        if isinstance(self.cache, bool | None):
-            return None
-        return os.fspath(self.cache)
 
     @property
     def num_workers(self) -> int:
@@ -172,17 +149,17 @@ def batches(
 
     Args:
         files: where the records are.
-        parse: from a vector of records to examples, the batch first.
+        parse: from a vector of records to examples.
         batch_size: examples in a batch.
         options: all else.
 
     Returns:
         A dataset of what `parse` and `options.transform` return, which
-        `tf.distribute` will not shard again.
+        `tf.distribute` does not shard again.
 
     Raises:
-        ValueError: `batch_size` is not positive, or there is no example, and
-            without end none would ever come.
+        ValueError: `batch_size` is not positive, or there is no example for an
+            endless dataset.
     """
     if batch_size < 1:
         raise ValueError(
@@ -199,13 +176,13 @@ def batches(
     with tf.init_scope():
         size = _record_bytes(files, endless)
     records = _passes(files, options, size, seed)
-    together = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size) // batch_size
-    together = max(1, together)
+    at_once = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size)
+    together = max(1, at_once // batch_size)
     full = endless or options.drop_remainder
     dataset = records.batch(
         together * batch_size, drop_remainder=full and together == 1
     ).map(
-        _as_written(RecordParser(files, parse)),
+        _as_written(parser(files, parse)),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
     if options.transform is not None:
@@ -215,7 +192,7 @@ def batches(
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
-        # What reads it may take many steps at once only if it has no end.
+        # A loop packs many steps into a dispatch only if there is no end.
         dataset = dataset.apply(
             tf.data.experimental.assert_cardinality(
                 tf.data.INFINITE_CARDINALITY
@@ -226,8 +203,7 @@ def batches(
     settings.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )
-    # Or no position could be saved: TensorFlow takes the search for a record
-    # that cannot be parsed, and the writing of a cache, for a state.
+    # Or no position could be saved: to TensorFlow the assertions are stateful.
     settings.experimental_external_state_policy = (
         tf.data.experimental.ExternalStatePolicy.IGNORE
     )
@@ -237,13 +213,13 @@ def batches(
 def shards_by_file(
     num_files: int, num_workers: int, shard_by: str | None = None
 ) -> bool:
-    """Whether workers get files of their own, or all read every file.
+    """Whether workers get files of their own; else all read every file.
 
     >>> [shards_by_file(n, 4) for n in (1, 4, 5, 8, 17, 1000)]
     [False, True, False, True, True, True]
 
     Raises:
-        ValueError: by file, where there are fewer files than workers.
+        ValueError: `shard_by="file"` and fewer files than workers.
     """
     if shard_by == "file" and num_files < num_workers:
         raise ValueError(
@@ -257,38 +233,31 @@ def shards_by_file(
 
 
 def _seed(options: ReadOptions) -> int | None:
-    """The user's seed, for this input or for all of TensorFlow."""
     if options.seed is not None:
         return options.seed
     return tf.compat.v1.get_seed(None)[0]
 
 
 def _record_bytes(files: Files, endless: bool) -> int:
-    """Mean length of some records at the start of the first files.
-
-    Raises:
-        ValueError: there is no record at all, and `endless` would look for one
-            for ever.
-    """
+    """Mean length of some records; refuses endless reading of no records."""
     starts = tf.data.Dataset.from_tensor_slices(files.sources).flat_map(
         lambda *source: files.read(*source).take(16)
     )
     lengths = []
-    with contextlib.suppress(tf.errors.OpError):  # Told when they are read.
+    with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
         for record in starts.take(48).as_numpy_iterator():
             lengths.append(len(record))
-    # There may be more headers and blank lines than these.
+    # These may all be headers and blank lines.
     if endless and len(lengths) < 48 and _are_empty(files):
         raise ValueError(
             f"There is no example in the {len(files.paths)} files to read (the "
-            f"first is {files.paths[0]}). Check their names, and that they "
-            "were written to the end."
+            f"first is {files.paths[0]}). Check their names and contents."
         )
     return 1 + sum(lengths) // max(1, len(lengths))
 
 
 def _are_empty(files: Files) -> bool:
-    """Whether all can be read, and none has a record."""
+    """Whether all files can be read and none has a record."""
     sources = tf.data.Dataset.from_tensor_slices(
         (list(files.paths), files.sources)
     )
@@ -301,12 +270,12 @@ def _are_empty(files: Files) -> bool:
 
 
 def _file_bytes(files: Files) -> int:
-    """Mean size of the first files, unpacked; `_MOST_SKIPPED` at most."""
+    """Mean size of the first files, uncompressed; `_MOST_SKIPPED` at most."""
     lengths = [0]
-    with contextlib.suppress(tf.errors.OpError):
+    with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
         lengths = [
+            # Text is compressed to a quarter or so.
             tf.io.gfile.stat(path).length
-            # Text is packed to a quarter or so.
             * (4 if record_files.compression(path) else 1)
             for path in files.paths[:3]
         ]
@@ -316,9 +285,9 @@ def _file_bytes(files: Files) -> int:
 def _passes(
     files: Files, options: ReadOptions, size: int, seed: int
 ) -> tf.data.Dataset:
-    """A worker's (record, place), pass by pass, each in an order of its own."""
-    first = first_pass(options.context)
-    passes = tf.data.Dataset.counter(tf.cast(first, tf.int64))
+    """A worker's (record, place) of all passes."""
+    first = tf.cast(first_pass(options.context), tf.int64)
+    passes = tf.data.Dataset.counter(first)
     passes = passes.take(
         -1 if options.num_epochs is None else options.num_epochs
     )
@@ -327,14 +296,16 @@ def _passes(
     buffer = options.shuffle_buffer_size or min(
         _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
-    read = functools.partial(_blocks, files, options, size, own_seed)
-    if options.cache is True:
-        share = read(first).cache()
+    cached = None
+    if options.cache:
+        cached = _blocks(files, options, size, own_seed, first).cache()
     else:
         read_by_all(options.context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
-        blocks = share if options.cache is True else read(number)
+        blocks = cached
+        if blocks is None:
+            blocks = _blocks(files, options, size, own_seed, number)
         if not options.shuffle:
             return blocks.unbatch()
         seed = own_seed + 15_485_863 * number
@@ -351,7 +322,7 @@ def _shuffled(
         input_dataset=tf.data.experimental.to_variant(records),
         buffer_size=buffer,
         seed=seed,
-        seed2=1,  # Both 0 would be by chance.
+        seed2=1,  # Both 0 would be random.
         seed_generator=tf.raw_ops.DummySeedGenerator(),
         output_types=[tf.string, tf.int64],
         output_shapes=[[], []],
@@ -366,12 +337,9 @@ def _blocks(
     seed: tf.Tensor,
     number: tf.Tensor,
 ) -> tf.data.Dataset:
-    """A worker's blocks of (record, place) in the pass of a number.
-
-    In `workers` passes one after the other, each worker has each turn once.
-    """
+    """A worker's blocks of (record, place) in one pass."""
     workers = options.num_workers
-    number = tf.cast(number, tf.int64)
+    # In as many consecutive passes as workers, each worker has each turn once.
     turn = (options.worker + number) % workers
     by_file = shards_by_file(len(files.paths), workers, options.shard_by)
     own = tf.range(len(files.paths), dtype=tf.int64)
@@ -388,26 +356,19 @@ def _blocks(
     block = max(
         b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
     )
-    # Each keeps every n-th record, the first file from its own turn on.
+    # By example, a worker keeps every n-th record.
     every = 1 if by_file else workers
     first, most = first_pass(options.context), None
     if options.shuffle and (tf.is_tensor(first) or first > 0):
         in_a_file = _file_bytes(files) // (block * size)
         again = (number == first) & (number > 0)
         most = tf.where(again, tf.constant(in_a_file, tf.int64), 0)
-    cache = None
-    if options.cache_directory is not None:
-        cache = BlockCache(options.cache_directory, files, f"{block} {every}")
 
     def read(index: tf.Tensor) -> tf.data.Dataset:
         path = tf.gather(list(files.paths), index)
         source = tuple(tf.gather(column, index) for column in files.sources)
         offset = (turn - index) % every
         blocks = read_blocks(files, block, index, path, source, every, offset)
-        if cache is not None:
-            written = cache.write(index, offset, blocks)
-            with tf.control_dependencies([written]):
-                blocks = cache.read(index, offset)
         if most is not None:
             blocks = _begun_elsewhere(blocks, most, [seed + number, index])
         return blocks
@@ -423,10 +384,10 @@ def _blocks(
 def _begun_elsewhere(
     blocks: tf.data.Dataset, most: tf.Tensor, seed: list[tf.Tensor]
 ) -> tf.data.Dataset:
-    """The blocks of a file, of which up to `most` come at the end.
+    """The blocks of a file, the first ones (at most `most`) moved to the end.
 
-    Who was started again begins so: or what comes late in a large file would
-    be read only by who lives long enough.
+    Without it, workers that are often restarted would never come to the end
+    of a large file.
     """
     skipped = tf.random.stateless_uniform(
         [], seed, maxval=most + 1, dtype=tf.int64

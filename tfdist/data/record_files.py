@@ -13,7 +13,7 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-# Unpacking takes a second for some 100 MB: so much is checked unasked.
+# Decompressing takes a second for about 100 MB.
 CHECKED_GZIP_BYTES = 1 << 30
 _THREADS = 16
 _CHUNK = 1 << 20
@@ -52,7 +52,7 @@ def match(file_pattern: str | Sequence[str]) -> list[str]:
 
 
 def compression(path: str) -> str:
-    """How a file is compressed, told by the end of its name.
+    """How a file is compressed, by the end of its name.
 
     >>> compression("a.csv.gz"), compression("a.csv")
     ('GZIP', '')
@@ -61,18 +61,17 @@ def compression(path: str) -> str:
 
 
 def check_gzip(paths: Sequence[str], check: bool | None = None) -> None:
-    """Unpacks what is compressed with gzip once, to see that it is whole.
+    """Decompresses gzip files once, to see that they are complete.
 
-    TensorFlow takes a gzip file that was cut off for one that ends there, so
-    the rest of it would be missing without a word.
+    TensorFlow does not notice if a gzip file is truncated.
 
     Args:
         paths: files, of which those that end in ".gz" or ".gzip" are checked.
-        check: whether; if omitted, where they have at most 1 GiB together,
-            else a warning says that they are not.
+        check: whether to. Default: if they have at most 1 GiB together, else a
+            warning says that they are not checked.
 
     Raises:
-        ValueError: a file is cut off, damaged or no gzip file at all.
+        ValueError: a file is truncated, damaged or not a gzip file.
     """
     packed = [path for path in paths if compression(path)]
     if check is False or not packed:
@@ -83,7 +82,7 @@ def check_gzip(paths: Sequence[str], check: bool | None = None) -> None:
         if check is None and size > CHECKED_GZIP_BYTES:
             _log.warning(
                 "%d gzip files of %.1f GB are not checked before training: "
-                "TensorFlow would not notice if one was cut off. Check them "
+                "TensorFlow would not notice if one was truncated. Check them "
                 "with `gzip -t`, or give check_gzip=True.",
                 len(packed),
                 size / 1e9,
@@ -100,17 +99,17 @@ def _version(stat: tf.io.gfile.stat) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=10_000)
 def _gzip_error(path: str, version: tuple[int, int]) -> str | None:
-    """What is wrong with a file; an unchanged one is read only once."""
+    """What is wrong with a file; read once per version."""
     del version
     size = 0
     try:
-        # A file without a byte is one without a record.
+        # An empty file is accepted.
         with tf.io.gfile.GFile(path, "rb") as file, gzip.open(file) as text:
             while chunk := text.read(_CHUNK):
                 size += len(chunk)
     except (EOFError, OSError, zlib.error) as error:
         return (
-            f"{path} is no whole gzip file: after {size} bytes of text, "
+            f"{path} is not a complete gzip file: after {size} bytes of text, "
             f"{error}. Write it again, or rename it if it is not compressed."
         )
     return None

@@ -1,9 +1,9 @@
-"""What a model has to know of its data before it sees any: one pass over it.
+"""Statistics of the data that a model needs before it is built.
 
-Means for normalizing, boundaries of buckets, the words of a vocabulary. Only
-the chief computes them; every other task, and every later run of the job, reads
-the same values from the job's directory, so that training, evaluation and the
-export agree to the last bit:
+Means for normalization, boundaries of buckets, vocabularies. Only the chief
+computes them; every other task, and every later run of the job, reads the same
+values from the job's directory, so that training, evaluation and the export
+agree to the last bit:
 
     def compute():
         statistics = tfdist.FeatureStatistics()
@@ -19,6 +19,9 @@ export agree to the last bit:
         normalize = keras.layers.Normalization(
             mean=known["mean"], variance=known["variance"])
         ...
+
+Keras' `adapt` needs a layer per feature and reads the data once for each; it
+sums in float32, and one NaN makes mean and variance NaN.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ import collections
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
@@ -50,55 +54,59 @@ def compute_once(
     cluster: Cluster | None = None,
     timeout_secs: float = 3600.0,
 ) -> Any:
-    """What the chief has computed in the first run of a job.
+    """The result of a function, computed by the chief in a job's first run.
 
-    Where the file is missing, the chief (or a process alone) computes and
-    writes it, all at once; every other task waits for it. A job that is started
-    again reads it, so that a restored model goes on with what it was trained
-    on, also if the data has changed since. For new values, choose another path.
+    If the file is missing, the chief (or the only process) calls `compute` and
+    writes the file atomically; all other tasks wait for it. A restarted job
+    reads it, so a restored model continues with what it was trained on, even if
+    the data has changed. For new values use another path.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "statistics.json")
+    ...     first = compute_once(path, lambda: {"mean": 0.5})
+    ...     first, compute_once(path, lambda: "is not called")
+    ({'mean': 0.5}, {'mean': 0.5})
 
     Args:
-        path: of the file, in a directory that all tasks see.
-        compute: returns what JSON can hold.
-        cluster: which task this is; default: what the environment says.
-        timeout_secs: how long another task than the chief waits.
+        path: of the file, in a directory that all tasks can read.
+        compute: returns a value that JSON can represent.
+        cluster: which task this is. Default: that of the `RunConfig` in an
+            Estimator's `model_fn` and `input_fn`, else of the environment.
+        timeout_secs: how long other tasks than the chief wait.
 
     Returns:
-        What the file holds; so tuples are lists, the chief's as well.
+        The content of the file; tuples have become lists.
 
     Raises:
         TimeoutError: the chief has not written the file in time.
-        TypeError: JSON cannot hold what `compute` returns.
-        ValueError: the file holds no JSON.
+        TypeError: JSON cannot represent what `compute` returns.
+        ValueError: the file does not contain JSON.
     """
-    cluster = cluster or Cluster.from_env()
+    cluster = cluster or current_cluster()
     text = storage.read_text(path)
     if text is None and cluster.is_chief:
         text = json.dumps(compute(), indent=1)
         storage.write_text(path, text)
     elif text is None:
-        text = _wait_for(path, cluster, timeout_secs)
+        _log.info("Waiting for %s, which the chief computes.", path)
+        deadline = time.monotonic() + timeout_secs
+        while (text := storage.read_text(path)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"The chief has not written {path} within "
+                    f"{timeout_secs:g} s. {cluster.task_type}:"
+                    f"{cluster.task_index} waits for it. Does the chief run, "
+                    "and do both see the same directory?"
+                )
+            time.sleep(_POLL_SECS)
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{path} must be what a chief has written, JSON ({error}). Remove "
-            "it if no checkpoint of the job is to be used any more."
+            f"{path} must be the JSON that a chief has written ({error}). "
+            "Remove it if no checkpoint of the job is used any more."
         ) from None
-
-
-def _wait_for(path: str, cluster: Cluster, timeout_secs: float) -> str:
-    _log.info("Waiting for %s, which the chief computes.", path)
-    deadline = time.monotonic() + timeout_secs
-    while (text := storage.read_text(path)) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"The chief has not written {path} within {timeout_secs:g} s. "
-                f"{cluster.task_type}:{cluster.task_index} waits for it. Does "
-                "the chief run, and do both see the same directory?"
-            )
-        time.sleep(_POLL_SECS)
-    return text
 
 
 class FeatureStatistics(Mapping[str, "NumberStatistics | StringStatistics"]):
@@ -128,7 +136,7 @@ class FeatureStatistics(Mapping[str, "NumberStatistics | StringStatistics"]):
     def __getitem__(self, name: str) -> NumberStatistics | StringStatistics:
         return self._features[name]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._features)
 
     def __len__(self) -> int:
@@ -136,19 +144,20 @@ class FeatureStatistics(Mapping[str, "NumberStatistics | StringStatistics"]):
 
 
 class NumberStatistics:
-    """Of numbers. One that is NaN or infinite is missing.
+    """Statistics of numbers. NaN and infinity count as missing.
 
-    Mean and variance are exact but for rounding in float64, also where the
-    mean is large beside the deviation (Chan, Golub and LeVeque, 1979, "Updating
+    Mean and variance are exact up to float64 rounding, even if the mean is
+    large compared to the deviation (Chan, Golub and LeVeque, 1979, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances").
-    Boundaries are exact for up to 1,000,000 numbers; of more, they are those of
-    a uniform sample of so many: each is within 0.2 % of its rank with a
+    Boundaries are exact for up to 1,000,000 numbers; for more, they are those
+    of a uniform sample of that size: each is within 0.2 % of its rank with a
     probability of 99.9 %.
 
     Attributes:
-        count: how many are present.
+        count: how many numbers are present.
         missing: how many are not.
-        minimum, maximum: of those present; infinity and its opposite without.
+        minimum: of those present; infinity without any.
+        maximum: of those present; negative infinity without any.
     """
 
     def __init__(self) -> None:
@@ -169,7 +178,7 @@ class NumberStatistics:
             return
         if not self.count:
             self._origin = float(present[0])
-        # From there, so that a mean far from zero costs no digits.
+        # Relative to it, so that a mean far from zero costs no digits.
         exact = present.astype(np.float64) - self._origin
         mean = exact.mean()
         squares = np.square(exact - mean).sum()
@@ -183,10 +192,10 @@ class NumberStatistics:
 
     @property
     def mean(self) -> float:
-        """Of those present; 0 without any."""
-        # Not that of many equal numbers, which rounding moves.
-        is_constant = self.minimum == self.maximum
-        return self.minimum if is_constant else float(self._origin + self._mean)
+        """Mean of those present; 0 without any."""
+        if self.minimum == self.maximum:  # Without rounding.
+            return self.minimum
+        return float(self._origin + self._mean)
 
     @property
     def variance(self) -> float:
@@ -196,15 +205,15 @@ class NumberStatistics:
         return float(self._squares / self.count)
 
     def boundaries(self, num_buckets: int) -> list[float]:
-        """Where to cut into at most so many buckets of about equal count.
+        """Boundaries of at most so many buckets of about equal count.
 
-        The most frequent number is left out of the count, and a boundary of
-        its own: a column of zeros with a few exceptions is cut where the
-        exceptions are.
+        The most frequent number is not counted and is a boundary itself: a
+        column of zeros with few exceptions is cut where the exceptions are.
 
         Returns:
-            Numbers that occur, ascending: a bucket begins with its boundary,
-            as in `keras.layers.Discretization`. Fewer than `num_buckets`.
+            Ascending numbers that occur in the data; each is the lower end of
+            a bucket, as in `keras.layers.Discretization`. Fewer than
+            `num_buckets`.
 
         Raises:
             ValueError: `num_buckets` is less than 2.
@@ -233,7 +242,7 @@ class NumberStatistics:
             self._drop()
 
     def _drop(self) -> None:
-        """Keeps the numbers with the smallest keys: each with equal chance."""
+        """Keeps those with the smallest random keys, a uniform sample."""
         if self._num_kept > MOST_KEPT:
             values, keys = map(np.concatenate, (self._kept, self._keys))
             least = np.argpartition(keys, MOST_KEPT)[:MOST_KEPT]
@@ -242,12 +251,12 @@ class NumberStatistics:
 
 
 class StringStatistics:
-    """Of strings. The empty one is missing.
+    """Statistics of strings. The empty string counts as missing.
 
-    Every distinct string is held in memory until the pass is over.
+    Every distinct string is held in memory.
 
     Attributes:
-        counts: how often each occurs, `bytes` to int.
+        counts: `bytes` to int, how often each string occurs.
         missing: how many are empty.
     """
 
@@ -263,11 +272,11 @@ class StringStatistics:
     def vocabulary(
         self, max_size: int | None = None, min_count: int = 1
     ) -> list[str]:
-        """The strings, the most frequent first; equals in their own order.
+        """The strings, most frequent first, ties in alphabetical order.
 
         Args:
-            max_size: leaves out what is rarer than the first so many.
-            min_count: leaves out what is rarer than this.
+            max_size: of the vocabulary. Default: unlimited.
+            min_count: how often a string must occur.
 
         Raises:
             ValueError: one of them is not UTF-8.

@@ -1,13 +1,13 @@
-"""Batches from TensorFlow Datasets, and from ArrayRecord files.
+"""Batches from TensorFlow Datasets and ArrayRecord files.
 
-As `tfdist.data.readers`, for what other packages have to be installed for.
+As `tfdist.data.readers`; needs other packages.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tfdist.data.blocks import Files, Parse
 from tfdist.data.readers import example_parser, expected_example
 from tfdist.data.reading import ReadOptions, batches
 
-# Records that are taken out of an ArrayRecord file at once.
+# Records to read from an ArrayRecord file at once.
 _CHUNK = 256
 
 
@@ -39,24 +39,24 @@ def read_tfds(
     parsed many at once.
 
     Args:
-        builder: a `tfds.core.DatasetBuilder`, or the name of one, with version
-            or configuration if need be, such as "titanic:4.*.*".
-        split: as TFDS takes it: "train", "train[:80%]", "train+test", a
-            `tfds.core.ReadInstruction`.
+        builder: a `tfds.core.DatasetBuilder` or the name of one, optionally
+            with configuration and version, such as "titanic:4.*.*".
+        split: as in `builder.as_dataset`: "train", "train[:80%]",
+            "train+test", a `tfds.core.ReadInstruction`.
         batch_size: examples in a batch.
-        data_dir: where prepared datasets are; the default of TFDS if omitted.
-        as_supervised: whether to give `(features, label)`, as the builder's
+        data_dir: where prepared datasets are. Default: that of TFDS.
+        as_supervised: whether to return `(features, label)`, as the builder's
             `supervised_keys` name them, instead of all features.
-        select_features: the features to parse and to give; all if omitted.
+        select_features: the features to parse and return. Default: all.
         **options: those of `ReadOptions`.
 
     Returns:
-        A dataset of what `builder.as_dataset().batch(batch_size)` gives.
+        A dataset of what `builder.as_dataset().batch(batch_size)` returns.
 
     Raises:
         ImportError: TensorFlow Datasets is not installed.
         TypeError: an unknown option.
-        ValueError: the dataset is not prepared, the split is none, or an
+        ValueError: the dataset is not prepared, there is no such split, or an
             option is out of range.
     """
     import tensorflow_datasets as tfds
@@ -74,7 +74,7 @@ def read_tfds(
     parts = builder.info.splits[split].file_instructions
     paths = [str(part.filename) for part in parts]
     skips = [part.skip for part in parts]
-    # A negative number: all that follow.
+    # Negative: all that follow.
     takes = [
         part.take if part.take >= 0 else part.examples_in_shard - part.skip
         for part in parts
@@ -112,8 +112,9 @@ def read_array_records(
 ) -> tf.data.Dataset:
     """Batches of the `tf.train.Example`s in ArrayRecord files.
 
-    As `tfdist.read_tfrecords`. TensorFlow has no operation for these files:
-    Python reads them, so a worker of a parameter-server strategy cannot.
+    As `tfdist.read_tfrecords`. TensorFlow has no operation for these files.
+    Python reads them, which a worker of a parameter-server strategy does not
+    run.
 
     Args:
         file_pattern: as in `tfdist.read_csv`, but local.
@@ -129,8 +130,8 @@ def read_array_records(
         FileNotFoundError: no file matches.
         ImportError: package `array_record` is not installed.
         TypeError: an unknown option.
-        ValueError: no ArrayRecord file, `label_key` is no feature, an option
-            is out of range, or the index of the worker is a tensor.
+        ValueError: not an ArrayRecord file, `label_key` is not a feature, an
+            option is out of range, or the index of the worker is a tensor.
     """
     reading = ReadOptions(**options)
     _check_index(reading)
@@ -200,7 +201,6 @@ def _reader(path: str) -> Any:
 def _tfds_parser(
     info: Any, as_supervised: bool, select_features: Sequence[str] | None
 ) -> Parse:
-    """From records to what TFDS gives."""
     import tensorflow_datasets as tfds
 
     features = info.features
@@ -219,19 +219,26 @@ def _tfds_parser(
             f"Argument `as_supervised` needs a label, and {info.full_name} "
             f"names none. Its features: {sorted(info.features)}."
         )
-    spec = _fixed_features(features)
+    leaves = dict(_leaves(features))
+    many_at_once = all(map(_is_fixed, leaves.values()))
 
     def parse(records: tf.Tensor) -> Any:
-        if spec is None:
-            # Images, sequences, what is stored otherwise than it is given.
+        if many_at_once:
+            stored = {key: _stored(leaf) for key, leaf in leaves.items()}
+            parsed = tf.io.parse_example(records, stored)
+            examples = tf.nest.pack_sequence_as(
+                features.get_tensor_spec(),
+                [
+                    tf.cast(parsed[key], leaf.get_tensor_info().tf_dtype)
+                    for key, leaf in leaves.items()
+                ],
+            )
+        else:
             examples = tf.map_fn(
                 features.deserialize_example,
                 records,
                 fn_output_signature=features.get_tensor_spec(),
             )
-        else:
-            parsed = tf.io.parse_example(records, spec)
-            examples = _nested(features, parsed, "")
         if not as_supervised:
             return examples
         return tuple(
@@ -242,42 +249,27 @@ def _tfds_parser(
     return parse
 
 
-def _fixed_features(
-    features: Any, prefix: str = ""
-) -> dict[str, tf.io.FixedLenFeature] | None:
-    """How to parse examples; None if `tf.io.parse_example` alone cannot."""
-    found = {}
-    for name, feature in features.items():
-        info = feature.get_tensor_info()
-        if isinstance(info, Mapping):
-            if not hasattr(feature, "items"):
-                return None
-            inner = _fixed_features(feature, f"{prefix}{name}/")
-            if inner is None:
-                return None
-            found |= inner
-            continue
-        stored = feature.get_serialized_info()
-        if isinstance(stored, Mapping) or None in info.shape:
-            return None
-        if (stored.shape, stored.tf_dtype) != (info.shape, info.tf_dtype):
-            return None
-        dtype = tf.as_dtype(info.tf_dtype)
-        if dtype != tf.string:
-            dtype = tf.float32 if dtype.is_floating else tf.int64
-        found[f"{prefix}{name}"] = tf.io.FixedLenFeature(info.shape, dtype)
-    return found
+def _leaves(features: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key in the records and feature, in the order of `tf.nest`."""
+    for name, feature in sorted(features.items()):
+        if hasattr(feature, "items"):
+            yield from _leaves(feature, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", feature
 
 
-def _nested(features: Any, parsed: Mapping[str, Any], prefix: str) -> Any:
-    """Parsed features in the structure and with the dtypes of TFDS."""
-    found = {}
-    for name, feature in features.items():
-        info = feature.get_tensor_info()
-        if isinstance(info, Mapping):
-            found[name] = _nested(feature, parsed, f"{prefix}{name}/")
-            continue
-        value = parsed[f"{prefix}{name}"]
-        dtype = tf.as_dtype(info.tf_dtype)
-        found[name] = value if value.dtype == dtype else tf.cast(value, dtype)
-    return found
+def _is_fixed(feature: Any) -> bool:
+    """Whether it is stored as it is given: no image, no sequence."""
+    given, stored = feature.get_tensor_info(), feature.get_serialized_info()
+    if isinstance(given, Mapping) or isinstance(stored, Mapping):
+        return False
+    same = (stored.shape, stored.tf_dtype) == (given.shape, given.tf_dtype)
+    return same and None not in given.shape
+
+
+def _stored(feature: Any) -> tf.io.FixedLenFeature:
+    info = feature.get_tensor_info()
+    dtype = tf.as_dtype(info.tf_dtype)
+    if dtype != tf.string:
+        dtype = tf.float32 if dtype.is_floating else tf.int64
+    return tf.io.FixedLenFeature(info.shape, dtype)

@@ -1,4 +1,4 @@
-"""What an input function is told of the worker that it reads for."""
+"""What an input function knows about the worker that it reads for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import tensorflow as tf
 class WorkerContext(tf.distribute.InputContext):
     """The `InputContext` of a worker of a parameter-server job.
 
-    Beside its place among the workers, it tells a reader with which pass over
-    the data to begin. Whoever is started again, a worker or the whole job,
-    begins with another pass, in another order and at other places of the
-    files: else a data set that is larger than the work between two failures
-    would never be read to its end.
+    It also tells with which pass over the data to begin. A restarted worker or
+    job begins with another pass, in another order and at other places in the
+    files: else a dataset larger than the work between two failures would never
+    be read completely.
+
+    >>> context = WorkerContext(3, worker=1, first_pass=7)
+    >>> context.num_input_pipelines, context.input_pipeline_id
+    (3, 1)
 
     Args:
         num_workers: How many workers share the data.
@@ -21,10 +24,9 @@ class WorkerContext(tf.distribute.InputContext):
 
     Attributes:
         first_pass: As given.
-        fixed_share: Whether the worker's share of the data is its own for
-            good, so that nobody reads it while the worker is gone. A reader
-            that deals the examples again in each pass says that it is not
-            (`read_by_all`), as `tfdist.read_csv` and its kin do.
+        fixed_share: Whether only this worker ever reads its share of the data.
+            Readers that deal the examples again in each pass set it to False
+            (`read_by_all`), as `tfdist.read_csv` does.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class WorkerContext(tf.distribute.InputContext):
 
 
 def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
-    """The pass that a worker begins with; 0 where nothing says otherwise.
+    """The pass that a worker begins with. Default: 0.
 
     >>> first_pass(WorkerContext(3, 1, first_pass=7)), first_pass(None)
     (7, 0)
@@ -48,6 +50,6 @@ def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
 
 
 def read_by_all(context: tf.distribute.InputContext | None) -> None:
-    """A reader says that no share of the data is one worker's for good."""
+    """For readers whose shares are not those of one worker for good."""
     if isinstance(context, WorkerContext):
         context.fixed_share = False

@@ -210,6 +210,7 @@ class Builder:
             strategy=strategy,
             num_workers=self._config.cluster.num_workers,
             steps_per_dispatch=self._config.steps_per_dispatch,
+            example=dataset,
         )
 
 

@@ -21,6 +21,7 @@ from tfdist._tf import storage
 from tfdist._tf.private import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
+from tfdist.cluster.current import runs_in_its_cluster
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.strategies import local_strategy, parameter_server_strategy
 from tfdist.data import audit
@@ -114,6 +115,7 @@ class Estimator:
         """Path of the newest complete checkpoint, or None."""
         return checkpoints.latest(self.model_dir)
 
+    @runs_in_its_cluster
     def train(
         self,
         input_fn: InputFn,
@@ -279,6 +281,7 @@ class Estimator:
             hooks.append(StopAtStepHook(last_step=max_steps))
         return hooks
 
+    @runs_in_its_cluster
     def evaluate(
         self,
         input_fn: InputFn,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
+from tfdist.cluster.current import runs_in_its_cluster
 from tfdist.data import data_service
 from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
@@ -29,6 +30,7 @@ from tfdist.training.compiled_model import overrides
 _log = logging.getLogger(__name__)
 
 
+@runs_in_its_cluster
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, float] | None, list[str | None]]:

@@ -62,6 +62,7 @@ class CoordinatedLoop:
         num_workers: Number of workers.
         steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
         strategy: The strategy.
+        example: What `input_fn` has returned, if it was called already.
 
     Attributes:
         fixed_shares: Whether each worker reads a part of the data that nobody
@@ -79,6 +80,7 @@ class CoordinatedLoop:
         strategy: tf.distribute.ParameterServerStrategy,
         num_workers: int,
         steps_per_dispatch: int | None = None,
+        example: tf.data.Dataset | None = None,
     ) -> None:
         self._workers = Workers(strategy, num_workers)
         self._step = step
@@ -88,7 +90,8 @@ class CoordinatedLoop:
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
-        example = input_fn(tf.distribute.InputContext())
+        if example is None:
+            example = input_fn(tf.distribute.InputContext())
         size = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
             asked = steps_per_dispatch or step.model.steps_per_execution > 1
