@@ -153,8 +153,7 @@ class CannedModel(keras.Model):
             column = self._weight_column
             if isinstance(column, str):
                 column = tf.feature_column.numeric_column(column)
-            reader = columns_lib.ColumnReader([column])
-            weights.append(reader.dense(column, features))
+            weights.append(columns_lib.Batch(features, {}).dense(column))
         if sample_weight is not None:
             weight = tf.cast(sample_weight, tf.float32)
             weights.append(

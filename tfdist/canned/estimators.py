@@ -1,7 +1,7 @@
 """Ready-made estimators for tables: linear, deep, and both together.
 
 `tf.estimator`'s six, for the columns that people's programs still make with
-`tf.feature_column` (or from Keras layers, see `tfdist.canned.keras_columns`):
+`tf.feature_column`:
 
     estimator = tfdist.DNNLinearCombinedClassifier(
         linear_feature_columns=[job_x_age],
