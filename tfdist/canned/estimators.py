@@ -74,10 +74,7 @@ class _CannedEstimator(Estimator):
                 head, parts, partitioner, weight_column, loss_reduction
             )
 
-        options = {"warm_start_from": warm_start_from}
-        super().__init__(
-            model_fn, config, **(options if warm_start_from else {})
-        )
+        super().__init__(model_fn, config, warm_start_from)
 
 
 class LinearClassifier(_CannedEstimator):
@@ -130,13 +127,10 @@ class LinearClassifier(_CannedEstimator):
         *,
         partitioner: Partitioner | None = None,
     ) -> None:
+        linear = linear_part(feature_columns, optimizer, sparse_combiner)
         super().__init__(
             class_head(n_classes, label_vocabulary),
-            {
-                "linear": linear_part(
-                    feature_columns, optimizer, sparse_combiner
-                )
-            },
+            {"linear": linear},
             model_dir,
             config,
             warm_start_from,
@@ -149,8 +143,8 @@ class LinearClassifier(_CannedEstimator):
 class LinearRegressor(_CannedEstimator):
     """A weighted sum of features: least squares.
 
-    As `tf.estimator.LinearRegressor`. What it takes and raises is told by
-    `LinearClassifier`, except for:
+    As `tf.estimator.LinearRegressor`. See also `LinearClassifier`, whose
+    arguments and errors are the same, except for:
 
     Args:
         label_dimension: Labels of an example.
@@ -172,13 +166,10 @@ class LinearRegressor(_CannedEstimator):
         *,
         partitioner: Partitioner | None = None,
     ) -> None:
+        linear = linear_part(feature_columns, optimizer, sparse_combiner)
         super().__init__(
             regression_head(label_dimension),
-            {
-                "linear": linear_part(
-                    feature_columns, optimizer, sparse_combiner
-                )
-            },
+            {"linear": linear},
             model_dir,
             config,
             warm_start_from,
@@ -191,8 +182,8 @@ class LinearRegressor(_CannedEstimator):
 class DNNClassifier(_CannedEstimator):
     """A network of fully connected layers that tells classes apart.
 
-    As `tf.estimator.DNNClassifier`. What is not told here, see in
-    `LinearClassifier`.
+    As `tf.estimator.DNNClassifier`. See also `LinearClassifier` for the
+    arguments that are not listed here.
 
     Args:
         hidden_units: Sizes of the hidden layers.
@@ -251,9 +242,8 @@ class DNNClassifier(_CannedEstimator):
 class DNNRegressor(_CannedEstimator):
     """A network of fully connected layers that predicts numbers.
 
-    As `tf.estimator.DNNRegressor`. What it takes and raises is told by
-    `DNNClassifier`, but for `label_dimension` and `weight_column`, which see in
-    `LinearRegressor`.
+    As `tf.estimator.DNNRegressor`. See also `DNNClassifier` for its arguments
+    and errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
     def __init__(
@@ -298,7 +288,8 @@ class DNNLinearCombinedClassifier(_CannedEstimator):
 
     As `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two are
     added up, and each has its own optimizer. A part without columns is left
-    out. What is not told here, see in `LinearClassifier` and `DNNClassifier`.
+    out. See also `LinearClassifier` and `DNNClassifier` for the arguments that
+    are not listed here.
 
     Args:
         linear_feature_columns: Columns of the linear part.
@@ -363,9 +354,9 @@ class DNNLinearCombinedClassifier(_CannedEstimator):
 class DNNLinearCombinedRegressor(_CannedEstimator):
     """A linear model and a network, trained together, that predict numbers.
 
-    As `tf.estimator.DNNLinearCombinedRegressor`. What it takes and raises is
-    told by `DNNLinearCombinedClassifier`, but for `label_dimension` and
-    `weight_column`, which see in `LinearRegressor`.
+    As `tf.estimator.DNNLinearCombinedRegressor`. See also
+    `DNNLinearCombinedClassifier` for its arguments and errors, and
+    `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What follows the logits: labels, loss, metrics, predictions.
+"""Prediction heads: from logits and labels to loss, metrics, predictions.
 
 TF 2.15's heads: the same metrics under the same names, weighted as there, the
 same predictions. All metrics are sums, so those of several workers add up.
@@ -266,7 +266,7 @@ def update(
     values: dict[str, tuple[Any, ...]],
     weights: tf.Tensor | None,
 ) -> None:
-    """Updates metrics with values, each as heavy as the weights say.
+    """Updates metrics with weighted values.
 
     Args:
         metrics: From `Head.metrics`.
@@ -274,13 +274,12 @@ def update(
         weights: float32, `(batch, 1)` or of the form of the labels.
     """
     for name, arguments in values.items():
-        heavy = weights
+        sample_weight = weights
         if weights is not None:
-            heavy = tf.reshape(
-                tf.broadcast_to(weights, tf.shape(arguments[0])), [-1]
-            )
+            shape = tf.shape(arguments[0])
+            sample_weight = tf.reshape(tf.broadcast_to(weights, shape), [-1])
         flat = [tf.reshape(argument, [-1]) for argument in arguments]
-        metrics[name].update_state(*flat, sample_weight=heavy)
+        metrics[name].update_state(*flat, sample_weight=sample_weight)
 
 
 def total_loss(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_type
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.data import data_service
@@ -20,7 +21,7 @@ from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.evaluation import Evaluator
-from tfdist.estimator.specs import EvalSpec, TrainSpec, check_type
+from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.session import recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession

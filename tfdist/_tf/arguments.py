@@ -1,0 +1,93 @@
+"""Checks of arguments that many functions have."""
+
+import importlib
+import numbers
+from collections.abc import Callable
+from types import UnionType
+from typing import Any
+
+
+def check_positive(
+    argument: str, value: Any, kind: type = numbers.Integral
+) -> None:
+    """Raises ValueError unless `value` is a number, at least 1.
+
+    Args:
+        argument: Name of the argument, for the message.
+        value: What was received.
+        kind: `numbers.Integral` or `numbers.Real`. Default: integers.
+    """
+    if not isinstance(value, kind) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"Argument `{argument}` must be a positive "
+            f"{'integer' if kind is numbers.Integral else 'number'}. "
+            f"Received: {argument}={value!r}."
+        )
+
+
+def load_function(flag: str, target: str) -> Callable[..., Any]:
+    """The function that a command's flag names as `package.module:function`.
+
+    Raises:
+        ValueError: `target` has another form, or there is no such function.
+    """
+    module, _, function = target.partition(":")
+    if not module or not function:
+        raise ValueError(
+            f"Flag --{flag} must be package.module:function. "
+            f"Received: --{flag}={target}."
+        )
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(
+            f"Flag --{flag} must name a function. Received: --{flag}={target}, "
+            f"but: {e}"
+        ) from e
+
+
+def check_at_least(argument: str, value: Any, least: float) -> None:
+    """Raises unless `value` is None or a number of at least `least`.
+
+    >>> check_at_least("steps", 0, 1)
+    Traceback (most recent call last):
+    ValueError: Argument `steps` must be at least 1. Received: steps=0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is less, or NaN.
+    """
+    if value is None:
+        return
+    received = f"Received: {argument}={value!r}."
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Argument `{argument}` must be a number. {received}")
+    if not value >= least:
+        wanted = f"at least {least}" if least >= 1 else "positive"
+        wanted = "not negative" if least == 0 else wanted
+        raise ValueError(f"Argument `{argument}` must be {wanted}. {received}")
+
+
+def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
+    """Raises `TypeError` unless `value` is a `wanted`.
+
+    >>> check_type("name", 3, str | None)
+    Traceback (most recent call last):
+    TypeError: Argument `name` must be a str | None. Received: name=3.
+    """
+    if not isinstance(value, wanted):
+        name = getattr(wanted, "__name__", str(wanted))
+        ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
+        raise TypeError(
+            f"Argument `{argument}` must be a {'tfdist.' * ours}{name}. "
+            f"Received: {argument}={value!r}."
+        )
+
+
+def check_callable(argument: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(
+            f"Argument `{argument}` must be callable. "
+            f"Received: {argument}={value!r}."
+        )
