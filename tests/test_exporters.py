@@ -230,7 +230,7 @@ def test_bad_name(name):
 @pytest.mark.parametrize("keep", [0, -1])
 @pytest.mark.parametrize("kind", [LatestExporter, BestExporter])
 def test_bad_exports_to_keep(kind, keep):
-    with pytest.raises(ValueError, match="`exports_to_keep` must be positive"):
+    with pytest.raises(ValueError, match="`exports_to_keep` must be at least 1"):
         kind("a", exports_to_keep=keep)
 
 

@@ -32,7 +32,7 @@ from tfdist.data.input_fns import (
 )
 from tfdist.estimator.building import Builder
 from tfdist.estimator.chief_hooks import chief_hooks
-from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import step_on_workers
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
 from tfdist.estimator.specs import RunConfig

@@ -20,7 +20,7 @@ from tfdist.data import data_service
 from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
-from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.session import recovery
