@@ -232,7 +232,7 @@ def describe_placement(variables: Mapping[str, Saveable]) -> str:
         held[task].append(size)
     return (
         "; ".join(
-            f"{task} holds {len(sizes)} variables, {_bytes(sum(sizes))}"
+            f"{task} holds {len(sizes)} variables, {sum(sizes):,} bytes"
             for task, sizes in sorted(held.items())
         )
         + "."
@@ -276,11 +276,3 @@ def _check_made_here(
                 "the strategy needs them. Make the model, and all of its "
                 "layers, inside the model function."
             )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
