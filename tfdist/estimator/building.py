@@ -77,7 +77,7 @@ class Builder:
         variables = checkpoints.named_variables(model, global_step)
         if isinstance(step, KerasStep):
             variables = step.variables(variables)
-        _log.info("%s", describe_placement(variables))
+        _log_placement(variables)
         loop = self._loop(
             strategy, step, global_step, dataset, input_fn, replicas
         )
@@ -213,14 +213,8 @@ class Builder:
         )
 
 
-def describe_placement(variables: Mapping[str, Saveable]) -> str:
-    """One line about which task holds how many variables and bytes.
-
-    The shards of a table count one by one.
-
-    >>> describe_placement({"a": tf.Variable([1.0]), "b": tf.Variable([2.0])})
-    'This process holds 2 variables, 8 bytes.'
-    """
+def _log_placement(variables: Mapping[str, Saveable]) -> None:
+    """Says which task holds how many variables, each shard counted."""
     held: dict[str, list[int]] = defaultdict(list)
     for variable in itertools.chain.from_iterable(
         getattr(v, "variables", [v]) for v in variables.values()
@@ -230,13 +224,11 @@ def describe_placement(variables: Mapping[str, Saveable]) -> str:
         task = f"{device.job}:{device.task}" if remote else "This process"
         size = variable.dtype.size * (variable.shape.num_elements() or 0)
         held[task].append(size)
-    return (
-        "; ".join(
-            f"{task} holds {len(sizes)} variables, {sum(sizes):,} bytes"
-            for task, sizes in sorted(held.items())
-        )
-        + "."
+    lines = (
+        f"{task} holds {len(sizes)} variables, {sum(sizes) / 1e3:,.2f} kB"
+        for task, sizes in sorted(held.items())
     )
+    _log.info("%s.", "; ".join(lines))
 
 
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:

@@ -79,6 +79,7 @@ class Exporter:
         self.name = name
         self._serving_model_fn = serving_model_fn
         self._assets_extra = checked_assets(assets_extra)
+        self._exports_to_keep: int | None = None
 
     def export(
         self,
@@ -98,28 +99,34 @@ class Exporter:
         Returns:
             The directory of the SavedModel, or None.
         """
-        raise NotImplementedError
-
-    def _write(self, model: keras.Model, export_path: str) -> str:
-        return export_saved_model(
+        if not self._is_due(export_path, eval_result, is_the_final_export):
+            return None
+        path = export_saved_model(
             model, export_path, self._serving_model_fn, self._assets_extra
         )
+        self._exported(path, eval_result)
+        if self._exports_to_keep is not None:
+            for old in list_exports(export_path)[: -self._exports_to_keep]:
+                storage.remove_tree(old)
+        return path
+
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        """Whether to export the model that has just been evaluated."""
+        raise NotImplementedError
+
+    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
+        """Called with the directory of each new SavedModel."""
 
 
 class FinalExporter(Exporter):
     """Exports once, when training is over."""
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        if not is_the_final_export:
-            return None
-        return self._write(model, export_path)
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        return at_end
 
 
 class LatestExporter(Exporter):
@@ -146,17 +153,10 @@ class LatestExporter(Exporter):
         check_at_least("exports_to_keep", exports_to_keep, 1)
         self._exports_to_keep = exports_to_keep
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        path = self._write(model, export_path)
-        _keep_newest(export_path, self._exports_to_keep)
-        return path
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        return True
 
 
 def loss_smaller(
@@ -235,33 +235,24 @@ class BestExporter(Exporter):
         self._compare_fn = compare_fn
         self._exports_to_keep = exports_to_keep
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        best_path = os.path.join(export_path, _BEST_FILE)
-        best = list_exports(export_path) and results.read_json(best_path)
-        if best and not self._compare_fn(
-            best_eval_result=best["best_eval_result"],
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        noted = results.read_json(os.path.join(export_path, _BEST_FILE))
+        if not noted or not list_exports(export_path):
+            return True
+        return self._compare_fn(
+            best_eval_result=noted["best_eval_result"],
             current_eval_result=eval_result,
-        ):
-            return None
-        path = self._write(model, export_path)
+        )
+
+    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
         numbers = {name: float(value) for name, value in eval_result.items()}
-        results.write_json(best_path, {"best_eval_result": numbers})
-        _keep_newest(export_path, self._exports_to_keep)
+        results.write_json(
+            os.path.join(os.path.dirname(path), _BEST_FILE),
+            {"best_eval_result": numbers},
+        )
         _log.info("Best model so far exported to %s: %s", path, eval_result)
-        return path
-
-
-def _keep_newest(export_path: str, exports_to_keep: int | None) -> None:
-    if exports_to_keep is not None:
-        for old in list_exports(export_path)[:-exports_to_keep]:
-            storage.remove_tree(old)
 
 
 def _check_compare_fn(compare_fn: CompareFn) -> None:
