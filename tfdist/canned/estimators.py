@@ -82,6 +82,11 @@ class LinearClassifier(_CannedEstimator):
 
     As `tf.estimator.LinearClassifier`, without `LinearSDCA`.
 
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> estimator = tfdist.LinearClassifier([age], "job", n_classes=3)
+    >>> estimator.model_fn().count_params()
+    6
+
     Args:
         feature_columns: Columns of `tf.feature_column`: categorical ones have
             a weight for each id, dense ones a weight for each number. All
@@ -143,6 +148,10 @@ class LinearClassifier(_CannedEstimator):
 class LinearRegressor(_CannedEstimator):
     """A weighted sum of features: least squares.
 
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.LinearRegressor([age], "job").model_fn().count_params()
+    2
+
     As `tf.estimator.LinearRegressor`. See also `LinearClassifier`, whose
     arguments and errors are the same, except for:
 
@@ -181,6 +190,10 @@ class LinearRegressor(_CannedEstimator):
 
 class DNNClassifier(_CannedEstimator):
     """A network of fully connected layers that tells classes apart.
+
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.DNNClassifier([4], [age], "job").model_fn().count_params()
+    13
 
     As `tf.estimator.DNNClassifier`. See also `LinearClassifier` for the
     arguments that are not listed here.
@@ -242,6 +255,10 @@ class DNNClassifier(_CannedEstimator):
 class DNNRegressor(_CannedEstimator):
     """A network of fully connected layers that predicts numbers.
 
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.DNNRegressor([4], [age], "job").model_fn().count_params()
+    13
+
     As `tf.estimator.DNNRegressor`. See also `DNNClassifier` for its arguments
     and errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
     """
@@ -285,6 +302,17 @@ class DNNRegressor(_CannedEstimator):
 
 class DNNLinearCombinedClassifier(_CannedEstimator):
     """A linear model and a network, trained together: wide and deep.
+
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> decade = tf.feature_column.bucketized_column(age, [20.0, 30.0, 40.0])
+    >>> estimator = tfdist.DNNLinearCombinedClassifier(
+    ...     "job",
+    ...     linear_feature_columns=[decade],
+    ...     dnn_feature_columns=[age],
+    ...     dnn_hidden_units=[4],
+    ... )
+    >>> estimator.model_fn().count_params()
+    18
 
     As `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two are
     added up, and each has its own optimizer. A part without columns is left
@@ -353,6 +381,13 @@ class DNNLinearCombinedClassifier(_CannedEstimator):
 
 class DNNLinearCombinedRegressor(_CannedEstimator):
     """A linear model and a network, trained together, that predict numbers.
+
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> estimator = tfdist.DNNLinearCombinedRegressor(
+    ...     "job", dnn_feature_columns=[age], dnn_hidden_units=[4]
+    ... )
+    >>> estimator.model_fn().count_params()
+    13
 
     As `tf.estimator.DNNLinearCombinedRegressor`. See also
     `DNNLinearCombinedClassifier` for its arguments and errors, and

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
 from tfdist.canned.vocabulary import Vocabulary
 
 Metrics = dict[str, keras.Metric]
@@ -256,11 +257,7 @@ def regression_head(label_dimension: int) -> Head:
     Raises:
         ValueError: `label_dimension` is not positive.
     """
-    if not isinstance(label_dimension, int) or label_dimension < 1:
-        raise ValueError(
-            "Argument `label_dimension` must be a positive integer. Received: "
-            f"label_dimension={label_dimension!r}."
-        )
+    check_positive("label_dimension", label_dimension)
     return RegressionHead(label_dimension)
 
 

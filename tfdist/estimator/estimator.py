@@ -54,6 +54,20 @@ ModelFn = Callable[[], keras.Model]
 class Estimator:
     """A model function and a configuration, trained by `train_and_evaluate`.
 
+    >>> import tempfile
+    >>> def model_fn():
+    ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    ...     return model
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> with tempfile.TemporaryDirectory() as model_dir:
+    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
+    ...     estimator = tfdist.Estimator(model_fn, config)
+    ...     _ = estimator.train(input_fn, max_steps=2)
+    ...     sorted(estimator.evaluate(input_fn, steps=1))
+    ['global_step', 'loss']
+
     Args:
         model_fn: Returns a compiled, built Keras model. Called inside the
             strategy's scope, and again for each rebuilt copy. Its own
@@ -409,13 +423,10 @@ class Estimator:
 
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
     """The entries of a model's output that are asked for."""
-    missing = [k for k in keys if not isinstance(outputs, Mapping)] or [
-        k for k in keys if k not in outputs
-    ]
-    if missing:
-        has = sorted(outputs) if isinstance(outputs, Mapping) else "one tensor"
+    names = sorted(outputs) if isinstance(outputs, Mapping) else []
+    if not set(keys) <= set(names):
         raise ValueError(
             "Argument `predict_keys` must name outputs of the model. Received: "
-            f"predict_keys={list(keys)}; the model has {has}."
+            f"predict_keys={list(keys)}; the model has {names or 'one tensor'}."
         )
     return {key: outputs[key] for key in keys}

@@ -48,6 +48,14 @@ class Exporter:
     evaluates, training ends with the error; started again it goes on from the
     checkpoint that was evaluated, which is the last one.
 
+    >>> class PrintingExporter(tfdist.Exporter):
+    ...     def export(
+    ...         self, model, export_path, eval_result, is_the_final_export
+    ...     ):
+    ...         print(f"{self.name}: loss {eval_result['loss']}")
+    >>> PrintingExporter("shown").export(None, "", {"loss": 0.5}, False)
+    shown: loss 0.5
+
     Args:
         name: Directory under `<model_dir>/export`.
         serving_model_fn: From the trained model to what to export: a Keras
@@ -121,7 +129,11 @@ class Exporter:
 
 
 class FinalExporter(Exporter):
-    """Exports once, when training is over."""
+    """Exports once, when training is over.
+
+    >>> tfdist.FinalExporter("serving").name
+    'serving'
+    """
 
     def _is_due(
         self, export_path: str, eval_result: dict[str, float], at_end: bool
@@ -131,6 +143,8 @@ class FinalExporter(Exporter):
 
 class LatestExporter(Exporter):
     """Exports after every evaluation and keeps the newest few.
+
+    >>> exporter = tfdist.LatestExporter("serving", exports_to_keep=2)
 
     Args:
         name: See `Exporter`.

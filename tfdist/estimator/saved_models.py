@@ -43,6 +43,13 @@ def export_saved_model(
     The number is greater than any that is there. What fails leaves nothing
     behind; leftovers of a process that died are removed after an hour.
 
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = export_saved_model(model, directory)
+    ...     list_exports(directory) == [path]
+    True
+
     Args:
         model: A built Keras model.
         export_dir_base: Where the numbered directories are.

@@ -67,6 +67,10 @@ class RunConfig:
     * What is ignored is neither checked nor kept. A value of a wrong type and
       a field that does not exist are `TypeError`s.
 
+    >>> config = tfdist.RunConfig("job", save_checkpoints_steps=500)
+    >>> config.replace(model_dir="another").save_checkpoints_steps
+    500
+
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
             all tasks (`gs://` works).
@@ -271,6 +275,11 @@ class RunConfig:
 class TrainSpec:
     """What to train on, as `tf.estimator.TrainSpec`.
 
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> tfdist.TrainSpec(input_fn, max_steps=1000).max_steps
+    1000
+
     Attributes:
         input_fn: Returns a `tf.data.Dataset` of batches; may have one
             argument without a default, which then gets the
@@ -307,6 +316,13 @@ class TrainSpec:
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """What to evaluate on, as `tf.estimator.EvalSpec`.
+
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]]))
+    >>> spec = tfdist.EvalSpec(
+    ...     input_fn, steps=None, exporters=tfdist.LatestExporter("serving"))
+    >>> [exporter.name for exporter in spec.exporters]
+    ['serving']
 
     Attributes:
         input_fn: As for `TrainSpec`; the context is that of a process alone.

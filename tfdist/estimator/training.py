@@ -42,6 +42,23 @@ def train_and_evaluate(
     which also exports. Workers and parameter servers serve, and so do the tasks
     of a tf.data service (`tfdist.one_pass`). The chief leaves last.
 
+    >>> import tempfile
+    >>> def model_fn():
+    ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    ...     return model
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> with tempfile.TemporaryDirectory() as model_dir:
+    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
+    ...     metrics, exports = tfdist.train_and_evaluate(
+    ...         tfdist.Estimator(model_fn, config),
+    ...         tfdist.TrainSpec(input_fn, max_steps=2),
+    ...         tfdist.EvalSpec(input_fn, steps=1),
+    ...     )
+    >>> metrics["global_step"]
+    2
+
     As `tf.estimator.train_and_evaluate`, in the same order, but:
 
     * Workers and parameter servers end by themselves, and so does the evaluator

@@ -25,6 +25,13 @@ def report_metrics(
 ) -> None:
     """Writes the metrics of a trial, in place of those that are there.
 
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "metrics")
+    ...     report_metrics({"auc": 0.75, "global_step": 10}, path)
+    ...     sorted(json.loads(open(path).read()))
+    ['auc', 'checkpoint_path', 'global_step', 'timestamp', 'trial']
+
     Args:
         metrics: What `tfdist.train_and_evaluate` returns: name to value, with
             `global_step` among them. All are written; the service picks the

@@ -23,6 +23,11 @@ class WarmStartSettings:
 
     As `tf.estimator.WarmStartSettings`, without `var_name_to_vocab_info`.
 
+    >>> settings = tfdist.WarmStartSettings(
+    ...     "old_job", vars_to_warm_start="embedding")
+    >>> settings.ckpt_to_initialize_from
+    'old_job'
+
     Attributes:
         ckpt_to_initialize_from: Path of a checkpoint, or of a directory, whose
             latest one is meant.
