@@ -20,9 +20,7 @@ predictions are theirs. Tables of ids, however large, are
 - `loss` is the mean over examples of the batches' losses, where theirs was the
   mean over batches: the same for batches of one size;
 - an exporter needs no `serving_input_receiver_fn`: the columns say what a
-  `tf.Example` holds. Every export has the signatures `predict`,
-  `classification` (of a classifier), `regression` (of a regressor, or of two
-  classes), `serving_default` and `serve`, see `tfdist.estimator.serving`.
+  `tf.Example` holds. See also `tfdist.estimator.serving` for the signatures.
 """
 
 from __future__ import annotations
