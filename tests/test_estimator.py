@@ -9,7 +9,6 @@ from small_models import batches, logistic
 import tfdist
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
-from tfdist.estimator import building
 from tfdist.hooks.events import read_scalars
 
 
@@ -330,17 +329,3 @@ def test_another_model_in_the_same_dir(tmp_path):
     )
     with pytest.raises(ValueError, match="does not fit the model"):
         wider.train(endless, max_steps=4)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (7, "7 bytes"),
-        (12_345, "12.3 kB"),
-        (2e6, "2 MB"),
-        (3e9, "3 GB"),
-        (5e12, "5e+03 GB"),
-    ],
-)
-def test_bytes(number, text):
-    assert building._bytes(number) == text

@@ -14,7 +14,8 @@ from small_models import batches, local_loop, logistic
 import tfdist
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables
 from tfdist.estimator import results
-from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluator
+from tfdist.estimator.evaluation import DamagedCheckpointError
+from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.exporters import Exporter, FinalExporter
 from tfdist.hooks import basic
 from tfdist.hooks.events import read_scalars

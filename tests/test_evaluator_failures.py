@@ -1,4 +1,4 @@
-"""What `estimator/evaluation.py` says of failures: real processes and signals.
+"""What `estimator/evaluator.py` says of failures: real processes and signals.
 
 `-s` shows how long each took.
 """

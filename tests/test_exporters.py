@@ -92,7 +92,7 @@ def test_best_exporter_dies_between_export_and_note(
     exporter = BestExporter()
     assert exported(exporter, model, tmp_path, [{"loss": 0.5}]) == [True]
     with monkeypatch.context() as patch:
-        patch.setattr(exporters, "_write_best", lambda *_: 1 / 0)
+        patch.setattr(exporters.results, "write_json", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             exporter.export(model, str(tmp_path), {"loss": 0.4}, False)
     again = [{"loss": 0.5}, {"loss": 0.4}, {"loss": 0.4}]
@@ -230,7 +230,9 @@ def test_bad_name(name):
 @pytest.mark.parametrize("keep", [0, -1])
 @pytest.mark.parametrize("kind", [LatestExporter, BestExporter])
 def test_bad_exports_to_keep(kind, keep):
-    with pytest.raises(ValueError, match="`exports_to_keep` must be positive"):
+    with pytest.raises(
+        ValueError, match="`exports_to_keep` must be at least 1"
+    ):
         kind("a", exports_to_keep=keep)
 
 

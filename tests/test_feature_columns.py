@@ -5,7 +5,12 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.canned import feature_columns
-from tfdist.canned.feature_columns import ColumnReader, checked_columns, look_up
+from tfdist.canned.feature_columns import (
+    Batch,
+    checked_columns,
+    look_up,
+    read_vocabularies,
+)
 from tfdist.canned.networks import InputLayer
 
 fc = tf.feature_column
@@ -16,13 +21,20 @@ def words(**kwargs):
     return fc.categorical_column_with_vocabulary_list("f", NAMES, **kwargs)
 
 
+def batch(column, features):
+    return Batch(features, read_vocabularies([column]))
+
+
 def ids(column, **features):
-    return ColumnReader([column]).ids(column, features)
+    return batch(column, features).ids(column)
+
+
+def dense(column, **features):
+    return batch(column, features).dense(column).numpy().tolist()
 
 
 def counts(column, **features):
-    indicator = fc.indicator_column(column)
-    return ColumnReader([indicator]).dense(indicator, features).numpy().tolist()
+    return dense(fc.indicator_column(column), **features)
 
 
 # The reference: TF 2.21 still has `input_layer`, for graphs.
@@ -88,7 +100,7 @@ def test_several_values_of_an_example(feature):
     table = tfdist.PartitionedEmbedding(3, 1, combiner="mean")
     table.build()
     table.shards[0].assign([[1.0], [2.0], [5.0]])
-    rows = look_up(table, ids(words(), f=feature))
+    rows = look_up(table, *ids(words(), f=feature))
     assert rows.numpy().tolist() == [[3.0], [0.0], [0.0]]
 
 
@@ -114,32 +126,33 @@ def test_width_that_is_not_known_while_tracing():
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.string)] * 2)
     def traced(f, g):
-        return ids(cross, f=f, g=g).values
+        return ids(cross, f=f, g=g)[0].values
 
     f, g = tf.constant([["a", "b"], ["c", "d"]]), tf.constant([["x"], ["y"]])
-    expected = ids(cross, f=f, g=g).values
-    assert expected.shape == (2, 2)
+    expected = ids(cross, f=f, g=g)[0].values
+    assert expected.shape == (4,)
     np.testing.assert_array_equal(traced(f, g), expected)
 
 
 def test_identity_keeps_what_is_out_of_range_for_the_table_to_refuse():
     column = fc.categorical_column_with_identity("f", 3)
-    values = ids(column, f=tf.constant([0, 2, 3, -1])).values
+    values, _ = ids(column, f=tf.constant([0, 2, 3, -1]))
     assert values.numpy().tolist() == [[0], [2], [3], [-1]]
     table = tfdist.PartitionedEmbedding(3, 1, combiner="sum")
     table.build()
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[0, 3\)"):
-        look_up(table, ids(column, f=tf.constant([3])))
+        look_up(table, *ids(column, f=tf.constant([3])))
 
 
-def test_one_vocabulary_file_is_read_once(tmp_path, monkeypatch):
+def test_one_vocabulary_file_is_read_once(tmp_path):
     path = tmp_path / "words"
     path.write_text("b\na\n")
     column = fc.categorical_column_with_vocabulary_file("f", str(path))
-    reader = ColumnReader([column, fc.indicator_column(column)])
+    vocabularies = read_vocabularies([column, fc.indicator_column(column)])
     path.unlink()
-    got = reader.ids(column, {"f": tf.constant(["a", "b", "z"])})
-    assert got.values.numpy().tolist() == [[1], [0], [-1]]
+    features = {"f": tf.constant(["a", "b", "z"])}
+    got, _ = Batch(features, vocabularies).ids(column)
+    assert got.numpy().tolist() == [[1], [0], [-1]]
 
 
 def test_compressed_vocabulary(tmp_path):
@@ -150,14 +163,14 @@ def test_compressed_vocabulary(tmp_path):
     column = fc.categorical_column_with_vocabulary_file(
         "f", path, 2, dtype=tf.int64, file_format="tfrecord_gzip"
     )
-    values = ids(column, f=tf.constant([9, 8, 7])).values
+    values, _ = ids(column, f=tf.constant([9, 8, 7]))
     assert values.numpy().tolist() == [[1], [-1], [0]]
 
 
 def test_no_table_is_made():
     column = words(num_oov_buckets=2)
-    reader = ColumnReader([column])
-    traced = tf.function(lambda f: reader.ids(column, {"f": f}).values)
+    vocabularies = read_vocabularies([column])
+    traced = tf.function(lambda f: Batch({"f": f}, vocabularies).ids(column)[0])
     graph = traced.get_concrete_function(tf.TensorSpec([None], tf.string)).graph
     types = {op.type for op in graph.get_operations()}
     assert "StringToHashBucketFast" in types
@@ -192,29 +205,28 @@ def test_feature_that_is_missing():
 
 
 def test_feature_of_another_type():
-    with pytest.raises(ValueError, match="takes string values"):
+    with pytest.raises(ValueError, match=r"must be compatible\. key: f"):
         ids(words(), f=tf.constant([1]))
 
 
 def test_numeric_column_that_gets_a_sparse_tensor():
     column = fc.numeric_column("f")
     feature = tf.sparse.from_dense([[1.0]])
-    with pytest.raises(ValueError, match="must get a dense tensor"):
-        ColumnReader([column]).dense(column, {"f": feature})
+    with pytest.raises(ValueError, match=r"must be a Tensor.*key: f"):
+        dense(column, f=feature)
 
 
 @pytest.mark.parametrize("shape", [[4, 2], [4, 2, 1]])
 def test_numeric_column_that_gets_another_shape(shape):
     column = fc.numeric_column("f", shape=(3,))
     with pytest.raises(ValueError, match=r"of the shape \(3,\)\. Received"):
-        ColumnReader([column]).dense(column, {"f": tf.zeros(shape)})
+        dense(column, f=tf.zeros(shape))
 
 
 def test_numeric_column_of_a_matrix():
     column = fc.numeric_column("f", shape=(2, 3))
     feature = tf.reshape(tf.range(12.0), [2, 2, 3])
-    got = ColumnReader([column]).dense(column, {"f": feature})
-    assert got.numpy().tolist() == [[*range(6)], [*range(6, 12)]]
+    assert dense(column, f=feature) == [[*range(6)], [*range(6, 12)]]
 
 
 @pytest.mark.parametrize("shape", [[], [2, 3, 4]])
@@ -224,10 +236,28 @@ def test_categorical_column_that_gets_another_shape(shape):
         ids(column, f=tf.zeros(shape, tf.int64))
 
 
-def test_weights_of_another_form():
+@pytest.mark.parametrize("sparse", [False, True])
+def test_weights_of_zero_keep_their_value(sparse):
     column = fc.weighted_categorical_column(words(), "w")
-    with pytest.raises(ValueError, match="both be sparse or both be dense"):
-        ids(column, f=tf.constant(["a"]), w=tf.sparse.from_dense([[1.0]]))
+    f, w = tf.constant([["a", "b"]]), tf.constant([[0.0, 2.0]])
+    if sparse:
+        f = tf.sparse.from_dense(f)
+        w = f.with_values(w[0])
+    assert counts(column, f=f, w=w) == [[0, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        tf.sparse.from_dense([[0.0, 1.0]]),
+        tf.sparse.from_dense([[1.0, 1.0]]),
+        tf.ones([1, 3]),
+    ],
+)
+def test_weights_in_other_places(weights):
+    column = fc.weighted_categorical_column(words(), "w")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="needs a weight"):
+        ids(column, f=tf.constant([["a", ""]]), w=weights)
 
 
 def test_vocabulary_file_that_is_too_short(tmp_path):
@@ -235,4 +265,4 @@ def test_vocabulary_file_that_is_too_short(tmp_path):
     path.write_text("a\nb\n")
     column = fc.categorical_column_with_vocabulary_file("f", str(path), 3)
     with pytest.raises(ValueError, match="has 2 words, fewer than"):
-        ColumnReader([column])
+        read_vocabularies([column])

@@ -191,7 +191,7 @@ import json
 from small_models import logistic, batches
 import tfdist
 from tfdist.checkpoint import checkpoints
-from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.evaluator import Evaluator
 
 directory = "gs://bucket/job"
 estimator = tfdist.Estimator(logistic, tfdist.RunConfig(directory))

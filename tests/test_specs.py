@@ -167,7 +167,7 @@ def test_bad_train_spec(kwargs, error, message):
         ({"steps": 0}, ValueError, "`steps` must be at least 1"),
         ({"start_delay_secs": -1}, ValueError, "must be not negative"),
         ({"throttle_secs": -1}, ValueError, "must be not negative"),
-        ({"name": 3}, TypeError, "`name` must be a string"),
+        ({"name": 3}, TypeError, "`name` must be a str"),
         ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
         ({"exporters": ["a"]}, TypeError, r"tfdist\.Exporter"),
         (

@@ -3,6 +3,7 @@
 import importlib
 import numbers
 from collections.abc import Callable
+from types import UnionType
 from typing import Any
 
 
@@ -43,3 +44,50 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
             f"Flag --{flag} must name a function. Received: --{flag}={target}, "
             f"but: {e}"
         ) from e
+
+
+def check_at_least(argument: str, value: Any, least: float) -> None:
+    """Raises unless `value` is None or a number of at least `least`.
+
+    >>> check_at_least("steps", 0, 1)
+    Traceback (most recent call last):
+    ValueError: Argument `steps` must be at least 1. Received: steps=0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is less, or NaN.
+    """
+    if value is None:
+        return
+    received = f"Received: {argument}={value!r}."
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Argument `{argument}` must be a number. {received}")
+    if not value >= least:
+        wanted = f"at least {least}" if least >= 1 else "positive"
+        wanted = "not negative" if least == 0 else wanted
+        raise ValueError(f"Argument `{argument}` must be {wanted}. {received}")
+
+
+def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
+    """Raises `TypeError` unless `value` is a `wanted`.
+
+    >>> check_type("name", 3, str | None)
+    Traceback (most recent call last):
+    TypeError: Argument `name` must be a str | None. Received: name=3.
+    """
+    if not isinstance(value, wanted):
+        name = getattr(wanted, "__name__", str(wanted))
+        ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
+        raise TypeError(
+            f"Argument `{argument}` must be a {'tfdist.' * ours}{name}. "
+            f"Received: {argument}={value!r}."
+        )
+
+
+def check_callable(argument: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(
+            f"Argument `{argument}` must be callable. "
+            f"Received: {argument}={value!r}."
+        )

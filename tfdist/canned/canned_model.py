@@ -42,7 +42,7 @@ class CannedModel(keras.Model):
     Its features are a dictionary; those that no column names are ignored.
 
     Args:
-        head: What follows the logits.
+        head: Makes predictions, losses and metrics of the logits.
         parts: Layers whose outputs, added up, are the logits.
         columns: All columns that the parts read.
         weight_column: Feature with the weights of the examples: a name, or a
@@ -117,7 +117,7 @@ class CannedModel(keras.Model):
         return self.predictions(features)
 
     def predictions(self, features: Features) -> dict[str, tf.Tensor]:
-        """What the head says of a batch, by name, each `(batch, n)`."""
+        """The head's predictions of a batch by name, each `(batch, n)`."""
         return self._head.predictions(self(features, training=False))
 
     def serving(self) -> Serving:
@@ -153,8 +153,7 @@ class CannedModel(keras.Model):
             column = self._weight_column
             if isinstance(column, str):
                 column = tf.feature_column.numeric_column(column)
-            reader = columns_lib.ColumnReader([column])
-            weights.append(reader.dense(column, features))
+            weights.append(columns_lib.Batch(features, {}).dense(column))
         if sample_weight is not None:
             weight = tf.cast(sample_weight, tf.float32)
             weights.append(
@@ -170,16 +169,7 @@ def build(
     weight_column: Any,
     loss_reduction: str,
 ) -> CannedModel:
-    """The compiled model.
-
-    Args:
-        head: From `tfdist.canned.heads`.
-        parts: "linear", from `linear_part`, and "dnn", from `dnn_part`; one
-            of them or both.
-        partitioner: Splits the tables.
-        weight_column: See `CannedModel`.
-        loss_reduction: See `CannedModel`.
-    """
+    """The compiled model of "linear" and "dnn" parts, or of one of them."""
     layers, columns, optimizers = [], [], []
     for name, kind in (("linear", LinearModel), ("dnn", DNNModel)):
         if name in parts:
@@ -202,18 +192,8 @@ def linear_part(
     name: str = "feature_columns",
     learning_rate: float = 0.2,
 ) -> Part:
-    """A linear part.
-
-    Args:
-        feature_columns: Columns, or one.
-        optimizer: See `tfdist.LinearClassifier`.
-        sparse_combiner: See `LinearModel`.
-        name: Of the argument `feature_columns`, for errors.
-        learning_rate: Of an optimizer that is given by its name.
-    """
-    columns = columns_lib.checked_columns(name, feature_columns)
-    if not columns:
-        raise ValueError(f"Argument `{name}` must have columns.")
+    """A linear part; `learning_rate` is that of an optimizer given by name."""
+    columns = _some_columns(name, feature_columns)
     if optimizer is None:
         optimizer = "Ftrl"
         learning_rate = min(learning_rate, 1 / math.sqrt(len(columns)))
@@ -234,23 +214,9 @@ def dnn_part(
     prefix: str = "",
     learning_rate: float | None = None,
 ) -> Part:
-    """A deep part.
-
-    Args:
-        feature_columns: Columns, or one.
-        optimizer: See `tfdist.DNNClassifier`.
-        hidden_units: See `DNNModel`.
-        activation_fn: See `DNNModel`.
-        dropout: See `DNNModel`.
-        batch_norm: See `DNNModel`.
-        prefix: Of the names of the arguments, for errors.
-        learning_rate: Of an optimizer that is given by its name; None for
-            its own.
-    """
+    """A deep part; the names of its arguments begin with `prefix`."""
     name = f"{prefix}feature_columns"
-    columns = columns_lib.checked_columns(name, feature_columns)
-    if not columns:
-        raise ValueError(f"Argument `{name}` must have columns.")
+    columns = _some_columns(name, feature_columns)
     for column in columns:
         if not columns_lib.is_dense(column):
             raise ValueError(
@@ -282,38 +248,23 @@ def combined_parts(
     linear_sparse_combiner: str,
     dnn_feature_columns: Iterable[Column] | None,
     dnn_optimizer: Optimizer,
-    dnn_hidden_units: Iterable[int] | None,
-    dnn_activation_fn: Callable | str | None,
-    dnn_dropout: float | None,
-    batch_norm: bool,
+    *network: Any,
 ) -> dict[str, Part]:
-    """The parts of a combined model that have columns.
-
-    Arguments as for `tfdist.DNNLinearCombinedClassifier`.
-    """
+    """The parts of a combined model that have columns."""
     parts = {}
     name = "linear_feature_columns"
-    linear_columns = columns_lib.checked_columns(name, linear_feature_columns)
-    if linear_columns:
+    columns = columns_lib.checked_columns(name, linear_feature_columns)
+    if columns:
+        rate = min(0.005, 1 / math.sqrt(len(columns)))
         parts["linear"] = linear_part(
-            linear_columns,
-            linear_optimizer,
-            linear_sparse_combiner,
-            name,
-            min(0.005, 1 / math.sqrt(len(linear_columns))),
+            columns, linear_optimizer, linear_sparse_combiner, name, rate
         )
-    name = "dnn_feature_columns"
-    dnn_columns = columns_lib.checked_columns(name, dnn_feature_columns)
-    if dnn_columns:
+    columns = columns_lib.checked_columns(
+        "dnn_feature_columns", dnn_feature_columns
+    )
+    if columns:
         parts["dnn"] = dnn_part(
-            dnn_columns,
-            dnn_optimizer,
-            dnn_hidden_units,
-            dnn_activation_fn,
-            dnn_dropout,
-            batch_norm,
-            "dnn_",
-            0.001,
+            columns, dnn_optimizer, *network, prefix="dnn_", learning_rate=0.001
         )
     if not parts:
         raise ValueError(
@@ -323,10 +274,22 @@ def combined_parts(
     return parts
 
 
+def _some_columns(name: str, columns: Iterable[Column]) -> tuple[Column, ...]:
+    columns = columns_lib.checked_columns(name, columns)
+    if not columns:
+        raise ValueError(f"Argument `{name}` must have columns.")
+    return columns
+
+
 def _optimizer_fn(
     optimizer: Optimizer, learning_rate: float | None
 ) -> Callable[[], keras.optimizers.Optimizer]:
-    """Makes a new optimizer for each model that is built."""
+    """Makes a new optimizer for each model that is built.
+
+    Args:
+        optimizer: A name, an optimizer, or what makes one.
+        learning_rate: Of one that is given by its name. Default: Keras'.
+    """
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Ready-made estimators for tables: linear, deep, and both together.
 
 `tf.estimator`'s six, for the columns that people's programs still make with
-`tf.feature_column` (or from Keras layers, see `tfdist.canned.keras_columns`):
+`tf.feature_column`:
 
     estimator = tfdist.DNNLinearCombinedClassifier(
         linear_feature_columns=[job_x_age],
@@ -20,9 +20,7 @@ predictions are theirs. Tables of ids, however large, are
 - `loss` is the mean over examples of the batches' losses, where theirs was the
   mean over batches: the same for batches of one size;
 - an exporter needs no `serving_input_receiver_fn`: the columns say what a
-  `tf.Example` holds. Every export has the signatures `predict`,
-  `classification` (of a classifier), `regression` (of a regressor, or of two
-  classes), `serving_default` and `serve`, see `tfdist.estimator.serving`.
+  `tf.Example` holds. See also `tfdist.estimator.serving` for the signatures.
 """
 
 from __future__ import annotations
@@ -74,16 +72,18 @@ class _CannedEstimator(Estimator):
                 head, parts, partitioner, weight_column, loss_reduction
             )
 
-        options = {"warm_start_from": warm_start_from}
-        super().__init__(
-            model_fn, config, **(options if warm_start_from else {})
-        )
+        super().__init__(model_fn, config, warm_start_from)
 
 
 class LinearClassifier(_CannedEstimator):
     """A weighted sum of features: logistic regression, or softmax.
 
     As `tf.estimator.LinearClassifier`, without `LinearSDCA`.
+
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> estimator = tfdist.LinearClassifier([age], "job", n_classes=3)
+    >>> estimator.model_fn().count_params()
+    6
 
     Args:
         feature_columns: Columns of `tf.feature_column`: categorical ones have
@@ -130,13 +130,10 @@ class LinearClassifier(_CannedEstimator):
         *,
         partitioner: Partitioner | None = None,
     ) -> None:
+        linear = linear_part(feature_columns, optimizer, sparse_combiner)
         super().__init__(
             class_head(n_classes, label_vocabulary),
-            {
-                "linear": linear_part(
-                    feature_columns, optimizer, sparse_combiner
-                )
-            },
+            {"linear": linear},
             model_dir,
             config,
             warm_start_from,
@@ -149,8 +146,12 @@ class LinearClassifier(_CannedEstimator):
 class LinearRegressor(_CannedEstimator):
     """A weighted sum of features: least squares.
 
-    As `tf.estimator.LinearRegressor`. What it takes and raises is told by
-    `LinearClassifier`, except for:
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.LinearRegressor([age], "job").model_fn().count_params()
+    2
+
+    As `tf.estimator.LinearRegressor`. See also `LinearClassifier`, whose
+    arguments and errors are the same, except for:
 
     Args:
         label_dimension: Labels of an example.
@@ -172,13 +173,10 @@ class LinearRegressor(_CannedEstimator):
         *,
         partitioner: Partitioner | None = None,
     ) -> None:
+        linear = linear_part(feature_columns, optimizer, sparse_combiner)
         super().__init__(
             regression_head(label_dimension),
-            {
-                "linear": linear_part(
-                    feature_columns, optimizer, sparse_combiner
-                )
-            },
+            {"linear": linear},
             model_dir,
             config,
             warm_start_from,
@@ -191,8 +189,12 @@ class LinearRegressor(_CannedEstimator):
 class DNNClassifier(_CannedEstimator):
     """A network of fully connected layers that tells classes apart.
 
-    As `tf.estimator.DNNClassifier`. What is not told here, see in
-    `LinearClassifier`.
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.DNNClassifier([4], [age], "job").model_fn().count_params()
+    13
+
+    As `tf.estimator.DNNClassifier`. See also `LinearClassifier` for the
+    arguments that are not listed here.
 
     Args:
         hidden_units: Sizes of the hidden layers.
@@ -251,9 +253,12 @@ class DNNClassifier(_CannedEstimator):
 class DNNRegressor(_CannedEstimator):
     """A network of fully connected layers that predicts numbers.
 
-    As `tf.estimator.DNNRegressor`. What it takes and raises is told by
-    `DNNClassifier`, but for `label_dimension` and `weight_column`, which see in
-    `LinearRegressor`.
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> tfdist.DNNRegressor([4], [age], "job").model_fn().count_params()
+    13
+
+    As `tf.estimator.DNNRegressor`. See also `DNNClassifier` for its arguments
+    and errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
     def __init__(
@@ -296,9 +301,21 @@ class DNNRegressor(_CannedEstimator):
 class DNNLinearCombinedClassifier(_CannedEstimator):
     """A linear model and a network, trained together: wide and deep.
 
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> decade = tf.feature_column.bucketized_column(age, [20.0, 30.0, 40.0])
+    >>> estimator = tfdist.DNNLinearCombinedClassifier(
+    ...     "job",
+    ...     linear_feature_columns=[decade],
+    ...     dnn_feature_columns=[age],
+    ...     dnn_hidden_units=[4],
+    ... )
+    >>> estimator.model_fn().count_params()
+    18
+
     As `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two are
     added up, and each has its own optimizer. A part without columns is left
-    out. What is not told here, see in `LinearClassifier` and `DNNClassifier`.
+    out. See also `LinearClassifier` and `DNNClassifier` for the arguments that
+    are not listed here.
 
     Args:
         linear_feature_columns: Columns of the linear part.
@@ -363,9 +380,16 @@ class DNNLinearCombinedClassifier(_CannedEstimator):
 class DNNLinearCombinedRegressor(_CannedEstimator):
     """A linear model and a network, trained together, that predict numbers.
 
-    As `tf.estimator.DNNLinearCombinedRegressor`. What it takes and raises is
-    told by `DNNLinearCombinedClassifier`, but for `label_dimension` and
-    `weight_column`, which see in `LinearRegressor`.
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> estimator = tfdist.DNNLinearCombinedRegressor(
+    ...     "job", dnn_feature_columns=[age], dnn_hidden_units=[4]
+    ... )
+    >>> estimator.model_fn().count_params()
+    13
+
+    As `tf.estimator.DNNLinearCombinedRegressor`. See also
+    `DNNLinearCombinedClassifier` for its arguments and errors, and
+    `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
     def __init__(

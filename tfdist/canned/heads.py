@@ -1,4 +1,4 @@
-"""What follows the logits: labels, loss, metrics, predictions.
+"""Prediction heads: from logits and labels to loss, metrics, predictions.
 
 TF 2.15's heads: the same metrics under the same names, weighted as there, the
 same predictions. All metrics are sums, so those of several workers add up.
@@ -6,18 +6,20 @@ same predictions. All metrics are sums, so those of several workers add up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
 from tfdist.canned.vocabulary import Vocabulary
 
 Metrics = dict[str, keras.Metric]
 
 
-class Head(Protocol):
+class Head:
     """What every head has.
 
     Attributes:
@@ -28,28 +30,42 @@ class Head(Protocol):
     """
 
     units: int
-    classification: tuple[str, str] | None
-    regression: str | None
+    classification: tuple[str, str] | None = None
+    regression: str | None = None
+    _metrics: Mapping[str, Callable[..., keras.Metric]]
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
         """The labels as numbers, `(batch, ...)` of the form of `losses`."""
+        raise NotImplementedError
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         """The loss of each label, unweighted."""
+        raise NotImplementedError
 
     def metrics(self) -> Metrics:
         """New metrics, by name."""
+        return {name: make(name=name) for name, make in self._metrics.items()}
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
     ) -> dict[str, tuple[Any, ...]]:
         """What to update each metric with: values, or labels and values."""
+        raise NotImplementedError
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
         """Predictions by name, each `(batch, n)`."""
+        raise NotImplementedError
 
 
-class BinaryClassHead:
+class _AccuracyBaseline(keras.metrics.Mean):
+    """Accuracy of always predicting the more frequent class."""
+
+    def result(self) -> tf.Tensor:
+        mean = super().result()
+        return keras.ops.maximum(mean, 1.0 - mean)
+
+
+class BinaryClassHead(Head):
     """Two classes, one logit: logistic regression.
 
     Args:
@@ -60,6 +76,17 @@ class BinaryClassHead:
     units = 1
     classification = ("all_classes", "probabilities")
     regression = "logistic"
+    _metrics: ClassVar = {
+        "accuracy": keras.metrics.Mean,
+        "accuracy_baseline": _AccuracyBaseline,
+        "auc": keras.metrics.AUC,
+        "auc_precision_recall": partial(keras.metrics.AUC, curve="PR"),
+        "average_loss": keras.metrics.Mean,
+        "label/mean": keras.metrics.Mean,
+        "precision": keras.metrics.Precision,
+        "prediction/mean": keras.metrics.Mean,
+        "recall": keras.metrics.Recall,
+    }
 
     def __init__(self, label_vocabulary: Sequence[str] | None = None) -> None:
         self._classes = _Classes(2, label_vocabulary)
@@ -72,21 +99,6 @@ class BinaryClassHead:
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         """Cross entropy, `(batch, 1)`."""
         return tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
-
-    def metrics(self) -> Metrics:
-        """See `Head`."""
-        made = [
-            keras.metrics.Mean("accuracy"),
-            _AccuracyBaseline("accuracy_baseline"),
-            keras.metrics.AUC(name="auc"),
-            keras.metrics.AUC(curve="PR", name="auc_precision_recall"),
-            keras.metrics.Mean("average_loss"),
-            keras.metrics.Mean("label/mean"),
-            keras.metrics.Precision(name="precision"),
-            keras.metrics.Mean("prediction/mean"),
-            keras.metrics.Recall(name="recall"),
-        ]
-        return {metric.name: metric for metric in made}
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
@@ -118,7 +130,7 @@ class BinaryClassHead:
         }
 
 
-class MultiClassHead:
+class MultiClassHead(Head):
     """One of several classes, a logit for each: softmax.
 
     Args:
@@ -128,7 +140,7 @@ class MultiClassHead:
     """
 
     classification = ("all_classes", "probabilities")
-    regression = None
+    _metrics = dict.fromkeys(("accuracy", "average_loss"), keras.metrics.Mean)
 
     def __init__(
         self, n_classes: int, label_vocabulary: Sequence[str] | None = None
@@ -157,11 +169,6 @@ class MultiClassHead:
         )
         return losses[:, tf.newaxis]
 
-    def metrics(self) -> Metrics:
-        """See `Head`."""
-        names = ("accuracy", "average_loss")
-        return {name: keras.metrics.Mean(name) for name in names}
-
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
     ) -> dict[str, tuple[Any, ...]]:
@@ -181,15 +188,17 @@ class MultiClassHead:
         }
 
 
-class RegressionHead:
+class RegressionHead(Head):
     """Numbers, with the squared error.
 
     Args:
         label_dimension: How many for an example.
     """
 
-    classification = None
     regression = "predictions"
+    _metrics = dict.fromkeys(
+        ("average_loss", "label/mean", "prediction/mean"), keras.metrics.Mean
+    )
 
     def __init__(self, label_dimension: int = 1) -> None:
         self.units = label_dimension
@@ -201,11 +210,6 @@ class RegressionHead:
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         """Squared errors, `(batch, label_dimension)`."""
         return tf.math.squared_difference(logits, labels)
-
-    def metrics(self) -> Metrics:
-        """See `Head`."""
-        names = ("average_loss", "label/mean", "prediction/mean")
-        return {name: keras.metrics.Mean(name) for name in names}
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
@@ -253,11 +257,7 @@ def regression_head(label_dimension: int) -> Head:
     Raises:
         ValueError: `label_dimension` is not positive.
     """
-    if not isinstance(label_dimension, int) or label_dimension < 1:
-        raise ValueError(
-            "Argument `label_dimension` must be a positive integer. Received: "
-            f"label_dimension={label_dimension!r}."
-        )
+    check_positive("label_dimension", label_dimension)
     return RegressionHead(label_dimension)
 
 
@@ -266,7 +266,7 @@ def update(
     values: dict[str, tuple[Any, ...]],
     weights: tf.Tensor | None,
 ) -> None:
-    """Updates metrics with values, each as heavy as the weights say.
+    """Updates metrics with weighted values.
 
     Args:
         metrics: From `Head.metrics`.
@@ -274,13 +274,12 @@ def update(
         weights: float32, `(batch, 1)` or of the form of the labels.
     """
     for name, arguments in values.items():
-        heavy = weights
+        sample_weight = weights
         if weights is not None:
-            heavy = tf.reshape(
-                tf.broadcast_to(weights, tf.shape(arguments[0])), [-1]
-            )
+            shape = tf.shape(arguments[0])
+            sample_weight = tf.reshape(tf.broadcast_to(weights, shape), [-1])
         flat = [tf.reshape(argument, [-1]) for argument in arguments]
-        metrics[name].update_state(*flat, sample_weight=heavy)
+        metrics[name].update_state(*flat, sample_weight=sample_weight)
 
 
 def total_loss(
@@ -299,14 +298,6 @@ def total_loss(
     if reduction == "sum":
         return total
     return total / tf.cast(tf.size(losses), total.dtype)
-
-
-class _AccuracyBaseline(keras.metrics.Mean):
-    """Accuracy of always predicting the more frequent class."""
-
-    def result(self) -> tf.Tensor:
-        mean = super().result()
-        return keras.ops.maximum(mean, 1.0 - mean)
 
 
 class _Classes:

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdist.canned import feature_columns
 from tfdist.canned.feature_columns import (
+    Batch,
     Column,
-    ColumnReader,
     Features,
     Partitioner,
     dense_size,
@@ -35,18 +35,14 @@ class InputLayer(keras.layers.Layer):
     Args:
         columns: Dense columns from `feature_columns.checked_columns`.
         partitioner: Splits the tables of embeddings.
-        name: Name of the layer.
     """
 
     def __init__(
-        self,
-        columns: Sequence[Column],
-        partitioner: Partitioner | None,
-        name: str = "input_layer",
+        self, columns: Sequence[Column], partitioner: Partitioner | None
     ) -> None:
-        super().__init__(name=name)
+        super().__init__(name="input_layer")
         self._columns = tuple(columns)
-        self._reader = ColumnReader(columns)
+        self._vocabularies = feature_columns.read_vocabularies(columns)
         self._tables = {
             column.name: feature_columns.embedding(column, partitioner)
             for column in columns
@@ -61,14 +57,14 @@ class InputLayer(keras.layers.Layer):
 
     def call(self, features: Features) -> tf.Tensor:
         """The numbers, float32 `(batch, size)`."""
-        parts = []
+        batch, parts = Batch(features, self._vocabularies), []
         for column in self._columns:
-            if column.name in self._tables:
-                ids = self._reader.ids(column.categorical_column, features)
-                table = self._tables[column.name]
-                parts.append(feature_columns.look_up(table, ids))
+            table = self._tables.get(column.name)
+            if table is None:
+                parts.append(batch.dense(column))
             else:
-                parts.append(self._reader.dense(column, features))
+                ids, weights = batch.ids(column.categorical_column)
+                parts.append(feature_columns.look_up(table, ids, weights))
         return tf.concat(parts, axis=1)
 
 
@@ -79,24 +75,22 @@ class LinearModel(keras.layers.Layer):
         columns: From `feature_columns.checked_columns`. The weights of one
             that gives ids are a table.
         units: Sums for an example.
+        partitioner: Splits the tables.
         sparse_combiner: "sum", "mean" or "sqrtn": how the weights of several
             ids of one column are combined.
-        partitioner: Splits the tables.
-        name: Name of the layer.
     """
 
     def __init__(
         self,
         columns: Sequence[Column],
         units: int,
-        sparse_combiner: str = "sum",
-        partitioner: Partitioner | None = None,
-        name: str = "linear",
+        partitioner: Partitioner | None,
+        sparse_combiner: str,
     ) -> None:
-        super().__init__(name=name)
+        super().__init__(name="linear")
         self._units = units
         self._categorical = [c for c in columns if is_categorical(c)]
-        self._reader = ColumnReader(self._categorical)
+        self._vocabularies = feature_columns.read_vocabularies(columns)
         self._tables = [
             PartitionedEmbedding(
                 column.num_buckets,
@@ -108,9 +102,7 @@ class LinearModel(keras.layers.Layer):
             )
             for column in self._categorical
         ]
-        dense = [c for c in columns if not is_categorical(c)]
-        self._input_layer = InputLayer(dense, partitioner) if dense else None
-        self._sizes = [dense_size(column) for column in dense]
+        self._numeric = [c for c in columns if not is_categorical(c)]
         self._dense = [
             keras.layers.Dense(
                 units,
@@ -118,33 +110,34 @@ class LinearModel(keras.layers.Layer):
                 kernel_initializer="zeros",
                 name=layer_name(column),
             )
-            for column in dense
+            for column in self._numeric
         ]
 
     def build(self) -> None:
         """Creates the weights."""
         for table in self._tables:
             table.build()
-        if self._input_layer is not None:
-            self._input_layer.build()
-        for layer, size in zip(self._dense, self._sizes, strict=True):
-            layer.build((None, size))
+        for column, layer in zip(self._numeric, self._dense, strict=True):
+            layer.build((None, dense_size(column)))
         self._bias = self.add_weight(
             shape=(self._units,), initializer="zeros", name="bias_weights"
         )
 
     def call(self, features: Features) -> tf.Tensor:
         """The sums, float32 `(batch, units)`."""
+        batch = Batch(features, self._vocabularies)
         parts = [
-            feature_columns.look_up(table, self._reader.ids(column, features))
+            feature_columns.look_up(table, *batch.ids(column))
             for column, table in zip(
                 self._categorical, self._tables, strict=True
             )
         ]
-        if self._input_layer is not None:
-            values = self._input_layer(features)
+        if self._numeric:
+            values = [batch.dense(column) for column in self._numeric]
             weights = [tf.convert_to_tensor(d.kernel) for d in self._dense]
-            parts.append(tf.matmul(values, tf.concat(weights, axis=0)))
+            parts.append(
+                tf.matmul(tf.concat(values, axis=1), tf.concat(weights, axis=0))
+            )
         return tf.add_n(parts) + tf.convert_to_tensor(self._bias)
 
 
@@ -156,56 +149,50 @@ class DNNModel(keras.layers.Layer):
     Args:
         columns: Dense columns from `feature_columns.checked_columns`.
         units: Numbers for an example.
+        partitioner: Splits the tables of embeddings.
         hidden_units: Sizes of the hidden layers.
         activation_fn: After each hidden layer.
         dropout: Part of each hidden layer's outputs that is dropped.
         batch_norm: Whether to normalize after each hidden layer.
-        partitioner: Splits the tables of embeddings.
-        name: Name of the layer.
     """
 
     def __init__(
         self,
         columns: Sequence[Column],
         units: int,
+        partitioner: Partitioner | None,
         hidden_units: Sequence[int],
-        activation_fn: Callable | str | None = "relu",
-        dropout: float | None = None,
-        batch_norm: bool = False,
-        partitioner: Partitioner | None = None,
-        name: str = "dnn",
+        activation_fn: Callable | str | None,
+        dropout: float | None,
+        batch_norm: bool,
     ) -> None:
-        super().__init__(name=name)
+        super().__init__(name="dnn")
+        layers = keras.layers
         self._input_layer = InputLayer(columns, partitioner)
         self._hidden = []
-        self._sizes = [self._input_layer.size]
         for i, size in enumerate(hidden_units):
-            self._add(
-                keras.layers.Dense(
-                    size,
-                    activation_fn or "relu",
-                    name=f"hiddenlayer_{i}",
+            self._hidden.append(
+                layers.Dense(
+                    size, activation_fn or "relu", name=f"hiddenlayer_{i}"
                 )
             )
             if dropout is not None:
-                self._add(keras.layers.Dropout(dropout))
+                self._hidden.append(layers.Dropout(dropout))
             if batch_norm:
-                self._add(
-                    keras.layers.BatchNormalization(
+                self._hidden.append(
+                    layers.BatchNormalization(
                         momentum=_BATCH_NORM_MOMENTUM, name=f"batchnorm_{i}"
                     )
                 )
-        self._add(keras.layers.Dense(units, name="logits"))
-
-    def _add(self, layer: keras.layers.Layer) -> None:
-        self._hidden.append(layer)
-        self._sizes.append(getattr(layer, "units", self._sizes[-1]))
+        self._hidden.append(layers.Dense(units, name="logits"))
 
     def build(self) -> None:
         """Creates the weights."""
         self._input_layer.build()
-        for layer, size in zip(self._hidden, self._sizes, strict=False):
+        size = self._input_layer.size
+        for layer in self._hidden:
             layer.build((None, size))
+            size = getattr(layer, "units", size)
 
     def call(
         self, features: Features, training: bool | None = None

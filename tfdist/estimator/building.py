@@ -77,7 +77,7 @@ class Builder:
         variables = checkpoints.named_variables(model, global_step)
         if isinstance(step, KerasStep):
             variables = step.variables(variables)
-        _log.info("%s", describe_placement(variables))
+        _log_placement(variables)
         loop = self._loop(
             strategy, step, global_step, dataset, input_fn, replicas
         )
@@ -214,14 +214,8 @@ class Builder:
         )
 
 
-def describe_placement(variables: Mapping[str, Saveable]) -> str:
-    """One line about which task holds how many variables and bytes.
-
-    The shards of a table count one by one.
-
-    >>> describe_placement({"a": tf.Variable([1.0]), "b": tf.Variable([2.0])})
-    'This process holds 2 variables, 8 bytes.'
-    """
+def _log_placement(variables: Mapping[str, Saveable]) -> None:
+    """Says which task holds how many variables, each shard counted."""
     held: dict[str, list[int]] = defaultdict(list)
     for variable in itertools.chain.from_iterable(
         getattr(v, "variables", [v]) for v in variables.values()
@@ -231,13 +225,11 @@ def describe_placement(variables: Mapping[str, Saveable]) -> str:
         task = f"{device.job}:{device.task}" if remote else "This process"
         size = variable.dtype.size * (variable.shape.num_elements() or 0)
         held[task].append(size)
-    return (
-        "; ".join(
-            f"{task} holds {len(sizes)} variables, {_bytes(sum(sizes))}"
-            for task, sizes in sorted(held.items())
-        )
-        + "."
+    lines = (
+        f"{task} holds {len(sizes)} variables, {sum(sizes) / 1e3:,.2f} kB"
+        for task, sizes in sorted(held.items())
     )
+    _log.info("%s.", "; ".join(lines))
 
 
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
@@ -277,11 +269,3 @@ def _check_made_here(
                 "the strategy needs them. Make the model, and all of its "
                 "layers, inside the model function."
             )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"

@@ -1,13 +1,12 @@
 """`Estimator`: a model function and where its checkpoints are.
 
 As `tf.estimator.Estimator`, whose `model_fn` returned an `EstimatorSpec`; here
-it returns a compiled Keras model. Each method builds the model anew and reads
+it returns a compiled Keras model. Each method builds the model again and reads
 its variables from a checkpoint: what is in the directory is the state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster import servers
 from tfdist.cluster.current import runs_in_its_cluster
-from tfdist.cluster.health import HealthMonitor
-from tfdist.cluster.strategies import local_strategy, parameter_server_strategy
+from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit
 from tfdist.data.input_fns import (
     InputFn,
@@ -34,36 +32,20 @@ from tfdist.data.input_fns import (
     without_context,
 )
 from tfdist.estimator.building import Builder
-from tfdist.estimator.evaluation import Evaluator
+from tfdist.estimator.chief_hooks import chief_hooks
+from tfdist.estimator.evaluator import Evaluator
+from tfdist.estimator.on_workers import step_on_workers
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
-from tfdist.estimator.specs import (
-    RunConfig,
-    check_at_least,
-    check_callable,
-    check_type,
-)
+from tfdist.estimator.specs import RunConfig
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
-from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
-from tfdist.hooks.progress import ProgressHook
-from tfdist.hooks.saving_hooks import (
-    CheckpointSaverHook,
-    CheckpointSaverListener,
-)
+from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.hooks.session_run_hook import SessionRunHook
-from tfdist.hooks.summary_hooks import (
-    StalenessHook,
-    StepCounterHook,
-    SummarySaverHook,
-)
-from tfdist.hooks.unread_data import UnreadDataHook
 from tfdist.placement import planner
 from tfdist.placement.plans import Plan
 from tfdist.placement.variables import describe
 from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training.compiled_model import checked_model
 from tfdist.training.loop import metrics_from_states
-from tfdist.training.step import ModelStep
-from tfdist.training.workers import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -73,14 +55,26 @@ ModelFn = Callable[[], keras.Model]
 class Estimator:
     """A model function and a configuration, trained by `train_and_evaluate`.
 
+    >>> import tempfile
+    >>> def model_fn():
+    ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    ...     return model
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> with tempfile.TemporaryDirectory() as model_dir:
+    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
+    ...     estimator = tfdist.Estimator(model_fn, config)
+    ...     _ = estimator.train(input_fn, max_steps=2)
+    ...     sorted(estimator.evaluate(input_fn, steps=1))
+    ['global_step', 'loss']
+
     Args:
         model_fn: Returns a compiled, built Keras model. Called inside the
             strategy's scope, and again for each rebuilt copy. Its own
             `train_step`, `test_step` and `predict_step` are used in one
-            process (`tfdist.training.keras_step`). A cluster's workers use the
-            third
-            alone: the first is refused; `train_and_evaluate` uses the second,
-            in its evaluator or chief.
+            process. On a cluster `train_step` is refused, `test_step` is used
+            by the evaluator or chief, and `predict_step` by the workers.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
             a directory of such, or `WarmStartSettings`. Default: they are
@@ -132,7 +126,7 @@ class Estimator:
             input_fn: As for `TrainSpec`.
             hooks: As for `TrainSpec`.
             steps: Steps to run from the latest checkpoint on. A process that
-                dies and is started again begins to count anew: jobs that may
+                dies and is started again begins to count again: jobs that may
                 be use `max_steps`.
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
@@ -164,16 +158,9 @@ class Estimator:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
         listeners = list(saving_listeners or ())
-        savers = []
-        if config.saves_checkpoints:
-            savers.append(self._saver(listeners))
-        elif listeners:
-            raise ValueError(
-                "Argument `saving_listeners` has listeners, and there are no "
-                "checkpoints. Set `save_checkpoints_steps` or "
-                "`save_checkpoints_secs` of the RunConfig."
-            )
-        own = [*self._own_hooks(input_fn, max_steps), *savers]
+        own = chief_hooks(
+            config, input_fn, max_steps, self._warm_start, listeners
+        )
         hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
         session = MonitoredTrainingSession(
             lambda strategy: self._builder.build(strategy, input_fn),
@@ -228,60 +215,6 @@ class Estimator:
         if problem:
             _log.warning("%s", problem)
 
-    def _saver(
-        self, listeners: Sequence[CheckpointSaverListener]
-    ) -> CheckpointSaverHook:
-        config = self.config
-        return CheckpointSaverHook(
-            self.model_dir,
-            save_steps=config.save_checkpoints_steps or None,
-            save_secs=config.save_checkpoints_secs or None,
-            listeners=listeners,
-            max_to_keep=config.keep_checkpoint_max,
-            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
-        )
-
-    def _own_hooks(
-        self, input_fn: InputFn, max_steps: int | None
-    ) -> list[SessionRunHook]:
-        """All of the chief's hooks but the one that saves.
-
-        They act at multiples of their intervals, where TF1 began at step 1: so
-        they cut the steps into the same pieces as the checkpoints.
-        """
-        directory, every = self.model_dir, self.config.log_step_count_steps
-        hooks: list[SessionRunHook] = [
-            _LogStart(max_steps),
-            NanTensorHook(None),
-        ]
-        if every is not None:
-            hooks.append(
-                StepCounterHook(
-                    every, output_dir=directory, at_first_step=False, log=False
-                )
-            )
-            hooks.append(ProgressHook(every, max_steps=max_steps))
-        if self._warm_start:
-            hooks.append(self._warm_start)
-        if self.config.save_summary_steps:
-            hooks.append(
-                SummarySaverHook(
-                    self.config.save_summary_steps,
-                    output_dir=directory,
-                    at_first_step=False,
-                )
-            )
-        if self.config.strategy_name == "ps":
-            hooks.append(
-                UnreadDataHook(input_fn, self.config.cluster.num_workers)
-            )
-            if every is not None:
-                hooks.append(StalenessHook(directory, every))
-        if max_steps is not None:
-            hooks.append(StopAtStepHook(last_step=max_steps))
-        return hooks
-
-    @runs_in_its_cluster
     def evaluate(
         self,
         input_fn: InputFn,
@@ -320,9 +253,11 @@ class Estimator:
             return evaluator.evaluate(path)
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
-            with self._workers(path, batches, metrics=True) as (step, calls):
-                packed = calls(step.evaluate_alone)
-                return metrics_from_states(sum(packed), step)
+            with step_on_workers(
+                self.config, self._builder, path, batches, metrics=True
+            ) as (step, on_each_batch):
+                states = on_each_batch(step.evaluate_alone)
+                return metrics_from_states(sum(states), step)
 
         return evaluator.evaluate(path, elsewhere=on_workers)
 
@@ -381,47 +316,10 @@ class Estimator:
     def _predict_on_workers(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> Iterator[Any]:
-        with self._workers(path, dataset, metrics=False) as (step, calls):
-            yield from calls(step.predict)
-
-    @contextlib.contextmanager
-    def _workers(
-        self, path: str | None, dataset: tf.data.Dataset, metrics: bool
-    ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-        """A step with the weights of a checkpoint, on the parameter servers.
-
-        And what yields a function's value for each batch, by the workers.
-        """
-        cluster = self.config.cluster
-        wait_secs = self.config.session_creation_timeout_secs
-        servers.wait_until_up(cluster, wait_secs)
-        strategy = parameter_server_strategy(
-            cluster, start_timeout_secs=wait_secs
-        )
-        global_step, model = self._builder.create_variables(strategy)
-        if path:
-            variables = checkpoints.named_variables(model, optimizer=False)
-            checkpoints.restore(path, variables)
-        step = ModelStep(
-            model,
-            dataset.element_spec,
-            global_step=global_step,
-            remote=True,
-            metrics=metrics,
-        )
-        with contextlib.ExitStack() as started:
-            health = HealthMonitor(cluster)
-            started.callback(health.stop)
-            workers = Workers(strategy, cluster.num_workers)
-            started.callback(workers.close)
-            yield (
-                step,
-                lambda function: workers.map(
-                    tf.function(function, autograph=False),
-                    dataset,
-                    health.check,
-                ),
-            )
+        with step_on_workers(
+            self.config, self._builder, path, dataset, metrics=False
+        ) as (step, on_each_batch):
+            yield from on_each_batch(step.predict)
 
     def export_saved_model(
         self,
@@ -525,41 +423,12 @@ class Estimator:
             np.random.seed(seed)
 
 
-class _LogStart(SessionRunHook):
-    """Says where training begins, and plainly when there is nothing to do."""
-
-    def __init__(self, max_steps: int | None) -> None:
-        self._max_steps = max_steps
-
-    def after_create_session(
-        self, session: MonitoredTrainingSession, coord: tf.train.Coordinator
-    ) -> None:
-        """Logs a line."""
-        step, restored = session.step, session.restored_from
-        if restored is None:
-            _log.info("Training starts from newly initialized variables.")
-        elif self._max_steps is None or step < self._max_steps:
-            _log.info("Training continues at step %d from %s.", step, restored)
-        else:
-            _log.warning(
-                "This job is finished already: %s is at step %d, and "
-                "max_steps is %d. No step is run. Raise max_steps to train "
-                "on, or choose another model_dir to train anew.",
-                restored,
-                step,
-                self._max_steps,
-            )
-
-
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
     """The entries of a model's output that are asked for."""
-    missing = [k for k in keys if not isinstance(outputs, Mapping)] or [
-        k for k in keys if k not in outputs
-    ]
-    if missing:
-        has = sorted(outputs) if isinstance(outputs, Mapping) else "one tensor"
+    names = sorted(outputs) if isinstance(outputs, Mapping) else []
+    if not set(keys) <= set(names):
         raise ValueError(
             "Argument `predict_keys` must name outputs of the model. Received: "
-            f"predict_keys={list(keys)}; the model has {has}."
+            f"predict_keys={list(keys)}; the model has {names or 'one tensor'}."
         )
     return {key: outputs[key] for key in keys}

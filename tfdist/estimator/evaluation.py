@@ -1,49 +1,20 @@
-"""Evaluates checkpoints, on a machine of its own (design decision D8).
-
-The evaluator is no member of the training cluster. It rebuilds the model in
-its own process, without a strategy, and reads checkpoints by variable name.
-
-What each failure costs:
-
-The evaluator dies: started again, it goes on with the newest checkpoint. None
-  that it has published is evaluated again; a final export that is missing is
-  made. The chief waits for it at the end, `evaluator_timeout_secs` at most.
-An error in it (no batch, a hook or an exporter that raises): the process ends
-  with it, as `tf.estimator`'s, and leaves it in `<eval_dir>/failure.json`.
-  Whoever started the process may start it again. A chief that waits for the
-  result logs the error within a second; after the third, or a minute after
-  one from which the evaluator did not come back, it ends without the result.
-It is started again when the chief has gone: an end that is announced already it
-  believes after `patience_secs`, makes what is missing, and ends.
-It never starts: the chief ends after `evaluator_timeout_secs`, likewise.
-The newest checkpoint is damaged: a warning, and the one before is evaluated,
-  unless it was already. The job's last one is damaged: an error, as above.
-A checkpoint is deleted before it is read: a warning; a newer one is there.
-"""
+"""One evaluation: a checkpoint's weights, a pass over the data, the hooks."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf import storage
 from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.estimator import results
-from tfdist.estimator.exporters import Exporter
 from tfdist.hooks.basic import HookRunner
-from tfdist.hooks.events import EventFile, event_file
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep, States
-
-_log = logging.getLogger(__name__)
 
 _GRACE_SECS = 120.0
 
@@ -94,329 +65,48 @@ class EvaluationSession:
         self._stop = True
 
 
-class Evaluator:
-    """Evaluates and exports the checkpoints of one job.
+class Evaluation:
+    """Evaluates a model with the weights of one checkpoint after another.
 
     Args:
-        model_fn: Returns the compiled model.
-        input_fn: Returns the dataset, one pass over which is an evaluation.
-        model_dir: Where the checkpoints are.
+        model_fn: Returns the compiled model; called once.
         steps: Batches an evaluation reads at most; None for all.
-        name: Results go to `<model_dir>/eval`, or `eval_<name>`.
-        exporters: Run after each evaluation.
-        hooks: Called in each evaluation, as `tf.estimator` did: `begin`,
-            `after_create_session` when the weights are restored, `before_run`
-            and `after_run` around each batch, `end` unless there is an error.
-            Their session is an `EvaluationSession`, their logs are loss and
-            metrics of the batches so far.
-
-    Attributes:
-        evaluated: Path of the checkpoint evaluated last.
-        metrics: Its metrics.
-        exports: What the exporters then returned.
+        hooks: As of an `Evaluator`.
     """
 
     def __init__(
         self,
         model_fn: Callable[[], keras.Model],
-        input_fn: Callable[[], tf.data.Dataset],
-        model_dir: str,
-        *,
-        steps: int | None = None,
-        name: str | None = None,
-        exporters: Sequence[Exporter] = (),
-        hooks: Sequence[Hook] = (),
+        steps: int | None,
+        hooks: Sequence[Hook],
     ) -> None:
-        self._model_dir = model_dir
-        self._exporters = list(exporters)
-        self._hooks = list(hooks)
-        self._steps = steps
-        self._input_fn = input_fn
         self._model_fn = model_fn
-        self.eval_dir = results.eval_dir(model_dir, name)
+        self._steps = steps
+        self._hooks = hooks
         self._step: ModelStep | KerasStep | None = None
-        self._writer: EventFile | None = None
         self._loaded: str | None = None
-        self.evaluated: str | None = None
-        self.metrics: dict[str, float] = {}
-        self.exports: list[str | None] = [None] * len(self._exporters)
-        self._identity: list[str] | None = None
-        self._final = False
-        self._damaged: set[str] = set()
 
-    def evaluate(
-        self,
-        path: str | None,
-        elsewhere: Callable[[tf.data.Dataset], dict[str, float]] | None = None,
-    ) -> dict[str, float]:
-        """Metrics of checkpoint `path`, `loss` and `global_step` among them.
+    def model(
+        self, path: str | None, input_fn: Callable[[], tf.data.Dataset]
+    ) -> keras.Model:
+        """The model with the weights of checkpoint `path`."""
+        if self._step is None or self._loaded != path:
+            self._build(input_fn().element_spec)
+            self._load(path)
+        return self._step.model
 
-        Args:
-            path: Without one, of the model as it is initialized.
-            elsewhere: Computes the metrics of the weights in `path`, so that
-                they need not be read here (`MonitoredTrainingSession.evaluate`
-                does it on a cluster's workers). Not if there are hooks, which
-                are to see each batch.
+    def run(
+        self, dataset: tf.data.Dataset, path: str | None
+    ) -> tuple[dict[str, float], int]:
+        """Metrics, and the step of the checkpoint.
 
         Raises:
             DamagedCheckpointError: `path` cannot be read.
-            ValueError: there is no batch, or no end of them; the checkpoint is
-                of another model; a metric has a reserved name.
         """
-        dataset = self._input_fn()
-        self.check_ends(dataset)
-        if self._steps is not None:
-            dataset = dataset.take(self._steps)
-        identity = results.identity_of(path) if path else None
-        if elsewhere and not self._hooks:
-            metrics, step = elsewhere(dataset), checkpoints.step_of(path)
-        else:
-            metrics, step = self._evaluate_here(dataset, path)
-        if not metrics:
-            raise ValueError(
-                "There is no batch to evaluate: the `input_fn` of the EvalSpec "
-                f"whose results go to {self.eval_dir!r} returned an empty "
-                "dataset, or a hook stopped before the first batch. Check that "
-                "its files hold examples and that `batch(drop_remainder=True)` "
-                "does not drop them all."
-            )
-        self.metrics = {**metrics, "global_step": step}
-        self.evaluated, self._identity = path, identity
-        self.exports = [None] * len(self._exporters)
-        self._final = False
-        self._report()
-        return self.metrics
-
-    def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
-        """Raises `ValueError` if an evaluation would never end."""
-        if self._steps is not None or self._hooks:  # Which may stop it.
-            return
-        dataset = self._input_fn() if dataset is None else dataset
-        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-            raise ValueError(
-                "The `input_fn` of the evaluation whose results go to "
-                f"{self.eval_dir!r} returned a dataset that never ends, and "
-                "`steps` is None, for all of it. Set `steps`, or leave out "
-                "`repeat()`."
-            )
-
-    def export(self, is_the_final_export: bool) -> list[str | None]:
-        """Runs the exporters on the evaluated model.
-
-        Returns:
-            What they return. One that sees no reason to export again what it
-            has exported, before the model was known to be the last, is taken
-            to mean that.
-        """
-        if self._exporters and self._loaded != self.evaluated:
-            self._build(self._input_fn().element_spec)
-            self._restored(self.evaluated)
-        self.exports = [
-            exporter.export(
-                self._step.model,
-                os.path.join(self._model_dir, "export", exporter.name),
-                self.metrics,
-                is_the_final_export,
-            )
-            or earlier
-            for exporter, earlier in zip(
-                self._exporters, self.exports, strict=True
-            )
-        ]
-        self._final = is_the_final_export
-        return self.exports
-
-    def publish(self) -> None:
-        """Leaves the result where the chief and the user find it."""
-        results.write_json(
-            os.path.join(self.eval_dir, results.RESULT_FILE),
-            {
-                "metrics": self.metrics,
-                "exports": self.exports,
-                "exporters": self._names(),
-                "checkpoint": self._identity,
-                "final": self._final,
-            },
-        )
-
-    # --- The evaluator task --------------------------------------------------
-
-    def run_continuously(
-        self,
-        max_steps: int | None,
-        start_delay_secs: float,
-        throttle_secs: float,
-        patience_secs: float = 600.0,
-    ) -> None:
-        """Evaluates each newest checkpoint until the last of the job.
-
-        Only new checkpoints, and only the newest; the last one without delay.
-        What an earlier process has published is taken over; delete
-        `<eval_dir>/latest.json` to have it evaluated again.
-
-        Args:
-            max_steps: Step of the last checkpoint; None for when the chief
-                says that it is done.
-            start_delay_secs: Seconds before the first evaluation.
-            throttle_secs: Least seconds between the starts of two evaluations.
-            patience_secs: Seconds to wait for a chief that takes back, as it
-                starts, an end of training that an earlier one has announced.
-
-        Raises:
-            ValueError: `model_dir` cannot be written; the input has no end.
-            Exception: whatever an evaluation or an exporter raises.
-        """
-        storage.check_writable(self._model_dir)
-        failure = os.path.join(self.eval_dir, results.FAILURE_FILE)
-        if tf.io.gfile.exists(failure):
-            tf.io.gfile.remove(failure)  # This process is back from it.
-        try:
-            self.check_ends()
-            self._resume()
-            self._follow(
-                max_steps, start_delay_secs, throttle_secs, patience_secs
-            )
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            results.write_json(failure, {"error": text, "time": time.time()})
-            raise
-
-    def _resume(self) -> None:
-        """Goes on from what an earlier process of this task published."""
-        result = results.read_json(
-            os.path.join(self.eval_dir, results.RESULT_FILE)
-        )
-        if not result or not result.get("checkpoint"):
-            return
-        same = result["exporters"] == self._names()
-        self.metrics = result["metrics"]
-        if same:
-            self.exports = result["exports"]
-        self._final = result["final"] and same
-        self._identity = result["checkpoint"]
-        self.evaluated = os.path.join(self._model_dir, self._identity[0])
-
-    def _follow(
-        self,
-        max_steps: int | None,
-        start_delay_secs: float,
-        throttle_secs: float,
-        patience_secs: float,
-    ) -> None:
-        done_before = results.read_json(results.done_path(self._model_dir))
-        not_before = time.monotonic() + start_delay_secs
-        believe_at = time.monotonic() + patience_secs
-        while True:
-            done = results.read_json(results.done_path(self._model_dir))
-            new = done != done_before or time.monotonic() >= believe_at
-            last_step = done["global_step"] if done and new else max_steps
-            paths = checkpoints.listed(self._model_dir)
-            if paths and _is_last(paths[0], last_step):
-                self._finish(paths[0])
-                return
-            path = next((p for p in paths if p not in self._damaged), None)
-            now = time.monotonic()
-            due = path and now >= not_before and not self._has_evaluated(path)
-            if due and self._evaluate_newest(path):
-                not_before = now + throttle_secs
-            time.sleep(results.poll_secs(self._model_dir))
-
-    def _evaluate_newest(self, path: str) -> bool:
-        """Evaluates and exports a checkpoint that is not the last.
-
-        Returns:
-            Whether it could be read.
-        """
-        try:
-            self.evaluate(path)
-        except DamagedCheckpointError as error:
-            if path in checkpoints.listed(self._model_dir):
-                self._damaged.add(path)
-                _log.warning("%s It is passed over.", error)
-            else:
-                _log.warning(
-                    "%s was deleted before it was evaluated. "
-                    "RunConfig(keep_checkpoint_max=...) keeps more of them.",
-                    path,
-                )
-            return False
-        self.export(is_the_final_export=False)
-        self.publish()
-        return True
-
-    def _finish(self, path: str) -> None:
-        """Evaluates and exports the last checkpoint, or what is missing."""
-        try:
-            if not self._has_evaluated(path):
-                self.evaluate(path)
-            elif self._final:
-                return
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(
-                f"{error} It is the job's last one, so there is no final "
-                "evaluation and no final export. Train on from the one before "
-                "it (with a larger max_steps), or take that one: "
-                "Estimator.evaluate and Estimator.export_saved_model have the "
-                "argument `checkpoint_path`."
-            ) from error.__cause__
-        self.export(is_the_final_export=True)
-        self.publish()
-
-    def _has_evaluated(self, path: str) -> bool:
-        return (
-            self._identity is not None
-            and self._identity == results.identity_of(path)
-        )
-
-    def _names(self) -> list[str]:
-        return [exporter.name for exporter in self._exporters]
-
-    # --- One evaluation ------------------------------------------------------
-
-    def _build(self, element_spec: object) -> None:
-        if self._step is not None:
-            return
-        reset_object_names()
-        model = checked_model(self._model_fn())
-        own = overrides(model, "test_step")
-        self._step = (KerasStep if own else ModelStep)(model, element_spec)
-        self._evaluate_batch = tf.function(
-            self._step.evaluate, reduce_retracing=True
-        )
-
-    def _restored(self, path: str | None) -> EvaluationSession:
-        """A session of the model with the weights of checkpoint `path`."""
-        model, global_step = self._step.model, 0
-        variables = checkpoints.named_variables(model, optimizer=False)
-        if path:
-            try:
-                checkpoints.restore(path, variables)
-                global_step = checkpoints.step_of(path)
-            except (tf.errors.OpError, IndexError, RuntimeError) as error:
-                if isinstance(error, checkpoints.NO_DAMAGE):
-                    raise
-                raise DamagedCheckpointError(
-                    f"Checkpoint {path} is damaged or gone. TensorFlow says: "
-                    + str(error).partition("\n")[0]
-                ) from error
-        self._loaded = path
-        return EvaluationSession(model, variables, global_step, path)
-
-    def _evaluate_here(
-        self, dataset: tf.data.Dataset, path: str | None
-    ) -> tuple[dict[str, float], int]:
-        """Metrics, and the step of the checkpoint."""
         self._build(dataset.element_spec)
         for hook in self._hooks:
             hook.begin()
-        session = self._restored(path)
-        states = self._run(dataset, session)
-        return self._result(states), int(session.global_step)
-
-    def _run(
-        self, dataset: tf.data.Dataset, session: EvaluationSession
-    ) -> States:
-        """All batches with all hooks; returns the states of the metrics."""
+        session = self._load(path)
         states, batches = self._step.zero_states(), iter(dataset)
         coord = tf.train.Coordinator()
         try:
@@ -435,7 +125,35 @@ class Evaluator:
         finally:
             coord.request_stop()
         coord.join(stop_grace_period_secs=_GRACE_SECS)
-        return states
+        return self._metrics(states), int(session.global_step)
+
+    def _build(self, element_spec: Any) -> None:
+        if self._step is not None:
+            return
+        reset_object_names()
+        model = checked_model(self._model_fn())
+        own = overrides(model, "test_step")
+        self._step = (KerasStep if own else ModelStep)(model, element_spec)
+        self._evaluate_batch = tf.function(
+            self._step.evaluate, reduce_retracing=True
+        )
+
+    def _load(self, path: str | None) -> EvaluationSession:
+        model, global_step = self._step.model, 0
+        variables = checkpoints.named_variables(model, optimizer=False)
+        if path:
+            try:
+                checkpoints.restore(path, variables)
+                global_step = checkpoints.step_of(path)
+            except (tf.errors.OpError, IndexError, RuntimeError) as error:
+                if isinstance(error, checkpoints.NO_DAMAGE):
+                    raise
+                raise DamagedCheckpointError(
+                    f"Checkpoint {path} is damaged or gone. TensorFlow says: "
+                    + str(error).partition("\n")[0]
+                ) from error
+        self._loaded = path
+        return EvaluationSession(model, variables, global_step, path)
 
     def _run_batch(
         self,
@@ -446,27 +164,10 @@ class Evaluator:
         around = HookRunner(self._hooks, session)
         states = self._evaluate_batch(next(batches), states)
         session.step += 1
-        around.end(self._result(states) if self._hooks else {})
+        around.end(self._metrics(states) if self._hooks else {})
         if around.stop_requested:
             session.request_stop()
         return states
 
-    def _result(self, states: States) -> dict[str, float]:
+    def _metrics(self, states: States) -> dict[str, float]:
         return self._step.result(self._step.pack(states).numpy())
-
-    def _report(self) -> None:
-        step = self.metrics["global_step"]
-        scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
-        self._writer = self._writer or event_file(self.eval_dir)
-        self._writer.write_scalars(scalars, step)
-        self._writer.flush()
-        _log.info(
-            "Evaluation of step %d: %s",
-            step,
-            ", ".join(f"{k} {v:.4f}" for k, v in scalars.items()),
-        )
-
-
-def _is_last(path: str, last_step: int | None) -> bool:
-    """Whether checkpoint `path` is the last of the job, by its name."""
-    return last_step is not None and int(path.rpartition("-")[2]) >= last_step

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import keras
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_at_least, check_callable
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import (
     ServingModelFn,
@@ -43,9 +44,17 @@ class Exporter:
     not kept for the end. Earlier exports stay, and `export_saved_model` leaves
     nothing half-written. An evaluator task ends with the error; started again
     it evaluates and exports that checkpoint once more (see
-    `tfdist.estimator.evaluation`), while training goes on. Where the chief
+    `tfdist.estimator.evaluator`), while training goes on. Where the chief
     evaluates, training ends with the error; started again it goes on from the
     checkpoint that was evaluated, which is the last one.
+
+    >>> class PrintingExporter(tfdist.Exporter):
+    ...     def export(
+    ...         self, model, export_path, eval_result, is_the_final_export
+    ...     ):
+    ...         print(f"{self.name}: loss {eval_result['loss']}")
+    >>> PrintingExporter("shown").export(None, "", {"loss": 0.5}, False)
+    shown: loss 0.5
 
     Args:
         name: Directory under `<model_dir>/export`.
@@ -78,6 +87,7 @@ class Exporter:
         self.name = name
         self._serving_model_fn = serving_model_fn
         self._assets_extra = checked_assets(assets_extra)
+        self._exports_to_keep: int | None = None
 
     def export(
         self,
@@ -97,32 +107,44 @@ class Exporter:
         Returns:
             The directory of the SavedModel, or None.
         """
-        raise NotImplementedError
-
-    def _write(self, model: keras.Model, export_path: str) -> str:
-        return export_saved_model(
+        if not self._is_due(export_path, eval_result, is_the_final_export):
+            return None
+        path = export_saved_model(
             model, export_path, self._serving_model_fn, self._assets_extra
         )
+        self._exported(path, eval_result)
+        if self._exports_to_keep is not None:
+            for old in list_exports(export_path)[: -self._exports_to_keep]:
+                storage.remove_tree(old)
+        return path
+
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        """Whether to export the model that has just been evaluated."""
+        raise NotImplementedError
+
+    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
+        """Called with the directory of each new SavedModel."""
 
 
 class FinalExporter(Exporter):
-    """Exports once, when training is over."""
+    """Exports once, when training is over.
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        if not is_the_final_export:
-            return None
-        return self._write(model, export_path)
+    >>> tfdist.FinalExporter("serving").name
+    'serving'
+    """
+
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        return at_end
 
 
 class LatestExporter(Exporter):
     """Exports after every evaluation and keeps the newest few.
+
+    >>> exporter = tfdist.LatestExporter("serving", exports_to_keep=2)
 
     Args:
         name: See `Exporter`.
@@ -142,20 +164,13 @@ class LatestExporter(Exporter):
         assets_extra: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, serving_model_fn, assets_extra)
-        _check_exports_to_keep(exports_to_keep)
+        check_at_least("exports_to_keep", exports_to_keep, 1)
         self._exports_to_keep = exports_to_keep
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        path = self._write(model, export_path)
-        _keep_newest(export_path, self._exports_to_keep)
-        return path
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        return True
 
 
 def loss_smaller(
@@ -197,7 +212,7 @@ class BestExporter(Exporter):
     worse one. `tf.estimator.BestExporter` read events files for this and
     forgot after a restart; so there is no `event_file_pattern`. Without an
     export left beside it the file is ignored: delete the directory
-    `<model_dir>/export/<name>` to begin anew.
+    `<model_dir>/export/<name>` to begin again.
 
     >>> exporter = BestExporter(
     ...     "best_auc",
@@ -230,68 +245,35 @@ class BestExporter(Exporter):
     ) -> None:
         super().__init__(name, serving_model_fn, assets_extra)
         _check_compare_fn(compare_fn)
-        _check_exports_to_keep(exports_to_keep)
+        check_at_least("exports_to_keep", exports_to_keep, 1)
         self._compare_fn = compare_fn
         self._exports_to_keep = exports_to_keep
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: dict[str, float],
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See `Exporter.export`."""
-        best = _read_best(export_path)
-        if best is not None and not self._compare_fn(
-            best_eval_result=best, current_eval_result=eval_result
-        ):
-            return None
-        path = self._write(model, export_path)
-        _write_best(export_path, eval_result)
-        _keep_newest(export_path, self._exports_to_keep)
-        _log.info("Best model so far exported to %s: %s", path, eval_result)
-        return path
-
-
-def _keep_newest(export_path: str, exports_to_keep: int | None) -> None:
-    if exports_to_keep is not None:
-        for old in list_exports(export_path)[:-exports_to_keep]:
-            storage.remove_tree(old)
-
-
-def _read_best(export_path: str) -> dict[str, float] | None:
-    """The best result so far, if its export is still there."""
-    if not list_exports(export_path):
-        return None
-    best = results.read_json(os.path.join(export_path, _BEST_FILE))
-    return best and best["best_eval_result"]
-
-
-def _write_best(export_path: str, eval_result: dict[str, float]) -> None:
-    numbers = {name: float(value) for name, value in eval_result.items()}
-    results.write_json(
-        os.path.join(export_path, _BEST_FILE), {"best_eval_result": numbers}
-    )
-
-
-def _check_exports_to_keep(exports_to_keep: int | None) -> None:
-    if exports_to_keep is not None and exports_to_keep <= 0:
-        raise ValueError(
-            "Argument `exports_to_keep` must be positive or None. "
-            f"Received: exports_to_keep={exports_to_keep}."
+    def _is_due(
+        self, export_path: str, eval_result: dict[str, float], at_end: bool
+    ) -> bool:
+        noted = results.read_json(os.path.join(export_path, _BEST_FILE))
+        if not noted or not list_exports(export_path):
+            return True
+        return self._compare_fn(
+            best_eval_result=noted["best_eval_result"],
+            current_eval_result=eval_result,
         )
+
+    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
+        numbers = {name: float(value) for name, value in eval_result.items()}
+        results.write_json(
+            os.path.join(os.path.dirname(path), _BEST_FILE),
+            {"best_eval_result": numbers},
+        )
+        _log.info("Best model so far exported to %s: %s", path, eval_result)
 
 
 def _check_compare_fn(compare_fn: CompareFn) -> None:
     """As `tf.estimator`: it is called with keywords, so names matter."""
     if compare_fn is None:
         raise ValueError("Argument `compare_fn` must not be None.")
-    if not callable(compare_fn):
-        raise TypeError(
-            "Argument `compare_fn` must be callable. Received: "
-            f"compare_fn={compare_fn!r}."
-        )
+    check_callable("compare_fn", compare_fn)
     names = set(inspect.signature(compare_fn).parameters)
     wanted = {"best_eval_result", "current_eval_result"}
     if names != wanted:

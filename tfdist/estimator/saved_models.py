@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_callable
 from tfdist.estimator import serving
 from tfdist.estimator.serving import Serving
 
@@ -41,6 +42,13 @@ def export_saved_model(
 
     The number is greater than any that is there. What fails leaves nothing
     behind; leftovers of a process that died are removed after an hour.
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = export_saved_model(model, directory)
+    ...     list_exports(directory) == [path]
+    True
 
     Args:
         model: A built Keras model.
@@ -194,11 +202,8 @@ def _remove_abandoned(export_path: str) -> None:
 
 def check_serving_model_fn(serving_model_fn: ServingModelFn | None) -> None:
     """Raises `TypeError` unless it is None or can be called."""
-    if serving_model_fn is not None and not callable(serving_model_fn):
-        raise TypeError(
-            "Argument `serving_model_fn` must be callable. Received: "
-            f"serving_model_fn={serving_model_fn!r}."
-        )
+    if serving_model_fn is not None:
+        check_callable("serving_model_fn", serving_model_fn)
 
 
 def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist.cluster import strategies as strategy_lib
 from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import InputFn, takes_context
@@ -65,6 +66,10 @@ class RunConfig:
       and `service`, for there is no session that they configured.
     * What is ignored is neither checked nor kept. A value of a wrong type and
       a field that does not exist are `TypeError`s.
+
+    >>> config = tfdist.RunConfig("job", save_checkpoints_steps=500)
+    >>> config.replace(model_dir="another").save_checkpoints_steps
+    500
 
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
@@ -151,7 +156,9 @@ class RunConfig:
         _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
         object.__setattr__(self, "model_dir", _directory(self.model_dir))
         self._resolve_defaults()
-        _check_integer("tf_random_seed", self.tf_random_seed)
+        check_type(
+            "tf_random_seed", self.tf_random_seed, int | np.integer | None
+        )
         for name, least in (
             ("save_summary_steps", 0),
             ("save_checkpoints_steps", 0),
@@ -165,15 +172,8 @@ class RunConfig:
         ):
             check_at_least(name, getattr(self, name), least)
         check_type("cluster", self.cluster, Cluster)
-        for name, kind in (
-            ("audit_input", bool | None),
-            ("check_numerics", bool),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(
-                    f"Argument `{name}` must be True or False. "
-                    f"Received: {name}={getattr(self, name)!r}."
-                )
+        check_type("audit_input", self.audit_input, bool | None)
+        check_type("check_numerics", self.check_numerics, bool)
         strategy_lib.check(self.strategy, self.cluster)
 
     def _resolve_defaults(self) -> None:
@@ -275,6 +275,11 @@ class RunConfig:
 class TrainSpec:
     """What to train on, as `tf.estimator.TrainSpec`.
 
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> tfdist.TrainSpec(input_fn, max_steps=1000).max_steps
+    1000
+
     Attributes:
         input_fn: Returns a `tf.data.Dataset` of batches; may have one
             argument without a default, which then gets the
@@ -312,6 +317,13 @@ class TrainSpec:
 class EvalSpec:
     """What to evaluate on, as `tf.estimator.EvalSpec`.
 
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]]))
+    >>> spec = tfdist.EvalSpec(
+    ...     input_fn, steps=None, exporters=tfdist.LatestExporter("serving"))
+    >>> [exporter.name for exporter in spec.exporters]
+    ['serving']
+
     Attributes:
         input_fn: As for `TrainSpec`; the context is that of a process alone.
         steps: Batches per evaluation at most; None: the whole dataset, which
@@ -341,10 +353,7 @@ class EvalSpec:
         check_callable("input_fn", self.input_fn)
         takes_context(self.input_fn)
         check_at_least("steps", self.steps, 1)
-        if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(
-                f"Argument `name` must be a string. Received: {self.name!r}."
-            )
+        check_type("name", self.name, str | None)
         check_at_least("start_delay_secs", self.start_delay_secs, 0)
         check_at_least("throttle_secs", self.throttle_secs, 0)
         _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
@@ -360,59 +369,12 @@ def _directory(path: str | os.PathLike) -> str:
     There `a//b` is another object than `a/b`, and what Vertex AI sets ends in
     a slash.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            "Argument `model_dir` must be a path. Received: "
-            f"model_dir={path!r} of type {type(path).__name__}."
-        )
+    check_type("model_dir", path, str | os.PathLike)
     path = os.fspath(path)
     if not path:
         raise ValueError("Argument `model_dir` must not be empty.")
     storage.check_no_pattern(path)
     return path.rstrip("/") or "/"
-
-
-def check_at_least(name: str, value: float | None, least: float) -> None:
-    """Raises unless `value` is None or a number of at least `least`."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"Argument `{name}` must be a number. Received: {name}={value!r} "
-            f"of type {type(value).__name__}."
-        )
-    if not value >= least:
-        wanted = f"at least {least}" if least >= 1 else "positive"
-        wanted = "not negative" if least == 0 else wanted
-        raise ValueError(
-            f"Argument `{name}` must be {wanted}. Received: {name}={value}."
-        )
-
-
-def check_type(name: str, value: Any, wanted: type) -> None:
-    """Raises `TypeError` unless `value` is a `wanted`."""
-    if not isinstance(value, wanted):
-        raise TypeError(
-            f"Argument `{name}` must be a tfdist.{wanted.__name__}. "
-            f"Received: {name}={value!r}."
-        )
-
-
-def check_callable(name: str, value: Any) -> None:
-    """Raises `TypeError` unless `value` can be called."""
-    if not callable(value):
-        raise TypeError(
-            f"Argument `{name}` must be callable. Received: {name}={value!r}."
-        )
-
-
-def _check_integer(name: str, value: Any) -> None:
-    """Raises `TypeError` unless `value` is None or an integer."""
-    if value is not None and not isinstance(value, int | np.integer):
-        raise TypeError(
-            f"Argument `{name}` must be an integer. Received: {name}={value!r} "
-            f"of type {type(value).__name__}."
-        )
 
 
 def _refuse_or_ignore(fields: dict[str, Any]) -> None:

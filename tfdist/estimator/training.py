@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_type
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.current import runs_in_its_cluster
@@ -20,8 +21,8 @@ from tfdist.data import data_service
 from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
-from tfdist.estimator.evaluation import Evaluator
-from tfdist.estimator.specs import EvalSpec, TrainSpec, check_type
+from tfdist.estimator.evaluator import Evaluator
+from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.session import recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession
@@ -42,6 +43,23 @@ def train_and_evaluate(
     EvalSpec has hooks or the model its own `test_step`, in the chief's process,
     which also exports. Workers and parameter servers serve, and so do the tasks
     of a tf.data service (`tfdist.one_pass`). The chief leaves last.
+
+    >>> import tempfile
+    >>> def model_fn():
+    ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    ...     return model
+    >>> def input_fn():
+    ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
+    >>> with tempfile.TemporaryDirectory() as model_dir:
+    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
+    ...     metrics, exports = tfdist.train_and_evaluate(
+    ...         tfdist.Estimator(model_fn, config),
+    ...         tfdist.TrainSpec(input_fn, max_steps=2),
+    ...         tfdist.EvalSpec(input_fn, steps=1),
+    ...     )
+    >>> metrics["global_step"]
+    2
 
     As `tf.estimator.train_and_evaluate`, in the same order, but:
 

@@ -15,6 +15,8 @@ import os
 import time
 from collections.abc import Mapping
 
+from tfdist._tf import storage
+
 _log = logging.getLogger(__name__)
 
 
@@ -22,6 +24,13 @@ def report_metrics(
     metrics: Mapping[str, float], path: str, trial: str = ""
 ) -> None:
     """Writes the metrics of a trial, in place of those that are there.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = os.path.join(directory, "metrics")
+    ...     report_metrics({"auc": 0.75, "global_step": 10}, path)
+    ...     sorted(json.loads(open(path).read()))
+    ['auc', 'checkpoint_path', 'global_step', 'timestamp', 'trial']
 
     Args:
         metrics: What `tfdist.train_and_evaluate` returns: name to value, with
@@ -31,28 +40,23 @@ def report_metrics(
         path: A local file; the service sets CLOUD_ML_HP_METRIC_FILE.
         trial: Its number; the service sets CLOUD_ML_TRIAL_ID.
     """
-    step = str(int(metrics.get("global_step", 0)))
-    now, lines = time.time(), []
+    common = {
+        "checkpoint_path": "",
+        "global_step": str(int(metrics.get("global_step", 0))),
+        "timestamp": time.time(),
+        "trial": trial,
+    }
+    lines = []
     for name, value in metrics.items():
         if name == "global_step":
             continue
-        if not math.isfinite(value):
+        if math.isfinite(value):
+            line = {name: str(float(value)), **common}
+            lines.append(json.dumps(line) + "\n")
+        else:
             _log.warning(
                 "Metric %r is %s and is not reported for this trial.",
                 name,
                 value,
             )
-            continue
-        line = {
-            name: str(float(value)),
-            "checkpoint_path": "",
-            "global_step": step,
-            "timestamp": now,
-            "trial": trial,
-        }
-        lines.append(json.dumps(line))
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    temporary = f"{path}.temp"
-    with open(temporary, "w") as file:
-        file.writelines(f"{line}\n" for line in lines)
-    os.replace(temporary, path)
+    storage.write_text(os.path.abspath(path), "".join(lines))

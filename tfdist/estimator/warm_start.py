@@ -23,6 +23,11 @@ class WarmStartSettings:
 
     As `tf.estimator.WarmStartSettings`, without `var_name_to_vocab_info`.
 
+    >>> settings = tfdist.WarmStartSettings(
+    ...     "old_job", vars_to_warm_start="embedding")
+    >>> settings.ckpt_to_initialize_from
+    'old_job'
+
     Attributes:
         ckpt_to_initialize_from: Path of a checkpoint, or of a directory, whose
             latest one is meant.
@@ -49,28 +54,6 @@ class WarmStartSettings:
                 f"checkpoint. Received: {self.ckpt_to_initialize_from!r}."
             )
 
-    def matches(self, name: str) -> bool:
-        """Whether the variable called `name` is to be taken."""
-        patterns = self.vars_to_warm_start
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        return any(re.search(pattern, name) for pattern in patterns)
-
-    def path(self) -> str:
-        """Path of the checkpoint.
-
-        Raises:
-            ValueError: there is none.
-        """
-        path = self.ckpt_to_initialize_from
-        if tf.io.gfile.isdir(path):
-            path = checkpoints.latest(path)
-        if not (path and tf.io.gfile.exists(f"{path}.index")):
-            raise ValueError(
-                "There is no checkpoint to start warm from at "
-                f"{self.ckpt_to_initialize_from!r}."
-            )
-        return path
-
 
 class WarmStartHook(SessionRunHook):
     """Takes the weights when a job begins; a job that goes on has its own.
@@ -88,18 +71,28 @@ class WarmStartHook(SessionRunHook):
         """Assigns the weights, unless the session was restored.
 
         Raises:
-            ValueError: no variable matches, or the checkpoint lacks one or has
-                it in another shape.
+            ValueError: there is no checkpoint, no variable matches, or the
+                checkpoint lacks one or has it in another shape.
         """
         if session.restored_from is not None:
             return
-        settings, path = self._settings, self._settings.path()
+        settings = self._settings
+        path = settings.ckpt_to_initialize_from
+        if tf.io.gfile.isdir(path):
+            path = checkpoints.latest(path)
+        if not (path and tf.io.gfile.exists(f"{path}.index")):
+            raise ValueError(
+                "There is no checkpoint to start warm from at "
+                f"{settings.ckpt_to_initialize_from!r}."
+            )
+        patterns = settings.vars_to_warm_start
+        patterns = [patterns] if isinstance(patterns, str) else patterns
         names = {logical_path(v) for v in session.model.trainable_variables}
         renamed = settings.var_name_to_prev_var_name
         taken = {
             renamed.get(name, name): session.variables[name]
             for name in sorted(names)
-            if settings.matches(name)
+            if any(re.search(pattern, name) for pattern in patterns)
         }
         unknown = sorted(set(renamed) - names)
         if unknown or not taken:

@@ -31,7 +31,7 @@ from tfdist.pipeline.stages import (
     check_variables,
     resolve_devices,
 )
-from tfdist.training import compiled_model, optimizers
+from tfdist.training import metrics, optimizers
 
 
 class Pipeline(keras.Model):
@@ -217,7 +217,7 @@ class Pipeline(keras.Model):
 
     def _build_metrics(self, data: Any) -> None:
         """Has Keras make its metrics, which it could not in the passes."""
-        tracker = id(compiled_model.loss_tracker(self))  # `compile` renews it.
+        tracker = id(metrics.loss_tracker(self))  # `compile` renews it.
         if self._metrics_built_for != tracker:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             known = itertools.takewhile(lambda part: part is not None, batch)
@@ -225,7 +225,7 @@ class Pipeline(keras.Model):
                 lambda t: tf.TensorSpec(t.shape, t.dtype), tuple(known)
             )
             with tf.init_scope():
-                compiled_model.build_metrics(self, spec)
+                metrics.build_metrics(self, spec)
             self._metrics_built_for = tracker
 
     def _passes(
@@ -287,7 +287,7 @@ class Pipeline(keras.Model):
         """Loss and metrics of the whole batch, as Keras computes them."""
         set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
-        compiled_model.loss_tracker(self).update_state(
+        metrics.loss_tracker(self).update_state(
             loss + tf.cast(passes.added_loss, loss.dtype),
             sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
         )

@@ -1,0 +1,113 @@
+"""The hooks that an `Estimator` gives its chief beside the user's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.data.input_fns import InputFn
+from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.warm_start import WarmStartHook
+from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
+from tfdist.hooks.progress import ProgressHook
+from tfdist.hooks.saving_hooks import (
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+)
+from tfdist.hooks.session_run_hook import Session, SessionRunHook
+from tfdist.hooks.summary_hooks import (
+    StalenessHook,
+    StepCounterHook,
+    SummarySaverHook,
+)
+from tfdist.hooks.unread_data import UnreadDataHook
+
+_log = logging.getLogger(__name__)
+
+
+def chief_hooks(
+    config: RunConfig,
+    input_fn: InputFn,
+    max_steps: int | None,
+    warm_start: WarmStartHook | None,
+    listeners: Sequence[CheckpointSaverListener],
+) -> list[SessionRunHook]:
+    """All of the chief's own hooks, the one that saves at the end.
+
+    They act at multiples of their intervals, where TF1 began at step 1: so
+    they cut the steps into the same pieces as the checkpoints.
+
+    Raises:
+        ValueError: there are listeners, but no checkpoints.
+    """
+    directory, every = config.model_dir, config.log_step_count_steps
+    hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
+    if every is not None:
+        counter = StepCounterHook(
+            every, output_dir=directory, at_first_step=False, log=False
+        )
+        hooks += [counter, ProgressHook(every, max_steps=max_steps)]
+    if warm_start:
+        hooks.append(warm_start)
+    if config.save_summary_steps:
+        hooks.append(
+            SummarySaverHook(
+                config.save_summary_steps,
+                output_dir=directory,
+                at_first_step=False,
+            )
+        )
+    if config.strategy_name == "ps":
+        hooks.append(UnreadDataHook(input_fn, config.cluster.num_workers))
+        if every is not None:
+            hooks.append(StalenessHook(directory, every))
+    if max_steps is not None:
+        hooks.append(StopAtStepHook(last_step=max_steps))
+    if config.saves_checkpoints:
+        hooks.append(
+            CheckpointSaverHook(
+                directory,
+                save_steps=config.save_checkpoints_steps or None,
+                save_secs=config.save_checkpoints_secs or None,
+                listeners=listeners,
+                max_to_keep=config.keep_checkpoint_max,
+                keep_checkpoint_every_n_hours=(
+                    config.keep_checkpoint_every_n_hours
+                ),
+            )
+        )
+    elif listeners:
+        raise ValueError(
+            "Argument `saving_listeners` has listeners, and there are no "
+            "checkpoints. Set `save_checkpoints_steps` or "
+            "`save_checkpoints_secs` of the RunConfig."
+        )
+    return hooks
+
+
+class _LogStart(SessionRunHook):
+    """Says where training begins, and plainly when there is nothing to do."""
+
+    def __init__(self, max_steps: int | None) -> None:
+        self._max_steps = max_steps
+
+    def after_create_session(
+        self, session: Session, coord: tf.train.Coordinator
+    ) -> None:
+        """Logs a line."""
+        step, restored = session.step, session.restored_from
+        if restored is None:
+            _log.info("Training starts from newly initialized variables.")
+        elif self._max_steps is None or step < self._max_steps:
+            _log.info("Training continues at step %d from %s.", step, restored)
+        else:
+            _log.warning(
+                "This job is finished already: %s is at step %d, and "
+                "max_steps is %d. No step is run. Raise max_steps to train "
+                "on, or choose another model_dir to train from step 0.",
+                restored,
+                step,
+                self._max_steps,
+            )

@@ -1,0 +1,331 @@
+"""Evaluates checkpoints, on a machine of its own (design decision D8).
+
+The evaluator is no member of the training cluster. It rebuilds the model in
+its own process, without a strategy, and reads checkpoints by variable name.
+
+What each failure costs:
+
+The evaluator dies: started again, it goes on with the newest checkpoint. None
+  that it has published is evaluated again; a final export that is missing is
+  made. The chief waits for it at the end, `evaluator_timeout_secs` at most.
+An error in it (no batch, a hook or an exporter that raises): the process ends
+  with it, as `tf.estimator`'s, and leaves it in `<eval_dir>/failure.json`.
+  Whoever started the process may start it again. A chief that waits for the
+  result logs the error within a second; after the third, or a minute after
+  one from which the evaluator did not come back, it ends without the result.
+It is started again when the chief has gone: an end that is announced already it
+  believes after `patience_secs`, makes what is missing, and ends.
+It never starts: the chief ends after `evaluator_timeout_secs`, likewise.
+The newest checkpoint is damaged: a warning, and the one before is evaluated,
+  unless it was already. The job's last one is damaged: an error, as above.
+A checkpoint is deleted before it is read: a warning; a newer one is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf import storage
+from tfdist.checkpoint import checkpoints
+from tfdist.estimator import results
+from tfdist.estimator.evaluation import (
+    DamagedCheckpointError,
+    Evaluation,
+    Hook,
+)
+from tfdist.estimator.exporters import Exporter
+from tfdist.hooks.events import EventFile, event_file
+
+_log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates and exports the checkpoints of one job.
+
+    Args:
+        model_fn: Returns the compiled model.
+        input_fn: Returns the dataset, one pass over which is an evaluation.
+        model_dir: Where the checkpoints are.
+        steps: Batches an evaluation reads at most; None for all.
+        name: Results go to `<model_dir>/eval`, or `eval_<name>`.
+        exporters: Run after each evaluation.
+        hooks: Called in each evaluation, as `tf.estimator` did: `begin`,
+            `after_create_session` when the weights are restored, `before_run`
+            and `after_run` around each batch, `end` unless there is an error.
+            Their session is an `EvaluationSession`, their logs are loss and
+            metrics of the batches so far.
+
+    Attributes:
+        evaluated: Path of the checkpoint evaluated last.
+        metrics: Its metrics.
+        exports: What the exporters then returned.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], keras.Model],
+        input_fn: Callable[[], tf.data.Dataset],
+        model_dir: str,
+        *,
+        steps: int | None = None,
+        name: str | None = None,
+        exporters: Sequence[Exporter] = (),
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self._model_dir = model_dir
+        self._exporters = list(exporters)
+        self._hooks = list(hooks)
+        self._steps = steps
+        self._input_fn = input_fn
+        self._evaluation = Evaluation(model_fn, steps, self._hooks)
+        self.eval_dir = results.eval_dir(model_dir, name)
+        self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
+        self._writer: EventFile | None = None
+        self.evaluated: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.exports: list[str | None] = [None] * len(self._exporters)
+        self._identity: list[str] | None = None
+        self._final = False
+        self._damaged: set[str] = set()
+
+    def evaluate(
+        self,
+        path: str | None,
+        elsewhere: Callable[[tf.data.Dataset], dict[str, float]] | None = None,
+    ) -> dict[str, float]:
+        """Metrics of checkpoint `path`, `loss` and `global_step` among them.
+
+        Args:
+            path: Without one, of the model as it is initialized.
+            elsewhere: Computes the metrics of the weights in `path`, so that
+                they need not be read here (`MonitoredTrainingSession.evaluate`
+                does it on a cluster's workers). Not if there are hooks, which
+                are to see each batch.
+
+        Raises:
+            DamagedCheckpointError: `path` cannot be read.
+            ValueError: there is no batch, or no end of them; the checkpoint is
+                of another model; a metric has a reserved name.
+        """
+        dataset = self._input_fn()
+        self.check_ends(dataset)
+        if self._steps is not None:
+            dataset = dataset.take(self._steps)
+        identity = results.identity_of(path) if path else None
+        if elsewhere and not self._hooks:
+            metrics, step = elsewhere(dataset), checkpoints.step_of(path)
+        else:
+            metrics, step = self._evaluation.run(dataset, path)
+        if not metrics:
+            raise ValueError(
+                "There is no batch to evaluate: the `input_fn` of the EvalSpec "
+                f"whose results go to {self.eval_dir!r} returned an empty "
+                "dataset, or a hook stopped before the first batch. Check that "
+                "its files hold examples and that `batch(drop_remainder=True)` "
+                "does not drop them all."
+            )
+        self.metrics = {**metrics, "global_step": step}
+        self.evaluated, self._identity = path, identity
+        self.exports = [None] * len(self._exporters)
+        self._final = False
+        self._report()
+        return self.metrics
+
+    def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
+        """Raises `ValueError` if an evaluation would never end."""
+        if self._steps is not None or self._hooks:  # Which may stop it.
+            return
+        dataset = self._input_fn() if dataset is None else dataset
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                "The `input_fn` of the evaluation whose results go to "
+                f"{self.eval_dir!r} returned a dataset that never ends, and "
+                "`steps` is None, for all of it. Set `steps`, or leave out "
+                "`repeat()`."
+            )
+
+    def export(self, is_the_final_export: bool) -> list[str | None]:
+        """Runs the exporters on the evaluated model.
+
+        Returns:
+            What they return. One that sees no reason to export again what it
+            has exported, before the model was known to be the last, is taken
+            to mean that.
+        """
+        if self._exporters:
+            model = self._evaluation.model(self.evaluated, self._input_fn)
+        self.exports = [
+            exporter.export(
+                model,
+                os.path.join(self._model_dir, "export", exporter.name),
+                self.metrics,
+                is_the_final_export,
+            )
+            or earlier
+            for exporter, earlier in zip(
+                self._exporters, self.exports, strict=True
+            )
+        ]
+        self._final = is_the_final_export
+        return self.exports
+
+    def publish(self) -> None:
+        """Leaves the result where the chief and the user find it."""
+        result = {
+            "metrics": self.metrics,
+            "exports": self.exports,
+            "exporters": [exporter.name for exporter in self._exporters],
+            "checkpoint": self._identity,
+            "final": self._final,
+        }
+        results.write_json(self._result_path, result)
+
+    # --- The evaluator task --------------------------------------------------
+
+    def run_continuously(
+        self,
+        max_steps: int | None,
+        start_delay_secs: float,
+        throttle_secs: float,
+        patience_secs: float = 600.0,
+    ) -> None:
+        """Evaluates each newest checkpoint until the last of the job.
+
+        Only new checkpoints, and only the newest; the last one without delay.
+        What an earlier process has published is taken over; delete
+        `<eval_dir>/latest.json` to have it evaluated again.
+
+        Args:
+            max_steps: Step of the last checkpoint; None for when the chief
+                says that it is done.
+            start_delay_secs: Seconds before the first evaluation.
+            throttle_secs: Least seconds between the starts of two evaluations.
+            patience_secs: Seconds to wait for a chief that takes back, as it
+                starts, an end of training that an earlier one has announced.
+
+        Raises:
+            ValueError: `model_dir` cannot be written; the input has no end.
+            Exception: whatever an evaluation or an exporter raises.
+        """
+        storage.check_writable(self._model_dir)
+        failure = os.path.join(self.eval_dir, results.FAILURE_FILE)
+        if tf.io.gfile.exists(failure):
+            tf.io.gfile.remove(failure)  # This process is back from it.
+        try:
+            self.check_ends()
+            self._resume()
+            self._follow(
+                max_steps, start_delay_secs, throttle_secs, patience_secs
+            )
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            results.write_json(failure, {"error": text, "time": time.time()})
+            raise
+
+    def _resume(self) -> None:
+        """Goes on from what an earlier process of this task published."""
+        result = results.read_json(self._result_path)
+        if not result or not result.get("checkpoint"):
+            return
+        same = result["exporters"] == [e.name for e in self._exporters]
+        self.metrics = result["metrics"]
+        if same:
+            self.exports = result["exports"]
+        self._final = result["final"] and same
+        self._identity = result["checkpoint"]
+        self.evaluated = os.path.join(self._model_dir, self._identity[0])
+
+    def _follow(
+        self,
+        max_steps: int | None,
+        start_delay_secs: float,
+        throttle_secs: float,
+        patience_secs: float,
+    ) -> None:
+        done_before = results.read_json(results.done_path(self._model_dir))
+        not_before = time.monotonic() + start_delay_secs
+        believe_at = time.monotonic() + patience_secs
+        while True:
+            done = results.read_json(results.done_path(self._model_dir))
+            new = done != done_before or time.monotonic() >= believe_at
+            last_step = done["global_step"] if done and new else max_steps
+            paths = checkpoints.listed(self._model_dir)
+            if paths and _is_last(paths[0], last_step):
+                self._finish(paths[0])
+                return
+            path = next((p for p in paths if p not in self._damaged), None)
+            now = time.monotonic()
+            due = path and now >= not_before and not self._has_evaluated(path)
+            if due and self._evaluate_newest(path):
+                not_before = now + throttle_secs
+            time.sleep(results.poll_secs(self._model_dir))
+
+    def _evaluate_newest(self, path: str) -> bool:
+        """Evaluates and exports a checkpoint that is not the last.
+
+        Returns:
+            Whether it could be read.
+        """
+        try:
+            self.evaluate(path)
+        except DamagedCheckpointError as error:
+            if path in checkpoints.listed(self._model_dir):
+                self._damaged.add(path)
+                _log.warning("%s It is passed over.", error)
+            else:
+                _log.warning(
+                    "%s was deleted before it was evaluated. "
+                    "RunConfig(keep_checkpoint_max=...) keeps more of them.",
+                    path,
+                )
+            return False
+        self.export(is_the_final_export=False)
+        self.publish()
+        return True
+
+    def _finish(self, path: str) -> None:
+        """Evaluates and exports the last checkpoint, or what is missing."""
+        try:
+            if not self._has_evaluated(path):
+                self.evaluate(path)
+            elif self._final:
+                return
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error} It is the job's last one, so there is no final "
+                "evaluation and no final export. Train on from the one before "
+                "it (with a larger max_steps), or take that one: "
+                "Estimator.evaluate and Estimator.export_saved_model have the "
+                "argument `checkpoint_path`."
+            ) from error.__cause__
+        self.export(is_the_final_export=True)
+        self.publish()
+
+    def _has_evaluated(self, path: str) -> bool:
+        return (
+            self._identity is not None
+            and self._identity == results.identity_of(path)
+        )
+
+    def _report(self) -> None:
+        step = self.metrics["global_step"]
+        scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
+        self._writer = self._writer or event_file(self.eval_dir)
+        self._writer.write_scalars(scalars, step)
+        self._writer.flush()
+        _log.info(
+            "Evaluation of step %d: %s",
+            step,
+            ", ".join(f"{k} {v:.4f}" for k, v in scalars.items()),
+        )
+
+
+def _is_last(path: str, last_step: int | None) -> bool:
+    """Whether checkpoint `path` is the last of the job, by its name."""
+    return last_step is not None and int(path.rpartition("-")[2]) >= last_step

@@ -1,0 +1,60 @@
+"""A checkpoint on the parameter servers, computed with by the workers.
+
+How the chief of a cluster evaluates and predicts outside of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
+from tfdist.cluster.health import HealthMonitor
+from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.estimator.building import Builder
+from tfdist.estimator.specs import RunConfig
+from tfdist.training.step import ModelStep
+from tfdist.training.workers import Workers
+
+
+@contextlib.contextmanager
+def step_on_workers(
+    config: RunConfig,
+    builder: Builder,
+    path: str | None,
+    dataset: tf.data.Dataset,
+    metrics: bool,
+) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
+    """Gives a step with the weights of checkpoint `path`, if there is one.
+
+    And what yields a function's value for each batch of `dataset`.
+    """
+    cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
+    servers.wait_until_up(cluster, wait_secs)
+    strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
+    global_step, model = builder.create_variables(strategy)
+    if path:
+        variables = checkpoints.named_variables(model, optimizer=False)
+        checkpoints.restore(path, variables)
+    step = ModelStep(
+        model,
+        dataset.element_spec,
+        global_step=global_step,
+        remote=True,
+        metrics=metrics,
+    )
+    with contextlib.ExitStack() as started:
+        health = HealthMonitor(cluster)
+        started.callback(health.stop)
+        workers = Workers(strategy, cluster.num_workers)
+        started.callback(workers.close)
+
+        def on_each_batch(function: Callable) -> Iterator[Any]:
+            traced = tf.function(function, autograph=False)
+            return workers.map(traced, dataset, health.check)
+
+        yield step, on_each_batch
