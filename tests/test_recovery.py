@@ -1,4 +1,4 @@
-"""Every row of the failure table in `session/monitored_session.py`.
+"""Every row of the failure table in `tfdist/session/__init__.py`.
 
 Real processes, real signals. `-s` shows how long each took.
 """
@@ -25,7 +25,7 @@ PROGRESS = r"^step +(\d+) .*"
 FAILED = r"Failed at step (\d+): .*"
 RECOVERED = r"Recovered: at step (\d+), .*"
 CONTINUES = r"Training continues at step (\d+) .*"
-ANEW = "starts itself anew"
+ANEW = "restarts itself"
 
 
 def command(model_dir, *flags):
@@ -182,7 +182,7 @@ def test_ps_killed_comes_back(job, killed):
     watch.say("first steps")
     assert len(found(job, FAILED)) == len(before[0]) + 1
     assert job.pid(CHIEF) == chief
-    # With a worker gone as well, the process may have to start itself anew.
+    # With a worker gone as well, the process may have to restart itself.
     assert ANEW not in job.output(CHIEF) or len(killed) > 1
     assert all(job.pid(task) != old[task] for task in killed)
 

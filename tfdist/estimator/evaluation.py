@@ -37,8 +37,8 @@ from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import results
 from tfdist.estimator.exporters import Exporter
-from tfdist.hooks.basic import HookRunner
 from tfdist.hooks.events import EventFile, event_file
+from tfdist.hooks.runner import HookRunner
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep, States

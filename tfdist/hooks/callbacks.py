@@ -7,7 +7,7 @@ a callback that relies on the rest is refused, with what does its work instead.
 
 from __future__ import annotations
 
-import logging
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +19,9 @@ from tfdist.hooks.session_run_hook import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    warn_of_single_steps,
 )
 from tfdist.training.multi_optimizer import MultiOptimizer
-
-_log = logging.getLogger(__name__)
 
 _INSTEAD = {
     keras.callbacks.ModelCheckpoint: "RunConfig(save_checkpoints_steps=...) "
@@ -98,14 +97,15 @@ class KerasCallbackHook(SessionRunHook):
                 f"steps_per_epoch={steps_per_epoch}."
             )
         for callback in callbacks:
-            check_callback(callback, with_evaluations=eval_dir is not None)
+            _check_callback(callback, with_evaluations=eval_dir is not None)
         self._callbacks = list(callbacks)
-        self._each_batch = any(map(_acts_at_batches, callbacks))
-        if self._each_batch:
-            _log.warning(
-                "A callback overrides on_train_batch_end: no two steps run in "
-                "one go, and the metrics of each cost milliseconds."
+        by_batches = [c for c in callbacks if _acts_at_batches(c)]
+        for callback in by_batches:
+            warn_of_single_steps(
+                f"{type(callback).__name__}.on_train_batch_end",
+                "Let it act at the end of an epoch instead, if that is enough.",
             )
+        self._each_batch = bool(by_batches)
         self._steps_per_epoch = steps_per_epoch
         self._eval_dir = eval_dir
         self.begin()
@@ -118,7 +118,7 @@ class KerasCallbackHook(SessionRunHook):
         self._epoch: int | None = None
         self._ended_epoch = -1
         self._evaluated_step = -1
-        self._means = _Means()
+        self._forget_logs()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Gives the callbacks the model, which is another after a recovery."""
@@ -150,7 +150,7 @@ class KerasCallbackHook(SessionRunHook):
         """Begins an epoch."""
         if self._epoch is None:
             self._epoch = run_context.session.step // self._steps_per_epoch
-            self._means = _Means()
+            self._forget_logs()
             self._call("on_epoch_begin", self._epoch)
 
     def after_run(
@@ -160,7 +160,9 @@ class KerasCallbackHook(SessionRunHook):
         session = run_context.session
         steps, self._step = session.step - self._step, session.step
         if steps > 0:
-            self._means.add(run_values.results, steps)
+            self._logged_steps += steps
+            for name, value in run_values.results.items():
+                self._sums[name] += value * steps
             batch = (session.step - 1) % self._steps_per_epoch
             self._call("on_train_batch_end", batch, dict(run_values.results))
         if session.step // self._steps_per_epoch > self._epoch:
@@ -170,7 +172,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""
-        if self._epoch is not None and self._means.steps:
+        if self._epoch is not None and self._logged_steps:
             self._end_epoch()
         self._call("on_train_end")
 
@@ -179,7 +181,8 @@ class KerasCallbackHook(SessionRunHook):
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch
-        logs = {**self._means.result(), **self._new_evaluation()}
+        means = {k: v / self._logged_steps for k, v in self._sums.items()}
+        logs = {**means, **self._new_evaluation()}
         self._call("on_epoch_end", epoch, logs)
 
     def _new_evaluation(self) -> dict[str, float]:
@@ -191,40 +194,19 @@ class KerasCallbackHook(SessionRunHook):
         self._evaluated_step = newest
         return {f"val_{k}": v for k, v in results[newest].items()}
 
+    def _forget_logs(self) -> None:
+        self._logged_steps = 0
+        self._sums: dict[str, float] = collections.defaultdict(float)
+
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*args)
 
 
-class _Means:
-    """Means of logs, weighted by the steps they stand for."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._sums: dict[str, float] = {}
-
-    def add(self, logs: dict[str, float], steps: int) -> None:
-        self.steps += steps
-        for name, value in logs.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * steps
-
-    def result(self) -> dict[str, float]:
-        return {name: value / self.steps for name, value in self._sums.items()}
-
-
-def check_callback(
+def _check_callback(
     callback: keras.callbacks.Callback, with_evaluations: bool
 ) -> None:
-    """Fails for a callback that would not do what it does under `fit`.
-
-    Args:
-        callback: The callback.
-        with_evaluations: Whether there are `val_` metrics.
-
-    Raises:
-        ValueError: it would not.
-        TypeError: it is no callback.
-    """
+    """Fails for a callback that would not do what it does under `fit`."""
     if not isinstance(callback, keras.callbacks.Callback):
         raise TypeError(
             "Argument `callbacks` must be a list of keras.callbacks.Callback. "

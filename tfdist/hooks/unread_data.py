@@ -38,7 +38,7 @@ class UnreadDataHook(SessionRunHook):
         self._since: dict[str, int] = {}
 
     def steps_until_next(self, step: int) -> None:
-        """As many as others allow: it asks for seconds."""
+        """Any number: it asks for seconds."""
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -54,7 +54,7 @@ class UnreadDataHook(SessionRunHook):
                 "now, because input function %s gives every worker a share of "
                 "its own. tfdist.read_csv(..., context=context) and its kin "
                 "deal the examples again in each pass.",
-                _listed(missing),
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}",
                 self._after_secs,
                 self._share(),
                 described(self._input_fn),
@@ -73,7 +73,3 @@ class UnreadDataHook(SessionRunHook):
 
     def _share(self) -> str:
         return f"{len(self._since) / self._num_workers:.0%}"
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
