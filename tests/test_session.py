@@ -250,6 +250,32 @@ def test_a_hook_asks_for_what_is_not_there():
         train(make(), hooks=[Asking()])
 
 
+def test_evaluates_in_this_process():
+    build = make(metrics=["mse"])
+    with MonitoredTrainingSession(
+        build, hooks=[Recorder([], every=3)]
+    ) as session:
+        session.run()
+        metrics = session.evaluate(batches(60, 8, seed=1))
+        expected = session.model.evaluate(
+            batches(60, 8, seed=1), verbose=0, return_dict=True
+        )
+        assert metrics == pytest.approx(expected, rel=1e-5)
+        assert session.evaluate(batches().take(0)) == {}
+        assert session.run()["loss"] > 0
+
+
+def test_a_step_function_has_nothing_to_evaluate():
+    global_step = tf.Variable(0, dtype=tf.int64)
+    with (
+        MonitoredTrainingSession(
+            lambda: Trainable(dict, global_step, {})
+        ) as session,
+        pytest.raises(ValueError, match="plain step function"),
+    ):
+        session.evaluate(batches())
+
+
 # --- Errors ------------------------------------------------------------------
 
 
