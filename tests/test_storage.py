@@ -108,7 +108,7 @@ def test_json_on_a_store(server, folder):
 def test_a_missing_bucket_is_named():
     """TensorFlow would look for its parent for ever."""
     with pytest.raises(
-        tf.errors.NotFoundError, match="bucket .* does not exist"
+        tf.errors.NotFoundError, match=r"bucket .* does not exist"
     ):
         storage.make_directory("gs://no-such-bucket/folder")
 
@@ -197,7 +197,7 @@ def test_a_list_of_checkpoints_that_cannot_be_read(
     write(f"{directory}/checkpoint", b"model_checkpoint_path: 'cut off")
     jobs = checkpoints.Checkpoints(directory, {"v": tf.Variable(1.0)})
     for act in (jobs.restore, lambda: checkpoints.latest(directory)):
-        with pytest.raises(ValueError, match="to train anew, move"):
+        with pytest.raises(ValueError, match="to start over, move"):
             act()
 
 

@@ -34,7 +34,7 @@ _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
-    "that is whole; to train anew, move all away or choose another model_dir."
+    "that is whole; to start over, move all away or choose another model_dir."
 )
 GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
@@ -60,6 +60,10 @@ def named_variables(
     path that the table would have in one piece, and a slot
     `<variable>/<optimizer>/<slot>`, as in TF1.
 
+    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    >>> [name.split("/")[-1] for name in named_variables(model)]
+    ['kernel', 'bias']
+
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
@@ -68,8 +72,15 @@ def named_variables(
     Raises:
         ValueError: two variables have one name.
     """
+    grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
+    metrics = {id(v) for v in model.metrics_variables}
+    for variable in model.variables:
+        if id(variable) not in metrics:
+            grouped[logical_path(variable)].append(variable)
+    if optimizer and getattr(model, "optimizer", None) is not None:
+        _add_optimizer(grouped, model)
     named: dict[str, Saveable] = {}
-    for name, variables in _grouped(model, optimizer).items():
+    for name, variables in grouped.items():
         if len(variables) == 1:
             named[name] = variables[0].value
         elif all(shard_of(v) is not None for v in variables):
@@ -85,17 +96,10 @@ def named_variables(
     return named
 
 
-def _grouped(
-    model: keras.Model, optimizer: bool
-) -> dict[str, list[keras.Variable]]:
-    """Variables by name; the shards of a table under one, in order."""
-    metrics = {id(v) for v in model.metrics_variables}
-    grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
-    for variable in model.variables:
-        if id(variable) not in metrics:
-            grouped[logical_path(variable)].append(variable)
-    if not optimizer:
-        return grouped
+def _add_optimizer(
+    grouped: dict[str, list[keras.Variable]], model: keras.Model
+) -> None:
+    """Adds the slots, after their variables, and what all variables share."""
     parts = optimizers.parts(model.optimizer)
     names = optimizers.part_names(model.optimizer)
     seen = set()
@@ -114,7 +118,6 @@ def _grouped(
                 kind = slots.shared_name(part, variable)
                 grouped[f"{name}/{kind}"].append(variable)
                 seen.add(id(variable))
-    return grouped
 
 
 class Checkpoints:
@@ -167,11 +170,13 @@ class Checkpoints:
         self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._variables), **parts
         )
-        self._manager = tf.train.CheckpointManager(
-            self._checkpoint,
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
+        self._manager = self._manager_of(self._checkpoint)
+
+    def _manager_of(
+        self, checkpoint: tf.train.Checkpoint
+    ) -> tf.train.CheckpointManager:
+        return tf.train.CheckpointManager(
+            checkpoint, self._directory, checkpoint_name=BASENAME, **self._keep
         )
 
     @property
@@ -180,7 +185,7 @@ class Checkpoints:
         return self._manager.latest_checkpoint
 
     def prepare(self) -> None:
-        """Does now what else the first save would do: traces a function."""
+        """Traces the functions that the first save would trace."""
         self._set_iterator(self._iterator_fn())
         self._checkpoint.trace()
         if self._finite:
@@ -190,11 +195,9 @@ class Checkpoints:
         """Writes `model.ckpt-<step>` and returns its path.
 
         Raises:
-            NonFiniteVariablesError: the check finds something.
+            NonFiniteVariablesError: a variable is not finite.
         """
-        names = self._finite.not_finite() if self._finite else []
-        if names:
-            raise NonFiniteVariablesError(self._refusal(step, names))
+        self._check_finite(step)
         self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
@@ -214,14 +217,17 @@ class Checkpoints:
         self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
 
-    def _refusal(self, step: int, names: Sequence[str]) -> str:
-        return (
-            f"At step {step} {len(names)} of {len(self._variables)} variables "
-            f"hold NaN or infinite values: {', '.join(names[:20])}. They are "
-            f"not saved; the last good checkpoint is {self.latest}. Look for "
-            "NaN among the features, and for a learning rate that is too "
-            "large; `check_numerics=False` saves what is there."
-        )
+    def _check_finite(self, step: int) -> None:
+        names = self._finite.not_finite() if self._finite else []
+        if names:
+            raise NonFiniteVariablesError(
+                f"At step {step} {len(names)} of {len(self._variables)} "
+                f"variables hold NaN or infinite values: "
+                f"{', '.join(names[:20])}. They are not saved; the last good "
+                f"checkpoint is {self.latest}. Look for NaN among the "
+                "features, and for a learning rate that is too large; "
+                "`check_numerics=False` saves what is there."
+            )
 
     def restore(self) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
@@ -243,6 +249,7 @@ class Checkpoints:
             try:
                 restore(path, self._variables, exact=True)
                 self._restore_iterator(path)
+                return path
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if isinstance(error, NO_DAMAGE):
                     raise
@@ -250,7 +257,7 @@ class Checkpoints:
                     raise ValueError(
                         f"Every checkpoint in {self._directory!r} is damaged: "
                         f"{paths}. Put a whole one there, or choose another "
-                        "model_dir to train anew."
+                        "model_dir to start over."
                     ) from error
                 _log.warning(
                     "Checkpoint %s is damaged and is passed over; %s is taken "
@@ -259,8 +266,6 @@ class Checkpoints:
                     older,
                     str(error).splitlines()[0],
                 )
-            else:
-                return path
         return None
 
     def save_position(self, step: int) -> None:
@@ -271,12 +276,7 @@ class Checkpoints:
         iterator = self._iterator_fn()
         if iterator is None:
             return
-        manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(iterator=iterator),
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
-        )
+        manager = self._manager_of(tf.train.Checkpoint(iterator=iterator))
         try:
             manager.save(checkpoint_number=step)
         except _NO_POSITION as error:
@@ -318,8 +318,8 @@ class Checkpoints:
 def latest(directory: str) -> str | None:
     """Path of the newest complete checkpoint in `directory`, or None.
 
-    As `tf.train.latest_checkpoint`, which says None also where the directory
-    cannot be read: a job would begin anew.
+    As `tf.train.latest_checkpoint`, which returns None also where the directory
+    cannot be read: a job would start over.
 
     Raises:
         OpError: the directory cannot be read.
