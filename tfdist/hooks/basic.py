@@ -118,14 +118,6 @@ class LoggingTensorHook(TimedHook):
         )
         self._at_end = at_end
         self._formatter = formatter
-        self._logs: Logs = {}
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Keeps the logs, and writes a line when the timer triggers."""
-        self._logs = run_values.results or self._logs
-        super().after_run(run_context, run_values)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """Writes a line."""

@@ -24,12 +24,11 @@ from tfdist.hooks.session_run_hook import (
 from tfdist.training.multi_optimizer import MultiOptimizer
 
 _INSTEAD = {
-    keras.callbacks.ModelCheckpoint: "RunConfig(save_checkpoints_steps=...) "
-    "and BestExporter save the model.",
+    (keras.callbacks.ModelCheckpoint, keras.callbacks.OrbaxCheckpoint): (
+        "RunConfig(save_checkpoints_steps=...) and BestExporter save the model."
+    ),
     keras.callbacks.BackupAndRestore: "Every job goes on from its last "
     "checkpoint by itself.",
-    keras.callbacks.OrbaxCheckpoint: "RunConfig(save_checkpoints_steps=...) "
-    "saves the model.",
     keras.callbacks.TerminateOnNaN: "NanTensorHook stops training when the "
     "loss is NaN, before it is saved.",
     keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
@@ -67,7 +66,7 @@ class KerasCallbackHook(SessionRunHook):
       first epoch that ends after it; epochs without a new one have none.
     * After a recovery the steps since the last checkpoint run again. An epoch
       that had ended is not reported a second time. After a restart of the
-      process callbacks begin anew, at the epoch where the job is.
+      process callbacks start over, at the epoch where the job is.
 
     `model.stop_training = True` requests a stop. A learning rate that a
     callback sets reaches the optimizer's variable, also on a parameter server.
@@ -97,7 +96,16 @@ class KerasCallbackHook(SessionRunHook):
                 f"steps_per_epoch={steps_per_epoch}."
             )
         for callback in callbacks:
-            _check_callback(callback, with_evaluations=eval_dir is not None)
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise TypeError(
+                    "Argument `callbacks` must be a list of "
+                    f"keras.callbacks.Callback. Received: {callback!r}."
+                )
+            if reason := _reason_against(callback, eval_dir is not None):
+                raise ValueError(
+                    f"{type(callback).__name__} cannot run in tfdist's "
+                    f"training loop. {reason}"
+                )
         self._callbacks = list(callbacks)
         by_batches = [c for c in callbacks if _acts_at_batches(c)]
         for callback in by_batches:
@@ -203,26 +211,10 @@ class KerasCallbackHook(SessionRunHook):
             getattr(callback, method)(*args)
 
 
-def _check_callback(
-    callback: keras.callbacks.Callback, with_evaluations: bool
-) -> None:
-    """Fails for a callback that would not do what it does under `fit`."""
-    if not isinstance(callback, keras.callbacks.Callback):
-        raise TypeError(
-            "Argument `callbacks` must be a list of keras.callbacks.Callback. "
-            f"Received: {callback!r}."
-        )
-    reason = _reason_against(callback, with_evaluations)
-    if reason:
-        raise ValueError(
-            f"{type(callback).__name__} cannot run in tfdist's training loop. "
-            f"{reason}"
-        )
-
-
 def _reason_against(
     callback: keras.callbacks.Callback, with_evaluations: bool
 ) -> str | None:
+    """Why a callback would not do what it does under `fit`; None: it does."""
     for kind, instead in _INSTEAD.items():
         if isinstance(callback, kind):
             return instead

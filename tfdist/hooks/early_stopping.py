@@ -38,8 +38,7 @@ def make_early_stopping_hook(
     `TrainSpec(hooks=...)`.
 
     Args:
-        estimator: Unused; one process runs all steps, so that no other has to
-            be told. It keeps the place it has in TF1.
+        estimator: Unused; it keeps the place it has in TF1.
         should_stop_fn: Whether to stop.
         run_every_secs: Seconds between questions; must be None where
             `run_every_steps` is given.
@@ -80,8 +79,7 @@ def stop_if_higher_hook(
             evaluation has no such metric.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
+    return _StopOnPredicateHook(
         lambda: results.crossed(operator.gt, threshold),
         run_every_secs,
         run_every_steps,
@@ -102,8 +100,7 @@ def stop_if_lower_hook(
     As `stop_if_higher_hook` otherwise.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
+    return _StopOnPredicateHook(
         lambda: results.crossed(operator.lt, threshold),
         run_every_secs,
         run_every_steps,
@@ -127,8 +124,7 @@ def stop_if_no_increase_hook(
     before it. The other arguments are those of `stop_if_higher_hook`.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
+    return _StopOnPredicateHook(
         lambda: results.stalled(operator.gt, max_steps_without_increase),
         run_every_secs,
         run_every_steps,
@@ -149,8 +145,7 @@ def stop_if_no_decrease_hook(
     As `stop_if_no_increase_hook` otherwise.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
+    return _StopOnPredicateHook(
         lambda: results.stalled(operator.lt, max_steps_without_decrease),
         run_every_secs,
         run_every_steps,

@@ -12,7 +12,6 @@ from tfdist.hooks.session_run_hook import (
     Logs,
     Session,
     SessionRunContext,
-    SessionRunValues,
     TimedHook,
 )
 
@@ -58,7 +57,6 @@ class ProgressHook(TimedHook):
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
         self._marks: list[_Mark] = []
-        self._logs: Logs = {}
         self._lines = 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
@@ -66,13 +64,6 @@ class ProgressHook(TimedHook):
         self._timer.update_last_triggered_step(session.step)
         self._marks = [_Mark.of(session)]
         self._traces = True
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Keeps the logs, and writes a line when the timer triggers."""
-        self._logs = run_values.results or self._logs
-        super().after_run(run_context, run_values)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """Writes a line."""

@@ -87,7 +87,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
 
     The order of calls is TF1's: `begin()` once; `after_create_session(session,
     coord)` when the model is initialized or restored, and again after each
-    recovery, with variables made anew; `before_run(run_context)` and
+    recovery, with new variables; `before_run(run_context)` and
     `after_run(run_context, run_values)` around each run; `end(session)` unless
     training ends in an error.
 
@@ -222,6 +222,7 @@ class TimedHook(SessionRunHook):
         self._timer = SecondOrStepTimer(every_secs, every_steps)
         self._at_first_step = at_first_step
         self._secs: float | None = None  # Between the last two triggers.
+        self._logs: Logs = {}  # The newest that are not empty.
 
     def begin(self) -> None:
         """Forgets an earlier session."""
@@ -244,6 +245,7 @@ class TimedHook(SessionRunHook):
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         """Calls `on_trigger` when the timer triggers."""
+        self._logs = run_values.results or self._logs
         step = run_context.session.step
         if self._timer.should_trigger_for_step(step):
             self._secs, _ = self._timer.update_last_triggered_step(step)
