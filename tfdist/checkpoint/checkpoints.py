@@ -1,29 +1,25 @@
 """Checkpoints: variables by name, whatever the cluster (design decision D6).
 
-Keras 3 numbers the variables in its checkpoints, so the order in which layers
-were made is part of the format. Here a checkpoint names every variable by its
-path, and slots after their optimizer, so the same checkpoint restores into a
-cluster of any shape and into a plain model in one process.
+The same checkpoint restores into a cluster of any shape, and into a plain model
+in one process; `names` says what its variables are called.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private import CheckpointTracedOnce, Saveable, ShardedVariable
-from tfdist.embeddings.layer import copy_shard, logical_path, shard_of
-from tfdist.training import optimizers, slots
+from tfdist._tf.private import CheckpointTracedOnce, Saveable
+from tfdist.checkpoint.names import GLOBAL_STEP
+from tfdist.checkpoint.names import named_variables as named_variables
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
@@ -36,7 +32,6 @@ _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
     "that is whole; to start over, move all away or choose another model_dir."
 )
-GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
@@ -49,83 +44,21 @@ NO_DAMAGE = (
 )
 
 
-def named_variables(
-    model: keras.Model,
-    global_step: tf.Variable | None = None,
-    optimizer: bool = True,
-) -> dict[str, Saveable]:
-    """What a checkpoint of `model` holds, by name.
-
-    A variable is called by its path, the shards of a table together by the
-    path that the table would have in one piece, and a slot
-    `<variable>/<optimizer>/<slot>`, as in TF1.
-
-    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-    >>> [name.split("/")[-1] for name in named_variables(model)]
-    ['kernel', 'bias']
-
-    Args:
-        model: A built model.
-        global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included.
-
-    Raises:
-        ValueError: two variables have one name.
-    """
-    grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
-    metrics = {id(v) for v in model.metrics_variables}
-    for variable in model.variables:
-        if id(variable) not in metrics:
-            grouped[logical_path(variable)].append(variable)
-    if optimizer and getattr(model, "optimizer", None) is not None:
-        _add_optimizer(grouped, model)
-    named: dict[str, Saveable] = {}
-    for name, variables in grouped.items():
-        if len(variables) == 1:
-            named[name] = variables[0].value
-        elif all(shard_of(v) is not None for v in variables):
-            named[name] = ShardedVariable([v.value for v in variables])
-        else:
-            raise ValueError(
-                f"Two variables of model {model.name!r} are both called "
-                f"{name!r}; a checkpoint could not tell them apart. Give "
-                "their layers different names."
-            )
-    if global_step is not None:
-        named[GLOBAL_STEP] = global_step
-    return named
-
-
-def _add_optimizer(
-    grouped: dict[str, list[keras.Variable]], model: keras.Model
-) -> None:
-    """Adds the slots, after their variables, and what all variables share."""
-    parts = optimizers.parts(model.optimizer)
-    names = optimizers.part_names(model.optimizer)
-    seen = set()
-    for variable in model.trainable_variables:
-        i = optimizers.owner(model.optimizer, variable)
-        prefix = f"{logical_path(variable)}/{names[i]}/"
-        for kind, slot in slots.named_slots(parts[i], variable).items():
-            copy_shard(variable, slot)
-            grouped[prefix + kind].append(slot)
-            seen.add(id(slot))
-    for part, name in zip(
-        [*parts, model.optimizer], [*names, model.optimizer.name], strict=True
-    ):
-        for variable in part.variables:
-            if id(variable) not in seen:
-                kind = slots.shared_name(part, variable)
-                grouped[f"{name}/{kind}"].append(variable)
-                seen.add(id(variable))
-
-
 class Checkpoints:
     """The checkpoints of a job: `model_dir/model.ckpt-<step>`.
 
     A thin layer over `tf.train.Checkpoint` and `CheckpointManager`: each
     parameter server writes what it holds, in parallel; a checkpoint becomes
     the latest only when it is complete.
+
+    >>> import tempfile
+    >>> weight = tf.Variable(1.0)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Checkpoints(directory, {"weight": weight}).save(step=7)
+    ...     _ = weight.assign(0.0)
+    ...     restore(path, {"weight": weight})
+    >>> os.path.basename(path), float(weight)
+    ('model.ckpt-7', 1.0)
 
     Args:
         directory: Where the checkpoints are.

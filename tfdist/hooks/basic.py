@@ -198,6 +198,10 @@ class FinalOpsHook(SessionRunHook):
 
     As `tf.compat.v1.train.FinalOpsHook`.
 
+    >>> hook = FinalOpsHook({"weights": "dense/kernel"})
+    >>> hook.final_ops_values is None  # Until the session ends.
+    True
+
     Args:
         final_ops: A structure of names of variables and variables, or a
             function of the session that returns any value.

@@ -145,6 +145,11 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     TensorFlow's own timer, which is also able to say when it triggers next and
     to go back with a session that was restored.
 
+    >>> timer = SecondOrStepTimer(every_steps=3)
+    >>> _ = timer.update_last_triggered_step(1)
+    >>> timer.steps_until_next(2), timer.should_trigger_for_step(4)
+    (2, True)
+
     Args:
         every_secs: Seconds between triggers.
         every_steps: Steps between triggers. Exactly one must be given.

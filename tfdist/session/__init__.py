@@ -1,8 +1,9 @@
 """`MonitoredTrainingSession`: steps that go on when a process dies.
 
-Read in this order: `monitored_session` (the session), `building` (how it
-connects and builds, again after each failure), `recovery` (what is done about
-which error), `lockstep` (all-reduce: one process leads, the others follow).
+Read in this order: `monitored_session` (hooks around steps), `recoverable`
+(what is built again after a failure), `building` (how), `recovery` (what is
+done about which error), `lockstep` (all-reduce: one process leads, the others
+follow).
 
 What each failure costs (design decision D7):
 

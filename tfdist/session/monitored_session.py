@@ -1,11 +1,4 @@
-"""`MonitoredTrainingSession`: initialized or restored, with hooks, recovering.
-
-with tfdist.MonitoredTrainingSession(
-    build_fn, checkpoint_dir=directory, hooks=[StopAtStepHook(last_step=99)]
-) as session:
-    while not session.should_stop():
-        session.run()
-"""
+"""`MonitoredTrainingSession`: steps with hooks, restored and recovering."""
 
 from __future__ import annotations
 
@@ -44,7 +37,22 @@ class MonitoredTrainingSession(RecoverableSession):
     """Runs steps with hooks; initializes, restores and recovers by itself.
 
     As `tf.compat.v1.train.MonitoredTrainingSession`; see `tfdist.session`
-    for what it does about failures. Beside `build_fn`, differences are:
+    for what it does about failures.
+
+    >>> from tfdist.hooks import StopAtStepHook
+    >>> def build_fn():
+    ...     step = tf.Variable(0, dtype=tf.int64)
+    ...     run = lambda: {"loss": 1 / int(step.assign_add(1))}
+    ...     return Trainable(run, step, variables={})
+    >>> with MonitoredTrainingSession(
+    ...     build_fn, hooks=[StopAtStepHook(last_step=2)]
+    ... ) as session:
+    ...     while not session.should_stop():
+    ...         print(session.run())
+    {'loss': 1.0}
+    {'loss': 0.5}
+
+    Beside `build_fn`, differences are:
 
     * `run()` takes no fetches. A `Trainable` whose `step` is a function runs
       it once, as in TF1; one with a loop runs as many steps as the hooks allow
