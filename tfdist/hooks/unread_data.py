@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnreadDataHook(SessionRunHook):
-    """Warns, once a worker is gone for long and again at the end of the job.
+    """Warns when a worker is gone for long, and again at the end of the job.
 
     Args:
         input_fn: That of training, to name it.
@@ -43,7 +43,7 @@ class UnreadDataHook(SessionRunHook):
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Warns of workers that are newly missing."""
+        """Warns of workers that have gone since the last run."""
         session = run_context.session
         missing = session.missing_workers(self._after_secs)
         before = self._since
@@ -52,7 +52,7 @@ class UnreadDataHook(SessionRunHook):
             _log.warning(
                 "%s gone for %g s or more: nobody reads %s of the examples "
                 "now, because input function %s gives every worker a share of "
-                "its own. tfdist.read_csv(..., context=context) and its kin "
+                "its own. The readers of tfdist.data, with context=context, "
                 "deal the examples again in each pass.",
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}",
                 self._after_secs,

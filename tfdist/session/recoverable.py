@@ -234,24 +234,29 @@ class RecoverableSession:
                 hook.after_create_session(self, self._coord)
 
     def _restore(self) -> None:
-        """Restores the newest checkpoint, or the one that the leader has."""
-        path = self._lockstep.next_restored() if self._follows else None
-        if path or (self.checkpoint_dir and not self._follows):
-            if not (self.is_chief or self._follows):
-                self._wait_for_checkpoint()
-            saved = self.checkpoints(self.checkpoint_dir)
-            if path:
+        """Restores the newest checkpoint, or as a follower the leader's."""
+        if self._follows:
+            path = self._lockstep.next_restored()
+            if path is not None:
+                saved = self.checkpoints(self.checkpoint_dir)
                 own = self._lockstep.own_position(path)
                 saved.restore_from(
                     path, own if self._loop.own_batches else path
                 )
-            else:
-                path = saved.restore()
-            self.input_restored = saved.position_restored
-            self._failures.record_phase("restored")
+                self._note_restored(path, saved)
+            return
+        if self.checkpoint_dir:
+            if not self.is_chief:
+                self._wait_for_checkpoint()
+            saved = self.checkpoints(self.checkpoint_dir)
+            self._note_restored(saved.restore(), saved)
+        if self._lockstep:
+            self._lockstep.announce(restored=self.restored_from)
+
+    def _note_restored(self, path: str | None, saved: Checkpoints) -> None:
         self.restored_from = path
-        if self._lockstep and not self._follows:
-            self._lockstep.announce(restored=path)
+        self.input_restored = saved.position_restored
+        self._failures.record_phase("restored")
 
     def _wait_for_checkpoint(self) -> None:
         deadline = time.monotonic() + self._max_wait_secs
