@@ -50,8 +50,8 @@ class CheckpointSaverHook(TimedHook):
             `tf.train.latest_checkpoint(checkpoint_dir)`.
 
     Raises:
-        ValueError: not exactly one of `save_secs` and `save_steps` is given, or it is not
-            positive.
+        ValueError: not exactly one of `save_secs` and `save_steps` is given,
+            or it is not positive.
     """
 
     wants_none_under_way = True
