@@ -107,8 +107,8 @@ class StepCounterHook(TimedHook):
         log: Whether to log it too.
 
     Raises:
-        ValueError: not exactly one of `every_n_steps` and `every_n_secs` is given,
-            or it is not positive.
+        ValueError: not exactly one of `every_n_steps` and `every_n_secs` is
+            given, or it is not positive.
     """
 
     _TAG = "global_step/sec"
