@@ -28,7 +28,7 @@ class Training:
     into. `nan_at`: the step whose loss is NaN.
     """
 
-    basic: Callable = lambda library, log: []
+    hooks: Callable = lambda library, log: []
     chief_only_hooks: Callable = lambda library, log: []
     start: int = 0
     by: int = 1
@@ -103,10 +103,12 @@ def ours(training, directory=None):
 
 
 def _play(make_session, run, training, library, directory, log):
+    hooks = training.hooks(library, log)
+    chief_only_hooks = training.chief_only_hooks(library, log)
     try:
         session = make_session(
-            hooks=training.hooks(library, log),
-            chief_only_hooks=training.chief_only_hooks(library, log),
+            hooks=hooks,
+            chief_only_hooks=chief_only_hooks,
             checkpoint_dir=directory and str(directory),
             **training.session,
         )

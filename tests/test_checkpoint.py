@@ -192,8 +192,7 @@ def test_a_layer_of_any_name_restores(tmp_path):
 
 @pytest.mark.parametrize("name", ["a/b", "a.b", "a.b/c.d", "a_b"])
 def test_any_name_survives(tmp_path, name):
-    checkpoints = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)})
-    path = checkpoints.save(0)
+    path = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)}).save(0)
     assert checkpoints.saved_shapes(path) == {name: []}
     other = {name: tf.Variable(0.0)}
     restore(path, other)

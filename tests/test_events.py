@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -65,6 +67,17 @@ def test_one_file_for_a_directory(tmp_path):
         file.flush()
     assert len(list(tmp_path.iterdir())) == 1
     assert read_scalars(str(tmp_path)) == {1: SCALARS, 2: SCALARS}
+
+
+def test_a_directory_that_is_made_again_gets_a_file_again(tmp_path):
+    """A model_dir that is removed between two jobs of one process."""
+    for step in (1, 2):
+        file = event_file(str(tmp_path / "job"))
+        file.write_start(step)
+        file.write_scalars(SCALARS, step)
+        file.flush()
+        assert read_scalars(str(tmp_path / "job")) == {step: SCALARS}
+        shutil.rmtree(tmp_path / "job")
 
 
 # --- Reading -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tfdist._tf.private import ShardedVariable
 from tfdist.hooks import basic
+from tfdist.hooks.runner import resolve
 from tfdist.hooks.session_run_hook import SessionRunHook
 
 # --- StopAtStepHook ----------------------------------------------------------
@@ -117,7 +118,7 @@ def test_an_unknown_name(caplog):
 def test_fetches_a_table_in_shards():
     shards = [tf.Variable([[1.0], [2.0]]), tf.Variable([[3.0]])]
     table = ShardedVariable(shards)
-    assert basic.resolve(["t"], {}, {"t": table})[0].tolist() == [[1], [2], [3]]
+    assert resolve(["t"], {}, {"t": table})[0].tolist() == [[1], [2], [3]]
 
 
 # --- NanTensorHook -----------------------------------------------------------

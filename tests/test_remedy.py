@@ -62,8 +62,8 @@ def op_error(kind, message="m"):
         ),
     ],
 )
-def test_remedy(error, lost, failures, expected):
-    assert recovery.remedy(error, lost, failures) is expected
+def test_choose_action(error, lost, failures, expected):
+    assert recovery.choose_action(error, lost, failures) is expected
 
 
 def repeated(failures, *events):
@@ -154,6 +154,6 @@ def test_updates_of_others_are_counted():
         (ValueError("the user's"), RecoveryAction.RAISE),
     ],
 )
-def test_remedy_in_sync(error, expected):
+def test_choose_action_in_sync(error, expected):
     """TensorFlow connects no two processes of an all-reduce job again."""
-    assert recovery.remedy(error, {}, in_sync=True) is expected
+    assert recovery.choose_action(error, {}, in_sync=True) is expected

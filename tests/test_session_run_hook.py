@@ -1,12 +1,14 @@
 import importlib
 import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tfdist
 from tfdist.hooks.session_run_hook import (
     SecondOrStepTimer,
     SessionRunHook,
@@ -138,9 +140,12 @@ def test_bad_timer(kwargs, message):
 
 
 def every_hook_of_tfdist():
-    names = "hooks saving_hooks summary_hooks progress early_stopping"
-    for name in [*names.split(), "warm_start", "callbacks", "estimator"]:
-        module = importlib.import_module(f"tfdist.{name}")
+    for path in Path(tfdist.__file__).parent.glob("*/*.py"):
+        if path.parent.name not in ("hooks", "estimator"):
+            continue
+        module = importlib.import_module(
+            f"tfdist.{path.parent.name}.{path.stem}"
+        )
         for kind in vars(module).values():
             if inspect.isclass(kind) and issubclass(kind, SessionRunHook):
                 yield kind

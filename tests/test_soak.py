@@ -130,7 +130,7 @@ def test_thirty_random_faults(tmp_path):
     assert metrics["auc"] == pytest.approx(undisturbed["auc"], abs=0.02)
     assert metrics["loss"] == pytest.approx(undisturbed["loss"], abs=0.03)
     chief = (tmp_path / "disturbed-logs" / "chief-0.log").read_text()
-    recoveries = re.findall(r"Failed at step|starts itself anew", chief)
+    recoveries = re.findall(r"Failed at step|restarts itself", chief)
     print(f"{len(recoveries)} recoveries; growth in MB: {growth}")
     assert recoveries
     # A copy of what was traced would be some 60 MB, for each of the recoveries.

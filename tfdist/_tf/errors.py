@@ -1,4 +1,4 @@
-"""What an error of TensorFlow's says."""
+"""The message of a TensorFlow error."""
 
 from __future__ import annotations
 

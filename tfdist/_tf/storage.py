@@ -1,4 +1,4 @@
-"""What an object store does in another way than a disk, where it matters.
+"""Where an object store differs from a disk.
 
 `tf.io.gfile` hides most of it. TensorFlow repeats a request to `gs://` that
 failed (no answer, HTTP 409, 429, 5xx) ten times, over some three minutes, and
@@ -59,7 +59,7 @@ _ADVICE = (
 
 
 def is_object_store(path: str) -> bool:
-    """Whether files at `path` move one by one, and folders not at all.
+    """Whether `path` is in an object store, which has no folders to rename.
 
     >>> is_object_store("gs://bucket/job"), is_object_store("/tmp/job")
     (True, False)
@@ -68,7 +68,7 @@ def is_object_store(path: str) -> bool:
 
 
 def advice(path: str, error: tf.errors.OpError) -> str:
-    """What to do about an error at `path`; empty where that is unknown.
+    """What to do about an error at `path`; empty if that is not known.
 
     >>> missing = tf.errors.NotFoundError(None, None, "HTTP response code 404")
     >>> advice("gs://bucket/job", missing)
@@ -84,10 +84,10 @@ def advice(path: str, error: tf.errors.OpError) -> str:
 def check_writable(directory: str) -> None:
     """Makes a directory and a file in it, and removes the file.
 
-    So that a job fails at its start, not at its first checkpoint.
+    A job then fails at its start, not at its first checkpoint.
 
     Raises:
-        ValueError: that is not possible; says what to do where it can.
+        ValueError: it is not possible; the message says what to do.
     """
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
@@ -119,10 +119,13 @@ def make_directory(path: str) -> None:
 
 
 def check_no_pattern(directory: str) -> None:
-    """Raises `ValueError` for a name that is a pattern to TensorFlow.
+    """Refuses a directory whose name TensorFlow takes for a pattern.
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
     those of `job*` those of `job2`.
+
+    Raises:
+        ValueError: the name has a `*`, `?`, `[` or backslash.
     """
     if set(directory) & set("*?[\\"):
         raise ValueError(
@@ -133,9 +136,9 @@ def check_no_pattern(directory: str) -> None:
 
 
 def read_text(path: str) -> str | None:
-    """A file that another process may replace at any time; None without one.
+    """Reads a file that another process may replace; None if there is none.
 
-    TensorFlow is not asked for its size, which may be that of an older one.
+    TensorFlow is not asked for the size, which may be that of an older file.
     """
     pieces = []
     try:
@@ -148,7 +151,7 @@ def read_text(path: str) -> str | None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file that is never seen half-written, in a directory or not."""
+    """Writes a file at once: no reader sees half of it."""
     on_gs = path.startswith("gs://")  # There it is seen when it is closed.
     if not on_gs:
         tf.io.gfile.makedirs(os.path.dirname(path))
@@ -160,7 +163,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def remove_tree(directory: str) -> None:
-    """Removes a directory with all that is in it, if it is there."""
+    """Removes a directory and all that is in it, if it exists."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             tf.io.gfile.rmtree(directory)

@@ -1,29 +1,25 @@
 """Checkpoints: variables by name, whatever the cluster (design decision D6).
 
-Keras 3 numbers the variables in its checkpoints, so the order in which layers
-were made is part of the format. Here a checkpoint names every variable by its
-path, and slots after their optimizer, so the same checkpoint restores into a
-cluster of any shape and into a plain model in one process.
+The same checkpoint restores into a cluster of any shape, and into a plain model
+in one process; `names` says what its variables are called.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private import CheckpointTracedOnce, Saveable, ShardedVariable
-from tfdist.embeddings.layer import copy_shard, logical_path, shard_of
-from tfdist.training import optimizers, slots
+from tfdist._tf.private import CheckpointTracedOnce, Saveable
+from tfdist.checkpoint.names import GLOBAL_STEP
+from tfdist.checkpoint.names import named_variables as named_variables
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
@@ -34,9 +30,8 @@ _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
-    "that is whole; to train anew, move all away or choose another model_dir."
+    "that is whole; to start over, move all away or choose another model_dir."
 )
-GLOBAL_STEP = "global_step"
 BASENAME = "model.ckpt"
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
@@ -49,80 +44,21 @@ NO_DAMAGE = (
 )
 
 
-def named_variables(
-    model: keras.Model,
-    global_step: tf.Variable | None = None,
-    optimizer: bool = True,
-) -> dict[str, Saveable]:
-    """What a checkpoint of `model` holds, by name.
-
-    A variable is called by its path, the shards of a table together by the
-    path that the table would have in one piece, and a slot
-    `<variable>/<optimizer>/<slot>`, as in TF1.
-
-    Args:
-        model: A built model.
-        global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included.
-
-    Raises:
-        ValueError: two variables have one name.
-    """
-    named: dict[str, Saveable] = {}
-    for name, variables in _grouped(model, optimizer).items():
-        if len(variables) == 1:
-            named[name] = variables[0].value
-        elif all(shard_of(v) is not None for v in variables):
-            named[name] = ShardedVariable([v.value for v in variables])
-        else:
-            raise ValueError(
-                f"Two variables of model {model.name!r} are both called "
-                f"{name!r}; a checkpoint could not tell them apart. Give "
-                "their layers different names."
-            )
-    if global_step is not None:
-        named[GLOBAL_STEP] = global_step
-    return named
-
-
-def _grouped(
-    model: keras.Model, optimizer: bool
-) -> dict[str, list[keras.Variable]]:
-    """Variables by name; the shards of a table under one, in order."""
-    metrics = {id(v) for v in model.metrics_variables}
-    grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
-    for variable in model.variables:
-        if id(variable) not in metrics:
-            grouped[logical_path(variable)].append(variable)
-    if not optimizer:
-        return grouped
-    parts = optimizers.parts(model.optimizer)
-    names = optimizers.part_names(model.optimizer)
-    seen = set()
-    for variable in model.trainable_variables:
-        i = optimizers.owner(model.optimizer, variable)
-        prefix = f"{logical_path(variable)}/{names[i]}/"
-        for kind, slot in slots.named_slots(parts[i], variable).items():
-            copy_shard(variable, slot)
-            grouped[prefix + kind].append(slot)
-            seen.add(id(slot))
-    for part, name in zip(
-        [*parts, model.optimizer], [*names, model.optimizer.name], strict=True
-    ):
-        for variable in part.variables:
-            if id(variable) not in seen:
-                kind = slots.shared_name(part, variable)
-                grouped[f"{name}/{kind}"].append(variable)
-                seen.add(id(variable))
-    return grouped
-
-
 class Checkpoints:
     """The checkpoints of a job: `model_dir/model.ckpt-<step>`.
 
     A thin layer over `tf.train.Checkpoint` and `CheckpointManager`: each
     parameter server writes what it holds, in parallel; a checkpoint becomes
     the latest only when it is complete.
+
+    >>> import tempfile
+    >>> weight = tf.Variable(1.0)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Checkpoints(directory, {"weight": weight}).save(step=7)
+    ...     _ = weight.assign(0.0)
+    ...     restore(path, {"weight": weight})
+    >>> os.path.basename(path), float(weight)
+    ('model.ckpt-7', 1.0)
 
     Args:
         directory: Where the checkpoints are.
@@ -167,11 +103,13 @@ class Checkpoints:
         self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._variables), **parts
         )
-        self._manager = tf.train.CheckpointManager(
-            self._checkpoint,
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
+        self._manager = self._manager_of(self._checkpoint)
+
+    def _manager_of(
+        self, checkpoint: tf.train.Checkpoint
+    ) -> tf.train.CheckpointManager:
+        return tf.train.CheckpointManager(
+            checkpoint, self._directory, checkpoint_name=BASENAME, **self._keep
         )
 
     @property
@@ -180,7 +118,7 @@ class Checkpoints:
         return self._manager.latest_checkpoint
 
     def prepare(self) -> None:
-        """Does now what else the first save would do: traces a function."""
+        """Traces the functions that the first save would trace."""
         self._set_iterator(self._iterator_fn())
         self._checkpoint.trace()
         if self._finite:
@@ -190,11 +128,9 @@ class Checkpoints:
         """Writes `model.ckpt-<step>` and returns its path.
 
         Raises:
-            NonFiniteVariablesError: the check finds something.
+            NonFiniteVariablesError: a variable is not finite.
         """
-        names = self._finite.not_finite() if self._finite else []
-        if names:
-            raise NonFiniteVariablesError(self._refusal(step, names))
+        self._check_finite(step)
         self._before_save(step)
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
@@ -214,14 +150,17 @@ class Checkpoints:
         self._set_iterator(None)
         return self._manager.save(checkpoint_number=step)
 
-    def _refusal(self, step: int, names: Sequence[str]) -> str:
-        return (
-            f"At step {step} {len(names)} of {len(self._variables)} variables "
-            f"hold NaN or infinite values: {', '.join(names[:20])}. They are "
-            f"not saved; the last good checkpoint is {self.latest}. Look for "
-            "NaN among the features, and for a learning rate that is too "
-            "large; `check_numerics=False` saves what is there."
-        )
+    def _check_finite(self, step: int) -> None:
+        names = self._finite.not_finite() if self._finite else []
+        if names:
+            raise NonFiniteVariablesError(
+                f"At step {step} {len(names)} of {len(self._variables)} "
+                f"variables hold NaN or infinite values: "
+                f"{', '.join(names[:20])}. They are not saved; the last good "
+                f"checkpoint is {self.latest}. Look for NaN among the "
+                "features, and for a learning rate that is too large; "
+                "`check_numerics=False` saves what is there."
+            )
 
     def restore(self) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
@@ -243,6 +182,7 @@ class Checkpoints:
             try:
                 restore(path, self._variables, exact=True)
                 self._restore_iterator(path)
+                return path
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if isinstance(error, NO_DAMAGE):
                     raise
@@ -250,7 +190,7 @@ class Checkpoints:
                     raise ValueError(
                         f"Every checkpoint in {self._directory!r} is damaged: "
                         f"{paths}. Put a whole one there, or choose another "
-                        "model_dir to train anew."
+                        "model_dir to start over."
                     ) from error
                 _log.warning(
                     "Checkpoint %s is damaged and is passed over; %s is taken "
@@ -259,8 +199,6 @@ class Checkpoints:
                     older,
                     str(error).splitlines()[0],
                 )
-            else:
-                return path
         return None
 
     def save_position(self, step: int) -> None:
@@ -271,12 +209,7 @@ class Checkpoints:
         iterator = self._iterator_fn()
         if iterator is None:
             return
-        manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(iterator=iterator),
-            self._directory,
-            checkpoint_name=BASENAME,
-            **self._keep,
-        )
+        manager = self._manager_of(tf.train.Checkpoint(iterator=iterator))
         try:
             manager.save(checkpoint_number=step)
         except _NO_POSITION as error:
@@ -318,8 +251,8 @@ class Checkpoints:
 def latest(directory: str) -> str | None:
     """Path of the newest complete checkpoint in `directory`, or None.
 
-    As `tf.train.latest_checkpoint`, which says None also where the directory
-    cannot be read: a job would begin anew.
+    As `tf.train.latest_checkpoint`, which returns None also where the directory
+    cannot be read: a job would start over.
 
     Raises:
         OpError: the directory cannot be read.

@@ -58,8 +58,8 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     """Gives a canned model the weights that TF's canned estimator learned.
 
     The columns, the hidden layers and the classes must be the same. Slots of
-    optimizers and the step are left alone: training starts anew, from these
-    weights.
+    optimizers and the step are left alone: training starts at step 0, from
+    these weights.
 
     Args:
         model: What the `model_fn` of a canned estimator returns.

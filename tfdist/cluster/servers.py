@@ -16,9 +16,7 @@ import enum
 import json
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +24,7 @@ import grpc
 import tensorflow as tf
 
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.termination import TERMINATED, Sigterm
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _POLL_SECS = 0.2
 _TRIM_SECS = 30.0
 # TensorFlow keeps the functions, 4 MB of a small model, that were running when
 # a step failed, and on workers a thread for each of their input ops. So after
-# so many chiefs and recoveries a server starts itself anew.
+# so many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
@@ -44,9 +43,6 @@ _GOODBYE_SECS = 60.0
 _TERM_SECS = 20.0
 # Where this process has been the chief.
 _held: set[str] = set()
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a task that SIGTERM ended; schedulers start it again."""
-
 # gRPC's own settings leave a server that came back alone for up to two minutes.
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
@@ -115,7 +111,7 @@ def serve(
         SystemExit: with code 143, after SIGTERM.
     """
     task = f"{cluster.task_type}:{cluster.task_index}"
-    told = _told_to_end()
+    sigterm = Sigterm()
     reconnect_quickly()
     try:
         server = tf.distribute.Server(
@@ -136,7 +132,7 @@ def serve(
     watch = _ChiefWatch(chief)
     next_trim = time.monotonic() + _TRIM_SECS
     while not tf.io.gfile.exists(_DONE):
-        if told.is_set():
+        if sigterm.received:
             _wait_until_gone(chief, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
             raise SystemExit(TERMINATED)
@@ -146,7 +142,7 @@ def serve(
             next_trim = time.monotonic() + _TRIM_SECS
         if start_anew and _num_connections() >= _MOST_CONNECTIONS:
             start_anew(f"{_MOST_CONNECTIONS} connections of a chief")
-        told.wait(_POLL_SECS)
+        time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", task)
@@ -208,14 +204,6 @@ class _ChiefWatch:
                 state.value,
             )
             self._told = True
-
-
-def _told_to_end() -> threading.Event:
-    """An event that SIGTERM sets; only the main thread can have it."""
-    told = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: told.set())
-    return told
 
 
 def _wait_until_gone(address: str, timeout_secs: float) -> None:

@@ -43,9 +43,7 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +54,7 @@ from tfdist._tf import storage
 from tfdist.cluster import servers
 from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.termination import TERMINATED, Sigterm
 from tfdist.data.worker_context import read_by_all
 
 _log = logging.getLogger(__name__)
@@ -165,9 +164,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
         TimeoutError: There is no dispatcher.
         SystemExit: with code 143, after SIGTERM.
     """
-    told = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: told.set())
+    sigterm = Sigterm()
     task = f"{cluster.task_type}:{cluster.task_index}"
     try:
         server = _server(cluster, work_dir)
@@ -179,10 +176,11 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
         ) from error
     _log.info("Task %s serves on %s.", task, cluster.address)
     while not is_over():
-        if told.wait(_POLL_SECS):
+        time.sleep(_POLL_SECS)
+        if sigterm.received:
             _wait_until_leader_is_gone(cluster, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
-            raise SystemExit(servers.TERMINATED)
+            raise SystemExit(TERMINATED)
     # Clients still disconnect from the service.
     _wait_until_leader_is_gone(cluster, float("inf"))
     server.stop()

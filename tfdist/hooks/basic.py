@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.hooks.saving_hooks import (
-    CheckpointSaverListener as CheckpointSaverListener,
-)
+from tfdist.hooks.runner import resolve
 from tfdist.hooks.session_run_hook import (
-    SecondOrStepTimer,
+    Logs,
     Session,
     SessionRunContext,
     SessionRunHook,
@@ -107,127 +105,40 @@ class LoggingTensorHook(TimedHook):
         formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
         self._only_at_end = at_end and every_n_iter is every_n_secs is None
-        if not self._only_at_end:
-            check_exactly_one(
-                every_n_iter=every_n_iter, every_n_secs=every_n_secs
-            )
-            super().__init__(SecondOrStepTimer(every_n_secs, every_n_iter))
-        else:
-            super().__init__(SecondOrStepTimer(every_secs=math.inf))
+        if self._only_at_end:
+            every_n_secs = math.inf
+        check_exactly_one(every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+        super().__init__(
+            every_n_secs, every_n_iter, at_first_step=not self._only_at_end
+        )
         self._tensors = (
             dict(sorted(tensors.items()))
             if isinstance(tensors, Mapping)
-            else {_tag(tensor): tensor for tensor in tensors}
+            else {t if isinstance(t, str) else t.name: t for t in tensors}
         )
         self._at_end = at_end
         self._formatter = formatter
-        self._logs: dict[str, float] = {}
 
-    def steps_until_next(self, step: int) -> int | None:
-        """Steps until the next line."""
-        return None if self._only_at_end else super().steps_until_next(step)
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Logs when the timer triggers."""
-        session = run_context.session
-        self._logs = run_values.results or self._logs
-        if not self._only_at_end and self._timer.should_trigger_for_step(
-            session.step
-        ):
-            self._write(session)
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes a line."""
+        self._write(context.session)
 
     def end(self, session: Session) -> None:
         """Logs the values at the end, if so wanted."""
         if self._at_end:
+            self._secs, _ = self._timer.update_last_triggered_step(session.step)
             self._write(session)
 
     def _write(self, session: Session) -> None:
-        secs, _ = self._timer.update_last_triggered_step(session.step)
         values = resolve(self._tensors, self._logs, session.variables)
         if self._formatter:
             _log.info("%s", self._formatter(values))
             return
         with np.printoptions(suppress=True):
             line = ", ".join(f"{tag} = {v}" for tag, v in values.items())
-        if secs is not None:
-            line += f" ({secs:.3f} sec)"
+        if self._secs is not None and not self._only_at_end:
+            line += f" ({self._secs:.3f} sec)"
         _log.info("%s", line)
-
-
-class HookRunner:
-    """Calls hooks around a run, as TF1's sessions did.
-
-    Args:
-        hooks: Their `before_run` is called at once.
-        session: What they get as their session.
-    """
-
-    def __init__(
-        self,
-        hooks: Iterable[tf.compat.v1.train.SessionRunHook],
-        session: Any,
-    ) -> None:
-        self._session = session
-        self._context = tf.compat.v1.train.SessionRunContext(
-            tf.compat.v1.train.SessionRunArgs(None), session
-        )
-        self._asked = [(hook, hook.before_run(self._context)) for hook in hooks]
-
-    def end(self, logs: Mapping[str, float]) -> None:
-        """Calls `after_run` with what each hook asked for; default: `logs`."""
-        for hook, args in self._asked:
-            results = logs
-            if args is not None:
-                results = resolve(args.fetches, logs, self._session.variables)
-            hook.after_run(
-                self._context,
-                tf.compat.v1.train.SessionRunValues(results, None, None),
-            )
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a hook asked to stop."""
-        return self._context.stop_requested
-
-
-def resolve(
-    fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
-) -> Any:
-    """`fetches` with each leaf replaced by its value.
-
-    >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
-    ...         {"step": tf.Variable(3)})
-    {'a': 0.5, 'b': [np.int32(3)]}
-
-    Args:
-        fetches: A structure (`tf.nest`) of names and variables. A name is
-            first looked up in `logs`.
-        logs: Name to value.
-        variables: Name to variable; one in shards is gathered.
-
-    Raises:
-        ValueError: a name is in neither.
-    """
-
-    def value(fetch: Any) -> Any:
-        if isinstance(fetch, str):
-            if fetch in logs:
-                return logs[fetch]
-            if fetch not in variables:
-                raise ValueError(
-                    f"There is no log and no variable called {fetch!r}. "
-                    f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
-                )
-            fetch = variables[fetch]
-        return tf.convert_to_tensor(fetch).numpy()
-
-    return tf.nest.map_structure(value, fetches)
-
-
-def _tag(tensor: Any) -> str:
-    return tensor if isinstance(tensor, str) else tensor.name
 
 
 class NanTensorHook(SessionRunHook):
@@ -286,6 +197,10 @@ class FinalOpsHook(SessionRunHook):
     """Takes values at the end of training.
 
     As `tf.compat.v1.train.FinalOpsHook`.
+
+    >>> hook = FinalOpsHook({"weights": "dense/kernel"})
+    >>> hook.final_ops_values is None  # Until the session ends.
+    True
 
     Args:
         final_ops: A structure of names of variables and variables, or a

@@ -7,7 +7,7 @@ a callback that relies on the rest is refused, with what does its work instead.
 
 from __future__ import annotations
 
-import logging
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,18 +19,16 @@ from tfdist.hooks.session_run_hook import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    warn_of_single_steps,
 )
 from tfdist.training.multi_optimizer import MultiOptimizer
 
-_log = logging.getLogger(__name__)
-
 _INSTEAD = {
-    keras.callbacks.ModelCheckpoint: "RunConfig(save_checkpoints_steps=...) "
-    "and BestExporter save the model.",
+    (keras.callbacks.ModelCheckpoint, keras.callbacks.OrbaxCheckpoint): (
+        "RunConfig(save_checkpoints_steps=...) and BestExporter save the model."
+    ),
     keras.callbacks.BackupAndRestore: "Every job goes on from its last "
     "checkpoint by itself.",
-    keras.callbacks.OrbaxCheckpoint: "RunConfig(save_checkpoints_steps=...) "
-    "saves the model.",
     keras.callbacks.TerminateOnNaN: "NanTensorHook stops training when the "
     "loss is NaN, before it is saved.",
     keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
@@ -68,7 +66,7 @@ class KerasCallbackHook(SessionRunHook):
       first epoch that ends after it; epochs without a new one have none.
     * After a recovery the steps since the last checkpoint run again. An epoch
       that had ended is not reported a second time. After a restart of the
-      process callbacks begin anew, at the epoch where the job is.
+      process callbacks start over, at the epoch where the job is.
 
     `model.stop_training = True` requests a stop. A learning rate that a
     callback sets reaches the optimizer's variable, also on a parameter server.
@@ -98,14 +96,24 @@ class KerasCallbackHook(SessionRunHook):
                 f"steps_per_epoch={steps_per_epoch}."
             )
         for callback in callbacks:
-            check_callback(callback, with_evaluations=eval_dir is not None)
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise TypeError(
+                    "Argument `callbacks` must be a list of "
+                    f"keras.callbacks.Callback. Received: {callback!r}."
+                )
+            if reason := _reason_against(callback, eval_dir is not None):
+                raise ValueError(
+                    f"{type(callback).__name__} cannot run in tfdist's "
+                    f"training loop. {reason}"
+                )
         self._callbacks = list(callbacks)
-        self._each_batch = any(map(_acts_at_batches, callbacks))
-        if self._each_batch:
-            _log.warning(
-                "A callback overrides on_train_batch_end: no two steps run in "
-                "one go, and the metrics of each cost milliseconds."
+        by_batches = [c for c in callbacks if _acts_at_batches(c)]
+        for callback in by_batches:
+            warn_of_single_steps(
+                f"{type(callback).__name__}.on_train_batch_end",
+                "Let it act at the end of an epoch instead, if that is enough.",
             )
+        self._each_batch = bool(by_batches)
         self._steps_per_epoch = steps_per_epoch
         self._eval_dir = eval_dir
         self.begin()
@@ -118,7 +126,7 @@ class KerasCallbackHook(SessionRunHook):
         self._epoch: int | None = None
         self._ended_epoch = -1
         self._evaluated_step = -1
-        self._means = _Means()
+        self._forget_logs()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Gives the callbacks the model, which is another after a recovery."""
@@ -150,7 +158,7 @@ class KerasCallbackHook(SessionRunHook):
         """Begins an epoch."""
         if self._epoch is None:
             self._epoch = run_context.session.step // self._steps_per_epoch
-            self._means = _Means()
+            self._forget_logs()
             self._call("on_epoch_begin", self._epoch)
 
     def after_run(
@@ -160,7 +168,9 @@ class KerasCallbackHook(SessionRunHook):
         session = run_context.session
         steps, self._step = session.step - self._step, session.step
         if steps > 0:
-            self._means.add(run_values.results, steps)
+            self._logged_steps += steps
+            for name, value in run_values.results.items():
+                self._sums[name] += value * steps
             batch = (session.step - 1) % self._steps_per_epoch
             self._call("on_train_batch_end", batch, dict(run_values.results))
         if session.step // self._steps_per_epoch > self._epoch:
@@ -170,7 +180,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""
-        if self._epoch is not None and self._means.steps:
+        if self._epoch is not None and self._logged_steps:
             self._end_epoch()
         self._call("on_train_end")
 
@@ -179,7 +189,8 @@ class KerasCallbackHook(SessionRunHook):
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch
-        logs = {**self._means.result(), **self._new_evaluation()}
+        means = {k: v / self._logged_steps for k, v in self._sums.items()}
+        logs = {**means, **self._new_evaluation()}
         self._call("on_epoch_end", epoch, logs)
 
     def _new_evaluation(self) -> dict[str, float]:
@@ -191,56 +202,19 @@ class KerasCallbackHook(SessionRunHook):
         self._evaluated_step = newest
         return {f"val_{k}": v for k, v in results[newest].items()}
 
+    def _forget_logs(self) -> None:
+        self._logged_steps = 0
+        self._sums: dict[str, float] = collections.defaultdict(float)
+
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*args)
 
 
-class _Means:
-    """Means of logs, weighted by the steps they stand for."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._sums: dict[str, float] = {}
-
-    def add(self, logs: dict[str, float], steps: int) -> None:
-        self.steps += steps
-        for name, value in logs.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * steps
-
-    def result(self) -> dict[str, float]:
-        return {name: value / self.steps for name, value in self._sums.items()}
-
-
-def check_callback(
-    callback: keras.callbacks.Callback, with_evaluations: bool
-) -> None:
-    """Fails for a callback that would not do what it does under `fit`.
-
-    Args:
-        callback: The callback.
-        with_evaluations: Whether there are `val_` metrics.
-
-    Raises:
-        ValueError: it would not.
-        TypeError: it is no callback.
-    """
-    if not isinstance(callback, keras.callbacks.Callback):
-        raise TypeError(
-            "Argument `callbacks` must be a list of keras.callbacks.Callback. "
-            f"Received: {callback!r}."
-        )
-    reason = _reason_against(callback, with_evaluations)
-    if reason:
-        raise ValueError(
-            f"{type(callback).__name__} cannot run in tfdist's training loop. "
-            f"{reason}"
-        )
-
-
 def _reason_against(
     callback: keras.callbacks.Callback, with_evaluations: bool
 ) -> str | None:
+    """Why a callback would not do what it does under `fit`; None: it does."""
     for kind, instead in _INSTEAD.items():
         if isinstance(callback, kind):
             return instead

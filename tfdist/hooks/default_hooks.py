@@ -34,26 +34,25 @@ def default_hooks(
     checkpoints: Mapping[str, Any],
     summaries: Mapping[str, Any],
     log_step_count_steps: int | None,
-    max_to_keep: int | None,
-    keep_checkpoint_every_n_hours: float | None,
+    **keep: Any,
 ) -> list[Hook]:
-    """The chief's own hooks, in TF1's order."""
+    """The chief's own hooks, in TF1's order.
+
+    Args:
+        checkpoint_dir: Where checkpoints go; None for none.
+        summary_dir: Where summaries go; None for none.
+        checkpoints: From `cadence`.
+        summaries: From `cadence`.
+        log_step_count_steps: Steps between measurements of the speed.
+        **keep: Which checkpoints `CheckpointSaverHook` keeps.
+    """
     hooks: list[Hook] = []
     if summary_dir and log_step_count_steps:
         hooks.append(
-            StepCounterHook(
-                every_n_steps=log_step_count_steps, output_dir=summary_dir
-            )
+            StepCounterHook(log_step_count_steps, output_dir=summary_dir)
         )
     if summary_dir and any(summaries.values()):
         hooks.append(SummarySaverHook(**summaries, output_dir=summary_dir))
     if checkpoint_dir and any(checkpoints.values()):
-        hooks.append(
-            CheckpointSaverHook(
-                checkpoint_dir,
-                **checkpoints,
-                max_to_keep=max_to_keep,
-                keep_checkpoint_every_n_hours=keep_checkpoint_every_n_hours,
-            )
-        )
+        hooks.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, **keep))
     return hooks

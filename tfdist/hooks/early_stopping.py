@@ -14,15 +14,15 @@ from typing import Any
 
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
-    SecondOrStepTimer,
+    Logs,
     SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     TimedHook,
     check_exactly_one,
 )
 
 _log = logging.getLogger(__name__)
+_Compare = Callable[[float, float], bool]
 
 
 def make_early_stopping_hook(
@@ -38,8 +38,7 @@ def make_early_stopping_hook(
     `TrainSpec(hooks=...)`.
 
     Args:
-        estimator: Unused; one process runs all steps, so that no other has to
-            be told. It keeps the place it has in TF1.
+        estimator: Unused; it keeps the place it has in TF1.
         should_stop_fn: Whether to stop.
         run_every_secs: Seconds between questions; must be None where
             `run_every_steps` is given.
@@ -80,9 +79,8 @@ def stop_if_higher_hook(
             evaluation has no such metric.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
-        lambda: _crossed(results, operator.gt, threshold),
+    return _StopOnPredicateHook(
+        lambda: results.crossed(operator.gt, threshold),
         run_every_secs,
         run_every_steps,
     )
@@ -102,9 +100,8 @@ def stop_if_lower_hook(
     As `stop_if_higher_hook` otherwise.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
-        lambda: _crossed(results, operator.lt, threshold),
+    return _StopOnPredicateHook(
+        lambda: results.crossed(operator.lt, threshold),
         run_every_secs,
         run_every_steps,
     )
@@ -127,9 +124,8 @@ def stop_if_no_increase_hook(
     before it. The other arguments are those of `stop_if_higher_hook`.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
-        lambda: _stalled(results, operator.gt, max_steps_without_increase),
+    return _StopOnPredicateHook(
+        lambda: results.stalled(operator.gt, max_steps_without_increase),
         run_every_secs,
         run_every_steps,
     )
@@ -149,9 +145,8 @@ def stop_if_no_decrease_hook(
     As `stop_if_no_increase_hook` otherwise.
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return make_early_stopping_hook(
-        estimator,
-        lambda: _stalled(results, operator.lt, max_steps_without_decrease),
+    return _StopOnPredicateHook(
+        lambda: results.stalled(operator.lt, max_steps_without_decrease),
         run_every_secs,
         run_every_steps,
     )
@@ -172,23 +167,17 @@ class _StopOnPredicateHook(TimedHook):
         check_exactly_one(
             run_every_secs=run_every_secs, run_every_steps=run_every_steps
         )
-        super().__init__(SecondOrStepTimer(run_every_secs, run_every_steps))
+        super().__init__(run_every_secs, run_every_steps)
         self._should_stop_fn = should_stop_fn
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        step = run_context.session.step
-        if not self._timer.should_trigger_for_step(step):
-            return
-        self._timer.update_last_triggered_step(step)
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         if self._should_stop_fn():
-            _log.info("Stopping early, at step %d.", step)
-            run_context.request_stop()
+            _log.info("Stopping early, at step %d.", context.session.step)
+            context.request_stop()
 
 
 class _Results:
-    """The values of a metric by step, read anew at each iteration."""
+    """What the evaluations say about a metric, read again at each question."""
 
     def __init__(
         self,
@@ -198,20 +187,53 @@ class _Results:
         min_steps: int,
     ) -> None:
         self._directory = eval_dir or eval_dir_of(estimator)
-        self.metric_name = metric_name
+        self._metric_name = metric_name
         self._min_steps = min_steps
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
+    def _values(self) -> Iterator[tuple[int, float]]:
         for step, metrics in read_scalars(self._directory).items():
             if step < self._min_steps:
                 continue
-            if self.metric_name not in metrics:
+            if self._metric_name not in metrics:
                 raise ValueError(
                     f"The evaluation of step {step} in {self._directory} has "
-                    f"no metric called {self.metric_name!r}. It has: "
+                    f"no metric called {self._metric_name!r}. It has: "
                     f"{sorted(metrics)}."
                 )
-            yield step, metrics[self.metric_name]
+            yield step, metrics[self._metric_name]
+
+    def crossed(self, is_beyond: _Compare, threshold: float) -> bool:
+        """Whether any evaluation is beyond the threshold."""
+        for step, value in self._values():
+            if is_beyond(value, threshold):
+                _log.info(
+                    "%s is %g at step %d; the threshold for early stopping is "
+                    "%g.",
+                    self._metric_name,
+                    value,
+                    step,
+                    threshold,
+                )
+                return True
+        return False
+
+    def stalled(self, is_better: _Compare, max_steps: int) -> bool:
+        """Whether an evaluation is `max_steps` after the best before it."""
+        best = best_step = None
+        for step, value in self._values():
+            if best is None or is_better(value, best):
+                best, best_step = value, step
+            if step - best_step >= max_steps:
+                _log.info(
+                    "%s was best at step %d (%g), %d steps before step %d.",
+                    self._metric_name,
+                    best_step,
+                    best,
+                    step - best_step,
+                    step,
+                )
+                return True
+        return False
 
 
 def eval_dir_of(estimator: Any) -> str:
@@ -224,43 +246,3 @@ def eval_dir_of(estimator: Any) -> str:
     if callable(getattr(estimator, "eval_dir", None)):
         return estimator.eval_dir()
     return os.path.join(estimator.model_dir, "eval")
-
-
-def _crossed(
-    results: _Results,
-    better: Callable[[float, float], bool],
-    threshold: float,
-) -> bool:
-    """Whether any evaluation was better than the threshold."""
-    for step, value in results:
-        if better(value, threshold):
-            _log.info(
-                "%s is %g at step %d; the threshold for early stopping is %g.",
-                results.metric_name,
-                value,
-                step,
-                threshold,
-            )
-            return True
-    return False
-
-
-def _stalled(
-    results: _Results, better: Callable[[float, float], bool], max_steps: int
-) -> bool:
-    """Whether some evaluation came `max_steps` after the best before it."""
-    best = best_step = None
-    for step, value in results:
-        if best is None or better(value, best):
-            best, best_step = value, step
-        if step - best_step >= max_steps:
-            _log.info(
-                "%s was best at step %d (%g), %d steps before step %d.",
-                results.metric_name,
-                best_step,
-                best,
-                step - best_step,
-                step,
-            )
-            return True
-    return False

@@ -1,7 +1,7 @@
 """Event files: what TensorBoard reads.
 
 `tf.summary` writes through a resource of TensorFlow's runtime, which is lost
-when the runtime connects to a cluster anew. An event file is a TFRecord of
+when the runtime connects to a cluster again. An event file is a TFRecord of
 `Event` protocol buffers, so a hook that lives through a recovery writes them
 itself, in the format of `tf.summary`.
 """
@@ -26,6 +26,9 @@ _counter = itertools.count()
 class EventFile:
     """One event file, opened when something is written.
 
+    If the file is removed, as with a directory that is made again, the next
+    event begins another.
+
     Args:
         directory: Where it lies; TensorBoard calls it a run.
     """
@@ -33,6 +36,8 @@ class EventFile:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._writer: tf.io.TFRecordWriter | None = None
+        self._path = ""
+        self._flushed = False
 
     def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars of one step, as `tf.summary.scalar`."""
@@ -66,6 +71,7 @@ class EventFile:
         """Makes all that was written readable."""
         if self._writer:
             self._writer.flush()
+            self._flushed = True
 
     def _write_values(
         self, values: list[tf.compat.v1.Summary.Value], step: int
@@ -74,11 +80,14 @@ class EventFile:
         self._write(tf.compat.v1.Event(summary=summary, step=step))
 
     def _write(self, event: tf.compat.v1.Event) -> None:
+        # Before a flush there need not be a file to look for.
+        if self._flushed and not tf.io.gfile.exists(self._path):
+            self._writer = None
+        self._flushed = False
         if self._writer is None:
             storage.make_directory(self._directory)
-            self._writer = tf.io.TFRecordWriter(
-                os.path.join(self._directory, _file_name())
-            )
+            self._path = os.path.join(self._directory, _file_name())
+            self._writer = tf.io.TFRecordWriter(self._path)
             self._write(tf.compat.v1.Event(file_version="brain.Event:2"))
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import collections
 import sys
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
 
 from tfdist.data import input_wait
 from tfdist.hooks.session_run_hook import (
-    SecondOrStepTimer,
+    Logs,
     Session,
     SessionRunContext,
-    SessionRunValues,
     TimedHook,
 )
 
 _LEAST_SECS = 2.0
 
 
-class _Mark:
+class _Mark(NamedTuple):
     """How far a session is."""
 
-    def __init__(self, session: Session) -> None:
-        self.step = session.step
-        self.secs = session.secs_in_steps
-        self.input_secs = session.input_secs
+    step: int
+    secs: float
+    input_secs: np.ndarray
+
+    @classmethod
+    def of(cls, session: Session) -> _Mark:
+        return cls(session.step, session.secs_in_steps, session.input_secs)
 
 
 class ProgressHook(TimedHook):
@@ -50,29 +53,22 @@ class ProgressHook(TimedHook):
         *,
         max_steps: int | None = None,
     ) -> None:
-        super().__init__(SecondOrStepTimer(every_steps=log_steps))
+        super().__init__(every_steps=log_steps, at_first_step=False)
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
-        self._marks: collections.deque[_Mark] = collections.deque()
-        self._traces = True
-        self._logs: dict[str, float] = {}
+        self._marks: list[_Mark] = []
         self._lines = 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Starts the first interval, again after a recovery."""
         self._timer.update_last_triggered_step(session.step)
-        self._marks = collections.deque([_Mark(session)])
+        self._marks = [_Mark.of(session)]
         self._traces = True
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Writes a line when the timer triggers."""
-        session = run_context.session
-        self._logs = run_values.results or self._logs
-        if self._timer.should_trigger_for_step(session.step):
-            # The first steps are traced as well: they predict nothing.
-            self._write(session, with_time_left=self._lines > 0)
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes a line."""
+        # The first steps are traced as well: they predict nothing.
+        self._write(context.session, with_time_left=self._lines > 0)
 
     def end(self, session: Session) -> None:
         """Writes the last step's line, if it has none, and leaves the line."""
@@ -83,10 +79,9 @@ class ProgressHook(TimedHook):
             self._stream.flush()
 
     def _write(self, session: Session, with_time_left: bool) -> None:
-        self._timer.update_last_triggered_step(session.step)
-        marks, now = self._marks, _Mark(session)
+        marks, now = self._marks, _Mark.of(session)
         while len(marks) > 1 and now.secs - marks[1].secs >= _LEAST_SECS:
-            marks.popleft()
+            del marks[0]
         since = marks[0]
         if self._traces:  # The first steps tell nothing of the next.
             marks.clear()
@@ -112,7 +107,7 @@ def progress_line(
     step: int,
     max_steps: int | None,
     steps_per_sec: float,
-    logs: dict[str, float],
+    logs: Logs,
     with_time_left: bool = True,
     tasks_alive: str = "",
     input_share: float = 0.0,

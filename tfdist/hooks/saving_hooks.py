@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
+from os.path import normpath
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
-    SecondOrStepTimer,
+    Logs,
     Session,
     SessionRunContext,
-    SessionRunValues,
     TimedHook,
     check_exactly_one,
 )
@@ -51,8 +50,8 @@ class CheckpointSaverHook(TimedHook):
             `tf.train.latest_checkpoint(checkpoint_dir)`.
 
     Raises:
-        ValueError: both or neither of `save_secs` and `save_steps` are given,
-            or one is not positive.
+        ValueError: not exactly one of `save_secs` and `save_steps` is given,
+            or it is not positive.
     """
 
     wants_none_under_way = True
@@ -68,7 +67,7 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
         check_exactly_one(save_secs=save_secs, save_steps=save_steps)
-        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        super().__init__(save_secs, save_steps)
         self._directory = checkpoint_dir
         self._listeners = list(listeners or ())
         self._keep = {
@@ -88,23 +87,21 @@ class CheckpointSaverHook(TimedHook):
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Saves the state, unless it is that of the newest checkpoint."""
         self._checkpoints = session.checkpoints(self._directory, **self._keep)
-        if _same(session.restored_from, self._checkpoints.latest):
+        restored, latest = session.restored_from, self._checkpoints.latest
+        if restored and latest and normpath(restored) == normpath(latest):
             self._saved_step = session.step
             self._checkpoints.prepare()
         else:
             self._save(session)
         self._timer.update_last_triggered_step(session.step)
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Saves when the timer triggers."""
-        session = run_context.session
-        if self._timer.should_trigger_for_step(session.step):
-            session.wait_for_steps()
-            self._timer.update_last_triggered_step(session.step)
-            if self._save(session):
-                run_context.request_stop()
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Saves."""
+        session = context.session
+        session.wait_for_steps()
+        self._timer.update_last_triggered_step(session.step)
+        if self._save(session):
+            context.request_stop()
 
     def end(self, session: Session) -> None:
         """Saves the last step, if it is not saved."""
@@ -124,22 +121,14 @@ class CheckpointSaverHook(TimedHook):
         for listener in self._listeners:
             listener.before_save(session, step)
         self._write(step)
-        wishes = [
-            listener
-            for listener in self._listeners
-            if listener.after_save(session, step)
-        ]
-        for listener in wishes:
-            _log.info("%r requests a stop at step %d.", listener, step)
-        return bool(wishes)
+        stops = False
+        for listener in self._listeners:
+            if listener.after_save(session, step):
+                _log.info("%r requests a stop at step %d.", listener, step)
+                stops = True
+        return stops
 
     def _write(self, step: int) -> None:
         self.last_path = self._checkpoints.save(step)
         self._saved_step = step
         _log.info("Saved %s.", self.last_path)
-
-
-def _same(path: str | None, other: str | None) -> bool:
-    return bool(path and other) and os.path.normpath(path) == os.path.normpath(
-        other
-    )

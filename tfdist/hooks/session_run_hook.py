@@ -14,6 +14,7 @@ it fetched becomes a name, which is looked up in the logs of the steps just run
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -25,9 +26,12 @@ import tensorflow as tf
 from tfdist._tf.private import Saveable
 from tfdist.checkpoint.checkpoints import Checkpoints
 
+_log = logging.getLogger(__name__)
+
 SessionRunArgs = tf.compat.v1.train.SessionRunArgs
 SessionRunContext = tf.compat.v1.train.SessionRunContext
 SessionRunValues = tf.compat.v1.train.SessionRunValues
+Logs = Mapping[str, float]
 
 
 class Session(Protocol):
@@ -83,7 +87,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
 
     The order of calls is TF1's: `begin()` once; `after_create_session(session,
     coord)` when the model is initialized or restored, and again after each
-    recovery, with variables made anew; `before_run(run_context)` and
+    recovery, with new variables; `before_run(run_context)` and
     `after_run(run_context, run_values)` around each run; `end(session)` unless
     training ends in an error.
 
@@ -125,11 +129,26 @@ def wants_every_step(hook: tf.compat.v1.train.SessionRunHook) -> bool:
     return acts and not has("steps_until_next", SessionRunHook)
 
 
+def warn_of_single_steps(who: str, advice: str) -> None:
+    """Warns that `who` has every step dispatched alone."""
+    _log.warning(
+        "%s is called after every step: no two run in one go, and the metrics "
+        "of each cost milliseconds. %s",
+        who,
+        advice,
+    )
+
+
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     """Triggers every so many seconds or steps.
 
     TensorFlow's own timer, which is also able to say when it triggers next and
     to go back with a session that was restored.
+
+    >>> timer = SecondOrStepTimer(every_steps=3)
+    >>> _ = timer.update_last_triggered_step(1)
+    >>> timer.steps_until_next(2), timer.should_trigger_for_step(4)
+    (2, True)
 
     Args:
         every_secs: Seconds between triggers.
@@ -189,23 +208,54 @@ def check_exactly_one(**arguments: float | None) -> None:
 
 
 class TimedHook(SessionRunHook):
-    """Base of hooks that act whenever their timer triggers.
+    """Base of hooks that act every so many seconds or steps.
 
     Args:
-        timer: The timer.
+        every_secs: Seconds between two calls of `on_trigger`.
+        every_steps: Steps between them. Exactly one must be given.
+        at_first_step: Whether the first step triggers, as in TF1. If not, the
+            session's creation starts the first interval: the hook then acts at
+            multiples of N, together with others, and runs are not cut short.
     """
 
-    def __init__(self, timer: SecondOrStepTimer) -> None:
-        self._timer = timer
+    def __init__(
+        self,
+        every_secs: float | None = None,
+        every_steps: int | None = None,
+        at_first_step: bool = True,
+    ) -> None:
+        self._timer = SecondOrStepTimer(every_secs, every_steps)
+        self._at_first_step = at_first_step
+        self._secs: float | None = None  # Between the last two triggers.
+        self._logs: Logs = {}  # The newest that are not empty.
 
     def begin(self) -> None:
         """Forgets an earlier session."""
         self._timer.reset()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Goes back with a restored session; nothing at the first."""
+        """Starts the first interval; later goes back to a restored step."""
         self._timer.go_back_to(session.step)
+        if (
+            not self._at_first_step
+            and self._timer.last_triggered_step() is None
+        ):
+            self._timer.update_last_triggered_step(session.step)
 
     def steps_until_next(self, step: int) -> int | None:
         """Steps until the timer triggers."""
         return self._timer.steps_until_next(step)
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Calls `on_trigger` when the timer triggers."""
+        self._logs = run_values.results or self._logs
+        step = run_context.session.step
+        if self._timer.should_trigger_for_step(step):
+            self._secs, _ = self._timer.update_last_triggered_step(step)
+            self.on_trigger(run_context, run_values.results)
+
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """What the hook does; `logs` are those of the steps just run."""
+        raise NotImplementedError

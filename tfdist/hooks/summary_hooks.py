@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data import input_wait
 from tfdist.hooks.events import event_file
 from tfdist.hooks.session_run_hook import (
-    SecondOrStepTimer,
+    Logs,
     Session,
     SessionRunContext,
     SessionRunValues,
@@ -41,9 +41,8 @@ class SummarySaverHook(TimedHook):
         save_secs: Seconds between summaries. Exactly one must be given.
         output_dir: Directory of the event file.
         at_first_step: Whether the first step is written, as in TF1. If not,
-            the session's creation starts the first interval: summaries then
-            fall on multiples of N, together with checkpoints, and runs are
-            not cut short for them.
+            summaries fall on multiples of N, together with checkpoints, and
+            runs are not cut short for them.
 
     Raises:
         ValueError: both or neither of `save_steps` and `save_secs` are given,
@@ -64,29 +63,28 @@ class SummarySaverHook(TimedHook):
                 "Argument `output_dir` must be the directory of the event "
                 f"file. Received: output_dir={output_dir!r}."
             )
-        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        super().__init__(save_secs, save_steps, at_first_step)
         self._file = event_file(output_dir)
-        self._at_first_step = at_first_step
         self._start_step: int | None = None
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Notes where the session starts."""
         super().after_create_session(session, coord)
-        _start_interval(self._timer, session, self._at_first_step)
         self._start_step = session.step
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Writes when the timer triggers."""
-        step = run_context.session.step
+        """Writes where the session started; logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
             self._start_step = None
-        if self._timer.should_trigger_for_step(step):
-            self._timer.update_last_triggered_step(step)
-            self._file.write_scalars(run_values.results, step)
-            self._file.flush()
+        super().after_run(run_context, run_values)
+
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes the logs."""
+        self._file.write_scalars(logs, context.session.step)
+        self._file.flush()
 
     def end(self, session: Session) -> None:
         """Flushes."""
@@ -109,8 +107,8 @@ class StepCounterHook(TimedHook):
         log: Whether to log it too.
 
     Raises:
-        ValueError: both or neither of `every_n_steps` and `every_n_secs` are
-            given, or one is not positive.
+        ValueError: not exactly one of `every_n_steps` and `every_n_secs` is
+            given, or it is not positive.
     """
 
     _TAG = "global_step/sec"
@@ -127,61 +125,58 @@ class StepCounterHook(TimedHook):
         check_exactly_one(
             every_n_steps=every_n_steps, every_n_secs=every_n_secs
         )
-        super().__init__(SecondOrStepTimer(every_n_secs, every_n_steps))
+        super().__init__(every_n_secs, every_n_steps, at_first_step)
         self._file = event_file(output_dir) if output_dir else None
-        self._at_first_step = at_first_step
         self._log = log
-        self._since: tuple[float, int, np.ndarray] | None = None
-        self._seen_step: int | None = None
         self._warnings = 0
+        self.begin()
 
     def begin(self) -> None:
         """Forgets an earlier session."""
         super().begin()
-        self._since = None
+        self._since: tuple[float, int, np.ndarray] | None = None
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Starts the clock again after a recovery."""
         super().after_create_session(session, coord)
-        _start_interval(self._timer, session, self._at_first_step)
-        self._seen_step = None
+        self._seen_step: int | None = None
         if self._timer.last_triggered_step() is not None:
             self._since = (time.time(), session.step, session.input_secs)
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Logs when the timer triggers."""
+        """Measures when the timer triggers; warns of a step that stands."""
+        super().after_run(run_context, run_values)
         session = run_context.session
-        if self._timer.should_trigger_for_step(session.step):
-            self._timer.update_last_triggered_step(session.step)
-            self._report(time.time(), session)
-        if session.step == self._seen_step and not session.should_stop():
-            self._warn(session.step)
-        self._seen_step = session.step
-
-    def _report(self, now: float, session: Session) -> None:
-        step, input_secs = session.step, session.input_secs
-        since, self._since = self._since, (now, step, input_secs)
-        if since is None:
-            return
-        rate = (step - since[1]) / max(now - since[0], 1e-9)
-        waited = input_wait.share(input_secs - since[2])
-        if self._log:
-            _log.info("%s: %g", self._TAG, rate)
-        if self._file:
-            scalars = {self._TAG: rate, "input_wait": waited}
-            self._file.write_scalars(scalars, step)
-            self._file.flush()
-
-    def _warn(self, step: int) -> None:
-        self._warnings += 1
-        if self._warnings <= _MAX_WARNINGS:
+        stands = session.step == self._seen_step and not session.should_stop()
+        if stands and self._warnings < _MAX_WARNINGS:
+            self._warnings += 1
             _log.warning(
                 "The global step did not advance: it is still %d after a run. "
                 "Does the step increment it?",
-                step,
+                session.step,
             )
+        self._seen_step = session.step
+
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes the rate since the last trigger."""
+        session = context.session
+        now = (time.time(), session.step, session.input_secs)
+        since, self._since = self._since, now
+        if since is None:
+            return
+        secs, steps, input_secs = (
+            b - a for a, b in zip(since, now, strict=True)
+        )
+        rate = steps / max(secs, 1e-9)
+        if self._log:
+            _log.info("%s: %g", self._TAG, rate)
+        if self._file:
+            waited = input_wait.share(input_secs)
+            scalars = {self._TAG: rate, "input_wait": waited}
+            self._file.write_scalars(scalars, session.step)
+            self._file.flush()
 
 
 class StalenessHook(TimedHook):
@@ -197,34 +192,21 @@ class StalenessHook(TimedHook):
     """
 
     def __init__(self, output_dir: str, every_n_steps: int = 100) -> None:
-        super().__init__(SecondOrStepTimer(every_steps=every_n_steps))
+        super().__init__(every_steps=every_n_steps, at_first_step=False)
         self._file = event_file(output_dir)
 
-    def after_create_session(self, session: Session, coord: Any) -> None:
-        """Starts the first interval."""
-        super().after_create_session(session, coord)
-        _start_interval(self._timer, session, at_first_step=False)
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Writes when the timer triggers."""
-        session = run_context.session
-        if not self._timer.should_trigger_for_step(session.step):
-            return
-        self._timer.update_last_triggered_step(session.step)
-        counts = session.staleness
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes the histogram and its percentiles."""
+        counts, step = context.session.staleness, context.session.step
         if counts is None or not counts.any():
             return
         most = int(np.flatnonzero(counts)[-1])
-        self._file.write_counts("staleness", counts[: most + 1], session.step)
-        percentiles = {
+        self._file.write_counts("staleness", counts[: most + 1], step)
+        scalars = {
             f"staleness/p{percent}": staleness.percentile(counts, percent)
             for percent in staleness.PERCENTILES
         }
-        self._file.write_scalars(
-            {**percentiles, "staleness/max": most}, session.step
-        )
+        self._file.write_scalars({**scalars, "staleness/max": most}, step)
         self._file.flush()
 
     def end(self, session: Session) -> None:
@@ -248,8 +230,8 @@ class ProfilerHook(TimedHook):
         output_dir: Directory of the profiles.
 
     Raises:
-        ValueError: both or neither of `save_steps` and `save_secs` are given,
-            or one is not positive.
+        ValueError: not exactly one of `save_steps` and `save_secs` is given,
+            or it is not positive.
     """
 
     def __init__(
@@ -259,7 +241,7 @@ class ProfilerHook(TimedHook):
         output_dir: str = "",
     ) -> None:
         check_exactly_one(save_steps=save_steps, save_secs=save_secs)
-        super().__init__(SecondOrStepTimer(save_secs, save_steps))
+        super().__init__(save_secs, save_steps)
         self._directory = output_dir
         self._profiling = False
 
@@ -303,13 +285,3 @@ class ProfilerHook(TimedHook):
         if self._profiling:
             self._profiling = False
             tf.profiler.experimental.stop()
-
-
-def _start_interval(
-    timer: SecondOrStepTimer,
-    session: Session,
-    at_first_step: bool,
-) -> None:
-    """Starts the timer with the session, unless the first step triggers it."""
-    if not at_first_step and timer.last_triggered_step() is None:
-        timer.update_last_triggered_step(session.step)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnreadDataHook(SessionRunHook):
-    """Warns, once a worker is gone for long and again at the end of the job.
+    """Warns when a worker is gone for long, and again at the end of the job.
 
     Args:
         input_fn: That of training, to name it.
@@ -38,12 +38,12 @@ class UnreadDataHook(SessionRunHook):
         self._since: dict[str, int] = {}
 
     def steps_until_next(self, step: int) -> None:
-        """As many as others allow: it asks for seconds."""
+        """Any number: it asks for seconds."""
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Warns of workers that are newly missing."""
+        """Warns of workers that have gone since the last run."""
         session = run_context.session
         missing = session.missing_workers(self._after_secs)
         before = self._since
@@ -52,9 +52,9 @@ class UnreadDataHook(SessionRunHook):
             _log.warning(
                 "%s gone for %g s or more: nobody reads %s of the examples "
                 "now, because input function %s gives every worker a share of "
-                "its own. tfdist.read_csv(..., context=context) and its kin "
+                "its own. The readers of tfdist.data, with context=context, "
                 "deal the examples again in each pass.",
-                _listed(missing),
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}",
                 self._after_secs,
                 self._share(),
                 described(self._input_fn),
@@ -73,7 +73,3 @@ class UnreadDataHook(SessionRunHook):
 
     def _share(self) -> str:
         return f"{len(self._since) / self._num_workers:.0%}"
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"

@@ -6,9 +6,7 @@ import contextlib
 import enum
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +14,6 @@ import tensorflow as tf
 
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import COORDINATOR_ERRORS
-from tfdist.cluster import servers
 from tfdist.cluster.health import ServerFailure, ServerLostError
 
 _log = logging.getLogger(__name__)
@@ -28,17 +25,14 @@ MAX_REPEATS = 3
 """As the error of a hook, at one step, with every task alive, it is raised."""
 
 MAX_REBUILDS = 3
-"""After so many of them the chief of a cluster starts its process anew."""
+"""After so many of them the chief of a cluster restarts its process."""
 
 FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
-"""What `remedy` may know a remedy for."""
-
+"""What may be recovered from; see `choose_action`."""
 
 # What servers say to a chief whose state they have freed.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
-
-
-# How an all-reduce ends, beside, when one that takes part in it is gone.
+# How an all-reduce ends, too, when a process that takes part in it is gone.
 _WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
@@ -46,11 +40,11 @@ class RecoveryAction(enum.Enum):
     """What becomes of a session after an error."""
 
     RAISE = "the error is raised"
-    REBUILD = "everything is made anew in this process"
-    RESTART = "this process starts itself anew"
+    REBUILD = "everything is built again in this process"
+    RESTART = "this process restarts itself"
 
 
-def remedy(
+def choose_action(
     error: BaseException,
     lost: Mapping[str, ServerFailure],
     failures: int = 0,
@@ -58,11 +52,11 @@ def remedy(
 ) -> RecoveryAction:
     """Decides what an error means.
 
-    >>> remedy(tf.errors.UnavailableError(None, None, "gone"), {}).name
+    >>> choose_action(tf.errors.UnavailableError(None, None, "gone"), {}).name
     'REBUILD'
-    >>> remedy(tf.errors.NotFoundError(None, None, "what"), {}).name
+    >>> choose_action(tf.errors.NotFoundError(None, None, "what"), {}).name
     'RAISE'
-    >>> remedy(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
+    >>> choose_action(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
     'RESTART'
 
     Args:
@@ -105,10 +99,10 @@ def restart_process(reason: str) -> None:
     """
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise RuntimeError(
-            f"{reason}. An interactive process cannot start itself anew: "
+            f"{reason}. An interactive process cannot restart itself: "
             "restart it, and training goes on from the last checkpoint."
         )
-    _log.warning("%s: this process starts itself anew.", reason)
+    _log.warning("%s: this process restarts itself.", reason)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -179,49 +173,3 @@ class Failures:
             ", ".join(self._parts),
         )
         self.count = 0
-
-
-class Sigterm:
-    """Whether this process was told to end, as a scheduler does.
-
-    Args:
-        enabled: Whether to listen. Only the main thread can.
-    """
-
-    # How long the steps under way may take after the signal.
-    _PATIENCE_SECS = 20.0
-
-    def __init__(self, enabled: bool) -> None:
-        self.received = False
-        self._at = 0.0
-        main = threading.current_thread() is threading.main_thread()
-        self._enabled = enabled and main
-        if self._enabled:
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, *_: object) -> None:
-        self.received, self._at = True, time.monotonic()
-
-    def leave(self) -> None:
-        """Ends the process if it was told to, with a code that is retried.
-
-        Raises:
-            SystemExit: with 143.
-        """
-        if self.received:
-            _log.warning(
-                "Told to end (SIGTERM); exit code %d asks to be started again.",
-                servers.TERMINATED,
-            )
-            raise SystemExit(servers.TERMINATED)
-
-    def leave_when_late(self) -> None:
-        """As `leave`, once the steps under way have had their time."""
-        if time.monotonic() - self._at > self._PATIENCE_SECS:
-            self.leave()
-
-    def restore(self) -> None:
-        """Puts the handler of before back."""
-        if self._enabled:
-            signal.signal(signal.SIGTERM, self._before)
-            self._enabled = False

@@ -71,6 +71,8 @@ class CoordinatedLoop:
 
     iterator = None  # Each worker has its own, which dies with it.
 
+    own_batches = False
+
     def __init__(
         self,
         step: ModelStep,

@@ -49,10 +49,13 @@ class Loop(Protocol):
             with a checkpoint; else None.
         fixed_shares: Whether each worker reads a part of the data that nobody
             else ever reads.
+        own_batches: Whether the data are this process's alone, and others have
+            others.
     """
 
     step: int
     fixed_shares: bool
+    own_batches: bool
     iterator: tf.data.Iterator | None
 
     def run(
@@ -77,6 +80,16 @@ class Loop(Protocol):
 
     def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
         """Waits for the steps under way; `step` then counts them too."""
+
+    def evaluate(
+        self,
+        batches: tf.data.Dataset,
+        watch: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Loss and metrics of the current parameters; no step is under way.
+
+        Every batch counts once; empty if there is none.
+        """
 
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
@@ -270,6 +283,7 @@ class LocalLoop(InProcessLoop):
         self._read_at = 0.0
         self._watch = InputWatch(self._waits)
         self._step = step
+        self._evaluate: Callable[..., tf.Tensor] | None = None
         self.iterator = iter(dataset)
 
     def _steps(
@@ -305,6 +319,28 @@ class LocalLoop(InProcessLoop):
         if first_step < end:
             raise EndOfInput(metrics_from_states(total, self._step))
         return metrics_from_states(total, self._step)
+
+    def evaluate(
+        self,
+        batches: tf.data.Dataset,
+        watch: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """See `Loop.evaluate`.
+
+        Raises:
+            ValueError: the model has a `train_step` of its own.
+        """
+        if not isinstance(self._step, ModelStep):
+            raise ValueError(
+                f"Model {self._step.model.name!r} has a `train_step` of its "
+                "own, whose metrics are those of training: evaluate its "
+                "checkpoints, with `Estimator.evaluate`."
+            )
+        if self._evaluate is None:
+            function = self._step.evaluate_alone
+            self._evaluate = tf.function(function, autograph=False)
+        packed = [self._evaluate(batch).numpy() for batch in batches]
+        return metrics_from_states(sum(packed), self._step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
@@ -361,6 +397,21 @@ class FunctionLoop(InProcessLoop):
         for _ in range(num_steps):
             logs = self._function() or {}
         return {name: float(value) for name, value in logs.items()}
+
+    def evaluate(
+        self,
+        batches: tf.data.Dataset,
+        watch: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """A step function has no model to evaluate.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "`evaluate` needs a session that trains a Keras model through a "
+            "tfdist.training.loop.Loop; this one runs a plain step function."
+        )
 
 
 def metrics_from_states(total: Any, step: ModelStep) -> dict[str, float]:

@@ -175,6 +175,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
     The coordinator logs a lost task's error with the whole traceback, once for
     each dispatch. A lost task is reported by `tfdist.cluster.health` and
-    `tfdist.session.monitored_session`, any other error is raised.
+    `tfdist.session`, any other error is raised.
     """
     return record.module != "cluster_coordinator"

@@ -1,0 +1,99 @@
+"""All-reduce: every process runs the steps that the leader announces."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist._tf.errors import summarize_error
+from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.cluster.peers import Peers
+from tfdist.cluster.spec import Cluster
+
+_log = logging.getLogger(__name__)
+
+
+class Lockstep:
+    """Keeps the sessions of an all-reduce job at the same step.
+
+    The leader (the chief, else worker 0) announces what it has restored, how
+    many steps come next, when it saves and when the job ends. Where processes
+    read data of their own, each follower saves its position beside the
+    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`.
+
+    Args:
+        cluster: The cluster, which is connected.
+        checkpoint_dir: Of the leader's checkpoints.
+        watch: Called every second while another process is waited for.
+        positions: From a directory to the `Checkpoints` of this session.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        checkpoint_dir: str | None,
+        watch: Callable[[], None],
+        positions: Callable[[str], Checkpoints],
+    ) -> None:
+        self._peers = Peers(cluster)
+        self._watch = watch
+        self._checkpoint_dir = checkpoint_dir
+        self._positions = positions
+
+    # --- The leader ----------------------------------------------------------
+
+    def announce(self, **command: str | int | None) -> None:
+        """Tells the followers `run=num_steps` or `restored=path`."""
+        self._peers.tell(**command)
+
+    def save_positions(self, step: int) -> None:
+        """Has the followers save their positions, and waits for them."""
+        self._peers.tell(save=step)
+        self._peers.wait_for_others(f"saved/{step}", self._watch)
+
+    # --- A follower ----------------------------------------------------------
+
+    def next_run(self) -> int | None:
+        """How many steps the leader runs now; None: no more."""
+        while True:
+            command = self._peers.next(self._watch)
+            if "run" in command:
+                return command["run"]
+            if "save" not in command:
+                return None
+            step = command["save"]
+            self._positions(self._own_directory).save_position(step)
+            self._peers.announce(f"saved/{step}")
+
+    def next_restored(self) -> str | None:
+        """Path of the checkpoint that the leader has restored; None: none."""
+        return self._peers.next(self._watch)["restored"]
+
+    def own_position(self, path: str) -> str:
+        """Where this process saved its position beside checkpoint `path`."""
+        return os.path.join(self._own_directory, os.path.basename(path))
+
+    @property
+    def _own_directory(self) -> str:
+        name = self._peers.name.replace(":", "-")
+        return os.path.join(self._checkpoint_dir, "inputs", name)
+
+    # --- Both ----------------------------------------------------------------
+
+    def end(self) -> None:
+        """Ends together: the leader's process keeps what all others read."""
+        try:
+            if self._peers.leads:
+                self._peers.tell(end=True)
+                self._peers.wait_for_others("end", self._watch)
+            else:
+                self._peers.announce("end")
+        except tf.errors.OpError as error:
+            # All is done; whoever is started again will find that out.
+            _log.warning(
+                "Another process went before the end: %s",
+                summarize_error(error),
+            )
