@@ -1,5 +1,4 @@
 import contextlib
-import doctest
 import os
 import re
 import signal
@@ -12,10 +11,11 @@ import time
 import pytest
 
 from tfdist.cluster.spec import Cluster
-from tfdist.launch import command, processes
-from tfdist.launch.command import Verdict, restart_decision
+from tfdist.launch import command, network, processes
 from tfdist.launch.processes import LineCutter
+from tfdist.launch.supervisor import Verdict, restart_decision
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEADLINE = 30.0  # Seconds; nothing here takes more than a few.
 
 
@@ -116,21 +116,21 @@ def test_line_cutter_needs_no_endless_memory():
 
 
 def test_candidate_ports_where_the_kernel_takes_all():
-    assert processes.candidate_ports(1024, 65535)[0] == 10000
+    assert network.candidate_ports(1024, 65535)[0] == 10000
 
 
 def test_reserved_ports_are_free_for_the_task_alone():
-    (holder,) = processes.reserve_ports(1)
+    (holder,) = network.reserve_ports(1)
     port = holder.getsockname()[1]
-    first, last = processes.ephemeral_range()
+    first, last = network.ephemeral_range()
     with holder, contextlib.closing(socket.socket()) as other:
         assert not first <= port <= last
-        assert not processes.port_is_taken(port)
+        assert not network.port_is_taken(port)
         with pytest.raises(OSError, match="in use"):
             other.bind(("", port))
         with socket.create_server(("", port)):  # Sets SO_REUSEADDR, as gRPC.
-            assert processes.port_is_taken(port)
-    assert not processes.port_is_taken(port)
+            assert network.port_is_taken(port)
+    assert not network.port_is_taken(port)
 
 
 # --- Whole launches ----------------------------------------------------------
@@ -159,11 +159,10 @@ class Launch:
 
     def __init__(self, tmp_path, script, *flags, code=None, **popen):
         (tmp_path / "task.py").write_text(PROLOGUE + script)
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         start = ["-m", "tfdist.launch"] if code is None else ["-c", code]
         environment = {
             **os.environ,
-            "PYTHONPATH": root,
+            "PYTHONPATH": ROOT,
             "CLUSTER_SPEC": "of somebody else",
         }
         self.process = subprocess.Popen(
@@ -283,7 +282,7 @@ def test_a_module_and_its_flags(tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": os.path.dirname(command.__file__) + "/..",
+            "PYTHONPATH": ROOT,
         },
         capture_output=True,
         text=True,
@@ -521,15 +520,14 @@ def reachable(ports):
 
 WITHOUT_PRIVILEGE = """
 import sys
-from tfdist.launch import command
-from tfdist.launch import processes
-enter = processes._unshare_network
+from tfdist.launch import command, network
+enter = network._unshare_network
 def unprivileged(flags):
-    if flags == processes._CLONE_NEWNET:
+    if flags == network._CLONE_NEWNET:
         raise OSError("unshare: Operation not permitted")
     enter(flags)
-processes._unshare_network = unprivileged
-sys.exit(launch.main(sys.argv[1:]))
+network._unshare_network = unprivileged
+sys.exit(command.main(sys.argv[1:]))
 """
 
 
@@ -580,12 +578,11 @@ def test_host_network(tmp_path):
 def test_a_system_that_refuses(tmp_path):
     code = """
 import sys
-from tfdist.launch import command
-from tfdist.launch import processes
+from tfdist.launch import command, network
 def refuse():
     raise OSError("unshare: Operation not permitted")
-processes.enter_private_network = refuse
-sys.exit(launch.main(sys.argv[1:]))
+network.enter_private_network = refuse
+sys.exit(command.main(sys.argv[1:]))
 """
     got, job = run(tmp_path, "", "--workers=1", code=code)
     assert got == 0
@@ -597,14 +594,14 @@ sys.exit(launch.main(sys.argv[1:]))
 def test_a_refusal_leaves_the_process_where_it_was():
     code = """
 import os
-from tfdist.launch import processes
+from tfdist.launch import network
 def refuse(flags):
-    processes._libc.unshare(flags)  # It goes wrong only after this.
+    network._libc.unshare(flags)  # It goes wrong only after this.
     raise OSError(f"refused {flags:#x}")
-processes._unshare_network = refuse
+network._unshare_network = refuse
 before = os.readlink("/proc/self/ns/net")
 try:
-    processes.enter_private_network()
+    network.enter_private_network()
 except OSError as error:
     print(error, os.readlink("/proc/self/ns/net") == before)
 """
@@ -693,11 +690,6 @@ def test_colour(tmp_path):
     lines = (tmp_path / "out").read_bytes().splitlines()
     assert lines[0] == b"\x1b[36m[ps:0]\x1b[0m text" == lines[2]
     assert lines[1] == b"\x1b[33m[ps:1]\x1b[0m text"
-
-
-@pytest.mark.parametrize("module", [command, processes])
-def test_doctests(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_imports_no_tensorflow():

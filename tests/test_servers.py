@@ -11,7 +11,7 @@ import pytest
 from tfdist.cluster import servers
 from tfdist.cluster.servers import TaskState, probe
 from tfdist.cluster.spec import Cluster
-from tfdist.launch import processes
+from tfdist.launch import network
 
 DEADLINE = 60.0
 SERVE = (
@@ -28,7 +28,7 @@ def wait_for(condition):
 
 
 def free_addresses(count):
-    holders = processes.reserve_ports(count)
+    holders = network.reserve_ports(count)
     addresses = [f"127.0.0.1:{h.getsockname()[1]}" for h in holders]
     for holder in holders:
         holder.close()

@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import doctest
 import json
 import os
 import re
@@ -779,10 +778,6 @@ def test_a_killed_tensorflow_server(tensorflow):
 def test_a_restarted_tensorflow_server(tensorflow):
     assert becomes(tensorflow, "LIVE", tensorflow.restart)
     assert becomes(tensorflow, "DEAD", tensorflow.terminate)
-
-
-def test_doctests():
-    assert doctest.testmod(testing).failed == 0
 
 
 def test_imports_no_tensorflow():

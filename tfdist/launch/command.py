@@ -26,64 +26,22 @@ promises:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
-import enum
 import os
-import selectors
 import signal
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from tfdist.cluster.spec import Cluster
-from tfdist.launch import processes
-from tfdist.launch.processes import STOP_SIGNALS, SignalPipe, Task, how_it_ended
+from tfdist.launch import network
+from tfdist.launch.processes import Task, how_it_ended
+from tfdist.launch.supervisor import Supervisor, Verdict, restart_decision
 
 # Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
 _TERM_SECS = 10.0
 _MAX_MOVES = 5  # To other ports, after a foreign process took one of ours.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-
-
-class Verdict(enum.Enum):
-    """What becomes of the job when one of its tasks has ended."""
-
-    DONE = "the task is done"
-    RESTART = "the task is started again"
-    GIVE_UP = "the job goes on without the task"
-    END_JOB = "the job ends"
-
-
-def restart_decision(
-    job: str,
-    exit_code: int,
-    restarts: int,
-    max_restarts: int,
-    needed: Sequence[str] = ("chief", "ps"),
-) -> Verdict:
-    """Decides what the end of a task means.
-
-    >>> restart_decision("worker", 1, restarts=0, max_restarts=3).name
-    'RESTART'
-    >>> restart_decision("chief", 1, restarts=0, max_restarts=3).name
-    'END_JOB'
-
-    Args:
-        job: what `Cluster.task_type` may be.
-        exit_code: as `subprocess` has it: -n for signal n.
-        restarts: how often the task was started again already.
-        max_restarts: how often it may be.
-        needed: jobs of which no task can be done without.
-    """
-    if job == "chief" and 0 <= exit_code < 128:
-        return Verdict.END_JOB
-    if exit_code == 0:
-        return Verdict.DONE
-    if restarts < max_restarts:
-        return Verdict.RESTART
-    return Verdict.END_JOB if job in needed else Verdict.GIVE_UP
 
 
 def backoff_secs(restarts: int) -> float:
@@ -94,6 +52,30 @@ def backoff_secs(restarts: int) -> float:
 def shell_exit_code(exit_code: int) -> int:
     """The code a shell would report: 128 + n for signal n."""
     return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def make_tasks(
+    command: Sequence[str],
+    *,
+    ps: int,
+    workers: int,
+    evaluator: bool,
+    data_workers: int,
+) -> list[Task]:
+    """The tasks of a cluster with a chief."""
+    counts = {
+        "chief": 1,
+        "worker": workers,
+        "ps": ps,
+        "evaluator": int(evaluator),
+        "dispatcher": int(data_workers > 0),
+        "data_worker": data_workers,
+    }
+    return [
+        Task(job, index, command)
+        for job, count in counts.items()
+        for index in range(count)
+    ]
 
 
 class Console:
@@ -120,193 +102,151 @@ class Console:
         self.line("launch", text)
 
 
-class Launcher:
-    """Runs one cluster to its end, in one loop on the main thread."""
+class Launcher(Supervisor):
+    """Runs one cluster to its end, and shows what its tasks print.
 
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        jobs = {
-            "chief": 1,
-            "worker": options.workers,
-            "ps": options.ps,
-            "evaluator": int(options.evaluator),
-            "dispatcher": int(options.data_workers > 0),
-            "data_worker": options.data_workers,
-        }
-        self.tasks = [
-            Task(job, index, options.command)
-            for job, count in jobs.items()
-            for index in range(count)
-        ]
+    Args:
+        options: See `parse_options`.
+        console: Where to.
+        private: Whether nobody else is in this network.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, console: Console, *, private: bool
+    ) -> None:
+        super().__init__(
+            make_tasks(
+                options.command,
+                ps=options.ps,
+                workers=options.workers,
+                evaluator=options.evaluator,
+                data_workers=options.data_workers,
+            )
+        )
         self._options = options
+        self._say = console.say
         self._console = console
-        self._selector = selectors.DefaultSelector()
+        self._private = private
         self._exit_code: int | None = None
-        # Signals still to be sent to every task, with their times. Once there
-        # was one, nothing is started again.
-        self._agenda: list[tuple[float, signal.Signals]] = []
-        self._stopping = False
+        # Signals still to be sent to every task. Once there was one, nothing is
+        # started again, but for a move to other ports.
+        self._agenda: list[asyncio.TimerHandle] = []
         self._moving = False
         self._moves = 0
         self._interrupted = False
-        self._ports: list[socket.socket] = []
 
-    def run(self) -> int:
+    def run_to_end(self) -> int:
         """Starts the cluster, waits for its end; returns the exit code."""
-        with SignalPipe() as self._signals:
-            self._selector.register(self._signals, selectors.EVENT_READ)
-            try:
-                self._start_cluster()
-                while self._step():
-                    pass
-            finally:
-                self._kill_all()
-        for task in self.tasks:
-            self._console.say(task.summary())
+        self.run()
+        for task in self.tasks.values():
+            self._say(task.summary())
         return 1 if self._exit_code is None else self._exit_code
 
-    def _start_cluster(self) -> None:
+    def begin(self) -> None:
         """Starts every task, at fresh ports."""
-        self._release_ports()
-        self._ports = processes.reserve_ports(len(self.tasks))
-        jobs: dict[str, list[str]] = {}
-        for task, holder in zip(self.tasks, self._ports, strict=True):
-            task.port = holder.getsockname()[1]
-            jobs.setdefault(task.job, []).append(f"127.0.0.1:{task.port}")
-        if self._options.private:
-            self._release_ports()  # Nobody else is in this network.
-        cluster = Cluster.from_jobs(jobs, "chief", 0)
-        for task in self.tasks:
-            task.tf_config = cluster.tf_config(task.job, task.index)
-            self._start(task)
+        self._cancel_agenda()
+        self._moving = False
+        cluster = self.place_tasks()
+        for task in self.tasks.values():
+            self.start(task)
         pids = ", ".join(
             f"{task.name} pid {task.pid} port {task.port}"
-            for task in self.tasks
+            for task in self.tasks.values()
         )
-        network = "a private" if self._options.private else "the host's"
-        self._console.say(f"{cluster.shape} in {network} network: {pids}")
+        where = "a private" if self._private else "the host's"
+        self._say(f"{cluster.shape} in {where} network: {pids}")
 
-    def _release_ports(self) -> None:
-        for holder in self._ports:
-            holder.close()
-        self._ports = []
+    def start(self, task: Task) -> None:
+        """Starts a task, and has its output shown."""
+        super().start(task)
+        self.loop.add_reader(task.output, self._show, task)
 
-    def _start(self, task: Task) -> None:
-        task.start()
-        self._selector.register(task.output, selectors.EVENT_READ, task)
-
-    def _step(self) -> bool:
-        """Waits for something to happen and acts on it; False at the end."""
-        for key, _ in self._selector.select(self._timeout()):
-            if key.data is None:
-                self._on_signals(self._signals.read())
-            elif not self._show(key.data, key.data.read()):
-                self._selector.unregister(key.fileobj)
-        for task in self.tasks:
-            exit_code = task.poll()
-            if exit_code is not None:
-                if task.output.fileno() in self._selector.get_map():
-                    self._selector.unregister(task.output)
-                self._show(task, task.read_rest())
-                self._on_end(task, exit_code)
-        self._do_what_is_due()
-        if not all(task.is_over for task in self.tasks):
-            return True
-        if not self._moving:
-            return False
-        self._moving = self._stopping = False
-        self._agenda.clear()
-        self._start_cluster()
-        return True
-
-    def _show(self, task: Task, lines: list[bytes] | None) -> bool:
-        """Prints lines of a task; False when there will be no more."""
+    def _show(self, task: Task) -> None:
+        lines = task.read()
+        if lines is None:
+            self.loop.remove_reader(task.output)
         for line in lines or ():
             self._console.line(task.name, line)
-        return lines is not None
 
-    def _timeout(self) -> float | None:
-        """Seconds until something is due; None when only events matter."""
-        due = [when for when, _ in self._agenda[:1]]
-        due += [t.restart_at for t in self.tasks if t.restart_at is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _do_what_is_due(self) -> None:
-        """Starts tasks whose pause is over, sends signals whose time came."""
-        now = time.monotonic()
-        while self._agenda and self._agenda[0][0] <= now:
-            _, signum = self._agenda.pop(0)
-            for task in self.tasks:
-                task.stop(signum)
-        for task in self.tasks:
-            if task.restart_at is not None and task.restart_at <= now:
-                task.restarts += 1
-                self._start(task)
-
-    def _on_end(self, task: Task, exit_code: int) -> None:
+    def on_end(self, task: Task, exit_code: int) -> None:
         """Acts on the end of a task."""
-        if self._stopping:
-            return
-        if exit_code != 0 and self._port_was_stolen(task):
-            self._move(task)
-            return
-        others = "ps" if self._options.ps else "worker"
+        self.loop.remove_reader(task.output)
+        for line in task.read_rest():
+            self._console.line(task.name, line)
+        if not self._agenda:
+            self._decide(task, exit_code)
+        self._end_if_over()
+
+    def _decide(self, task: Task, exit_code: int) -> None:
+        """Says, and does, what the end of a task means for the job."""
+        if exit_code and not self._private:
+            if network.port_is_taken(task.port):
+                self._move(task)
+                return
         verdict = restart_decision(
             task.job,
             exit_code,
             task.restarts,
             self._options.max_restarts,
-            needed=("chief", others, "dispatcher", "data_worker"),
+            needed=(
+                *("chief", "ps" if self._options.ps else "worker"),
+                *("dispatcher", "data_worker"),
+            ),
         )
-        say, ended = self._console.say, how_it_ended(exit_code)
+        said = f"{task.name}: {how_it_ended(exit_code)}"
         if verdict is Verdict.RESTART:
             pause = backoff_secs(task.restarts)
-            task.restart_at = time.monotonic() + pause
-            say(f"{task.name}: {ended}; started again in {pause:g} s.")
+            self._say(f"{said}; started again in {pause:g} s.")
+            self.restart_later(task, pause)
         elif verdict is Verdict.GIVE_UP:
-            say(f"{task.name}: {ended}; out of restarts. The job goes on.")
+            self._say(f"{said}; out of restarts. The job goes on.")
         elif verdict is Verdict.END_JOB and task.job == "chief":
-            say(f"{task.name}: {ended}. The job ends.")
+            self._say(f"{said}. The job ends.")
             self._exit_code = shell_exit_code(exit_code)
             self._stop(0.0 if exit_code else self._options.grace_secs)
         elif verdict is Verdict.END_JOB:
-            say(f"{task.name}: {ended}; out of restarts. The job ends.")
+            self._say(f"{said}; out of restarts. The job ends.")
             self._exit_code = 1
             self._stop()
 
+    def on_signal(self, signum: signal.Signals) -> None:
+        """Ends the job at the user's wish; kills it at the second Ctrl-C."""
+        self._say(f"{signal.Signals(signum).name}: ending every task.")
+        again = self._interrupted
+        self._interrupted, self._moving = True, False
+        if self._exit_code is None:
+            self._exit_code = 128 + signum
+        self._stop()
+        if again:
+            self._signal_all(signal.SIGKILL)
+        self._end_if_over()
+
     def _stop(self, grace_secs: float = 0.0) -> None:
         """Ends every task: SIGTERM after the grace period, then SIGKILL."""
-        now = time.monotonic()
-        self._stopping = True
-        for task in self.tasks:
-            task.restart_at = None
+        for task in self.tasks.values():
+            self.cancel(task, "restart")
+        self._cancel_agenda()
         self._agenda = [
-            (now + grace_secs, signal.SIGTERM),
-            (now + grace_secs + _TERM_SECS, signal.SIGKILL),
+            self.loop.call_later(secs, self._signal_all, signum)
+            for secs, signum in (
+                (grace_secs, signal.SIGTERM),
+                (grace_secs + _TERM_SECS, signal.SIGKILL),
+            )
         ]
 
-    def _on_signals(self, signals: Sequence[signal.Signals]) -> None:
-        """Ends the job at the user's wish; kills it at the second Ctrl-C."""
-        for signum in signals:
-            if signum not in STOP_SIGNALS:
-                continue
-            self._console.say(f"{signum.name}: ending every task.")
-            again = self._interrupted
-            self._interrupted = True
-            self._moving = False
-            if self._exit_code is None:
-                self._exit_code = 128 + signum
-            self._stop()
-            if again:
-                self._agenda = [(0.0, signal.SIGKILL)]
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for task in self.tasks.values():
+            task.stop(signum)
 
-    def _port_was_stolen(self, task: Task) -> bool:
-        return not self._options.private and processes.port_is_taken(task.port)
+    def _cancel_agenda(self) -> None:
+        while self._agenda:
+            self._agenda.pop().cancel()
 
     def _move(self, task: Task) -> None:
         """Ends all tasks, to start them again at other ports."""
         self._moves += 1
         self._moving = self._moves <= _MAX_MOVES
-        self._console.say(
+        self._say(
             f"{task.name}: another process has taken its port {task.port}; "
             + (
                 "the whole cluster is started again at other ports."
@@ -316,12 +256,12 @@ class Launcher:
         )
         self._stop()
 
-    def _kill_all(self) -> None:
-        """Leaves nothing behind, whatever ended the loop."""
-        for task in self.tasks:
-            task.kill()
-        self._release_ports()
-        self._selector.close()
+    def _end_if_over(self) -> None:
+        if all(task.is_over for task in self.tasks.values()):
+            if self._moving:
+                self.begin()
+            else:
+                self.loop.stop()
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -419,7 +359,7 @@ def enter_network(mode: str, console: Console) -> bool:
         console.say(f"The host's network: {exposed}.")
         return False
     try:
-        processes.enter_private_network()
+        network.enter_private_network()
     except OSError as error:
         console.say(
             f"The system refuses a private network ({error}); going on in the "
@@ -446,8 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console = Console(sys.stdout.buffer, colour=colour)
     try:
-        options.private = enter_network(options.network, console)
-        return Launcher(options, console).run()
+        private = enter_network(options.network, console)
+        return Launcher(options, console, private=private).run_to_end()
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.

@@ -7,22 +7,19 @@
         cluster.freeze("ps:0", for_secs=40)
         assert cluster.wait(timeout_secs=300) == 0
 
-The same for tests, notebooks and users. What it promises:
-
-* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. Every
-  injector returns when its effect is proven, or raises.
+* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. A
+  method that injects one returns when its effect is proven, or raises.
 * What dies may be started again after a pause, at the same address, as
   Kubernetes and Vertex AI do.
 * Faults are data: a list of `Fault`s, or `random_faults` of a seed, that `run`
   injects while the job runs.
 * The cluster has a network of its own where the system allows it; the calling
   process stays where it is. One small process in between enters that network
-  and is the parent of all tasks, so that a caller full of threads (TensorFlow,
-  a notebook) need not fork them.
+  and is the parent of all tasks (`tfdist.launch.injector`).
 * Nothing is left: when the block ends, or the caller dies, every task is
   killed, with its children, frozen or not.
 
-Linux only, as `tfdist.launch.processes`. TensorFlow is not imported.
+Linux only. TensorFlow is not imported.
 """
 
 from __future__ import annotations
@@ -42,24 +39,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch import processes
+from tfdist._tf.waiting import wait_for
+from tfdist.launch.command import make_tasks
 from tfdist.launch.faults import KINDS as KINDS
 from tfdist.launch.faults import Fault as Fault
 from tfdist.launch.faults import Injection as Injection
 from tfdist.launch.faults import random_faults as random_faults
-from tfdist.launch.processes import how_it_ended
-from tfdist.launch.supervisor import (
-    PROOF_SECS,
-    Status,
-    all_processes,
-    log_name,
-    unknown_task,
-)
-from tfdist.launch.supervisor import NotRunningError as NotRunningError
+from tfdist.launch.injector import NotRunningError as NotRunningError
+from tfdist.launch.injector import Status, log_name, unknown_task
+from tfdist.launch.network import port_is_taken
+from tfdist.launch.processes import all_processes, how_it_ended
+from tfdist.launch.supervisor import PROOF_SECS
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECS = 0.05
 _CLOSE_SECS = 30.0
 _TAIL_LINES = 15  # Of each task's output, in an error.
 
@@ -79,42 +72,41 @@ class LocalCluster:
     block. An exception that leaves the block gets the last lines of every task
     as a note.
 
-    The job ends with its chief, "chief:0": for good when the chief exits with
-    a code below 128. From then on nothing is started again by itself; whoever
-    still runs does so until `close`.
+    The job ends when its chief, "chief:0", exits with a code below 128. From
+    then on nothing is started again by itself; what still runs does so until
+    `close`.
 
     Args:
-        command: the program and its arguments, the same for every task;
+        command: The program and its arguments, the same for every task;
             `TF_CONFIG` tells it which task it is.
-        ps: number of parameter servers.
-        workers: number of workers, beside the chief.
-        evaluator: whether there is an evaluator.
-        data_workers: number of workers of a tf.data service, which has a
-            dispatcher then (see `tfdist.one_pass`).
-        absent: tasks that are in the cluster's spec and not started, such as
+        ps: Number of parameter servers. Default: 0.
+        workers: Number of workers, beside the chief. Default: 0.
+        evaluator: Whether there is an evaluator. Default: False.
+        data_workers: Number of workers of a tf.data service, which then has a
+            dispatcher (see `tfdist.data.one_pass`). Default: 0.
+        absent: Tasks that are in the cluster's spec and not started, such as
             `["worker:2"]`; `start` starts them.
-        restart_secs: seconds after which a task that failed is started again,
-            as often as it fails: whatever was killed, and whatever failed by
-            itself (a chief only with 128 or more, as
-            `tfdist.launch.command.restart_decision` says). Default: nothing is.
+        restart_secs: Seconds after which a task that failed, or was killed, is
+            started again, as often as it fails (a chief only with a code of 128
+            or more). Default: it is not.
         network: "private" (where the system refuses it, a warning says so and
             it becomes "host") or "host", the caller's. In a private network
             neither side reaches the other, the caller included.
-        log_dir: folder of the tasks' outputs, "worker-1.log" and so on.
+        log_dir: Folder of the tasks' outputs, "worker-1.log" and so on.
             Default: a temporary one, removed by `close`.
-        cwd: working directory of the tasks. Default: the caller's.
-        step_pattern: regular expression of the chief's progress lines, with
+        cwd: Working directory of the tasks. Default: the caller's.
+        step_pattern: Regular expression of the chief's progress lines, with
             the step as its group 1. Default: tfdist's own lines, such as
             "step  500 of 2000 ( 25 %), ...".
 
     Attributes:
-        private: whether the network is a private one.
-        log_dir: where the outputs are.
-        injections: an `Injection` for all that was done to the tasks, in order.
+        private: Whether the network is a private one.
+        log_dir: Where the outputs are.
+        injections: An `Injection` for all that was done to the tasks, in order.
 
     Raises:
-        ValueError: if these do not make a cluster.
-        OSError: if the tasks cannot be started.
+        ValueError: These do not make a cluster.
+        OSError: The tasks cannot be started.
     """
 
     def __init__(
@@ -142,6 +134,13 @@ class LocalCluster:
                 'Argument `network` must be "private" or "host". '
                 f"Received: network={network!r}"
             )
+        tasks = make_tasks(
+            command,
+            ps=ps,
+            workers=workers,
+            evaluator=evaluator,
+            data_workers=data_workers,
+        )
         self.injections: list[Injection] = []
         self._step_pattern = re.compile(step_pattern, re.MULTILINE)
         self._step: int | None = None
@@ -160,15 +159,8 @@ class LocalCluster:
         try:
             refusal = self._ask(
                 "set_up",
+                [(task.job, task.index) for task in tasks],
                 list(command),
-                {
-                    "chief": 1,
-                    "worker": workers,
-                    "ps": ps,
-                    "evaluator": int(evaluator),
-                    "dispatcher": int(data_workers > 0),
-                    "data_worker": data_workers,
-                },
                 tuple(absent),
                 restart_secs,
                 network == "private",
@@ -230,7 +222,7 @@ class LocalCluster:
         """Bytes of memory that the task's process holds (resident set).
 
         Raises:
-            NotRunningError: if it is down.
+            NotRunningError: It is down.
         """
         pid = self.pid(task)
         if pid is None:
@@ -245,8 +237,7 @@ class LocalCluster:
     def exit_codes(self) -> dict[str, list[int]]:
         """How each process of each task ended, in order; -n for signal n.
 
-        A task that never was interrupted has none as long as it runs; `close`
-        adds the -9 of whoever ran until then.
+        `close` adds the -9 of what ran until then.
         """
         return {
             name: list(status.exit_codes)
@@ -256,7 +247,7 @@ class LocalCluster:
     def output(self, task: str) -> str:
         """All that the task's processes have written, to either stream.
 
-        Gone after `close()` if `log_dir` was a temporary one.
+        Empty after `close()` if `log_dir` was a temporary one.
         """
         self._status_of(task)
         return self._read(log_name(task))
@@ -286,8 +277,8 @@ class LocalCluster:
             The step it says.
 
         Raises:
-            TimeoutError: if it does not in time.
-            RuntimeError: if the job ends before.
+            TimeoutError: It does not in time.
+            RuntimeError: The job ends before.
         """
 
         def reached() -> int | None:
@@ -310,16 +301,16 @@ class LocalCluster:
 
         Args:
             task: "job:index".
-            pattern: regular expression, searched in whole lines.
-            count: which occurrence to wait for; after a restart, the second.
-            timeout_secs: for how long.
+            pattern: Regular expression, searched in whole lines.
+            count: Which occurrence to wait for; after a restart, the second.
+            timeout_secs: For how long.
 
         Returns:
             The match.
 
         Raises:
-            TimeoutError: if it does not come in time.
-            RuntimeError: if the task ends for good without it.
+            TimeoutError: It does not come in time.
+            RuntimeError: The task ends for good without it.
         """
 
         def found() -> re.Match[str] | None:
@@ -337,14 +328,14 @@ class LocalCluster:
         None. The others still run; see `exit_codes`.
 
         Raises:
-            TimeoutError: if it does not end in time.
+            TimeoutError: It does not end in time.
         """
 
         def ended() -> int | None:
             chief = self._status_of("chief:0")
             return chief.exit_codes[-1] if chief.is_over else None
 
-        return self._poll(ended, "The job did not end", timeout_secs)
+        return self._wait(ended, "The job did not end", timeout_secs)
 
     # --- Faults --------------------------------------------------------------
 
@@ -353,12 +344,12 @@ class LocalCluster:
 
         Args:
             task: "job:index".
-            for_secs: seconds after which it is started again. Default: what
+            for_secs: Seconds after which it is started again. Default: what
                 `restart_secs` says.
 
         Raises:
-            NotRunningError: if it was down already.
-            RuntimeError: if it does not die.
+            NotRunningError: It was down already.
+            RuntimeError: It does not die.
         """
         return self._inject("kill", task, for_secs)
 
@@ -369,11 +360,11 @@ class LocalCluster:
 
         Args:
             task: "job:index".
-            for_secs: seconds after which it goes on. Default: at `resume`.
+            for_secs: Seconds after which it goes on. Default: at `resume`.
 
         Raises:
-            NotRunningError: if it is down, or frozen already.
-            RuntimeError: if it does not stop.
+            NotRunningError: It is down, or frozen already.
+            RuntimeError: It does not stop.
         """
         return self._inject("freeze", task, for_secs)
 
@@ -381,8 +372,8 @@ class LocalCluster:
         """Has a frozen task go on (SIGCONT); returns when it does.
 
         Raises:
-            NotRunningError: if it is down.
-            RuntimeError: if it does not go on.
+            NotRunningError: It is down.
+            RuntimeError: It does not go on.
         """
         return self._inject("resume", task)
 
@@ -400,13 +391,13 @@ class LocalCluster:
 
         Args:
             task: "job:index".
-            grace_secs: seconds between SIGTERM and SIGKILL.
-            for_secs: seconds from its end after which it is started again.
+            grace_secs: Seconds between SIGTERM and SIGKILL.
+            for_secs: Seconds from its end after which it is started again.
                 Default: what `restart_secs` and its exit code say.
 
         Raises:
-            NotRunningError: if it was down already.
-            RuntimeError: if it does not even die.
+            NotRunningError: It was down already.
+            RuntimeError: It does not even die.
         """
         moment = self._moment()
         pid, ends = self._ask("terminate", task, grace_secs, for_secs)
@@ -416,14 +407,14 @@ class LocalCluster:
             return how_it_ended(codes[ends]) if len(codes) > ends else None
 
         limit = grace_secs + PROOF_SECS
-        effect = self._poll(ended, f"{task} (pid {pid}) did not end", limit)
+        effect = self._wait(ended, f"{task} (pid {pid}) did not end", limit)
         return self._record("terminate", task, pid, moment, effect)
 
     def restart(self, task: str) -> Injection:
         """Kills a task if it runs, and starts it at once at its address.
 
         Raises:
-            RuntimeError: if it does not die.
+            RuntimeError: It does not die.
         """
         return self._inject("restart", task)
 
@@ -431,9 +422,9 @@ class LocalCluster:
         """Starts a task that is down or was absent; returns its process id.
 
         Raises:
-            RuntimeError: if it runs.
+            RuntimeError: It runs.
         """
-        return self._ask("start", task)
+        return self._ask("start_task", task)
 
     def set_restart_secs(self, task: str, restart_secs: float | None) -> None:
         """Overrides the cluster's `restart_secs` for one task from now on.
@@ -458,15 +449,15 @@ class LocalCluster:
 
         Args:
             job: "chief", "worker", "ps" or "evaluator".
-            address_of: the task whose address it takes as its own. Default: an
+            address_of: The task whose address it takes as its own. Default: an
                 address of its own.
-            command: what it runs. Default: what the others run.
+            command: What it runs. Default: what the others run.
 
         Returns:
             Its name here, such as "chief:1".
 
         Raises:
-            ValueError: if there is no such job or task.
+            ValueError: There is no such job or task.
         """
         if job not in ("chief", "worker", "ps", "evaluator"):
             raise ValueError(
@@ -484,11 +475,11 @@ class LocalCluster:
         cut off from the rest; `freeze` comes nearest.
 
         Args:
-            for_secs: seconds after which the network is mended. Default: at
+            for_secs: Seconds after which the network is mended. Default: at
                 `mend_network`.
 
         Raises:
-            RuntimeError: in the host's network, which is not ours to cut.
+            RuntimeError: In the host's network, which is not ours to cut.
         """
         return self._inject("cut_network", None, for_secs)
 
@@ -506,16 +497,16 @@ class LocalCluster:
         "terminate" holds up the faults after it until its task has ended.
 
         Args:
-            faults: what is to happen.
-            timeout_secs: seconds from now until the end of the job.
+            faults: What is to happen.
+            timeout_secs: Seconds from now until the end of the job.
 
         Returns:
             What was injected, in order. `wait` has the exit code.
 
         Raises:
-            TimeoutError: if the job does not end in time.
-            RuntimeError: if it ends before every fault was injected, or an
-                injection has no effect.
+            TimeoutError: The job does not end in time.
+            RuntimeError: It ends before every fault was injected, or a fault
+                has no effect.
         """
         for fault in faults:
             if fault.task is not None:
@@ -523,16 +514,16 @@ class LocalCluster:
         start = time.monotonic()
         pending, done = list(faults), []
 
-        def ended() -> bool | None:
+        def ended() -> bool:
             over = self._status_of("chief:0").is_over
             for fault in tuple(pending):
                 if fault.is_due(self.step, time.monotonic() - start):
                     with contextlib.suppress(NotRunningError):
                         done.append(self._inject_fault(fault))
                         pending.remove(fault)
-            return over or None
+            return over
 
-        self._poll(ended, "The job did not end", timeout_secs)
+        self._wait(ended, "The job did not end", timeout_secs)
         if pending:
             raise RuntimeError(
                 "The job ended before these faults could be injected: "
@@ -549,8 +540,8 @@ class LocalCluster:
         self._connection, theirs = multiprocessing.Pipe()
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            "from tfdist.launch.supervisor import supervise; "
-            "supervise(int(sys.argv[1]))"
+            "from tfdist.launch.injector import serve_injector; "
+            "serve_injector(int(sys.argv[1]))"
         )
         with theirs, open(self.log_dir / "supervisor.log", "wb") as log:
             self._supervisor = subprocess.Popen(
@@ -639,18 +630,15 @@ class LocalCluster:
                 raise self._with_tails(error)
             return found
 
-        return self._poll(came, f"{task} did not come to {what}", timeout_secs)
+        return self._wait(came, f"{task} did not come to {what}", timeout_secs)
 
-    def _poll(
+    def _wait(
         self, condition: Callable[[], Any], problem: str, timeout_secs: float
     ) -> Any:
-        """Waits until `condition` returns something; returns that."""
-        deadline = time.monotonic() + timeout_secs
-        while (found := condition()) is None:
-            if time.monotonic() >= deadline:
-                error = TimeoutError(f"{problem} within {timeout_secs:g} s.")
-                raise self._with_tails(error)
-            time.sleep(_POLL_SECS)
+        found = wait_for(condition, timeout_secs, poll_secs=0.05)
+        if found is None or found is False:
+            error = TimeoutError(f"{problem} within {timeout_secs:g} s.")
+            raise self._with_tails(error)
         return found
 
     def _read(self, name: str) -> str:
@@ -673,7 +661,7 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     """Asserts that a closed cluster left no process, port or file behind.
 
     Raises:
-        AssertionError: if it did; the message names it.
+        AssertionError: It did; the message names it.
     """
     status = cluster._last_status
     assert status is not None, "The cluster is not closed."
@@ -685,7 +673,7 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     assert not left, f"Processes {left} are left."
     # A private network is gone with the last process in it.
     ports = [] if cluster.private else [t.port for t in status.values()]
-    taken = [port for port in ports if processes.port_is_taken(port)]
+    taken = [port for port in ports if port_is_taken(port)]
     assert not taken, f"Something still listens on the ports {taken}."
     if cluster._temporary is not None:
         assert not cluster.log_dir.exists(), f"{cluster.log_dir} is left."
