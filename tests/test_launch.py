@@ -115,16 +115,11 @@ def test_line_cutter_needs_no_endless_memory():
     assert b"".join(map(b"".join, got)) == b"x" * 70_000
 
 
-def test_candidate_ports_where_the_kernel_takes_all():
-    assert network.candidate_ports(1024, 65535)[0] == 10000
-
-
 def test_reserved_ports_are_free_for_the_task_alone():
     (holder,) = network.reserve_ports(1)
     port = holder.getsockname()[1]
-    first, last = network.ephemeral_range()
     with holder, contextlib.closing(socket.socket()) as other:
-        assert not first <= port <= last
+        assert 10000 <= port < 32768  # Not one of an outgoing connection.
         assert not network.port_is_taken(port)
         with pytest.raises(OSError, match="in use"):
             other.bind(("", port))
@@ -609,42 +604,6 @@ except OSError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "refused 0x40000000; refused 0x50000000 True\n"
-
-
-def test_a_stolen_port_moves_the_cluster(tmp_path):
-    script = """
-if me.role == "worker" and first_time():
-    thief = subprocess.Popen(
-        [sys.executable, "-c", "import socket, sys, time;"
-         f"s = socket.create_server(('', {port()})); print('got it');"
-         "sys.stdout.flush(); time.sleep(99)"],
-        start_new_session=True, stdout=subprocess.PIPE)
-    thief.stdout.readline()
-    print("thief", thief.pid)
-    sys.exit(1)
-print("at", port())
-if me.role == "chief" and os.path.exists("moved"):
-    sys.exit(0)
-if me.role == "worker":
-    open("moved", "x").close()
-    sys.exit(0)
-wait_for("moved")
-"""
-    with Launch(tmp_path, script, "--workers=1", "--network=host") as job:
-        output = job.read_until(r"thief \d+")
-        thief = int(re.search(r"thief (\d+)", output)[1])
-        try:
-            assert job.end() == 0
-        finally:
-            os.kill(thief, signal.SIGKILL)
-    taken = re.search(
-        r"worker:0: another process has taken its port (\d+); the whole "
-        r"cluster is started again at other ports",
-        job.output,
-    )[1]
-    assert job.output.count(" in the host's network: ") == 2
-    assert f"at {taken}" not in job.lines_of("worker:0")
-    assert "exit code 0" in job.summary("worker:0")
 
 
 # --- Usage -------------------------------------------------------------------

@@ -699,13 +699,13 @@ def test_a_killed_supervisor_leaves_no_task():
         wait_until_up(job)
         pids = [job.pid(task) for task in job.ports()]
         job.freeze("worker:0")
-        os.kill(job._supervisor.pid, signal.SIGKILL)
+        os.kill(job._supervisor.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="supervising process has died"):
             job.kill("chief:0")
         with pytest.raises(RuntimeError, match="ended with SIGKILL"):
             job.close()
         wait_for(lambda: {state(pid) for pid in pids} == {None})
-        job._supervisor.returncode = 0  # For the end of the block.
+        job._supervisor.process.returncode = 0  # For the end of the block.
 
 
 @pytest.mark.parametrize("what", ["port", "file"])

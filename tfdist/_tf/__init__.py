@@ -1,5 +1,5 @@
 """What other wings need of TensorFlow and Keras beneath their public API.
 
 Read in this order: `private` (each private name, why, and what watches it),
-`storage` (what a bucket does unlike a disk), `errors`.
+`storage` (what a bucket does unlike a disk), `errors`, `waiting`.
 """

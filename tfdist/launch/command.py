@@ -26,7 +26,6 @@ promises:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import signal
@@ -40,7 +39,6 @@ from tfdist.launch.supervisor import Supervisor, Verdict, restart_decision
 
 # Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
 _TERM_SECS = 10.0
-_MAX_MOVES = 5  # To other ports, after a foreign process took one of ours.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -107,12 +105,12 @@ class Launcher(Supervisor):
 
     Args:
         options: See `parse_options`.
-        console: Where to.
-        private: Whether nobody else is in this network.
+        console: Where to show it.
+        where: The network, in words.
     """
 
     def __init__(
-        self, options: argparse.Namespace, console: Console, *, private: bool
+        self, options: argparse.Namespace, console: Console, where: str
     ) -> None:
         super().__init__(
             make_tasks(
@@ -124,16 +122,11 @@ class Launcher(Supervisor):
             )
         )
         self._options = options
-        self._say = console.say
         self._console = console
-        self._private = private
+        self._say = console.say
+        self._where = where
         self._exit_code: int | None = None
-        # Signals still to be sent to every task. Once there was one, nothing is
-        # started again, but for a move to other ports.
-        self._agenda: list[asyncio.TimerHandle] = []
-        self._moving = False
-        self._moves = 0
-        self._interrupted = False
+        self._stopping = self._interrupted = False
 
     def run_to_end(self) -> int:
         """Starts the cluster, waits for its end; returns the exit code."""
@@ -143,9 +136,7 @@ class Launcher(Supervisor):
         return 1 if self._exit_code is None else self._exit_code
 
     def begin(self) -> None:
-        """Starts every task, at fresh ports."""
-        self._cancel_agenda()
-        self._moving = False
+        """Starts every task."""
         cluster = self.place_tasks()
         for task in self.tasks.values():
             self.start(task)
@@ -153,8 +144,7 @@ class Launcher(Supervisor):
             f"{task.name} pid {task.pid} port {task.port}"
             for task in self.tasks.values()
         )
-        where = "a private" if self._private else "the host's"
-        self._say(f"{cluster.shape} in {where} network: {pids}")
+        self._say(f"{cluster.shape} in {self._where} network: {pids}")
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
@@ -169,29 +159,22 @@ class Launcher(Supervisor):
             self._console.line(task.name, line)
 
     def on_end(self, task: Task, exit_code: int) -> None:
-        """Acts on the end of a task."""
+        """Says, and does, what the end of a task means for the job."""
         self.loop.remove_reader(task.output)
         for line in task.read_rest():
             self._console.line(task.name, line)
-        if not self._agenda:
+        if not self._stopping:
             self._decide(task, exit_code)
         self._end_if_over()
 
     def _decide(self, task: Task, exit_code: int) -> None:
-        """Says, and does, what the end of a task means for the job."""
-        if exit_code and not self._private:
-            if network.port_is_taken(task.port):
-                self._move(task)
-                return
+        others = "ps" if self._options.ps else "worker"
         verdict = restart_decision(
             task.job,
             exit_code,
             task.restarts,
             self._options.max_restarts,
-            needed=(
-                *("chief", "ps" if self._options.ps else "worker"),
-                *("dispatcher", "data_worker"),
-            ),
+            needed=("chief", others, "dispatcher", "data_worker"),
         )
         said = f"{task.name}: {how_it_ended(exit_code)}"
         if verdict is Verdict.RESTART:
@@ -211,57 +194,31 @@ class Launcher(Supervisor):
 
     def on_signal(self, signum: signal.Signals) -> None:
         """Ends the job at the user's wish; kills it at the second Ctrl-C."""
-        self._say(f"{signal.Signals(signum).name}: ending every task.")
-        again = self._interrupted
-        self._interrupted, self._moving = True, False
+        self._say(f"{signum.name}: ending every task.")
         if self._exit_code is None:
             self._exit_code = 128 + signum
         self._stop()
-        if again:
+        if self._interrupted:
             self._signal_all(signal.SIGKILL)
+        self._interrupted = True
         self._end_if_over()
 
     def _stop(self, grace_secs: float = 0.0) -> None:
         """Ends every task: SIGTERM after the grace period, then SIGKILL."""
+        self._stopping = True
         for task in self.tasks.values():
             self.cancel(task, "restart")
-        self._cancel_agenda()
-        self._agenda = [
-            self.loop.call_later(secs, self._signal_all, signum)
-            for secs, signum in (
-                (grace_secs, signal.SIGTERM),
-                (grace_secs + _TERM_SECS, signal.SIGKILL),
-            )
-        ]
+        term, kill = signal.SIGTERM, signal.SIGKILL
+        self.loop.call_later(grace_secs, self._signal_all, term)
+        self.loop.call_later(grace_secs + _TERM_SECS, self._signal_all, kill)
 
     def _signal_all(self, signum: signal.Signals) -> None:
         for task in self.tasks.values():
             task.stop(signum)
 
-    def _cancel_agenda(self) -> None:
-        while self._agenda:
-            self._agenda.pop().cancel()
-
-    def _move(self, task: Task) -> None:
-        """Ends all tasks, to start them again at other ports."""
-        self._moves += 1
-        self._moving = self._moves <= _MAX_MOVES
-        self._say(
-            f"{task.name}: another process has taken its port {task.port}; "
-            + (
-                "the whole cluster is started again at other ports."
-                if self._moving
-                else f"this happened {self._moves} times. The job ends."
-            )
-        )
-        self._stop()
-
     def _end_if_over(self) -> None:
         if all(task.is_over for task in self.tasks.values()):
-            if self._moving:
-                self.begin()
-            else:
-                self.loop.stop()
+            self.loop.stop()
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -349,15 +306,15 @@ def _complete(
     options.command = [sys.executable, *program]
 
 
-def enter_network(mode: str, console: Console) -> bool:
-    """Enters the network of `--network`; True if it is a private one."""
+def enter_network(mode: str, console: Console) -> str:
+    """Enters the network of `--network`; says which it is."""
     exposed = (
         "TensorFlow's servers authenticate nobody, and whoever can reach this "
         "machine can reach them"
     )
     if mode == "host":
         console.say(f"The host's network: {exposed}.")
-        return False
+        return "the host's"
     try:
         network.enter_private_network()
     except OSError as error:
@@ -365,12 +322,12 @@ def enter_network(mode: str, console: Console) -> bool:
             f"The system refuses a private network ({error}); going on in the "
             f"host's: {exposed}."
         )
-        return False
+        return "the host's"
     console.say(
         "A private network: nothing outside can reach the tasks, and they can "
         "reach neither gs:// nor any other machine. For those: --network=host."
     )
-    return True
+    return "a private"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -386,8 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console = Console(sys.stdout.buffer, colour=colour)
     try:
-        private = enter_network(options.network, console)
-        return Launcher(options, console, private=private).run_to_end()
+        where = enter_network(options.network, console)
+        return Launcher(options, console, where).run_to_end()
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.

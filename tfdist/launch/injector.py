@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 from tfdist.cluster.spec import Cluster
 from tfdist.launch import network, processes
+from tfdist.launch.logs import log_name
 from tfdist.launch.processes import Task, how_it_ended, is_frozen
 from tfdist.launch.supervisor import (
     Supervisor,
@@ -25,14 +32,11 @@ from tfdist.launch.supervisor import (
     wait_until,
 )
 
+_CLOSE_SECS = 30.0
+
 
 class NotRunningError(RuntimeError):
     """A fault was to be injected into a task that is dead or frozen already."""
-
-
-def log_name(task: str) -> str:
-    """The file of a task's output."""
-    return f"{task.replace(':', '-')}.log"
 
 
 def unknown_task(task: object, known: Iterable[str]) -> ValueError:
@@ -316,13 +320,6 @@ class Injector(Supervisor):
         return task, task.pid
 
 
-def serve_injector(fd: int) -> None:
-    """What the supervising process runs."""
-    processes.adopt_orphans()
-    with connection.Connection(fd) as caller:
-        Injector(caller).run()
-
-
 def _loopback_works() -> bool:
     """Whether a datagram to this very socket arrives."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mirror:
@@ -333,3 +330,87 @@ def _loopback_works() -> bool:
             return mirror.recv(1) == b"?"
         except TimeoutError:
             return False
+
+
+class InjectorProcess:
+    """Starts a process with an `Injector`, and has requests answered by it.
+
+    It ends, and with it all tasks, when the process that made it has ended.
+
+    Args:
+        cwd: Its working directory, and that of the tasks.
+        log: File of what it says.
+
+    Attributes:
+        process: The process.
+    """
+
+    def __init__(self, cwd: str | os.PathLike[str] | None, log: Path) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._requests = 0
+        # Without a preexec_fn, so safe whatever threads the caller has; in a
+        # session of its own, so that Ctrl-C is the caller's to act on.
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._connection, theirs = multiprocessing.Pipe()
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            "from tfdist.launch.injector import serve; serve(int(sys.argv[1]))"
+        )
+        with theirs, log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the `Injector`; raises what it raised."""
+        with self._lock:
+            self._requests += 1
+            try:
+                self._connection.send((self._requests, method, args))
+                # An interrupted caller may have left an older answer unread.
+                number = None
+                while number != self._requests:
+                    number, answer = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise RuntimeError(
+                    "The cluster is closed, or its supervising process has "
+                    f"died. It said: {self._said()}"
+                ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Waits for the end of the process, after a request to `close`.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        self._connection.close()
+        try:
+            code = self.process.wait(_CLOSE_SECS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # The kernel then kills its children.
+            code = self.process.wait()
+        if code:
+            raise RuntimeError(
+                f"The supervising process ended with {how_it_ended(code)}. "
+                f"It said: {self._said()}"
+            )
+
+    def _said(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+
+def serve(fd: int) -> None:
+    """What that process runs."""
+    processes.adopt_orphans()
+    with connection.Connection(fd) as caller:
+        Injector(caller).run()

@@ -23,6 +23,9 @@ _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
 
+# Below those that Linux gives to outgoing connections.
+_PORTS = range(10000, 32768)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -93,29 +96,6 @@ def _refusal_in_child(flags: int) -> str:
     return message or ("" if status == 0 else f"the trial ended with {status}")
 
 
-def ephemeral_range() -> tuple[int, int]:
-    """First and last port that the kernel gives to outgoing connections."""
-    try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    except OSError:
-        return 32768, 60999  # Linux' own default.
-    first, last = map(int, text.split())
-    return first, last
-
-
-def candidate_ports(first: int, last: int) -> list[int]:
-    """The ports from 10000 on that are not in the range first .. last.
-
-    >>> ports = candidate_ports(32768, 60999)
-    >>> ports[0], 32767 in ports, 32768 in ports, 61000 in ports
-    (10000, True, False, True)
-
-    All of them, where the ephemeral range leaves none.
-    """
-    ports = range(10000, 65536)
-    return [port for port in ports if not first <= port <= last] or list(ports)
-
-
 def reserve_ports(count: int) -> list[socket.socket]:
     """Binds `count` free ports, so that nobody else chooses them.
 
@@ -129,19 +109,15 @@ def reserve_ports(count: int) -> list[socket.socket]:
     Raises:
         OSError: There are not that many free ports.
     """
-    candidates = candidate_ports(*ephemeral_range())
-    random.shuffle(candidates)
     reserved: list[socket.socket] = []
-    for port in candidates:
+    for port in random.sample(_PORTS, len(_PORTS)):
         if len(reserved) == count:
-            break
+            return reserved
         with contextlib.suppress(OSError):  # It is taken.
             reserved.append(_bind(port, reuse=False))
-    if len(reserved) < count:
-        for holder in reserved:
-            holder.close()
-        raise OSError(f"found fewer than {count} free ports")
-    return reserved
+    for holder in reserved:
+        holder.close()
+    raise OSError(f"found fewer than {count} free ports")
 
 
 def port_is_taken(port: int) -> bool:

@@ -122,7 +122,6 @@ class Supervisor:
 
     def place_tasks(self) -> Cluster:
         """Gives every task a fresh port, and its `TF_CONFIG`."""
-        self.release_ports()
         jobs: dict[str, list[str]] = {}
         for task in self.tasks.values():
             jobs.setdefault(task.job, []).append(self.reserve_port(task))
@@ -137,11 +136,6 @@ class Supervisor:
         self._ports.append(holder)
         task.port = holder.getsockname()[1]
         return f"127.0.0.1:{task.port}"
-
-    def release_ports(self) -> None:
-        """Lets others have the ports."""
-        while self._ports:
-            self._ports.pop().close()
 
     def start(self, task: Task) -> None:
         """Starts a task."""
@@ -198,7 +192,8 @@ class Supervisor:
             task.stop(signal.SIGKILL)
         for task in self.tasks.values():
             wait_until(lambda t=task: t.pid is None or t.poll(), task.name)
-        self.release_ports()
+        for holder in self._ports:
+            holder.close()
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
