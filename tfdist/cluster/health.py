@@ -2,7 +2,7 @@
 
 A dead server is noticed by whoever talks to it. A frozen one is not: its
 connections stay open and every call to it waits for ever. So a thread of the
-chief asks each worker and parameter server for its status (`servers.ask`),
+chief asks each worker and parameter server for its status (`probing.ask`),
 whatever the job is doing. The answer comes from a thread of TensorFlow's C++
 server: a step that takes minutes does not delay it. A process of its own cuts
 connections where even that thread is held up (`tfdist.cluster.connections`).
@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfdist.cluster import servers
+from tfdist.cluster import probing
 from tfdist.cluster.connections import Sentinel, cut_connections
-from tfdist.cluster.servers import TaskState
+from tfdist.cluster.probing import TaskState
 from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ServerFailure(enum.Enum):
     """Why a parameter server's variables cannot be used any more."""
 
     DEAD = "is not up"
-    REPLACED = "was started anew and holds no variables"
+    REPLACED = "was started again and holds no variables"
     FROZEN = "does not answer"
 
 
@@ -101,8 +101,8 @@ class HealthMonitor:
         on_stuck: Callable[[ServerLostError], None] | None = None,
     ) -> None:
         self._records = {
-            task: _Record(servers.address_of(cluster, task))
-            for task in servers.server_tasks(cluster)
+            task: _Record(probing.address_of(cluster, task))
+            for task in probing.server_tasks(cluster)
         }
         self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
@@ -184,7 +184,7 @@ class HealthMonitor:
     def _ask(self) -> None:
         """Asks all tasks at once and notes what each answered."""
         with self._asking:
-            answers = servers.ask([r.address for r in self._records.values()])
+            answers = probing.ask([r.address for r in self._records.values()])
             now = time.monotonic()
             for (task, record), answer in zip(
                 self._records.items(), answers, strict=True
@@ -195,7 +195,7 @@ class HealthMonitor:
         self,
         task: tuple[str, int],
         record: _Record,
-        answer: servers.Answer,
+        answer: probing.Answer,
         now: float,
     ) -> None:
         name = f"{task[0]}:{task[1]}"

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.private import reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster import servers
+from tfdist.cluster import probing
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.strategies import local_strategy, parameter_server_strategy
 from tfdist.data import audit
@@ -391,7 +391,7 @@ class Estimator:
         """
         cluster = self.config.cluster
         wait_secs = self.config.session_creation_timeout_secs
-        servers.wait_until_up(cluster, wait_secs)
+        probing.wait_until_up(cluster, wait_secs)
         strategy = parameter_server_strategy(
             cluster, start_timeout_secs=wait_secs
         )

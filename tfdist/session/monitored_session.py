@@ -85,7 +85,7 @@ from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import Saveable
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
-from tfdist.cluster import servers
+from tfdist.cluster import probing, servers
 from tfdist.cluster.health import HealthMonitor, ServerLostError
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.spec import Cluster
@@ -684,7 +684,7 @@ class MonitoredTrainingSession:
 
     def _connect(self, cluster: Cluster) -> tf.distribute.Strategy:
         """Waits for the tasks, connects to them and watches them."""
-        servers.wait_until_up(cluster, self._max_wait_secs, self._sigterm.leave)
+        probing.wait_until_up(cluster, self._max_wait_secs, self._sigterm.leave)
         if self._ending and not self._ending.has_ended():
             recovery.restart_process("The loop of before has not ended")
         self._ending = None
