@@ -74,21 +74,15 @@ def test_exit_codes(exit_code, shell, words):
         ([b"no end"], [b"no end"]),
         ([b"\n\n"], [b"", b""]),
         ([b"1%\r2%\r3%\n"], [b"3%"]),
-        ([b"\r1%", b"\r2%", b"\r3%", b"\rdone\n"], [b"1%", b"done"]),
-        ([b"1%\r", b"2%\r", b"3%\r"], [b"1%", b"3%"]),
+        ([b"\r1%", b"\r2%", b"\r3%", b"\rdone\n"], [b"done"]),
+        ([b"1%\r", b"2%\r", b"3%\r"], [b"3%"]),
         ([b"\xc3", b"\xa9\n"], ["é".encode()]),
     ],
 )
 def test_line_cutter(chunks, lines):
     cutter = LineCutter()
-    got = [line for chunk in chunks for line in cutter.feed(chunk, now=0.0)]
+    got = [line for chunk in chunks for line in cutter.feed(chunk)]
     assert got + cutter.flush() == lines
-
-
-def test_line_cutter_shows_progress_now_and_then():
-    cutter = LineCutter()
-    shown = [cutter.feed(b"\rstep %d" % now, now) for now in range(7)]
-    assert shown == [[], [b"step 0"], [], [b"step 2"], [], [b"step 4"], []]
 
 
 @pytest.mark.parametrize("drop", [True, False])
@@ -105,13 +99,13 @@ def test_line_cutter_drops_the_banner_of_tensorflow(drop):
     ]
     cutter = LineCutter()
     cutter.drop_banner = drop
-    got = cutter.feed(b"\n".join([*banner, *rest, b""]), now=0.0)
+    got = cutter.feed(b"\n".join([*banner, *rest, b""]))
     assert got == (rest if drop else banner + rest)
 
 
 def test_line_cutter_needs_no_endless_memory():
     cutter = LineCutter()
-    got = [cutter.feed(b"x" * 10_000, now=0.0) for _ in range(8)]
+    got = [cutter.feed(b"x" * 10_000) for _ in range(8)]
     assert b"".join(map(b"".join, got)) == b"x" * 70_000
 
 
@@ -639,16 +633,6 @@ def test_defaults():
     assert (options.ps, options.workers, options.max_restarts) == (0, 0, 3)
     assert (options.evaluator, options.network) == (False, "private")
     assert options.command == [sys.executable, "-m", "trainer.task", "--ps=9"]
-
-
-def test_colour(tmp_path):
-    with open(tmp_path / "out", "wb") as stream:
-        console = command.Console(stream, colour=True)
-        for name in ("ps:0", "ps:1", "ps:0"):
-            console.line(name, b"text")
-    lines = (tmp_path / "out").read_bytes().splitlines()
-    assert lines[0] == b"\x1b[36m[ps:0]\x1b[0m text" == lines[2]
-    assert lines[1] == b"\x1b[33m[ps:1]\x1b[0m text"
 
 
 def test_imports_no_tensorflow():

@@ -35,11 +35,15 @@ from typing import BinaryIO
 
 from tfdist.launch import network
 from tfdist.launch.processes import Task, how_it_ended
-from tfdist.launch.supervisor import Supervisor, Verdict, restart_decision
+from tfdist.launch.supervisor import (
+    Supervisor,
+    Verdict,
+    restart_decision,
+    task_ids,
+)
 
 # Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
 _TERM_SECS = 10.0
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 def backoff_secs(restarts: int) -> float:
@@ -52,52 +56,20 @@ def shell_exit_code(exit_code: int) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def make_tasks(
-    command: Sequence[str],
-    *,
-    ps: int,
-    workers: int,
-    evaluator: bool,
-    data_workers: int,
-) -> list[Task]:
-    """The tasks of a cluster with a chief."""
-    counts = {
-        "chief": 1,
-        "worker": workers,
-        "ps": ps,
-        "evaluator": int(evaluator),
-        "dispatcher": int(data_workers > 0),
-        "data_worker": data_workers,
-    }
-    return [
-        Task(job, index, command)
-        for job, count in counts.items()
-        for index in range(count)
-    ]
-
-
 class Console:
     """Where all output goes, a whole line at a time."""
 
-    def __init__(self, stream: BinaryIO, *, colour: bool) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._colour = colour
-        self._colours: dict[str, int] = {}
 
-    def line(self, name: str, text: bytes | str) -> None:
+    def line(self, name: str, text: bytes) -> None:
         """Writes one line behind the name of the task it comes from."""
-        prefix = f"[{name}]"
-        if self._colour:
-            number = self._colours.setdefault(name, len(self._colours))
-            code = _COLOURS[number % len(_COLOURS)]
-            prefix = f"\x1b[{code}m{prefix}\x1b[0m"
-        text = text.encode() if isinstance(text, str) else text
-        self._stream.write(prefix.encode() + b" " + text + b"\n")
+        self._stream.write(b"[%b] %b\n" % (name.encode(), text))
         self._stream.flush()
 
     def say(self, text: str) -> None:
         """Writes one line of the launcher's own."""
-        self.line("launch", text)
+        self.line("launch", text.encode())
 
 
 class Launcher(Supervisor):
@@ -112,14 +84,14 @@ class Launcher(Supervisor):
     def __init__(
         self, options: argparse.Namespace, console: Console, where: str
     ) -> None:
+        tasks = task_ids(
+            options.ps,
+            options.workers,
+            options.evaluator,
+            options.data_workers,
+        )
         super().__init__(
-            make_tasks(
-                options.command,
-                ps=options.ps,
-                workers=options.workers,
-                evaluator=options.evaluator,
-                data_workers=options.data_workers,
-            )
+            [Task(job, index, options.command) for job, index in tasks]
         )
         self._options = options
         self._console = console
@@ -336,12 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     May move the calling process into another network for good.
     """
     options = parse_options(argv)
-    colour = (
-        sys.stdout.isatty()
-        and not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM") != "dumb"
-    )
-    console = Console(sys.stdout.buffer, colour=colour)
+    console = Console(sys.stdout.buffer)
     try:
         where = enter_network(options.network, console)
         return Launcher(options, console, where).run_to_end()

@@ -22,7 +22,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Loaded here, because a forked child must not load anything before its exec.
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_PROGRESS_SECS = 2.0  # Between the shown states of a progress bar.
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
 
 # Asks glibc for huge pages: a step touches rows all over a large table, and
@@ -77,7 +76,7 @@ class LineCutter:
     """Cuts the output of a task into lines.
 
     Of a line that was overwritten with carriage returns, the last state is
-    kept; while such a line goes on, a state is shown every two seconds.
+    kept.
 
     Attributes:
         drop_banner: Whether to leave out the information that TensorFlow
@@ -87,25 +86,15 @@ class LineCutter:
     def __init__(self) -> None:
         self.drop_banner = False
         self._rest = b""
-        self._shown_at = float("-inf")
 
-    def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Takes what was read at time `now`; returns the lines complete."""
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        lines = [_last_state(line) for line in complete]
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes what was read; returns the lines complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
         if self.drop_banner:
             lines = [line for line in lines if not _BANNER.match(line)]
-        # The last byte may be half of "\r\n".
-        overwritten = self._rest.rfind(b"\r", 0, -1)
-        if overwritten >= 0:
-            state = _last_state(self._rest[:overwritten])
-            self._rest = self._rest[overwritten + 1 :]
-            if state and now - self._shown_at >= _PROGRESS_SECS:
-                self._shown_at = now
-                lines.append(state)
         if len(self._rest) > _MAX_LINE:
             lines += self.flush()
-        return lines
+        return [_last_state(line) for line in lines]
 
     def flush(self) -> list[bytes]:
         """Returns the unterminated line at the end, if there is one."""
@@ -196,7 +185,7 @@ class Task:
             data = os.read(self.output.fileno(), _MAX_LINE)
         except BlockingIOError:
             return []
-        return self._lines.feed(data, time.monotonic()) if data else None
+        return self._lines.feed(data) if data else None
 
     def read_rest(self) -> list[bytes]:
         """The last lines of a process that has ended; closes `output`.

@@ -48,12 +48,8 @@ def restart_decision(
     >>> restart_decision("chief", 1, restarts=0, max_restarts=3).name
     'END_JOB'
 
-    Args:
-        job: What `Cluster.task_type` may be.
-        exit_code: As `subprocess` has it: -n for signal n.
-        restarts: How often the task was started again already.
-        max_restarts: How often it may be.
-        needed: Jobs of which no task can be done without.
+    An `exit_code` of -n is signal n. No task of the `needed` jobs can be done
+    without.
     """
     if job == "chief" and 0 <= exit_code < 128:
         return Verdict.END_JOB
@@ -62,6 +58,21 @@ def restart_decision(
     if restarts < max_restarts:
         return Verdict.RESTART
     return Verdict.END_JOB if job in needed else Verdict.GIVE_UP
+
+
+def task_ids(
+    ps: int, workers: int, evaluator: bool, data_workers: int
+) -> list[tuple[str, int]]:
+    """Job and index of each task of a cluster with a chief."""
+    counts = {
+        "chief": 1,
+        "worker": workers,
+        "ps": ps,
+        "evaluator": int(evaluator),
+        "dispatcher": int(data_workers > 0),
+        "data_worker": data_workers,
+    }
+    return [(job, i) for job, count in counts.items() for i in range(count)]
 
 
 class Supervisor:

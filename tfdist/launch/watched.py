@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from tfdist._tf.waiting import wait_for
-from tfdist.launch.command import make_tasks
 from tfdist.launch.faults import Injection
 from tfdist.launch.injector import (
     InjectorProcess,
@@ -22,6 +21,7 @@ from tfdist.launch.injector import (
 )
 from tfdist.launch.logs import Logs
 from tfdist.launch.processes import how_it_ended
+from tfdist.launch.supervisor import task_ids
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +54,6 @@ class WatchedCluster:
                 'Argument `network` must be "private" or "host". '
                 f"Received: network={network!r}"
             )
-        tasks = make_tasks(
-            command,
-            ps=ps,
-            workers=workers,
-            evaluator=evaluator,
-            data_workers=data_workers,
-        )
         self.injections: list[Injection] = []
         self._started_at = time.monotonic()
         self._last_status: dict[str, Status] | None = None
@@ -71,7 +64,7 @@ class WatchedCluster:
         try:
             refusal = self._ask(
                 "set_up",
-                [(task.job, task.index) for task in tasks],
+                task_ids(ps, workers, evaluator, data_workers),
                 list(command),
                 tuple(absent),
                 restart_secs,
@@ -105,7 +98,7 @@ class WatchedCluster:
         May be called again.
 
         Raises:
-            RuntimeError: if something could not be killed.
+            RuntimeError: Something could not be killed.
         """
         if self._last_status is None:
             with contextlib.suppress(RuntimeError):  # Its exit code tells.
