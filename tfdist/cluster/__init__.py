@@ -3,7 +3,8 @@
 Read in this order: `spec` (the environment becomes a `Cluster`), `tf_config`
 (its syntax), `servers` (the tasks that only serve), `probing` (who is up),
 `strategies`, `health` (a server that is silent), `connections` (how one that is
-frozen is cut off), `peers`, `time_limit`, `tpu`.
+frozen is cut off), `peers`, `time_limit`, `termination`,
+`tpu`.
 """
 
 import lazy_loader

@@ -44,37 +44,38 @@ class ServerLostError(RuntimeError):
     """Parameter servers were lost, and with them their variables.
 
     Attributes:
-        lost: Task name to the kind of loss.
+        lost: Task name to the failure.
     """
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)
         super().__init__(
-            "; ".join(f"{name} {loss.value}" for name, loss in lost.items())
+            "; ".join(f"{name} {why.value}" for name, why in lost.items())
         )
 
 
 @dataclasses.dataclass
 class _Record:
-    """What is known of one task.
-
-    Attributes:
-        address: `host:port`.
-        identity: Of the server that the chief connected to.
-        state: As of the last answer or time-out.
-        replaced: Whether another server answers there now.
-        since: When `state` began.
-        rounds: How often in a row it was found so.
-        handled: Whether the chief has cut its connections to it.
-    """
+    """What is known of the task at an address."""
 
     address: str
-    identity: bytes | None = None
+    identity: bytes | None = None  # Of the server that the chief connected to.
+    replaced: bool = False  # Whether another server answers there now.
     state: TaskState = TaskState.LIVE
-    replaced: bool = False
-    since: float = 0.0
-    rounds: int = 0
-    handled: bool = False
+    since: float = 0.0  # When `state` began.
+    rounds: int = 0  # How often in a row it was found so.
+    handled: bool = False  # Whether the chief has cut its connections to it.
+
+    def failure(self, frozen_secs: float) -> ServerFailure | None:
+        """What this means for the task's variables, if it had any."""
+        if self.replaced:
+            return ServerFailure.REPLACED
+        if self.state is TaskState.DEAD and self.rounds >= _DEAD_ROUNDS:
+            return ServerFailure.DEAD
+        silent = time.monotonic() - self.since
+        if self.state is TaskState.FROZEN and silent >= frozen_secs:
+            return ServerFailure.FROZEN
+        return None
 
 
 class HealthMonitor:
@@ -121,12 +122,12 @@ class HealthMonitor:
 
     def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
-        lost = {}
-        for (job, index), record in self._records.items():
-            loss = _loss(record, self._frozen_secs) if job == "ps" else None
-            if loss:
-                lost[f"{job}:{index}"] = loss
-        return lost
+        failures = {
+            f"{job}:{index}": record.failure(self._frozen_secs)
+            for (job, index), record in self._records.items()
+            if job == "ps"
+        }
+        return {name: failure for name, failure in failures.items() if failure}
 
     def look(self) -> dict[str, ServerFailure]:
         """Asks all tasks now, twice, and returns the servers that are lost."""
@@ -152,15 +153,15 @@ class HealthMonitor:
 
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
-        counts = {}
-        for (job, _), record in self._records.items():
-            up, total = counts.get(job, (0, 0))
-            counts[job] = (up + (record.state is TaskState.LIVE), total + 1)
-        names = {"worker": "workers"}
-        return ", ".join(
-            f"{up}/{total} {names.get(job, job)}"
-            for job, (up, total) in sorted(counts.items())
-        )
+        parts = []
+        for job, plural in (("ps", "ps"), ("worker", "workers")):
+            up = [
+                record.state is TaskState.LIVE
+                for (name, _), record in self._records.items()
+                if name == job
+            ]
+            parts.append(f"{sum(up)}/{len(up)} {plural}")
+        return ", ".join(parts)
 
     def _run(self) -> None:
         with contextlib.closing(self._sentinel):
@@ -217,7 +218,8 @@ class HealthMonitor:
 
     def _cut_frozen_workers(self) -> None:
         for (job, index), record in self._records.items():
-            frozen = _loss(record, self._frozen_secs) is ServerFailure.FROZEN
+            failure = record.failure(self._frozen_secs)
+            frozen = failure is ServerFailure.FROZEN
             if job == "worker" and frozen and not record.handled:
                 _log.warning(
                     "worker:%d does not answer since %.0f s: it is treated as "
@@ -227,15 +229,3 @@ class HealthMonitor:
                 )
                 cut_connections(record.address)
                 record.handled = True
-
-
-def _loss(record: _Record, frozen_secs: float) -> ServerFailure | None:
-    """What a record means for the task's variables, if it had any."""
-    if record.replaced:
-        return ServerFailure.REPLACED
-    if record.state is TaskState.DEAD and record.rounds >= _DEAD_ROUNDS:
-        return ServerFailure.DEAD
-    silent = time.monotonic() - record.since
-    if record.state is TaskState.FROZEN and silent >= frozen_secs:
-        return ServerFailure.FROZEN
-    return None

@@ -12,10 +12,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -31,6 +30,7 @@ from tfdist.cluster.probing import (
     server_tasks,
 )
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.termination import TERMINATED, Sigterm
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _POLL_SECS = 0.2
 _TRIM_SECS = 30.0
 # TensorFlow keeps the functions, 4 MB of a small model, that were running when
 # a step failed, and on workers a thread for each of their input ops. So after
-# so many chiefs and recoveries a server starts itself anew.
+# so many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
 # How long a server that is told to end serves on for a chief that is told so
@@ -49,9 +49,6 @@ _GOODBYE_SECS = 60.0
 _TERM_SECS = 20.0
 # Where this process has been the chief.
 _held: set[str] = set()
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a task that SIGTERM ended; schedulers start it again."""
-
 # gRPC's own settings leave a server that came back alone for up to two minutes.
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
@@ -120,7 +117,7 @@ def serve(
         SystemExit: with code 143, after SIGTERM.
     """
     task = f"{cluster.task_type}:{cluster.task_index}"
-    told = _told_to_end()
+    sigterm = Sigterm()
     reconnect_quickly()
     try:
         server = tf.distribute.Server(
@@ -141,7 +138,7 @@ def serve(
     watch = _ChiefWatch(chief)
     next_trim = time.monotonic() + _TRIM_SECS
     while not tf.io.gfile.exists(_DONE):
-        if told.is_set():
+        if sigterm.received:
             _wait_until_gone(chief, _TERM_SECS)
             _log.warning("Task %s was told to end (SIGTERM).", task)
             raise SystemExit(TERMINATED)
@@ -151,7 +148,7 @@ def serve(
             next_trim = time.monotonic() + _TRIM_SECS
         if restart and _num_connections() >= _MOST_CONNECTIONS:
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
-        told.wait(_POLL_SECS)
+        time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", task)
@@ -179,20 +176,18 @@ def _num_connections() -> int:
 class _ChiefWatch:
     """Says in a server's log when the chief is gone, frozen or back.
 
-    Nothing else is done about it: whoever started the chief starts it again,
-    and then this server serves the new one.
+    Nothing else is done about it: the chief is started again by others, and
+    then this server serves the new one.
     """
 
     _ROUND_SECS = 5.0
-    _ROUNDS = 3  # In a row, before a state is believed.
+    _ROUNDS = 3  # In a row, before it is believed to be gone.
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._next_round = 0.0
-        self._state: TaskState | None = None
-        self._rounds = 0
-        self._was_up = False
-        self._told = False
+        # Rounds without answer; before its first answer it is not missed.
+        self._silent = -math.inf
 
     def look(self) -> None:
         """Asks the chief every few seconds."""
@@ -200,27 +195,18 @@ class _ChiefWatch:
             return
         self._next_round = time.monotonic() + self._ROUND_SECS
         state = probe(self._address)
-        self._rounds = self._rounds + 1 if state is self._state else 1
-        self._state = state
         if state is TaskState.LIVE:
-            if self._told:
+            if self._silent >= self._ROUNDS:
                 _log.info("The chief at %s is back.", self._address)
-            self._was_up, self._told = True, False
-        elif self._was_up and not self._told and self._rounds >= self._ROUNDS:
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent == self._ROUNDS:
             _log.warning(
                 "The chief at %s is %s; waiting for it.",
                 self._address,
                 state.value,
             )
-            self._told = True
-
-
-def _told_to_end() -> threading.Event:
-    """An event that SIGTERM sets; only the main thread can have it."""
-    told = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: told.set())
-    return told
 
 
 def _wait_until_gone(address: str, timeout_secs: float) -> None:

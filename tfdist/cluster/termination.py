@@ -1,0 +1,59 @@
+"""SIGTERM: the process is told to end, and does so when it is ready."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+
+_log = logging.getLogger(__name__)
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a task that SIGTERM ended; schedulers start it again."""
+
+
+class Sigterm:
+    """Takes note of SIGTERM, which then does not end this process.
+
+    Args:
+        enabled: Whether to listen. Only the main thread can.
+
+    Attributes:
+        received: Whether the signal has come.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.received = False
+        self._at = 0.0
+        main = threading.current_thread() is threading.main_thread()
+        self._enabled = enabled and main
+        if self._enabled:
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received, self._at = True, time.monotonic()
+
+    def leave(self) -> None:
+        """Ends the process if it was told to, with a code that is retried.
+
+        Raises:
+            SystemExit: with 143.
+        """
+        if self.received:
+            _log.warning(
+                "Told to end (SIGTERM); exit code %d asks to be started again.",
+                TERMINATED,
+            )
+            raise SystemExit(TERMINATED)
+
+    def leave_when_late(self, secs: float) -> None:
+        """As `leave`, `secs` seconds after the signal at the earliest."""
+        if time.monotonic() - self._at > secs:
+            self.leave()
+
+    def restore(self) -> None:
+        """Puts the handler of before back."""
+        if self._enabled:
+            signal.signal(signal.SIGTERM, self._before)
+            self._enabled = False
