@@ -1,6 +1,6 @@
 """Which tasks are up, silent, gone or replaced, asked all the time.
 
-A dead server is noticed by whoever talks to it. A frozen one is not: its
+A dead server is noticed by all that talk to it. A frozen one is not: its
 connections stay open and every call to it waits for ever. So a thread of the
 chief asks each worker and parameter server for its status (`probing.ask`),
 whatever the job is doing. The answer comes from a thread of TensorFlow's C++
@@ -42,6 +42,9 @@ class ServerFailure(enum.Enum):
 
 class ServerLostError(RuntimeError):
     """Parameter servers were lost, and with them their variables.
+
+    >>> print(ServerLostError({"ps:1": ServerFailure.DEAD}))
+    ps:1 is not up
 
     Attributes:
         lost: Task name to the failure.

@@ -86,8 +86,8 @@ def inter_op_threads() -> int:
 def _server_config() -> tf.compat.v1.ConfigProto:
     """Threads that do not spin while they wait for work.
 
-    Between two messages of a step they would take the CPU from whoever
-    computes: steps are 8 to 18 % faster where five tasks share two cores.
+    Between two messages of a step they would take the CPU from the
+    computation: steps are 8 to 18 % faster where five tasks share two cores.
     """
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=inter_op_threads()

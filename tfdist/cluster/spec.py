@@ -1,17 +1,15 @@
 """Which cluster this process belongs to, and what it has to do there.
 
 Every task of a distributed job runs the same program. What tells them apart is
-an environment variable, written by whoever started them: `TF_CONFIG` (Vertex
-AI, Kubeflow, `python -m tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every
-replica). `Cluster.from_env()` turns either into one frozen value. TensorFlow is
-not imported for it. The syntax of the two is read in `tf_config`.
+an environment variable: `TF_CONFIG` (Vertex AI, Kubeflow, `python -m
+tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every replica).
+`Cluster.from_env()` turns either into one frozen value, without TensorFlow.
 
 It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`,
-and differs from it in four ways: the evaluator is never part of the training
-cluster (a `ParameterServerStrategy` that finds it there blocks for ever), nor
-is a tf.data service ("dispatcher" and "data_worker", `tfdist.one_pass`);
-`CLUSTER_SPEC` is understood too; workers without a chief are accepted, worker 0
-then leads them (`MultiWorkerMirroredStrategy`); and whatever is malformed is
+and differs from it: the evaluator is never part of the training cluster (a
+`ParameterServerStrategy` that finds it there blocks for ever), nor is a tf.data
+service (`tfdist.data.one_pass`); workers without a chief are accepted, worker 0
+then leads them (`MultiWorkerMirroredStrategy`); and what is malformed is
 refused here, not by a hang later.
 """
 
@@ -96,7 +94,12 @@ class Cluster:
             object.__setattr__(self, "has_evaluator", True)
         object.__setattr__(self, "data_workers", tuple(self.data_workers))
         _check_jobs(self.tasks)
-        _check_data_service(self.dispatcher, self.data_workers)
+        if (self.dispatcher is None) == bool(self.data_workers):
+            raise wrong(
+                'A tf.data service needs a "dispatcher" and at least one '
+                '"data_worker".',
+                self._others,
+            )
         _check_addresses({**self.tasks, **self._others})
         _check_task(self)
         frozen = {
@@ -307,35 +310,24 @@ class Cluster:
             task_type=self.task_type if task_type is None else task_type,
             task_index=self.task_index if task_index is None else task_index,
         )
-        jobs: dict[str, Any] = {
-            job: as_list(tasks)
-            for job, tasks in {**self.tasks, **self._others}.items()
-        }
-        return json.dumps(
-            {
-                "cluster": jobs,
-                "task": {"type": task.task_type, "index": task.task_index},
-            }
-        )
+        jobs = {**self.tasks, **self._others}
+        own = {"type": task.task_type, "index": task.task_index}
+        cluster = {job: as_list(tasks) for job, tasks in jobs.items()}
+        return json.dumps({"cluster": cluster, "task": own})
 
     @property
     def shape(self) -> str:
         """The cluster in words, such as "chief, 2 workers, 2 ps, evaluator"."""
-        parts = []
-        if "chief" in self.tasks:
-            parts.append("chief")
-        if self.num_workers:
-            plural = "s" if self.num_workers > 1 else ""
-            parts.append(f"{self.num_workers} worker{plural}")
-        if self.num_ps:
-            parts.append(f"{self.num_ps} ps")
-        if self.has_evaluator:
-            parts.append("evaluator")
-        if self.dispatcher is not None:
-            parts.append("dispatcher")
-            plural = "s" if len(self.data_workers) > 1 else ""
-            parts.append(f"{len(self.data_workers)} data worker{plural}")
-        return ", ".join(parts)
+        workers, others = self.num_workers, len(self.data_workers)
+        parts = {
+            "chief": "chief" in self.tasks,
+            f"{workers} worker{'s' * (workers > 1)}": workers,
+            f"{self.num_ps} ps": self.num_ps,
+            "evaluator": self.has_evaluator,
+            "dispatcher": self.dispatcher,
+            f"{others} data worker{'s' * (others > 1)}": others,
+        }
+        return ", ".join(words for words, present in parts.items() if present)
 
     def __str__(self) -> str:
         if not self.shape:
@@ -367,18 +359,6 @@ def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
             'Without a "chief", worker 0 leads and must be there.', have
         )
     reading.without_gap("ps", tasks.get("ps", {}))
-
-
-def _check_data_service(
-    dispatcher: str | None, data_workers: tuple[str, ...]
-) -> None:
-    """Refuses one half of a tf.data service without the other."""
-    if (dispatcher is None) == bool(data_workers):
-        raise wrong(
-            'A tf.data service needs a "dispatcher" and at least one '
-            '"data_worker".',
-            {"dispatcher": dispatcher, "data_worker": list(data_workers)},
-        )
 
 
 def _check_addresses(tasks: Mapping[str, Mapping[int, str]]) -> None:
@@ -430,4 +410,8 @@ def _check_task(cluster: Cluster) -> None:
             f"{cluster.shape or 'no tasks'}."
         )
     if index not in known:
-        raise reading.unknown_index(job, index, sorted(known))
+        raise wrong(
+            f'The task "{job}" must have one of the indices '
+            f"{', '.join(map(str, sorted(known)))}.",
+            {"index": index},
+        )

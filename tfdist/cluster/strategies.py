@@ -233,8 +233,8 @@ def _connect(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects, and tries again for a while.
 
-    The connection of this process to a server that was started anew waits up
-    to two seconds between its attempts (`servers.reconnect_quickly`).
+    The connection of this process to a server that was restarted waits up to
+    two seconds between its attempts (`servers.reconnect_quickly`).
     """
 
     def attempt() -> tf.distribute.ParameterServerStrategy | None:

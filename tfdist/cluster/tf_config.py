@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 TRAINING_JOBS = ("chief", "worker", "ps")
@@ -51,12 +51,7 @@ def malformed(variable: str, error: ValueError) -> ValueError:
 
 
 def parse(variable: str, text: str) -> tuple[Jobs, str | None, Any]:
-    """The jobs, and the type and index of the own task as far as they are told.
-
-    >>> parse("CLUSTER_SPEC", '''{"cluster": {"workerpool0": ["a:1"]},
-    ...     "task": {"type": "workerpool0", "index": 0}}''')
-    ({'chief': {0: 'a:1'}}, 'chief', 0)
-    """
+    """The jobs; type and index of the own task, as far as they are told."""
     try:
         config = json.loads(text, object_pairs_hook=_unique)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -195,15 +190,6 @@ def without_gap(job: str, tasks: Mapping[int, str]) -> list[str]:
             addresses,
         )
     return addresses
-
-
-def unknown_index(job: str, index: int, known: Iterable[int]) -> ValueError:
-    """The error of a task that its job does not have."""
-    indices = ", ".join(map(str, known))
-    return wrong(
-        f'The task "{job}" must have one of the indices {indices}.',
-        {"index": index},
-    )
 
 
 def wrong(problem: str, received: object) -> ValueError:

@@ -15,7 +15,7 @@ promises:
   and so does, in an all-reduce job, a worker; the others do not.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
-  failed they are told to (SIGTERM) at once. Who is still there ten seconds
+  failed they are told to (SIGTERM) at once. What still runs ten seconds
   later is killed. 128 + n stands for signal n.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second Ctrl-C kills. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = enter_network(options.network, console)
         return Launcher(options, console, where).run_to_end()
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`); so have the tasks. What
+        # The reader of the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -40,7 +40,7 @@ class NotRunningError(RuntimeError):
 
 
 def unknown_task(task: object, known: Iterable[str]) -> ValueError:
-    """The error of whoever asks for a task that is not there."""
+    """The error of a request for a task that is not there."""
     return ValueError(
         f'Argument `task` must be a "job:index" of this cluster, one of '
         f"{', '.join(known)}. Received: task={task!r}"
@@ -94,8 +94,9 @@ class Injector(Supervisor):
     def __init__(self, caller: connection.Connection) -> None:
         super().__init__()
         self._caller = caller
+        # Of the tasks that have their own.
         self._restart_secs: dict[str, float | None] = {}
-        # The same for the next end alone, where a fault said so.
+        # For the next end alone, where a fault said so.
         self._down_secs: dict[str, float | None] = {}
         self._private = False
         self._mend: list[asyncio.TimerHandle] = []
