@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster.spec import Cluster
 from tfdist.launch import command, network, processes
 from tfdist.launch.processes import LineCutter
@@ -225,10 +225,7 @@ def is_alive(pid):
 
 
 def wait_until_gone(pids):
-    deadline = time.monotonic() + DEADLINE
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.01)
+    assert wait_for(lambda: not any(map(is_alive, pids)), DEADLINE)
 
 
 SHOW = """

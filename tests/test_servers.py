@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing, servers
 from tfdist.cluster.probing import TaskState, probe
 from tfdist.cluster.spec import Cluster
@@ -17,11 +18,8 @@ DEADLINE = 60.0
 SERVE = "from tfdist import cluster; cluster.serve(cluster.Cluster.from_env())"
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_until(condition):
+    assert wait_for(condition, DEADLINE)
 
 
 def free_addresses(count):
@@ -42,7 +40,7 @@ def jobs():
 def server(jobs):
     """The process of ps:0; worker:0 is never started."""
     process = start_ps(jobs)
-    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+    wait_until(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
     yield process
     process.kill()
     process.wait()
@@ -82,7 +80,7 @@ def test_probe_of_a_frozen_server(server, jobs):
     address = jobs["ps"][0]
     with frozen(server):
         assert probe(address, timeout_secs=0.5) is TaskState.FROZEN
-    wait_for(lambda: probe(address) is TaskState.LIVE)
+    wait_until(lambda: probe(address) is TaskState.LIVE)
 
 
 def test_missing_tasks_are_named(server, jobs, caplog):
@@ -103,7 +101,7 @@ def test_frozen_tasks_are_named(server, jobs, monkeypatch):
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     with frozen(server), pytest.raises(TimeoutError, match="does not answer"):
         probing.wait_until_up(cluster, timeout_secs=0.3)
-    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+    wait_until(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
 
 
 def test_waiting_is_visible(server, jobs, caplog, monkeypatch):
@@ -126,7 +124,7 @@ def test_port_in_use(server, jobs):
 def test_dead_server(jobs):
     (address,) = free_addresses(1)
     process = start_ps({**jobs, "ps": [address]})
-    wait_for(lambda: probe(address) is TaskState.LIVE)
+    wait_until(lambda: probe(address) is TaskState.LIVE)
     process.kill()
     process.wait()
     assert probe(address) is TaskState.DEAD

@@ -280,19 +280,15 @@ def _complete(
 
 def enter_network(mode: str, console: Console) -> str:
     """Enters the network of `--network`; says which it is."""
-    exposed = (
-        "TensorFlow's servers authenticate nobody, and whoever can reach this "
-        "machine can reach them"
-    )
     if mode == "host":
-        console.say(f"The host's network: {exposed}.")
+        console.say(f"The host's network: {network.EXPOSED}.")
         return "the host's"
     try:
         network.enter_private_network()
     except OSError as error:
         console.say(
             f"The system refuses a private network ({error}); going on in the "
-            f"host's: {exposed}."
+            f"host's: {network.EXPOSED}."
         )
         return "the host's"
     console.say(

@@ -23,6 +23,12 @@ _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
 
+EXPOSED = (
+    "TensorFlow's servers authenticate nobody, and whoever can reach this "
+    "machine can reach them"
+)
+"""What to know of a cluster in the host's network."""
+
 # Below those that Linux gives to outgoing connections.
 _PORTS = range(10000, 32768)
 

@@ -20,6 +20,7 @@ from tfdist.launch.injector import (
     unknown_task,
 )
 from tfdist.launch.logs import Logs
+from tfdist.launch.network import EXPOSED
 from tfdist.launch.processes import how_it_ended
 from tfdist.launch.supervisor import task_ids
 
@@ -78,9 +79,9 @@ class WatchedCluster:
         if refusal:
             _log.warning(
                 "The system refuses a private network (%s). The cluster is in "
-                "the host's: TensorFlow's servers authenticate nobody, and "
-                "whoever can reach this machine can reach them.",
+                "the host's: %s.",
                 refusal,
+                EXPOSED,
             )
 
     def __enter__(self) -> Self:
