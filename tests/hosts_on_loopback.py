@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from tfdist.launch import processes
+from tfdist.launch import network, processes
 
 DEADLINE_SECS = 300
 
@@ -58,7 +58,7 @@ def wait(started):
 
 def main():
     job = json.load(sys.stdin)
-    processes.set_loopback(up=True)
+    network.set_loopback(up=True)
     add_hosts(job["hosts"])
     with contextlib.ExitStack() as files:
         outputs = {

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import servers
+from tfdist.cluster import probing, servers
 from tfdist.cluster.spec import Cluster
 from tfdist.pipeline.model_parallel import Pipeline
 from tfdist.pipeline.stages import op_devices
@@ -342,10 +342,10 @@ def cluster(report):
         servers.serve(task)
         return
     workers = [
-        servers.address_of(task, ("worker", index)) for index in range(2)
+        probing.address_of(task, ("worker", index)) for index in range(2)
     ]
     deadline = time.monotonic() + 100
-    while any(a.state != servers.TaskState.LIVE for a in servers.ask(workers)):
+    while any(a.state != probing.TaskState.LIVE for a in probing.ask(workers)):
         assert time.monotonic() < deadline, workers
         time.sleep(0.2)
     tf.config.experimental_connect_to_cluster(

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster.connections import Sentinel, connections, cut_connections
 
 pytestmark = [
@@ -123,7 +124,5 @@ def test_sentinel_ends_with_its_process(task):
         [sys.executable, "-c", program], capture_output=True, timeout=120
     )
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + DEADLINE_SECS
-    while os.path.exists(f"/proc/{int(done.stdout)}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = f"/proc/{int(done.stdout)}"
+    assert wait_for(lambda: not os.path.exists(process), DEADLINE_SECS)

@@ -1,5 +1,4 @@
 import contextlib
-import doctest
 import os
 import re
 import signal
@@ -7,15 +6,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster.spec import Cluster
-from tfdist.launch import command, processes
-from tfdist.launch.command import Verdict, restart_decision
+from tfdist.launch import command, network, processes
 from tfdist.launch.processes import LineCutter
+from tfdist.launch.supervisor import Verdict, restart_decision
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEADLINE = 30.0  # Seconds; nothing here takes more than a few.
 
 
@@ -74,21 +74,15 @@ def test_exit_codes(exit_code, shell, words):
         ([b"no end"], [b"no end"]),
         ([b"\n\n"], [b"", b""]),
         ([b"1%\r2%\r3%\n"], [b"3%"]),
-        ([b"\r1%", b"\r2%", b"\r3%", b"\rdone\n"], [b"1%", b"done"]),
-        ([b"1%\r", b"2%\r", b"3%\r"], [b"1%", b"3%"]),
+        ([b"\r1%", b"\r2%", b"\r3%", b"\rdone\n"], [b"done"]),
+        ([b"1%\r", b"2%\r", b"3%\r"], [b"3%"]),
         ([b"\xc3", b"\xa9\n"], ["é".encode()]),
     ],
 )
 def test_line_cutter(chunks, lines):
     cutter = LineCutter()
-    got = [line for chunk in chunks for line in cutter.feed(chunk, now=0.0)]
+    got = [line for chunk in chunks for line in cutter.feed(chunk)]
     assert got + cutter.flush() == lines
-
-
-def test_line_cutter_shows_progress_now_and_then():
-    cutter = LineCutter()
-    shown = [cutter.feed(b"\rstep %d" % now, now) for now in range(7)]
-    assert shown == [[], [b"step 0"], [], [b"step 2"], [], [b"step 4"], []]
 
 
 @pytest.mark.parametrize("drop", [True, False])
@@ -105,32 +99,27 @@ def test_line_cutter_drops_the_banner_of_tensorflow(drop):
     ]
     cutter = LineCutter()
     cutter.drop_banner = drop
-    got = cutter.feed(b"\n".join([*banner, *rest, b""]), now=0.0)
+    got = cutter.feed(b"\n".join([*banner, *rest, b""]))
     assert got == (rest if drop else banner + rest)
 
 
 def test_line_cutter_needs_no_endless_memory():
     cutter = LineCutter()
-    got = [cutter.feed(b"x" * 10_000, now=0.0) for _ in range(8)]
+    got = [cutter.feed(b"x" * 10_000) for _ in range(8)]
     assert b"".join(map(b"".join, got)) == b"x" * 70_000
 
 
-def test_candidate_ports_where_the_kernel_takes_all():
-    assert processes.candidate_ports(1024, 65535)[0] == 10000
-
-
 def test_reserved_ports_are_free_for_the_task_alone():
-    (holder,) = processes.reserve_ports(1)
+    (holder,) = network.reserve_ports(1)
     port = holder.getsockname()[1]
-    first, last = processes.ephemeral_range()
     with holder, contextlib.closing(socket.socket()) as other:
-        assert not first <= port <= last
-        assert not processes.port_is_taken(port)
+        assert 10000 <= port < 32768  # Not one of an outgoing connection.
+        assert not network.port_is_taken(port)
         with pytest.raises(OSError, match="in use"):
             other.bind(("", port))
         with socket.create_server(("", port)):  # Sets SO_REUSEADDR, as gRPC.
-            assert processes.port_is_taken(port)
-    assert not processes.port_is_taken(port)
+            assert network.port_is_taken(port)
+    assert not network.port_is_taken(port)
 
 
 # --- Whole launches ----------------------------------------------------------
@@ -159,11 +148,10 @@ class Launch:
 
     def __init__(self, tmp_path, script, *flags, code=None, **popen):
         (tmp_path / "task.py").write_text(PROLOGUE + script)
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         start = ["-m", "tfdist.launch"] if code is None else ["-c", code]
         environment = {
             **os.environ,
-            "PYTHONPATH": root,
+            "PYTHONPATH": ROOT,
             "CLUSTER_SPEC": "of somebody else",
         }
         self.process = subprocess.Popen(
@@ -237,10 +225,7 @@ def is_alive(pid):
 
 
 def wait_until_gone(pids):
-    deadline = time.monotonic() + DEADLINE
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.01)
+    assert wait_for(lambda: not any(map(is_alive, pids)), DEADLINE)
 
 
 SHOW = """
@@ -283,7 +268,7 @@ def test_a_module_and_its_flags(tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": os.path.dirname(command.__file__) + "/..",
+            "PYTHONPATH": ROOT,
         },
         capture_output=True,
         text=True,
@@ -521,15 +506,14 @@ def reachable(ports):
 
 WITHOUT_PRIVILEGE = """
 import sys
-from tfdist.launch import command
-from tfdist.launch import processes
-enter = processes._unshare_network
+from tfdist.launch import command, network
+enter = network._unshare_network
 def unprivileged(flags):
-    if flags == processes._CLONE_NEWNET:
+    if flags == network._CLONE_NEWNET:
         raise OSError("unshare: Operation not permitted")
     enter(flags)
-processes._unshare_network = unprivileged
-sys.exit(launch.main(sys.argv[1:]))
+network._unshare_network = unprivileged
+sys.exit(command.main(sys.argv[1:]))
 """
 
 
@@ -580,12 +564,11 @@ def test_host_network(tmp_path):
 def test_a_system_that_refuses(tmp_path):
     code = """
 import sys
-from tfdist.launch import command
-from tfdist.launch import processes
+from tfdist.launch import command, network
 def refuse():
     raise OSError("unshare: Operation not permitted")
-processes.enter_private_network = refuse
-sys.exit(launch.main(sys.argv[1:]))
+network.enter_private_network = refuse
+sys.exit(command.main(sys.argv[1:]))
 """
     got, job = run(tmp_path, "", "--workers=1", code=code)
     assert got == 0
@@ -597,14 +580,14 @@ sys.exit(launch.main(sys.argv[1:]))
 def test_a_refusal_leaves_the_process_where_it_was():
     code = """
 import os
-from tfdist.launch import processes
+from tfdist.launch import network
 def refuse(flags):
-    processes._libc.unshare(flags)  # It goes wrong only after this.
+    network._libc.unshare(flags)  # It goes wrong only after this.
     raise OSError(f"refused {flags:#x}")
-processes._unshare_network = refuse
+network._unshare_network = refuse
 before = os.readlink("/proc/self/ns/net")
 try:
-    processes.enter_private_network()
+    network.enter_private_network()
 except OSError as error:
     print(error, os.readlink("/proc/self/ns/net") == before)
 """
@@ -612,42 +595,6 @@ except OSError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "refused 0x40000000; refused 0x50000000 True\n"
-
-
-def test_a_stolen_port_moves_the_cluster(tmp_path):
-    script = """
-if me.role == "worker" and first_time():
-    thief = subprocess.Popen(
-        [sys.executable, "-c", "import socket, sys, time;"
-         f"s = socket.create_server(('', {port()})); print('got it');"
-         "sys.stdout.flush(); time.sleep(99)"],
-        start_new_session=True, stdout=subprocess.PIPE)
-    thief.stdout.readline()
-    print("thief", thief.pid)
-    sys.exit(1)
-print("at", port())
-if me.role == "chief" and os.path.exists("moved"):
-    sys.exit(0)
-if me.role == "worker":
-    open("moved", "x").close()
-    sys.exit(0)
-wait_for("moved")
-"""
-    with Launch(tmp_path, script, "--workers=1", "--network=host") as job:
-        output = job.read_until(r"thief \d+")
-        thief = int(re.search(r"thief (\d+)", output)[1])
-        try:
-            assert job.end() == 0
-        finally:
-            os.kill(thief, signal.SIGKILL)
-    taken = re.search(
-        r"worker:0: another process has taken its port (\d+); the whole "
-        r"cluster is started again at other ports",
-        job.output,
-    )[1]
-    assert job.output.count(" in the host's network: ") == 2
-    assert f"at {taken}" not in job.lines_of("worker:0")
-    assert "exit code 0" in job.summary("worker:0")
 
 
 # --- Usage -------------------------------------------------------------------
@@ -683,21 +630,6 @@ def test_defaults():
     assert (options.ps, options.workers, options.max_restarts) == (0, 0, 3)
     assert (options.evaluator, options.network) == (False, "private")
     assert options.command == [sys.executable, "-m", "trainer.task", "--ps=9"]
-
-
-def test_colour(tmp_path):
-    with open(tmp_path / "out", "wb") as stream:
-        console = command.Console(stream, colour=True)
-        for name in ("ps:0", "ps:1", "ps:0"):
-            console.line(name, b"text")
-    lines = (tmp_path / "out").read_bytes().splitlines()
-    assert lines[0] == b"\x1b[36m[ps:0]\x1b[0m text" == lines[2]
-    assert lines[1] == b"\x1b[33m[ps:1]\x1b[0m text"
-
-
-@pytest.mark.parametrize("module", [command, processes])
-def test_doctests(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_imports_no_tensorflow():

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist import Cluster
 from tfdist.data import data_service
 from tfdist.data.data_service import one_pass, serve
-from tfdist.launch import processes
+from tfdist.launch import network
 from tfdist.training import replicas
 
 # Faults at times of their own, which a busy machine would shift.
@@ -36,7 +36,7 @@ CONTEXT = tf.distribute.InputContext()
 
 def addresses(num):
     """Of this machine, with free ports."""
-    holders = processes.reserve_ports(num)
+    holders = network.reserve_ports(num)
     with contextlib.ExitStack() as stack:
         for holder in holders:
             stack.enter_context(holder)

@@ -8,27 +8,22 @@ import time
 
 import pytest
 
-from tfdist.cluster import servers
-from tfdist.cluster.servers import TaskState, probe
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster import probing, servers
+from tfdist.cluster.probing import TaskState, probe
 from tfdist.cluster.spec import Cluster
-from tfdist.launch import processes
+from tfdist.launch import network
 
 DEADLINE = 60.0
-SERVE = (
-    "from tfdist import servers; from tfdist.cluster.spec import Cluster; "
-    "servers.serve(Cluster.from_env())"
-)
+SERVE = "from tfdist import cluster; cluster.serve(cluster.Cluster.from_env())"
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_until(condition):
+    assert wait_for(condition, DEADLINE)
 
 
 def free_addresses(count):
-    holders = processes.reserve_ports(count)
+    holders = network.reserve_ports(count)
     addresses = [f"127.0.0.1:{h.getsockname()[1]}" for h in holders]
     for holder in holders:
         holder.close()
@@ -45,7 +40,7 @@ def jobs():
 def server(jobs):
     """The process of ps:0; worker:0 is never started."""
     process = start_ps(jobs)
-    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+    wait_until(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
     yield process
     process.kill()
     process.wait()
@@ -85,13 +80,13 @@ def test_probe_of_a_frozen_server(server, jobs):
     address = jobs["ps"][0]
     with frozen(server):
         assert probe(address, timeout_secs=0.5) is TaskState.FROZEN
-    wait_for(lambda: probe(address) is TaskState.LIVE)
+    wait_until(lambda: probe(address) is TaskState.LIVE)
 
 
 def test_missing_tasks_are_named(server, jobs, caplog):
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     with pytest.raises(TimeoutError) as raised:
-        servers.wait_until_up(cluster, timeout_secs=0.3)
+        probing.wait_until_up(cluster, timeout_secs=0.3)
     message = str(raised.value)
     assert f"worker:0 at {jobs['worker'][0]} (not up)" in message
     assert "ps:0" not in message
@@ -99,21 +94,22 @@ def test_missing_tasks_are_named(server, jobs, caplog):
 
 
 def test_frozen_tasks_are_named(server, jobs, monkeypatch):
+    ask = probing.ask
     monkeypatch.setattr(
-        servers, "probe", lambda address: probe(address, timeout_secs=0.5)
+        probing, "ask", lambda addresses, secs=0.5: ask(addresses, secs)
     )
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     with frozen(server), pytest.raises(TimeoutError, match="does not answer"):
-        servers.wait_until_up(cluster, timeout_secs=0.3)
-    wait_for(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
+        probing.wait_until_up(cluster, timeout_secs=0.3)
+    wait_until(lambda: probe(jobs["ps"][0]) is TaskState.LIVE)
 
 
 def test_waiting_is_visible(server, jobs, caplog, monkeypatch):
     clock = iter(range(0, 1000, 6))
-    monkeypatch.setattr(servers.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     with caplog.at_level("INFO", "tfdist"), pytest.raises(TimeoutError):
-        servers.wait_until_up(cluster, timeout_secs=20)
+        probing.wait_until_up(cluster, timeout_secs=20)
     assert "Waiting for worker:0" in caplog.text
 
 
@@ -128,7 +124,7 @@ def test_port_in_use(server, jobs):
 def test_dead_server(jobs):
     (address,) = free_addresses(1)
     process = start_ps({**jobs, "ps": [address]})
-    wait_for(lambda: probe(address) is TaskState.LIVE)
+    wait_until(lambda: probe(address) is TaskState.LIVE)
     process.kill()
     process.wait()
     assert probe(address) is TaskState.DEAD
@@ -138,12 +134,12 @@ def test_server_tasks():
     cluster = Cluster.from_jobs(
         {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}, "chief", 0
     )
-    assert servers.server_tasks(cluster) == [
+    assert probing.server_tasks(cluster) == [
         ("ps", 0),
         ("worker", 0),
         ("worker", 1),
     ]
-    assert servers.server_tasks(Cluster()) == []
+    assert probing.server_tasks(Cluster()) == []
 
 
 def test_thread_pool_has_four_threads_at_least(monkeypatch):

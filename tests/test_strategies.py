@@ -17,6 +17,7 @@ import tensorflow as tf
 from strategy_checks import examples
 
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster import strategies
 from tfdist.cluster.spec import Cluster
 from tfdist.estimator.specs import RunConfig
 from tfdist.launch.testing import LocalCluster
@@ -242,3 +243,60 @@ def test_strategy_that_does_not_fit(tmp_path, strategy, jobs, message):
     cluster = Cluster.from_jobs(jobs, "chief", 0) if jobs else Cluster()
     with pytest.raises(ValueError, match=message):
         RunConfig(str(tmp_path), strategy=strategy, cluster=cluster)
+
+
+def test_grpc_fail_fast_of_the_user(monkeypatch):
+    """It is `true` while the chief connects, and the user's afterwards."""
+    seen = []
+
+    def connect(resolver):
+        seen.append(os.environ["GRPC_FAIL_FAST"])
+        if len(seen) == 1:
+            raise tf.errors.UnavailableError(None, None, "not yet")
+        return "connected"
+
+    distribute = tf.distribute
+    monkeypatch.setattr(distribute, "ParameterServerStrategy", connect)
+    monkeypatch.setattr(strategies, "_RETRY_SECS", 0.0)
+    for users, afterwards in (("false", "false"), (None, "use_caller")):
+        seen.clear()
+        monkeypatch.delenv("GRPC_FAIL_FAST", raising=False)
+        if users is not None:
+            monkeypatch.setenv("GRPC_FAIL_FAST", users)
+        assert strategies._connect(None) == "connected"
+        assert seen == ["true", "true"]
+        assert os.environ["GRPC_FAIL_FAST"] == afterwards
+
+
+# A process that joins an all-reduce job, whose constructor waits in C with
+# Python's lock, as TensorFlow's does.
+JOIN = """
+import ctypes, faulthandler, sys
+import tensorflow as tf
+from tfdist.cluster import Cluster, probing, strategies
+jobs = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+probing.meet = lambda *args: None
+waits = float(sys.argv[1])
+def construct(resolver):
+    ctypes.PyDLL(None).usleep(int(waits * 1e6))
+tf.distribute.MultiWorkerMirroredStrategy = construct
+faulthandler.dump_traceback_later(0.5, file=sys.stdout)
+cluster = Cluster.from_jobs(jobs, "worker", 0)
+strategies.multi_worker_strategy(cluster, start_timeout_secs=3.0)
+print("joined", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("waits", "code"), [(1.0, 0), (60.0, 1)])
+def test_joining_keeps_the_users_timer_and_has_one_of_its_own(waits, code):
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, str(waits)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert "Timeout (0:00:00.500000)!" in done.stdout
+    assert ("joined" in done.stdout) == (code == 0)
+    assert ("in multi_worker_strategy" in done.stderr) == (code == 1)

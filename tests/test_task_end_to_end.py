@@ -17,7 +17,7 @@ from test_cluster import MALFORMED_TF_CONFIGS
 
 from tfdist.checkpoint import checkpoints
 from tfdist.hooks.events import read_scalars
-from tfdist.launch import processes
+from tfdist.launch import network
 from trainer import task as trainer_task
 from trainer.click_log import auc
 
@@ -326,7 +326,7 @@ def test_malformed_tf_config_is_explained(bad_input):
 
 @pytest.mark.slow
 def test_a_worker_that_never_comes_up_is_named(directory):
-    holders = processes.reserve_ports(3)
+    holders = network.reserve_ports(3)
     ports = [holder.getsockname()[1] for holder in holders]
     for holder in holders:
         holder.close()

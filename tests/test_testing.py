@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import doctest
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tfdist._tf.waiting import wait_for
 from tfdist.launch import testing
 from tfdist.launch.testing import (
     Fault,
@@ -60,11 +60,8 @@ def state(pid):
     return stat.rpartition(")")[2].split()[0]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_until(condition):
+    assert wait_for(condition, DEADLINE, poll_secs=0.01)
 
 
 def wait_until_up(job):
@@ -381,7 +378,7 @@ def test_freeze_and_resume(job):
     assert job.resume("ps:0").signal is signal.SIGCONT
     assert state(pid) in ("R", "S")
     job.freeze("ps:0", for_secs=0.1)
-    wait_for(lambda: state(pid) in ("R", "S"))
+    wait_until(lambda: state(pid) in ("R", "S"))
 
 
 def test_a_frozen_task_dies(job):
@@ -389,7 +386,7 @@ def test_a_frozen_task_dies(job):
     job.freeze("ps:0", for_secs=0.3)
     job.kill("ps:0", for_secs=0.01)
     assert state(pid) is None
-    wait_for(lambda: job.pid("ps:0"))
+    wait_until(lambda: job.pid("ps:0"))
 
 
 def test_restart(job):
@@ -452,7 +449,7 @@ def test_what_fails_comes_back():
 def test_nothing_comes_back_by_default():
     with cluster(ENDS, ps=1, workers=1) as job:
         codes = {"chief:0": [], "worker:0": [0], "ps:0": [3]}
-        wait_for(lambda: job.exit_codes() == codes)
+        wait_until(lambda: job.exit_codes() == codes)
         job.kill("chief:0")
         assert job.wait(timeout_secs=DEADLINE) == -9
         assert job.exit_codes() == {**codes, "chief:0": [-9]}
@@ -660,7 +657,7 @@ def test_children_go_with_their_task():
     with cluster(CHILDREN, workers=1) as job:
         child = int(job.wait_for_line("worker:0", r"child (\d+)")[1])
         job.kill("worker:0")
-        wait_for(lambda: state(child) in (None, "Z"))
+        wait_until(lambda: state(child) in (None, "Z"))
 
 
 CALLER = """
@@ -692,7 +689,7 @@ def test_a_killed_caller_leaves_no_task(tmp_path):
         caller.kill()
     pids = re.findall(r"(?:up|child|daemon) (\d+)", output)
     assert len(pids) == 6
-    wait_for(lambda: {state(pid) for pid in pids} == {None})
+    wait_until(lambda: {state(pid) for pid in pids} == {None})
 
 
 def test_a_killed_supervisor_leaves_no_task():
@@ -700,13 +697,13 @@ def test_a_killed_supervisor_leaves_no_task():
         wait_until_up(job)
         pids = [job.pid(task) for task in job.ports()]
         job.freeze("worker:0")
-        os.kill(job._supervisor.pid, signal.SIGKILL)
+        os.kill(job._supervisor.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="supervising process has died"):
             job.kill("chief:0")
         with pytest.raises(RuntimeError, match="ended with SIGKILL"):
             job.close()
-        wait_for(lambda: {state(pid) for pid in pids} == {None})
-        job._supervisor.returncode = 0  # For the end of the block.
+        wait_until(lambda: {state(pid) for pid in pids} == {None})
+        job._supervisor.process.returncode = 0  # For the end of the block.
 
 
 @pytest.mark.parametrize("what", ["port", "file"])
@@ -730,14 +727,14 @@ def test_what_is_left_is_found(what):
 # --- A real TensorFlow server ------------------------------------------------
 
 PROBE = """
-from tfdist.cluster import servers
+from tfdist.cluster import probing, servers
 from tfdist.cluster.spec import Cluster
 cluster = Cluster.from_env()
 if cluster.role == "ps":
     servers.serve(cluster)
 before = None
 while True:
-    state = servers.probe(cluster.tasks["ps"][0], timeout_secs=0.5)
+    state = probing.probe(cluster.tasks["ps"][0], timeout_secs=0.5)
     if state is not before:
         print("ps:0 is", state.name, flush=True)
     before = state
@@ -779,10 +776,6 @@ def test_a_killed_tensorflow_server(tensorflow):
 def test_a_restarted_tensorflow_server(tensorflow):
     assert becomes(tensorflow, "LIVE", tensorflow.restart)
     assert becomes(tensorflow, "DEAD", tensorflow.terminate)
-
-
-def test_doctests():
-    assert doctest.testmod(testing).failed == 0
 
 
 def test_imports_no_tensorflow():

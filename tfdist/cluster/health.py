@@ -1,8 +1,8 @@
 """Which tasks are up, silent, gone or replaced, asked all the time.
 
-A dead server is noticed by whoever talks to it. A frozen one is not: its
+A dead server is noticed by all that talk to it. A frozen one is not: its
 connections stay open and every call to it waits for ever. So a thread of the
-chief asks each worker and parameter server for its status (`servers.ask`),
+chief asks each worker and parameter server for its status (`probing.ask`),
 whatever the job is doing. The answer comes from a thread of TensorFlow's C++
 server: a step that takes minutes does not delay it. A process of its own cuts
 connections where even that thread is held up (`tfdist.cluster.connections`).
@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfdist.cluster import servers
+from tfdist.cluster import probing
 from tfdist.cluster.connections import Sentinel, cut_connections
-from tfdist.cluster.servers import TaskState
+from tfdist.cluster.probing import TaskState
 from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
@@ -36,45 +36,49 @@ class ServerFailure(enum.Enum):
     """Why a parameter server's variables cannot be used any more."""
 
     DEAD = "is not up"
-    REPLACED = "was started anew and holds no variables"
+    REPLACED = "was started again and holds no variables"
     FROZEN = "does not answer"
 
 
 class ServerLostError(RuntimeError):
     """Parameter servers were lost, and with them their variables.
 
+    >>> print(ServerLostError({"ps:1": ServerFailure.DEAD}))
+    ps:1 is not up
+
     Attributes:
-        lost: Task name to the kind of loss.
+        lost: Task name to the failure.
     """
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)
         super().__init__(
-            "; ".join(f"{name} {loss.value}" for name, loss in lost.items())
+            "; ".join(f"{name} {why.value}" for name, why in lost.items())
         )
 
 
 @dataclasses.dataclass
 class _Record:
-    """What is known of one task.
-
-    Attributes:
-        address: `host:port`.
-        identity: Of the server that the chief connected to.
-        state: As of the last answer or time-out.
-        replaced: Whether another server answers there now.
-        since: When `state` began.
-        rounds: How often in a row it was found so.
-        handled: Whether the chief has cut its connections to it.
-    """
+    """What is known of the task at an address."""
 
     address: str
-    identity: bytes | None = None
+    identity: bytes | None = None  # Of the server that the chief connected to.
+    replaced: bool = False  # Whether another server answers there now.
     state: TaskState = TaskState.LIVE
-    replaced: bool = False
-    since: float = 0.0
-    rounds: int = 0
-    handled: bool = False
+    since: float = 0.0  # When `state` began.
+    rounds: int = 0  # How often in a row it was found so.
+    handled: bool = False  # Whether the chief has cut its connections to it.
+
+    def failure(self, frozen_secs: float) -> ServerFailure | None:
+        """What this means for the task's variables, if it had any."""
+        if self.replaced:
+            return ServerFailure.REPLACED
+        if self.state is TaskState.DEAD and self.rounds >= _DEAD_ROUNDS:
+            return ServerFailure.DEAD
+        silent = time.monotonic() - self.since
+        if self.state is TaskState.FROZEN and silent >= frozen_secs:
+            return ServerFailure.FROZEN
+        return None
 
 
 class HealthMonitor:
@@ -101,8 +105,8 @@ class HealthMonitor:
         on_stuck: Callable[[ServerLostError], None] | None = None,
     ) -> None:
         self._records = {
-            task: _Record(servers.address_of(cluster, task))
-            for task in servers.server_tasks(cluster)
+            task: _Record(probing.address_of(cluster, task))
+            for task in probing.server_tasks(cluster)
         }
         self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
@@ -121,12 +125,12 @@ class HealthMonitor:
 
     def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
-        lost = {}
-        for (job, index), record in self._records.items():
-            loss = _loss(record, self._frozen_secs) if job == "ps" else None
-            if loss:
-                lost[f"{job}:{index}"] = loss
-        return lost
+        failures = {
+            f"{job}:{index}": record.failure(self._frozen_secs)
+            for (job, index), record in self._records.items()
+            if job == "ps"
+        }
+        return {name: failure for name, failure in failures.items() if failure}
 
     def look(self) -> dict[str, ServerFailure]:
         """Asks all tasks now, twice, and returns the servers that are lost."""
@@ -152,15 +156,15 @@ class HealthMonitor:
 
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
-        counts = {}
-        for (job, _), record in self._records.items():
-            up, total = counts.get(job, (0, 0))
-            counts[job] = (up + (record.state is TaskState.LIVE), total + 1)
-        names = {"worker": "workers"}
-        return ", ".join(
-            f"{up}/{total} {names.get(job, job)}"
-            for job, (up, total) in sorted(counts.items())
-        )
+        parts = []
+        for job, plural in (("ps", "ps"), ("worker", "workers")):
+            up = [
+                record.state is TaskState.LIVE
+                for (name, _), record in self._records.items()
+                if name == job
+            ]
+            parts.append(f"{sum(up)}/{len(up)} {plural}")
+        return ", ".join(parts)
 
     def _run(self) -> None:
         with contextlib.closing(self._sentinel):
@@ -184,7 +188,7 @@ class HealthMonitor:
     def _ask(self) -> None:
         """Asks all tasks at once and notes what each answered."""
         with self._asking:
-            answers = servers.ask([r.address for r in self._records.values()])
+            answers = probing.ask([r.address for r in self._records.values()])
             now = time.monotonic()
             for (task, record), answer in zip(
                 self._records.items(), answers, strict=True
@@ -195,7 +199,7 @@ class HealthMonitor:
         self,
         task: tuple[str, int],
         record: _Record,
-        answer: servers.Answer,
+        answer: probing.Answer,
         now: float,
     ) -> None:
         name = f"{task[0]}:{task[1]}"
@@ -217,7 +221,8 @@ class HealthMonitor:
 
     def _cut_frozen_workers(self) -> None:
         for (job, index), record in self._records.items():
-            frozen = _loss(record, self._frozen_secs) is ServerFailure.FROZEN
+            failure = record.failure(self._frozen_secs)
+            frozen = failure is ServerFailure.FROZEN
             if job == "worker" and frozen and not record.handled:
                 _log.warning(
                     "worker:%d does not answer since %.0f s: it is treated as "
@@ -227,15 +232,3 @@ class HealthMonitor:
                 )
                 cut_connections(record.address)
                 record.handled = True
-
-
-def _loss(record: _Record, frozen_secs: float) -> ServerFailure | None:
-    """What a record means for the task's variables, if it had any."""
-    if record.replaced:
-        return ServerFailure.REPLACED
-    if record.state is TaskState.DEAD and record.rounds >= _DEAD_ROUNDS:
-        return ServerFailure.DEAD
-    silent = time.monotonic() - record.since
-    if record.state is TaskState.FROZEN and silent >= frozen_secs:
-        return ServerFailure.FROZEN
-    return None

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist._tf import private
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster.probing import training_tasks
 from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
@@ -126,21 +127,20 @@ class Peers:
     def _wait_for(
         self, key: str, watch: Callable[[], None], secs: float = math.inf
     ) -> str:
-        deadline = time.monotonic() + secs
-        while time.monotonic() < deadline:
+        def answer() -> str | None:
             value = private.ask_cluster(self._prefix + key, _POLL_SECS)
-            if value is not None:
-                return value
-            watch()
-        raise tf.errors.UnavailableError(
-            None, None, f"{self.name} waited {secs:g} s for {key} in vain."
-        )
+            if value is None:
+                watch()
+            return value
+
+        value = wait_for(answer, secs, poll_secs=0.0)
+        if value is None:
+            raise tf.errors.UnavailableError(
+                None, None, f"{self.name} waited {secs:g} s for {key} in vain."
+            )
+        return value
 
 
 def names(cluster: Cluster) -> list[str]:
     """Every training task of a cluster."""
-    return [
-        f"{job}:{index}"
-        for job, tasks in cluster.training_spec().items()
-        for index in tasks
-    ]
+    return [f"{job}:{index}" for job, index in training_tasks(cluster)]

@@ -9,20 +9,26 @@ sees it and ends with exit code 0. No transport of our own, no file left over.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import dataclasses
-import enum
 import json
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import grpc
 import tensorflow as tf
 
+from tfdist._tf.errors import summarize_error
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster.probing import (
+    TaskState,
+    address_of,
+    ask,
+    probe,
+    server_tasks,
+)
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.termination import TERMINATED, Sigterm
 
@@ -80,8 +86,8 @@ def inter_op_threads() -> int:
 def _server_config() -> tf.compat.v1.ConfigProto:
     """Threads that do not spin while they wait for work.
 
-    Between two messages of a step they would take the CPU from whoever
-    computes: steps are 8 to 18 % faster where five tasks share two cores.
+    Between two messages of a step they would take the CPU from the
+    computation: steps are 8 to 18 % faster where five tasks share two cores.
     """
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=inter_op_threads()
@@ -91,7 +97,7 @@ def _server_config() -> tf.compat.v1.ConfigProto:
 
 
 def serve(
-    cluster: Cluster, start_anew: Callable[[str], None] | None = None
+    cluster: Cluster, restart: Callable[[str], None] | None = None
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
@@ -101,7 +107,7 @@ def serve(
 
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
-        start_anew: Replaces this process, for the reason it is given. It is
+        restart: Replaces this process, for the reason it is given. It is
             called when a chief connects for the twentieth time, which then
             recovers as from the death of this task.
 
@@ -140,8 +146,8 @@ def serve(
         if time.monotonic() >= next_trim:
             _trim_memory()  # Of the functions of chiefs and sessions past.
             next_trim = time.monotonic() + _TRIM_SECS
-        if start_anew and _num_connections() >= _MOST_CONNECTIONS:
-            start_anew(f"{_MOST_CONNECTIONS} connections of a chief")
+        if restart and _num_connections() >= _MOST_CONNECTIONS:
+            restart(f"{_MOST_CONNECTIONS} connections of a chief")
         time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
@@ -170,20 +176,18 @@ def _num_connections() -> int:
 class _ChiefWatch:
     """Says in a server's log when the chief is gone, frozen or back.
 
-    Nothing else is done about it: whoever started the chief starts it again,
-    and then this server serves the new one.
+    Nothing else is done about it: the chief is started again by others, and
+    then this server serves the new one.
     """
 
     _ROUND_SECS = 5.0
-    _ROUNDS = 3  # In a row, before a state is believed.
+    _ROUNDS = 3  # In a row, before it is believed to be gone.
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._next_round = 0.0
-        self._state: TaskState | None = None
-        self._rounds = 0
-        self._was_up = False
-        self._told = False
+        # Rounds without answer; before its first answer it is not missed.
+        self._silent = -math.inf
 
     def look(self) -> None:
         """Asks the chief every few seconds."""
@@ -191,25 +195,22 @@ class _ChiefWatch:
             return
         self._next_round = time.monotonic() + self._ROUND_SECS
         state = probe(self._address)
-        self._rounds = self._rounds + 1 if state is self._state else 1
-        self._state = state
         if state is TaskState.LIVE:
-            if self._told:
+            if self._silent >= self._ROUNDS:
                 _log.info("The chief at %s is back.", self._address)
-            self._was_up, self._told = True, False
-        elif self._was_up and not self._told and self._rounds >= self._ROUNDS:
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent == self._ROUNDS:
             _log.warning(
                 "The chief at %s is %s; waiting for it.",
                 self._address,
                 state.value,
             )
-            self._told = True
 
 
 def _wait_until_gone(address: str, timeout_secs: float) -> None:
-    deadline = time.monotonic() + timeout_secs
-    while probe(address) is TaskState.LIVE and time.monotonic() < deadline:
-        time.sleep(_POLL_SECS)
+    wait_for(lambda: probe(address) is not TaskState.LIVE, timeout_secs)
 
 
 def release(cluster: Cluster) -> None:
@@ -230,7 +231,7 @@ def release(cluster: Cluster) -> None:
                     tf.io.write_file(_DONE, "")
                 continue
             except tf.errors.OpError as error:
-                problem = error.message.partition("\n")[0]
+                problem = summarize_error(error)
         _log.warning(
             "Task %s:%d could not be told that the job is done: %s.",
             job,
@@ -309,199 +310,3 @@ def refuse_second_chief(cluster: Cluster) -> None:
             f"{cluster.address}, the chief's address in this cluster. End that "
             "process first; a chief that died frees its address at once."
         )
-
-
-class TaskState(enum.Enum):
-    """What a probe found at a task's address."""
-
-    LIVE = "up"
-    FROZEN = "connected, but does not answer"
-    DEAD = "not up"
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a task answered when it was asked for its status.
-
-    Attributes:
-        state: The state of the task.
-        identity: Differs between two servers started at one address, for it
-            holds the random incarnation of each device; None without answer.
-    """
-
-    state: TaskState
-    identity: bytes | None = None
-
-
-def ask(addresses: Sequence[str], timeout_secs: float = 3.0) -> list[Answer]:
-    """Asks the TensorFlow servers at `addresses` for their status, at once.
-
-    Calls `GetStatus` of TensorFlow's own worker service on channels of its
-    own, so that no earlier failure to connect is remembered.
-
-    Args:
-        addresses: `host:port` of each.
-        timeout_secs: Seconds after which a server that accepted the
-            connection but did not answer counts as frozen.
-
-    Returns:
-        The answer of each.
-    """
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    with contextlib.ExitStack() as channels:
-        calls = []
-        for address in addresses:
-            channel = grpc.insecure_channel(address, options=options)
-            channels.enter_context(channel)
-            get_status = channel.unary_unary(
-                "/tensorflow.WorkerService/GetStatus"
-            )
-            calls.append(get_status.future(b"", timeout=timeout_secs))
-        return [_answer(call) for call in calls]
-
-
-def _answer(call: grpc.Future) -> Answer:
-    try:
-        return Answer(TaskState.LIVE, call.result())
-    except grpc.RpcError as error:
-        frozen = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        return Answer(TaskState.FROZEN if frozen else TaskState.DEAD)
-
-
-def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
-    """The state of the task at `address`; see `ask`."""
-    return ask([address], timeout_secs)[0].state
-
-
-def wait_until_up(
-    cluster: Cluster,
-    timeout_secs: float,
-    give_up: Callable[[], None] = lambda: None,
-) -> None:
-    """Waits until every worker and ps of `cluster` answers.
-
-    `ParameterServerStrategy` itself would block inside C for many minutes,
-    deaf to signals, when a task is missing.
-
-    Args:
-        cluster: The cluster; this process is its chief.
-        timeout_secs: Seconds to wait.
-        give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Raises:
-        TimeoutError: Some task was not up in time; the message names each.
-    """
-    _wait_for_all(
-        cluster,
-        server_tasks(cluster),
-        lambda addresses: [answer.state for answer in ask(addresses)],
-        timeout_secs,
-        give_up,
-    )
-
-
-def meet(
-    cluster: Cluster,
-    timeout_secs: float,
-    give_up: Callable[[], None] = lambda: None,
-) -> None:
-    """Waits until every other task of an all-reduce job can be connected to.
-
-    Meanwhile this one listens at its own address, and leaves it to TensorFlow,
-    which would itself wait in C, for ever, and name nobody.
-
-    Args:
-        cluster: The cluster, without parameter servers; all tasks do this.
-        timeout_secs: Seconds to wait.
-        give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Raises:
-        TimeoutError: Some task was not up in time; the message names each.
-        RuntimeError: The own address cannot be listened at.
-    """
-    own = (cluster.task_type, cluster.task_index)
-    others = [
-        (job, index)
-        for job, tasks in cluster.training_spec().items()
-        for index in tasks
-        if (job, index) != own
-    ]
-    host, _, port = cluster.address.rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", int(port)))
-        except OSError as error:
-            raise RuntimeError(
-                f"Task {own[0]}:{own[1]} cannot listen at {cluster.address}. "
-                f"Is another process using that port? {error}"
-            ) from error
-        listener.listen(len(others))
-        _wait_for_all(cluster, others, _listening, timeout_secs, give_up)
-
-
-def _listening(addresses: Sequence[str]) -> list[TaskState]:
-    states = []
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            place = host.strip("[]"), int(port)
-            socket.create_connection(place, timeout=1.0).close()
-            states.append(TaskState.LIVE)
-        except OSError:
-            states.append(TaskState.DEAD)
-    return states
-
-
-def _wait_for_all(
-    cluster: Cluster,
-    tasks: Sequence[tuple[str, int]],
-    states_of: Callable[[Sequence[str]], list[TaskState]],
-    timeout_secs: float,
-    give_up: Callable[[], None],
-) -> None:
-    """Waits for tasks to be up, and says for whom; see `wait_until_up`."""
-    deadline = time.monotonic() + timeout_secs
-    next_message = time.monotonic() + 5.0
-    missing = list(tasks)
-    while True:
-        found = states_of([address_of(cluster, task) for task in missing])
-        states = dict(zip(missing, found, strict=True))
-        missing = [t for t, s in states.items() if s is not TaskState.LIVE]
-        if not missing:
-            return
-        give_up()
-        now = time.monotonic()
-        listed = ", ".join(
-            f"{job}:{index} at {address_of(cluster, (job, index))} "
-            f"({states[job, index].value})"
-            for job, index in missing
-        )
-        if now >= deadline:
-            raise TimeoutError(
-                f"{len(missing)} task(s) of the cluster did not come up within "
-                f"{timeout_secs:g} s: {listed}. Start them with the same "
-                "cluster in TF_CONFIG and check that the addresses are right "
-                "and can be reached from here. "
-                "RunConfig(session_creation_timeout_secs=...) sets the limit."
-            )
-        if now >= next_message:
-            _log.warning("Waiting for %s; %.0f s left.", listed, deadline - now)
-            next_message = now + 10.0
-        time.sleep(_POLL_SECS)
-
-
-def server_tasks(cluster: Cluster) -> list[tuple[str, int]]:
-    """`(job, index)` of every task that runs a server for the chief."""
-    return [
-        (job, index)
-        for job in ("ps", "worker")
-        for index in cluster.training_spec().get(job, {})
-    ]
-
-
-def address_of(cluster: Cluster, task: tuple[str, int]) -> str:
-    """`host:port` of a task."""
-    job, index = task
-    return cluster.training_spec()[job][index]

@@ -1,23 +1,22 @@
 """Which cluster this process belongs to, and what it has to do there.
 
 Every task of a distributed job runs the same program. What tells them apart is
-an environment variable, written by whoever started them: `TF_CONFIG` (Vertex
-AI, Kubeflow, `python -m tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every
-replica). `Cluster.from_env()` turns either into one frozen value. TensorFlow is
-not imported for it.
+an environment variable: `TF_CONFIG` (Vertex AI, Kubeflow, `python -m
+tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every replica).
+`Cluster.from_env()` turns either into one frozen value, without TensorFlow.
 
 It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`,
-and differs from it in four ways: the evaluator is never part of the training
-cluster (a `ParameterServerStrategy` that finds it there blocks for ever), nor
-is a tf.data service ("dispatcher" and "data_worker", `tfdist.one_pass`);
-`CLUSTER_SPEC` is understood too; workers without a chief are accepted, worker 0
-then leads them (`MultiWorkerMirroredStrategy`); and whatever is malformed is
+and differs from it: the evaluator is never part of the training cluster (a
+`ParameterServerStrategy` that finds it there blocks for ever), nor is a tf.data
+service (`tfdist.data.one_pass`); workers without a chief are accepted, worker 0
+then leads them (`MultiWorkerMirroredStrategy`); and what is malformed is
 refused here, not by a hang later.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import json
 import os
@@ -26,6 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
+
+from tfdist.cluster import tf_config as reading
+from tfdist.cluster.tf_config import DATA_JOBS, TRAINING_JOBS, as_list, wrong
 
 Role = Literal[
     "local", "chief", "worker", "ps", "evaluator", "dispatcher", "data_worker"
@@ -36,34 +38,7 @@ REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
 worker pool 2 holds Google's reduction servers: the service's variables call
 them what they call parameter servers."""
 
-_TRAINING_JOBS = ("chief", "worker", "ps")
-_DATA_JOBS = ("dispatcher", "data_worker")
-_POOLS = (*_TRAINING_JOBS, "evaluator")
-
-# What each variable calls our jobs.
-_TF_CONFIG_NAMES = {
-    **{job: job for job in (*_POOLS, *_DATA_JOBS)},
-    "master": "chief",
-}
-_CLUSTER_SPEC_NAMES = {
-    f"workerpool{pool}": job for pool, job in enumerate(_POOLS)
-}
-
-_EXAMPLES = {
-    "TF_CONFIG": (
-        '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222", '
-        '"host2:2222"], "ps": ["host3:2222"]}, '
-        '"task": {"type": "worker", "index": 0}}'
-    ),
-    "CLUSTER_SPEC": (
-        '{"cluster": {"workerpool0": ["host0:2222"], "workerpool1": '
-        '["host1:2222"], "workerpool2": ["host2:2222"]}, '
-        '"task": {"type": "workerpool1", "index": 0}}'
-    ),
-}
-
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
-_INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -119,12 +94,17 @@ class Cluster:
             object.__setattr__(self, "has_evaluator", True)
         object.__setattr__(self, "data_workers", tuple(self.data_workers))
         _check_jobs(self.tasks)
-        _check_data_service(self.dispatcher, self.data_workers)
+        if (self.dispatcher is None) == bool(self.data_workers):
+            raise wrong(
+                'A tf.data service needs a "dispatcher" and at least one '
+                '"data_worker".',
+                self._others,
+            )
         _check_addresses({**self.tasks, **self._others})
         _check_task(self)
         frozen = {
             job: MappingProxyType(dict(sorted(self.tasks[job].items())))
-            for job in _TRAINING_JOBS
+            for job in TRAINING_JOBS
             if job in self.tasks
         }
         object.__setattr__(self, "tasks", MappingProxyType(frozen))
@@ -171,25 +151,29 @@ class Cluster:
             ValueError: if a variable is malformed. The message names the
                 variable, quotes the offending part and shows a right one.
         """
-        environ = os.environ if environ is None else environ
-        no_ps = environ.get(REDUCTION_SERVERS, "").strip() == "1"
-        tf_config = environ.get("TF_CONFIG", "").strip()
-        cluster_spec = environ.get("CLUSTER_SPEC", "").strip()
-        if not tf_config:
-            if not cluster_spec:
-                return cls()
-            return _read(
-                "CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES, no_ps
-            )
-        cluster = _read("TF_CONFIG", tf_config, _TF_CONFIG_NAMES, no_ps)
-        if cluster_spec and not cluster.has_evaluator:
-            pools = _read(
-                "CLUSTER_SPEC", cluster_spec, _CLUSTER_SPEC_NAMES, no_ps
-            )
+        read = functools.partial(
+            cls._read, os.environ if environ is None else environ
+        )
+        cluster = read("TF_CONFIG") or read("CLUSTER_SPEC") or cls()
+        if not cluster.has_evaluator and (pools := read("CLUSTER_SPEC")):
             return dataclasses.replace(
                 cluster, has_evaluator=pools.has_evaluator
             )
         return cluster
+
+    @classmethod
+    def _read(cls, environ: Mapping[str, str], variable: str) -> Cluster | None:
+        """What one of the two variables says; None if it is blank."""
+        text = environ.get(variable, "").strip()
+        if not text:
+            return None
+        try:
+            jobs, task_type, task_index = reading.parse(variable, text)
+            if environ.get(REDUCTION_SERVERS, "").strip() == "1":
+                jobs.pop("ps", None)
+            return cls.from_jobs(jobs, task_type, task_index)
+        except ValueError as error:
+            raise reading.malformed(variable, error) from None
 
     @classmethod
     def from_jobs(
@@ -214,27 +198,21 @@ class Cluster:
         Raises:
             ValueError: as `from_env`.
         """
-        tasks = _by_index(jobs, _TF_CONFIG_NAMES)
-        task_type, task_index = _own_task(
-            tasks, _job_name(task_type, _TF_CONFIG_NAMES), task_index
+        tasks = reading.by_index(jobs)
+        task_type, task_index = reading.own_task(
+            tasks, reading.job_name(task_type), task_index
         )
-        evaluator = _pop_one(tasks, "evaluator")
-        dispatcher = _pop_one(tasks, "dispatcher")
-        data_workers = _as_list(tasks.pop("data_worker", {}))
-        if isinstance(data_workers, dict):
-            raise _error(
-                'The indices of the "data_worker" tasks must be 0, 1, 2, ... '
-                "without a gap.",
-                data_workers,
-            )
+        evaluator = reading.pop_one(tasks, "evaluator")
         return cls(
-            tasks=tasks,
             task_type=task_type,
             task_index=task_index,
             has_evaluator=evaluator is not None or task_type == "evaluator",
             evaluator_address=evaluator,
-            dispatcher=dispatcher,
-            data_workers=tuple(data_workers),
+            dispatcher=reading.pop_one(tasks, "dispatcher"),
+            data_workers=tuple(
+                reading.without_gap("data_worker", tasks.pop("data_worker", {}))
+            ),
+            tasks=tasks,
         )
 
     @property
@@ -247,7 +225,7 @@ class Cluster:
         and "data_worker" hand out examples. Worker 0 of a cluster without a
         chief is "chief".
         """
-        if self.task_type in ("ps", "evaluator", *_DATA_JOBS):
+        if self.task_type in ("ps", "evaluator", *DATA_JOBS):
             return self.task_type
         if not self.is_distributed:
             return "local"
@@ -256,7 +234,7 @@ class Cluster:
     @property
     def trains(self) -> bool:
         """Whether this process is one of the training tasks."""
-        return self.role not in ("evaluator", *_DATA_JOBS)
+        return self.role not in ("evaluator", *DATA_JOBS)
 
     @property
     def is_chief(self) -> bool:
@@ -332,35 +310,24 @@ class Cluster:
             task_type=self.task_type if task_type is None else task_type,
             task_index=self.task_index if task_index is None else task_index,
         )
-        jobs: dict[str, Any] = {
-            job: _as_list(tasks)
-            for job, tasks in {**self.tasks, **self._others}.items()
-        }
-        return json.dumps(
-            {
-                "cluster": jobs,
-                "task": {"type": task.task_type, "index": task.task_index},
-            }
-        )
+        jobs = {**self.tasks, **self._others}
+        own = {"type": task.task_type, "index": task.task_index}
+        cluster = {job: as_list(tasks) for job, tasks in jobs.items()}
+        return json.dumps({"cluster": cluster, "task": own})
 
     @property
     def shape(self) -> str:
         """The cluster in words, such as "chief, 2 workers, 2 ps, evaluator"."""
-        parts = []
-        if "chief" in self.tasks:
-            parts.append("chief")
-        if self.num_workers:
-            plural = "s" if self.num_workers > 1 else ""
-            parts.append(f"{self.num_workers} worker{plural}")
-        if self.num_ps:
-            parts.append(f"{self.num_ps} ps")
-        if self.has_evaluator:
-            parts.append("evaluator")
-        if self.dispatcher is not None:
-            parts.append("dispatcher")
-            plural = "s" if len(self.data_workers) > 1 else ""
-            parts.append(f"{len(self.data_workers)} data worker{plural}")
-        return ", ".join(parts)
+        workers, others = self.num_workers, len(self.data_workers)
+        parts = {
+            "chief": "chief" in self.tasks,
+            f"{workers} worker{'s' * (workers > 1)}": workers,
+            f"{self.num_ps} ps": self.num_ps,
+            "evaluator": self.has_evaluator,
+            "dispatcher": self.dispatcher,
+            f"{others} data worker{'s' * (others > 1)}": others,
+        }
+        return ", ".join(words for words, present in parts.items() if present)
 
     def __str__(self) -> str:
         if not self.shape:
@@ -369,221 +336,50 @@ class Cluster:
         return f"{task} of a cluster of {self.shape}"
 
 
-def _read(
-    variable: str, text: str, names: Mapping[str, str], no_ps: bool
-) -> Cluster:
-    """Parses one of the two variables; its errors name it."""
-    try:
-        config = _json_object(text)
-        jobs = _by_index(_object(config, "cluster"), names)
-        if no_ps:
-            jobs.pop("ps", None)
-        task = _object(config, "task")
-        return Cluster.from_jobs(
-            jobs, _job_name(task.get("type"), names), task.get("index")
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{variable} is malformed. {error}\n"
-            f"A right one: {variable}='{_EXAMPLES[variable]}'"
-        ) from None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """Decodes JSON that must be an object, each key given once."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"The key {_quote(key)} is given twice.")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
-        near = text[max(0, getattr(error, "pos", 0) - 20) :]
-        raise _error(f"It must be JSON ({error}).", near) from None
-    if not isinstance(value, dict):
-        raise _error(
-            'It must be a JSON object with the keys "cluster" and "task".',
-            value,
-        )
-    return value
-
-
-def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under `key`; empty when it is missing or null."""
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _error(f'"{key}" must be a JSON object.', {key: value})
-    return value
-
-
-def _job_name(name: object, names: Mapping[str, str]) -> str | None:
-    """Our name of the job called `name`; None when there is none."""
-    if name is None or name == "":
-        return None
-    if not isinstance(name, str) or name not in names:
-        known = ", ".join(f'"{known}"' for known in names)
-        raise _error(f"A job must be one of {known}.", name)
-    return names[name]
-
-
-def _by_index(
-    jobs: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, dict[int, str]]:
-    """Renames the jobs and numbers their tasks; jobs without tasks go."""
-    result: dict[str, dict[int, str]] = {}
-    for name, entry in jobs.items():
-        job = _job_name(name, names)
-        if job is None:
-            raise _error("A job must have a name.", jobs)
-        tasks = _number(name, entry)
-        if tasks and job in result:
-            raise _error(
-                'The job "chief" may be called "master", but not both may be '
-                "there.",
-                jobs,
-            )
-        if tasks:
-            result[job] = tasks
-    return result
-
-
-def _number(name: str, entry: object) -> dict[int, str]:
-    """The tasks of one job by index, from a list or a sparse object."""
-    if isinstance(entry, list | tuple):
-        return dict(enumerate(entry))
-    if not isinstance(entry, Mapping):
-        raise _error(
-            f'The job "{name}" must be a list of addresses, such as '
-            '["host:2222"].',
-            {name: entry},
-        )
-    tasks: dict[int, str] = {}
-    for key, address in entry.items():
-        index = _index(key, f'An index in the job "{name}"')
-        if index in tasks:
-            raise _error(
-                f'The job "{name}" has two tasks with the index {index}.',
-                entry,
-            )
-        tasks[index] = address
-    return tasks
-
-
-def _index(value: object, what: str) -> int:
-    """A task index from a JSON number or a string of digits."""
-    if isinstance(value, str) and _INDEX.fullmatch(value):
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise _error(f"{what} must be a non-negative integer, such as 0.", value)
-
-
-def _pop_one(tasks: dict[str, dict[int, str]], job: str) -> str | None:
-    """Takes out a job of one task at most; returns its address."""
-    found = tasks.pop(job, {})
-    if any(found):
-        raise _error(
-            f'There can only be one "{job}" task, with index 0.',
-            {job: _as_list(found)},
-        )
-    return found.get(0)
-
-
-def _own_task(
-    tasks: Mapping[str, Mapping[int, str]],
-    task_type: str | None,
-    task_index: int | str | None,
-) -> tuple[str, int]:
-    """Fills in what `task` leaves out, where only one answer is possible."""
-    nodes = [(job, index) for job in tasks for index in tasks[job]]
-    if len(nodes) > 1:
-        for key, value in (("type", task_type), ("index", task_index)):
-            if value is None:
-                raise ValueError(
-                    f'"task" must have the key "{key}", because "cluster" has '
-                    f'{len(nodes)} tasks. Expected, for example: "task": '
-                    '{"type": "worker", "index": 0}.'
-                )
-    only_type, only_index = nodes[0] if nodes else ("chief", 0)
-    if task_index is None:
-        task_index = only_index if task_type in (None, only_type) else 0
-    return task_type or only_type, _index(task_index, 'The "index" of "task"')
-
-
 def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
     """Refuses jobs and indices that cannot train together."""
-    for job in tasks:
-        if job not in _TRAINING_JOBS or not tasks[job]:
-            raise ValueError(
-                "Argument `tasks` must hold only the jobs 'chief', 'worker' "
-                "and 'ps', each with a task (Cluster.from_jobs takes the "
-                f"others too). Received: tasks={tasks!r}."
-            )
-    have = {job: _as_list(tasks[job]) for job in tasks}
+    if not all(tasks[job] and job in TRAINING_JOBS for job in tasks):
+        raise ValueError(
+            "Argument `tasks` must hold only the jobs 'chief', 'worker' and "
+            "'ps', each with a task (Cluster.from_jobs takes the others too). "
+            f"Received: tasks={tasks!r}."
+        )
+    have = {job: as_list(tasks[job]) for job in tasks}
     if "chief" in tasks and set(tasks["chief"]) != {0}:
-        raise _error('There must be only one "chief", with index 0.', have)
-    if "ps" not in tasks:
-        if "chief" not in tasks and 0 not in tasks.get("worker", [0]):
-            raise _error(
-                'Without a "chief", worker 0 leads and must be there.', have
-            )
-        return
+        raise wrong('There must be only one "chief", with index 0.', have)
     for job in ("chief", "worker"):
-        if job not in tasks:
-            raise _error(
+        if "ps" in tasks and job not in tasks:
+            raise wrong(
                 f'A cluster with a "ps" must also have a "{job}": the chief '
                 "coordinates, the workers compute the gradients.",
                 have,
             )
-    if isinstance(have["ps"], dict):
-        raise _error(
-            'The indices of the "ps" tasks must be 0, 1, 2, ... without a '
-            "gap, for variables are placed by them.",
-            have["ps"],
+    if "chief" not in tasks and 0 not in tasks.get("worker", [0]):
+        raise wrong(
+            'Without a "chief", worker 0 leads and must be there.', have
         )
-
-
-def _check_data_service(
-    dispatcher: str | None, data_workers: tuple[str, ...]
-) -> None:
-    """Refuses one half of a tf.data service without the other."""
-    if (dispatcher is None) == bool(data_workers):
-        raise _error(
-            'A tf.data service needs a "dispatcher" and at least one '
-            '"data_worker".',
-            {"dispatcher": dispatcher, "data_worker": list(data_workers)},
-        )
+    reading.without_gap("ps", tasks.get("ps", {}))
 
 
 def _check_addresses(tasks: Mapping[str, Mapping[int, str]]) -> None:
     """Refuses addresses that no client can use, or that two tasks share."""
-    addresses = {
-        f"{job}:{index}": address
-        for job, by_index in tasks.items()
-        for index, address in by_index.items()
-    }
     seen: dict[tuple[str, int], str] = {}
-    for task, address in addresses.items():
-        endpoint = _endpoint(address)
-        if endpoint is None:
-            raise _error(
-                f'The address of {task} must be "host:port": a name or an '
-                "address (IPv6 in brackets), a colon, and a port from 1 to "
-                "65535, without scheme or blanks.",
-                address,
-            )
-        if endpoint in seen:
-            raise _error(
-                f"{seen[endpoint]} and {task} must not share an address.",
-                address,
-            )
-        seen[endpoint] = task
+    for job, addresses in tasks.items():
+        for index, address in addresses.items():
+            task, endpoint = f"{job}:{index}", _endpoint(address)
+            if endpoint is None:
+                raise wrong(
+                    f'The address of {task} must be "host:port": a name or an '
+                    "address (IPv6 in brackets), a colon, and a port from 1 to "
+                    "65535, without scheme or blanks.",
+                    address,
+                )
+            if endpoint in seen:
+                raise wrong(
+                    f"{seen[endpoint]} and {task} must not share an address.",
+                    address,
+                )
+            seen[endpoint] = task
 
 
 def _endpoint(address: object) -> tuple[str, int] | None:
@@ -603,39 +399,19 @@ def _endpoint(address: object) -> tuple[str, int] | None:
 def _check_task(cluster: Cluster) -> None:
     """Refuses a task that the cluster does not have."""
     job, index = cluster.task_type, cluster.task_index
+    known = {**cluster.tasks, **cluster._others}.get(job, ())
     if job == "evaluator":
         known = [0] if cluster.has_evaluator else []
-    elif job in _DATA_JOBS:
-        known = sorted(cluster._others.get(job, ()))
-    elif cluster.tasks:
-        known = sorted(cluster.tasks.get(job, ()))
-    else:
-        known = [0] if job in ("chief", "worker") else []
+    elif not cluster.tasks and job in ("chief", "worker"):
+        known = [0]
     if not known:
         raise ValueError(
             f'The task "{job}" must be part of the cluster, which has: '
             f"{cluster.shape or 'no tasks'}."
         )
     if index not in known:
-        indices = ", ".join(map(str, known))
-        raise _error(
-            f'The task "{job}" must have one of the indices {indices}.',
+        raise wrong(
+            f'The task "{job}" must have one of the indices '
+            f"{', '.join(map(str, sorted(known)))}.",
             {"index": index},
         )
-
-
-def _as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:
-    """The tasks of a job as JSON has them: a list if there are no gaps."""
-    if sorted(tasks) == list(range(len(tasks))):
-        return [tasks[index] for index in sorted(tasks)]
-    return dict(tasks)
-
-
-def _error(problem: str, received: object) -> ValueError:
-    return ValueError(f"{problem} Received: {_quote(received)}.")
-
-
-def _quote(value: object, limit: int = 160) -> str:
-    """JSON text of the offending part, cut to a readable length."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= limit else text[:limit] + " ..."

@@ -7,21 +7,20 @@ in a clear error when a task is missing.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
 from tfdist._tf.private import expire_remote_state_after, leave_together
-from tfdist.cluster import servers
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster import probing, servers
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.time_limit import time_limit
 
 # How long the servers keep what a chief holds there after its last sign of
-# life. A chief that was frozen for longer makes everything anew.
+# life. A chief that was frozen for longer rebuilds everything.
 _KEEP_ALIVE_SECS = 60
 _CONNECT_SECS = 15.0
 _RETRY_SECS = 0.5
@@ -58,7 +57,7 @@ def parameter_server_strategy(
     _widen_thread_pool()
     servers.reconnect_quickly()
     expire_remote_state_after(_KEEP_ALIVE_SECS)
-    servers.wait_until_up(cluster, start_timeout_secs, give_up)
+    probing.wait_until_up(cluster, start_timeout_secs, give_up)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster.training_spec()),
         task_type="chief",
@@ -127,7 +126,7 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
     )
     if isinstance(strategy, connects):
         raise ValueError(
-            f"A {type(strategy).__name__} is made by tfdist itself, and anew "
+            f"A {type(strategy).__name__} is made by tfdist itself, and again "
             "after a failure. Use strategy='auto'."
         )
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
@@ -211,7 +210,7 @@ def multi_worker_strategy(
     if cluster in _joined:
         return _joined[cluster]
     servers.reconnect_quickly()
-    servers.meet(cluster, start_timeout_secs, give_up)
+    probing.meet(cluster, start_timeout_secs, give_up)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster.training_spec()),
         task_type=cluster.task_type,
@@ -224,14 +223,9 @@ def multi_worker_strategy(
         f"/job:{leader}/replica:0/task:0",
         _LEAVE_SECS,
     )
-    faulthandler.dump_traceback_later(
-        start_timeout_secs, exit=True, file=sys.__stderr__
-    )
-    try:
+    with time_limit(start_timeout_secs):
         _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
-        return _joined[cluster]
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    return _joined[cluster]
 
 
 def _connect(
@@ -239,32 +233,41 @@ def _connect(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects, and tries again for a while.
 
-    The connection of this process to a server that was started anew waits up
-    to two seconds between its attempts (`servers.reconnect_quickly`).
+    The connection of this process to a server that was restarted waits up to
+    two seconds between its attempts (`servers.reconnect_quickly`).
     """
-    deadline = time.monotonic() + _CONNECT_SECS
-    while True:
+
+    def attempt() -> tf.distribute.ParameterServerStrategy | None:
+        nonlocal error
         try:
             with _fail_fast():
                 return tf.distribute.ParameterServerStrategy(resolver)
-        except tf.errors.UnavailableError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_RETRY_SECS)
+        except tf.errors.UnavailableError as unavailable:
+            error = unavailable
+            return None
+
+    error = None
+    strategy = wait_for(attempt, _CONNECT_SECS, _RETRY_SECS)
+    if strategy is None:
+        raise error
+    return strategy
 
 
 @contextlib.contextmanager
 def _fail_fast() -> Iterator[None]:
     """Makes a task that died since the probe an error instead of a hang.
 
-    TensorFlow reads the variable at each call. `use_caller`, its recommended
-    setting, holds afterwards: with `true`, recovery would spin.
+    TensorFlow reads the variable at each call. Afterwards the user's value
+    holds; where there is none, `use_caller`, which TensorFlow recommends: its
+    own default is `true`, with which recovery would spin.
     """
-    os.environ["GRPC_FAIL_FAST"] = "true"
+    name = "GRPC_FAIL_FAST"
+    before = os.environ.get(name, "use_caller")
+    os.environ[name] = "true"
     try:
         yield
     finally:
-        os.environ["GRPC_FAIL_FAST"] = "use_caller"
+        os.environ[name] = before
 
 
 def _widen_thread_pool() -> None:

@@ -51,7 +51,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist.cluster import servers
+from tfdist.cluster import probing
 from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.termination import TERMINATED, Sigterm
@@ -271,7 +271,7 @@ def _wait_until_leader_is_gone(cluster: Cluster, timeout_secs: float) -> None:
     """Waits for the chief, or worker 0 where there is none."""
     leader = next(iter(cluster.tasks.values()), {}).get(0)
     deadline = time.monotonic() + timeout_secs
-    while leader and servers.probe(leader) is servers.TaskState.LIVE:
+    while leader and probing.probe(leader) is probing.TaskState.LIVE:
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_SECS)

@@ -121,7 +121,7 @@ def train_and_evaluate(
         return None, []
     on_ps = estimator.config.strategy_name == "ps"
     if on_ps and cluster.role in ("worker", "ps"):
-        servers.serve(cluster, start_anew=recovery.restart_process)
+        servers.serve(cluster, restart=recovery.restart_process)
         return None, []
     if cluster.role == "worker":
         estimator.train(

@@ -1,7 +1,9 @@
 """A local cluster of real processes.
 
-Read in this order: `command` (`python -m tfdist.launch`), `supervisor`,
-`processes`, `testing` (a cluster under test: kill, freeze, cut off), `faults`.
+Read in this order: `command` (`python -m tfdist.launch`), `supervisor` (the
+parent of the tasks), `processes` (a task), `network` (theirs); `testing` (a
+cluster under test: kill, freeze, cut off), `watched`, `injector` (its
+supervisor), `logs`, `faults`.
 """
 
 import lazy_loader

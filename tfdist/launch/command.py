@@ -15,7 +15,7 @@ promises:
   and so does, in an all-reduce job, a worker; the others do not.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
-  failed they are told to (SIGTERM) at once. Who is still there ten seconds
+  failed they are told to (SIGTERM) at once. What still runs ten seconds
   later is killed. 128 + n stands for signal n.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second Ctrl-C kills. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -27,63 +27,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
 import os
-import selectors
 import signal
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from tfdist.cluster.spec import Cluster
-from tfdist.launch import processes
-from tfdist.launch.processes import STOP_SIGNALS, SignalPipe, Task, how_it_ended
+from tfdist.launch import network
+from tfdist.launch.processes import Task, how_it_ended
+from tfdist.launch.supervisor import (
+    Supervisor,
+    Verdict,
+    restart_decision,
+    task_ids,
+)
 
 # Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
 _TERM_SECS = 10.0
-_MAX_MOVES = 5  # To other ports, after a foreign process took one of ours.
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-
-
-class Verdict(enum.Enum):
-    """What becomes of the job when one of its tasks has ended."""
-
-    DONE = "the task is done"
-    RESTART = "the task is started again"
-    GIVE_UP = "the job goes on without the task"
-    END_JOB = "the job ends"
-
-
-def restart_decision(
-    job: str,
-    exit_code: int,
-    restarts: int,
-    max_restarts: int,
-    needed: Sequence[str] = ("chief", "ps"),
-) -> Verdict:
-    """Decides what the end of a task means.
-
-    >>> restart_decision("worker", 1, restarts=0, max_restarts=3).name
-    'RESTART'
-    >>> restart_decision("chief", 1, restarts=0, max_restarts=3).name
-    'END_JOB'
-
-    Args:
-        job: what `Cluster.task_type` may be.
-        exit_code: as `subprocess` has it: -n for signal n.
-        restarts: how often the task was started again already.
-        max_restarts: how often it may be.
-        needed: jobs of which no task can be done without.
-    """
-    if job == "chief" and 0 <= exit_code < 128:
-        return Verdict.END_JOB
-    if exit_code == 0:
-        return Verdict.DONE
-    if restarts < max_restarts:
-        return Verdict.RESTART
-    return Verdict.END_JOB if job in needed else Verdict.GIVE_UP
 
 
 def backoff_secs(restarts: int) -> float:
@@ -99,156 +59,87 @@ def shell_exit_code(exit_code: int) -> int:
 class Console:
     """Where all output goes, a whole line at a time."""
 
-    def __init__(self, stream: BinaryIO, *, colour: bool) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._colour = colour
-        self._colours: dict[str, int] = {}
 
-    def line(self, name: str, text: bytes | str) -> None:
+    def line(self, name: str, text: bytes) -> None:
         """Writes one line behind the name of the task it comes from."""
-        prefix = f"[{name}]"
-        if self._colour:
-            number = self._colours.setdefault(name, len(self._colours))
-            code = _COLOURS[number % len(_COLOURS)]
-            prefix = f"\x1b[{code}m{prefix}\x1b[0m"
-        text = text.encode() if isinstance(text, str) else text
-        self._stream.write(prefix.encode() + b" " + text + b"\n")
+        self._stream.write(b"[%b] %b\n" % (name.encode(), text))
         self._stream.flush()
 
     def say(self, text: str) -> None:
         """Writes one line of the launcher's own."""
-        self.line("launch", text)
+        self.line("launch", text.encode())
 
 
-class Launcher:
-    """Runs one cluster to its end, in one loop on the main thread."""
+class Launcher(Supervisor):
+    """Runs one cluster to its end, and shows what its tasks print.
 
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        jobs = {
-            "chief": 1,
-            "worker": options.workers,
-            "ps": options.ps,
-            "evaluator": int(options.evaluator),
-            "dispatcher": int(options.data_workers > 0),
-            "data_worker": options.data_workers,
-        }
-        self.tasks = [
-            Task(job, index, options.command)
-            for job, count in jobs.items()
-            for index in range(count)
-        ]
+    Args:
+        options: See `parse_options`.
+        console: Where to show it.
+        where: The network, in words.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, console: Console, where: str
+    ) -> None:
+        tasks = task_ids(
+            options.ps,
+            options.workers,
+            options.evaluator,
+            options.data_workers,
+        )
+        super().__init__(
+            [Task(job, index, options.command) for job, index in tasks]
+        )
         self._options = options
         self._console = console
-        self._selector = selectors.DefaultSelector()
+        self._say = console.say
+        self._where = where
         self._exit_code: int | None = None
-        # Signals still to be sent to every task, with their times. Once there
-        # was one, nothing is started again.
-        self._agenda: list[tuple[float, signal.Signals]] = []
-        self._stopping = False
-        self._moving = False
-        self._moves = 0
-        self._interrupted = False
-        self._ports: list[socket.socket] = []
+        self._stopping = self._interrupted = False
 
-    def run(self) -> int:
+    def run_to_end(self) -> int:
         """Starts the cluster, waits for its end; returns the exit code."""
-        with SignalPipe() as self._signals:
-            self._selector.register(self._signals, selectors.EVENT_READ)
-            try:
-                self._start_cluster()
-                while self._step():
-                    pass
-            finally:
-                self._kill_all()
-        for task in self.tasks:
-            self._console.say(task.summary())
+        self.run()
+        for task in self.tasks.values():
+            self._say(task.summary())
         return 1 if self._exit_code is None else self._exit_code
 
-    def _start_cluster(self) -> None:
-        """Starts every task, at fresh ports."""
-        self._release_ports()
-        self._ports = processes.reserve_ports(len(self.tasks))
-        jobs: dict[str, list[str]] = {}
-        for task, holder in zip(self.tasks, self._ports, strict=True):
-            task.port = holder.getsockname()[1]
-            jobs.setdefault(task.job, []).append(f"127.0.0.1:{task.port}")
-        if self._options.private:
-            self._release_ports()  # Nobody else is in this network.
-        cluster = Cluster.from_jobs(jobs, "chief", 0)
-        for task in self.tasks:
-            task.tf_config = cluster.tf_config(task.job, task.index)
-            self._start(task)
+    def begin(self) -> None:
+        """Starts every task."""
+        cluster = self.place_tasks()
+        for task in self.tasks.values():
+            self.start(task)
         pids = ", ".join(
             f"{task.name} pid {task.pid} port {task.port}"
-            for task in self.tasks
+            for task in self.tasks.values()
         )
-        network = "a private" if self._options.private else "the host's"
-        self._console.say(f"{cluster.shape} in {network} network: {pids}")
+        self._say(f"{cluster.shape} in {self._where} network: {pids}")
 
-    def _release_ports(self) -> None:
-        for holder in self._ports:
-            holder.close()
-        self._ports = []
+    def start(self, task: Task) -> None:
+        """Starts a task, and has its output shown."""
+        super().start(task)
+        self.loop.add_reader(task.output, self._show, task)
 
-    def _start(self, task: Task) -> None:
-        task.start()
-        self._selector.register(task.output, selectors.EVENT_READ, task)
-
-    def _step(self) -> bool:
-        """Waits for something to happen and acts on it; False at the end."""
-        for key, _ in self._selector.select(self._timeout()):
-            if key.data is None:
-                self._on_signals(self._signals.read())
-            elif not self._show(key.data, key.data.read()):
-                self._selector.unregister(key.fileobj)
-        for task in self.tasks:
-            exit_code = task.poll()
-            if exit_code is not None:
-                if task.output.fileno() in self._selector.get_map():
-                    self._selector.unregister(task.output)
-                self._show(task, task.read_rest())
-                self._on_end(task, exit_code)
-        self._do_what_is_due()
-        if not all(task.is_over for task in self.tasks):
-            return True
-        if not self._moving:
-            return False
-        self._moving = self._stopping = False
-        self._agenda.clear()
-        self._start_cluster()
-        return True
-
-    def _show(self, task: Task, lines: list[bytes] | None) -> bool:
-        """Prints lines of a task; False when there will be no more."""
+    def _show(self, task: Task) -> None:
+        lines = task.read()
+        if lines is None:
+            self.loop.remove_reader(task.output)
         for line in lines or ():
             self._console.line(task.name, line)
-        return lines is not None
 
-    def _timeout(self) -> float | None:
-        """Seconds until something is due; None when only events matter."""
-        due = [when for when, _ in self._agenda[:1]]
-        due += [t.restart_at for t in self.tasks if t.restart_at is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+    def on_end(self, task: Task, exit_code: int) -> None:
+        """Says, and does, what the end of a task means for the job."""
+        self.loop.remove_reader(task.output)
+        for line in task.read_rest():
+            self._console.line(task.name, line)
+        if not self._stopping:
+            self._decide(task, exit_code)
+        self._end_if_over()
 
-    def _do_what_is_due(self) -> None:
-        """Starts tasks whose pause is over, sends signals whose time came."""
-        now = time.monotonic()
-        while self._agenda and self._agenda[0][0] <= now:
-            _, signum = self._agenda.pop(0)
-            for task in self.tasks:
-                task.stop(signum)
-        for task in self.tasks:
-            if task.restart_at is not None and task.restart_at <= now:
-                task.restarts += 1
-                self._start(task)
-
-    def _on_end(self, task: Task, exit_code: int) -> None:
-        """Acts on the end of a task."""
-        if self._stopping:
-            return
-        if exit_code != 0 and self._port_was_stolen(task):
-            self._move(task)
-            return
+    def _decide(self, task: Task, exit_code: int) -> None:
         others = "ps" if self._options.ps else "worker"
         verdict = restart_decision(
             task.job,
@@ -257,71 +148,49 @@ class Launcher:
             self._options.max_restarts,
             needed=("chief", others, "dispatcher", "data_worker"),
         )
-        say, ended = self._console.say, how_it_ended(exit_code)
+        said = f"{task.name}: {how_it_ended(exit_code)}"
         if verdict is Verdict.RESTART:
             pause = backoff_secs(task.restarts)
-            task.restart_at = time.monotonic() + pause
-            say(f"{task.name}: {ended}; started again in {pause:g} s.")
+            self._say(f"{said}; started again in {pause:g} s.")
+            self.restart_later(task, pause)
         elif verdict is Verdict.GIVE_UP:
-            say(f"{task.name}: {ended}; out of restarts. The job goes on.")
+            self._say(f"{said}; out of restarts. The job goes on.")
         elif verdict is Verdict.END_JOB and task.job == "chief":
-            say(f"{task.name}: {ended}. The job ends.")
+            self._say(f"{said}. The job ends.")
             self._exit_code = shell_exit_code(exit_code)
             self._stop(0.0 if exit_code else self._options.grace_secs)
         elif verdict is Verdict.END_JOB:
-            say(f"{task.name}: {ended}; out of restarts. The job ends.")
+            self._say(f"{said}; out of restarts. The job ends.")
             self._exit_code = 1
             self._stop()
 
+    def on_signal(self, signum: signal.Signals) -> None:
+        """Ends the job at the user's wish; kills it at the second Ctrl-C."""
+        self._say(f"{signum.name}: ending every task.")
+        if self._exit_code is None:
+            self._exit_code = 128 + signum
+        self._stop()
+        if self._interrupted:
+            self._signal_all(signal.SIGKILL)
+        self._interrupted = True
+        self._end_if_over()
+
     def _stop(self, grace_secs: float = 0.0) -> None:
         """Ends every task: SIGTERM after the grace period, then SIGKILL."""
-        now = time.monotonic()
         self._stopping = True
-        for task in self.tasks:
-            task.restart_at = None
-        self._agenda = [
-            (now + grace_secs, signal.SIGTERM),
-            (now + grace_secs + _TERM_SECS, signal.SIGKILL),
-        ]
+        for task in self.tasks.values():
+            self.cancel(task, "restart")
+        term, kill = signal.SIGTERM, signal.SIGKILL
+        self.loop.call_later(grace_secs, self._signal_all, term)
+        self.loop.call_later(grace_secs + _TERM_SECS, self._signal_all, kill)
 
-    def _on_signals(self, signals: Sequence[signal.Signals]) -> None:
-        """Ends the job at the user's wish; kills it at the second Ctrl-C."""
-        for signum in signals:
-            if signum not in STOP_SIGNALS:
-                continue
-            self._console.say(f"{signum.name}: ending every task.")
-            again = self._interrupted
-            self._interrupted = True
-            self._moving = False
-            if self._exit_code is None:
-                self._exit_code = 128 + signum
-            self._stop()
-            if again:
-                self._agenda = [(0.0, signal.SIGKILL)]
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for task in self.tasks.values():
+            task.stop(signum)
 
-    def _port_was_stolen(self, task: Task) -> bool:
-        return not self._options.private and processes.port_is_taken(task.port)
-
-    def _move(self, task: Task) -> None:
-        """Ends all tasks, to start them again at other ports."""
-        self._moves += 1
-        self._moving = self._moves <= _MAX_MOVES
-        self._console.say(
-            f"{task.name}: another process has taken its port {task.port}; "
-            + (
-                "the whole cluster is started again at other ports."
-                if self._moving
-                else f"this happened {self._moves} times. The job ends."
-            )
-        )
-        self._stop()
-
-    def _kill_all(self) -> None:
-        """Leaves nothing behind, whatever ended the loop."""
-        for task in self.tasks:
-            task.kill()
-        self._release_ports()
-        self._selector.close()
+    def _end_if_over(self) -> None:
+        if all(task.is_over for task in self.tasks.values()):
+            self.loop.stop()
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -409,28 +278,24 @@ def _complete(
     options.command = [sys.executable, *program]
 
 
-def enter_network(mode: str, console: Console) -> bool:
-    """Enters the network of `--network`; True if it is a private one."""
-    exposed = (
-        "TensorFlow's servers authenticate nobody, and whoever can reach this "
-        "machine can reach them"
-    )
+def enter_network(mode: str, console: Console) -> str:
+    """Enters the network of `--network`; says which it is."""
     if mode == "host":
-        console.say(f"The host's network: {exposed}.")
-        return False
+        console.say(f"The host's network: {network.EXPOSED}.")
+        return "the host's"
     try:
-        processes.enter_private_network()
+        network.enter_private_network()
     except OSError as error:
         console.say(
             f"The system refuses a private network ({error}); going on in the "
-            f"host's: {exposed}."
+            f"host's: {network.EXPOSED}."
         )
-        return False
+        return "the host's"
     console.say(
         "A private network: nothing outside can reach the tasks, and they can "
         "reach neither gs:// nor any other machine. For those: --network=host."
     )
-    return True
+    return "a private"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -439,17 +304,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     May move the calling process into another network for good.
     """
     options = parse_options(argv)
-    colour = (
-        sys.stdout.isatty()
-        and not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM") != "dumb"
-    )
-    console = Console(sys.stdout.buffer, colour=colour)
+    console = Console(sys.stdout.buffer)
     try:
-        options.private = enter_network(options.network, console)
-        return Launcher(options, console).run()
+        where = enter_network(options.network, console)
+        return Launcher(options, console, where).run_to_end()
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`); so have the tasks. What
+        # The reader of the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -7,61 +7,39 @@
         cluster.freeze("ps:0", for_secs=40)
         assert cluster.wait(timeout_secs=300) == 0
 
-The same for tests, notebooks and users. What it promises:
-
-* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. Every
-  injector returns when its effect is proven, or raises.
+* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. A
+  method that injects one returns when its effect is proven, or raises.
 * What dies may be started again after a pause, at the same address, as
   Kubernetes and Vertex AI do.
 * Faults are data: a list of `Fault`s, or `random_faults` of a seed, that `run`
   injects while the job runs.
 * The cluster has a network of its own where the system allows it; the calling
   process stays where it is. One small process in between enters that network
-  and is the parent of all tasks, so that a caller full of threads (TensorFlow,
-  a notebook) need not fork them.
+  and is the parent of all tasks (`tfdist.launch.injector`).
 * Nothing is left: when the block ends, or the caller dies, every task is
   killed, with its children, frozen or not.
 
-Linux only, as `tfdist.launch.processes`. TensorFlow is not imported.
+Linux only. TensorFlow is not imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import multiprocessing
-import os
-import re
+import functools
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from tfdist.launch import processes
 from tfdist.launch.faults import KINDS as KINDS
 from tfdist.launch.faults import Fault as Fault
 from tfdist.launch.faults import Injection as Injection
 from tfdist.launch.faults import random_faults as random_faults
-from tfdist.launch.processes import how_it_ended
-from tfdist.launch.supervisor import (
-    PROOF_SECS,
-    Status,
-    all_processes,
-    log_name,
-    unknown_task,
-)
-from tfdist.launch.supervisor import NotRunningError as NotRunningError
-
-_log = logging.getLogger(__name__)
-
-_POLL_SECS = 0.05
-_CLOSE_SECS = 30.0
-_TAIL_LINES = 15  # Of each task's output, in an error.
+from tfdist.launch.injector import NotRunningError as NotRunningError
+from tfdist.launch.network import port_is_taken
+from tfdist.launch.processes import all_processes, how_it_ended
+from tfdist.launch.supervisor import PROOF_SECS
+from tfdist.launch.watched import WatchedCluster
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -72,318 +50,72 @@ _SIGNALS = {
 }
 
 
-class LocalCluster:
+class LocalCluster(WatchedCluster):
     """A chief, workers, parameter servers and an evaluator on this machine.
 
     They run from the construction to `close()`, or to the end of the `with`
     block. An exception that leaves the block gets the last lines of every task
     as a note.
 
-    The job ends with its chief, "chief:0": for good when the chief exits with
-    a code below 128. From then on nothing is started again by itself; whoever
-    still runs does so until `close`.
+    Where a method takes a `task`, that is "job:index"; a ValueError says that
+    there is none of that name. A method that injects a fault returns an
+    `Injection` when it has had its effect, and raises a `NotRunningError` if
+    the task is down or frozen already, a RuntimeError if there is no effect.
+
+    The job ends when its chief, "chief:0", exits with a code below 128. From
+    then on nothing is started again by itself; what still runs does so until
+    `close`.
 
     Args:
-        command: the program and its arguments, the same for every task;
+        command: The program and its arguments, the same for every task;
             `TF_CONFIG` tells it which task it is.
-        ps: number of parameter servers.
-        workers: number of workers, beside the chief.
-        evaluator: whether there is an evaluator.
-        data_workers: number of workers of a tf.data service, which has a
-            dispatcher then (see `tfdist.one_pass`).
-        absent: tasks that are in the cluster's spec and not started, such as
+        ps: Number of parameter servers. Default: 0.
+        workers: Number of workers, beside the chief. Default: 0.
+        evaluator: Whether there is an evaluator. Default: False.
+        data_workers: Number of workers of a tf.data service, which then has a
+            dispatcher (see `tfdist.data.one_pass`). Default: 0.
+        absent: Tasks that are in the cluster's spec and not started, such as
             `["worker:2"]`; `start` starts them.
-        restart_secs: seconds after which a task that failed is started again,
-            as often as it fails: whatever was killed, and whatever failed by
-            itself (a chief only with 128 or more, as
-            `tfdist.launch.command.restart_decision` says). Default: nothing is.
+        restart_secs: Seconds after which a task that failed, or was killed, is
+            started again, as often as it fails (a chief only with a code of 128
+            or more). Default: it is not.
         network: "private" (where the system refuses it, a warning says so and
             it becomes "host") or "host", the caller's. In a private network
             neither side reaches the other, the caller included.
-        log_dir: folder of the tasks' outputs, "worker-1.log" and so on.
+        log_dir: Folder of the tasks' outputs, "worker-1.log" and so on.
             Default: a temporary one, removed by `close`.
-        cwd: working directory of the tasks. Default: the caller's.
-        step_pattern: regular expression of the chief's progress lines, with
+        cwd: Working directory of the tasks. Default: the caller's.
+        step_pattern: Regular expression of the chief's progress lines, with
             the step as its group 1. Default: tfdist's own lines, such as
             "step  500 of 2000 ( 25 %), ...".
 
     Attributes:
-        private: whether the network is a private one.
-        log_dir: where the outputs are.
-        injections: an `Injection` for all that was done to the tasks, in order.
+        private: Whether the network is a private one.
+        log_dir: Where the outputs are.
+        injections: An `Injection` for all that was done to the tasks, in order.
 
     Raises:
-        ValueError: if these do not make a cluster.
-        OSError: if the tasks cannot be started.
+        ValueError: These do not make a cluster.
+        OSError: The tasks cannot be started.
     """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        ps: int = 0,
-        workers: int = 0,
-        evaluator: bool = False,
-        data_workers: int = 0,
-        absent: Sequence[str] = (),
-        restart_secs: float | None = None,
-        network: str = "private",
-        log_dir: str | os.PathLike[str] | None = None,
-        cwd: str | os.PathLike[str] | None = None,
-        step_pattern: str = r"^step +(\d+)\b",
-    ) -> None:
-        if isinstance(command, str) or not command:
-            raise ValueError(
-                "Argument `command` must be a list of the program and its "
-                f"arguments. Received: command={command!r}"
-            )
-        if network not in ("private", "host"):
-            raise ValueError(
-                'Argument `network` must be "private" or "host". '
-                f"Received: network={network!r}"
-            )
-        self.injections: list[Injection] = []
-        self._step_pattern = re.compile(step_pattern, re.MULTILINE)
-        self._step: int | None = None
-        self._step_offset = 0
-        self._started_at = time.monotonic()
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        if log_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")
-            log_dir = self._temporary.name
-        self.log_dir = Path(log_dir).absolute()
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._last_status: dict[str, Status] | None = None
-        self._start_supervisor(cwd)
-        try:
-            refusal = self._ask(
-                "set_up",
-                list(command),
-                {
-                    "chief": 1,
-                    "worker": workers,
-                    "ps": ps,
-                    "evaluator": int(evaluator),
-                    "dispatcher": int(data_workers > 0),
-                    "data_worker": data_workers,
-                },
-                tuple(absent),
-                restart_secs,
-                network == "private",
-                self.log_dir,
-            )
-        except BaseException:
-            self.close()
-            raise
-        self.private = network == "private" and not refusal
-        if refusal:
-            _log.warning(
-                "The system refuses a private network (%s). The cluster is in "
-                "the host's: TensorFlow's servers authenticate nobody, and "
-                "whoever can reach this machine can reach them.",
-                refusal,
-            )
-
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, BaseException):
-            with contextlib.suppress(RuntimeError):  # It must not hide `error`.
-                self._with_tails(error)
-        self.close()
-
-    def close(self) -> None:
-        """Kills every task and what it started; waits until they are gone.
-
-        May be called again.
-
-        Raises:
-            RuntimeError: if something could not be killed.
-        """
-        if self._supervisor.poll() is None and not self._connection.closed:
-            with contextlib.suppress(RuntimeError):  # Its exit code tells.
-                self._last_status = self._ask("close")
-        self._connection.close()
-        try:
-            code = self._supervisor.wait(_CLOSE_SECS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()  # The kernel then kills its children.
-            code = self._supervisor.wait()
-        if code:
-            raise RuntimeError(
-                f"The supervising process ended with {how_it_ended(code)}. "
-                f"It said: {self._read('supervisor.log')}"
-            )
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-    # --- Looking -------------------------------------------------------------
-
-    def pid(self, task: str) -> int | None:
-        """The task's process id; None while it is down."""
-        return self._status_of(task).pid
-
-    def rss(self, task: str) -> int:
-        """Bytes of memory that the task's process holds (resident set).
-
-        Raises:
-            NotRunningError: if it is down.
-        """
-        pid = self.pid(task)
-        if pid is None:
-            raise NotRunningError(f"{task} is not running.")
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-    def ports(self) -> dict[str, int]:
-        """The port of each task, on 127.0.0.1 of the cluster's network."""
-        return {name: status.port for name, status in self._status().items()}
-
-    def exit_codes(self) -> dict[str, list[int]]:
-        """How each process of each task ended, in order; -n for signal n.
-
-        A task that never was interrupted has none as long as it runs; `close`
-        adds the -9 of whoever ran until then.
-        """
-        return {
-            name: list(status.exit_codes)
-            for name, status in self._status().items()
-        }
-
-    def output(self, task: str) -> str:
-        """All that the task's processes have written, to either stream.
-
-        Gone after `close()` if `log_dir` was a temporary one.
-        """
-        self._status_of(task)
-        return self._read(log_name(task))
-
-    @property
-    def step(self) -> int | None:
-        """The step in the chief's latest progress line; None before any."""
-        try:
-            with open(self.log_dir / log_name("chief:0"), "rb") as log:
-                log.seek(self._step_offset)
-                lines, newline, _ = log.read().rpartition(b"\n")
-        except FileNotFoundError:  # A temporary one, and closed.
-            return self._step
-        self._step_offset += len(lines) + len(newline)
-        for match in self._step_pattern.finditer(
-            lines.decode(errors="replace")
-        ):
-            self._step = int(match[1])
-        return self._step
-
-    # --- Waiting -------------------------------------------------------------
-
-    def wait_until_step(self, step: int, *, timeout_secs: float = 60.0) -> int:
-        """Waits until the chief's progress says `step` or more.
-
-        Returns:
-            The step it says.
-
-        Raises:
-            TimeoutError: if it does not in time.
-            RuntimeError: if the job ends before.
-        """
-
-        def reached() -> int | None:
-            now = self.step
-            return now if now is not None and now >= step else None
-
-        return self._wait_for_task(
-            "chief:0", reached, f"step {step}", timeout_secs
-        )
-
-    def wait_for_line(
-        self,
-        task: str,
-        pattern: str,
-        *,
-        count: int = 1,
-        timeout_secs: float = 60.0,
-    ) -> re.Match[str]:
-        """Waits for a line of output, of all the task's processes together.
-
-        Args:
-            task: "job:index".
-            pattern: regular expression, searched in whole lines.
-            count: which occurrence to wait for; after a restart, the second.
-            timeout_secs: for how long.
-
-        Returns:
-            The match.
-
-        Raises:
-            TimeoutError: if it does not come in time.
-            RuntimeError: if the task ends for good without it.
-        """
-
-        def found() -> re.Match[str] | None:
-            lines = self.output(task).rpartition("\n")[0]
-            matches = list(re.finditer(pattern, lines, re.MULTILINE))
-            return matches[count - 1] if len(matches) >= count else None
-
-        what = f"{pattern!r}" + (f", {count} times" if count > 1 else "")
-        return self._wait_for_task(task, found, what, timeout_secs)
-
-    def wait(self, *, timeout_secs: float) -> int:
-        """Waits for the end of the job; returns the chief's exit code.
-
-        -n stands for signal n, which ends the job only where `restart_secs` is
-        None. The others still run; see `exit_codes`.
-
-        Raises:
-            TimeoutError: if it does not end in time.
-        """
-
-        def ended() -> int | None:
-            chief = self._status_of("chief:0")
-            return chief.exit_codes[-1] if chief.is_over else None
-
-        return self._poll(ended, "The job did not end", timeout_secs)
-
-    # --- Faults --------------------------------------------------------------
 
     def kill(self, task: str, *, for_secs: float | None = None) -> Injection:
         """Kills a task, frozen or not, with SIGKILL; returns when it is dead.
 
-        Args:
-            task: "job:index".
-            for_secs: seconds after which it is started again. Default: what
-                `restart_secs` says.
-
-        Raises:
-            NotRunningError: if it was down already.
-            RuntimeError: if it does not die.
+        It is started again after `for_secs`. Default: what `restart_secs` says.
         """
         return self._inject("kill", task, for_secs)
 
     def freeze(self, task: str, *, for_secs: float | None = None) -> Injection:
         """Stops a task with SIGSTOP; returns when all its threads stand still.
 
-        Its connections stay open, and answer nothing.
-
-        Args:
-            task: "job:index".
-            for_secs: seconds after which it goes on. Default: at `resume`.
-
-        Raises:
-            NotRunningError: if it is down, or frozen already.
-            RuntimeError: if it does not stop.
+        Its connections stay open, and answer nothing. It goes on after
+        `for_secs`. Default: at `resume`.
         """
         return self._inject("freeze", task, for_secs)
 
     def resume(self, task: str) -> Injection:
-        """Has a frozen task go on (SIGCONT); returns when it does.
-
-        Raises:
-            NotRunningError: if it is down.
-            RuntimeError: if it does not go on.
-        """
+        """Has a frozen task go on (SIGCONT); returns when it does."""
         return self._inject("resume", task)
 
     def terminate(
@@ -395,45 +127,28 @@ class LocalCluster:
     ) -> Injection:
         """Tells a task to end (SIGTERM), as a scheduler does that preempts it.
 
-        Returns when it has ended; the effect says how. One that is still there
-        after the grace period is killed, as Kubernetes does.
+        Returns when it has ended; the effect says how.
 
         Args:
             task: "job:index".
-            grace_secs: seconds between SIGTERM and SIGKILL.
-            for_secs: seconds from its end after which it is started again.
+            grace_secs: Seconds after which it is killed if it is still there,
+                as Kubernetes does. Default: 30.
+            for_secs: Seconds from its end after which it is started again.
                 Default: what `restart_secs` and its exit code say.
-
-        Raises:
-            NotRunningError: if it was down already.
-            RuntimeError: if it does not even die.
         """
-        moment = self._moment()
-        pid, ends = self._ask("terminate", task, grace_secs, for_secs)
-
-        def ended() -> str | None:
-            codes = self._status_of(task).exit_codes
-            return how_it_ended(codes[ends]) if len(codes) > ends else None
-
-        limit = grace_secs + PROOF_SECS
-        effect = self._poll(ended, f"{task} (pid {pid}) did not end", limit)
-        return self._record("terminate", task, pid, moment, effect)
+        return self._inject("terminate", task, grace_secs, for_secs)
 
     def restart(self, task: str) -> Injection:
-        """Kills a task if it runs, and starts it at once at its address.
-
-        Raises:
-            RuntimeError: if it does not die.
-        """
+        """Kills a task if it runs, and starts it at once at its address."""
         return self._inject("restart", task)
 
     def start(self, task: str) -> int:
         """Starts a task that is down or was absent; returns its process id.
 
         Raises:
-            RuntimeError: if it runs.
+            RuntimeError: It runs.
         """
-        return self._ask("start", task)
+        return self._ask("start_task", task)
 
     def set_restart_secs(self, task: str, restart_secs: float | None) -> None:
         """Overrides the cluster's `restart_secs` for one task from now on.
@@ -458,15 +173,15 @@ class LocalCluster:
 
         Args:
             job: "chief", "worker", "ps" or "evaluator".
-            address_of: the task whose address it takes as its own. Default: an
+            address_of: The task whose address it takes as its own. Default: an
                 address of its own.
-            command: what it runs. Default: what the others run.
+            command: What it runs. Default: what the others run.
 
         Returns:
             Its name here, such as "chief:1".
 
         Raises:
-            ValueError: if there is no such job or task.
+            ValueError: There is no such job or task.
         """
         if job not in ("chief", "worker", "ps", "evaluator"):
             raise ValueError(
@@ -483,12 +198,10 @@ class LocalCluster:
         survive a cut that is short enough for them. A single task cannot be
         cut off from the rest; `freeze` comes nearest.
 
-        Args:
-            for_secs: seconds after which the network is mended. Default: at
-                `mend_network`.
+        The network is mended after `for_secs`. Default: at `mend_network`.
 
         Raises:
-            RuntimeError: in the host's network, which is not ours to cut.
+            RuntimeError: In the host's network, which is not ours to cut.
         """
         return self._inject("cut_network", None, for_secs)
 
@@ -502,20 +215,20 @@ class LocalCluster:
         """Injects faults while the job runs; returns when it has ended.
 
         A fault waits for its step or its moment, and then, if its task is down
-        or frozen, until it is up again. Several may come at the same time. A
-        "terminate" holds up the faults after it until its task has ended.
+        or frozen, until it is up again. A "terminate" holds up the faults after
+        it until its task has ended.
 
         Args:
-            faults: what is to happen.
-            timeout_secs: seconds from now until the end of the job.
+            faults: What is to happen.
+            timeout_secs: Seconds from now until the end of the job.
 
         Returns:
             What was injected, in order. `wait` has the exit code.
 
         Raises:
-            TimeoutError: if the job does not end in time.
-            RuntimeError: if it ends before every fault was injected, or an
-                injection has no effect.
+            TimeoutError: The job does not end in time.
+            RuntimeError: It ends before every fault was injected, or a fault
+                has no effect.
         """
         for fault in faults:
             if fault.task is not None:
@@ -523,16 +236,21 @@ class LocalCluster:
         start = time.monotonic()
         pending, done = list(faults), []
 
-        def ended() -> bool | None:
+        def ended() -> bool:
             over = self._status_of("chief:0").is_over
             for fault in tuple(pending):
                 if fault.is_due(self.step, time.monotonic() - start):
+                    where = [] if fault.task is None else [fault.task]
+                    how = {"for_secs": fault.for_secs}
+                    if fault.for_secs is None:
+                        how.clear()
                     with contextlib.suppress(NotRunningError):
-                        done.append(self._inject_fault(fault))
+                        inject = getattr(self, fault.kind)
+                        done.append(inject(*where, **how))
                         pending.remove(fault)
-            return over or None
+            return over
 
-        self._poll(ended, "The job did not end", timeout_secs)
+        self._wait(ended, "The job did not end", timeout_secs)
         if pending:
             raise RuntimeError(
                 "The job ended before these faults could be injected: "
@@ -540,152 +258,41 @@ class LocalCluster:
             )
         return done
 
-    # --- Inside --------------------------------------------------------------
-
-    def _start_supervisor(self, cwd: str | os.PathLike[str] | None) -> None:
-        # Without a preexec_fn, so safe whatever threads the caller has; in a
-        # session of its own, so that Ctrl-C is the caller's to act on.
-        path = [os.path.abspath(entry) for entry in sys.path]
-        self._connection, theirs = multiprocessing.Pipe()
-        code = (
-            f"import sys; sys.path[:] = {path!r}; "
-            "from tfdist.launch.supervisor import supervise; "
-            "supervise(int(sys.argv[1]))"
-        )
-        with theirs, open(self.log_dir / "supervisor.log", "wb") as log:
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=cwd,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        """Calls a method of the supervisor; raises what it raised."""
-        with self._lock:
-            self._requests += 1
-            try:
-                self._connection.send((self._requests, method, args))
-                # An interrupted caller may have left an older answer unread.
-                number = None
-                while number != self._requests:
-                    number, answer = self._connection.recv()
-            except (EOFError, OSError) as error:
-                raise RuntimeError(
-                    "The cluster is closed, or its supervising process has "
-                    f"died. It said: {self._read('supervisor.log')}"
-                ) from error
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _status(self) -> dict[str, Status]:
-        return self._last_status or self._ask("status")
-
-    def _status_of(self, task: str) -> Status:
-        status = self._status()
-        if task not in status:
-            raise unknown_task(task, status)
-        return status[task]
-
-    def _moment(self) -> tuple[int | None, float]:
-        """The step and the seconds of an injection, taken before it."""
-        return self.step, time.monotonic() - self._started_at
-
     def _inject(self, kind: str, task: str | None, *args: Any) -> Injection:
-        moment = self._moment()
-        if task is not None:
-            args = (task, *args)
-        pid, effect = self._ask(kind, *args)
-        return self._record(kind, task, pid, moment, effect)
-
-    def _inject_fault(self, fault: Fault) -> Injection:
-        where = () if fault.task is None else (fault.task,)
-        how = {} if fault.for_secs is None else {"for_secs": fault.for_secs}
-        return getattr(self, fault.kind)(*where, **how)
-
-    def _record(
-        self,
-        kind: str,
-        task: str | None,
-        pid: int | None,
-        moment: tuple[int | None, float],
-        effect: str,
-    ) -> Injection:
+        moment = self.step, time.monotonic() - self._started_at
+        target = () if task is None else (task,)
+        pid, effect = self._ask(kind, *target, *args)
+        if kind == "terminate":
+            what, limit = f"{task} (pid {pid}) did not end", args[0]
+            ended = functools.partial(self._how_ended, task, effect)
+            effect = self._wait(ended, what, limit + PROOF_SECS)
         signum = _SIGNALS.get(kind) if pid is not None else None
         injection = Injection(kind, task, pid, signum, *moment, effect)
         self.injections.append(injection)
         return injection
 
-    def _wait_for_task(
-        self,
-        task: str,
-        condition: Callable[[], Any],
-        what: str,
-        timeout_secs: float,
-    ) -> Any:
-        """Waits for something that only a task that lives can bring."""
-
-        def came() -> Any:
-            # Asked for before its output is read, which is then complete.
-            status = self._status_of(task)
-            found = condition()
-            if found is None and status.is_over:
-                ended = how_it_ended(status.exit_codes[-1])
-                error = RuntimeError(f"{task} ended ({ended}) without {what}.")
-                raise self._with_tails(error)
-            return found
-
-        return self._poll(came, f"{task} did not come to {what}", timeout_secs)
-
-    def _poll(
-        self, condition: Callable[[], Any], problem: str, timeout_secs: float
-    ) -> Any:
-        """Waits until `condition` returns something; returns that."""
-        deadline = time.monotonic() + timeout_secs
-        while (found := condition()) is None:
-            if time.monotonic() >= deadline:
-                error = TimeoutError(f"{problem} within {timeout_secs:g} s.")
-                raise self._with_tails(error)
-            time.sleep(_POLL_SECS)
-        return found
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self.log_dir / name).read_bytes().decode(errors="replace")
-        except FileNotFoundError:  # It is closed, and was a temporary one.
-            return ""
-
-    def _with_tails(self, error: BaseException) -> BaseException:
-        """Notes state and last lines of every task on an error, once."""
-        if not hasattr(error, "__notes__"):
-            for task, status in self._status().items():
-                lines = self.output(task).splitlines()[-_TAIL_LINES:]
-                state = f"{task}: {status.in_words()}"
-                error.add_note("\n    ".join([state, *lines]))
-        return error
+    def _how_ended(self, task: str, index: int) -> str | None:
+        codes = self._status_of(task).exit_codes
+        return how_it_ended(codes[index]) if len(codes) > index else None
 
 
 def assert_nothing_left(cluster: LocalCluster) -> None:
     """Asserts that a closed cluster left no process, port or file behind.
 
     Raises:
-        AssertionError: if it did; the message names it.
+        AssertionError: It did; the message names it.
     """
     status = cluster._last_status
     assert status is not None, "The cluster is not closed."
     # Each task leads a session, and all it started belong to it. (The
     # supervisor itself saw to those that left theirs.)
     sessions = {pid for task in status.values() for pid in task.pids}
-    sessions.add(cluster._supervisor.pid)
+    sessions.add(cluster._supervisor.process.pid)
     left = [pid for pid, _, session in all_processes() if session in sessions]
     assert not left, f"Processes {left} are left."
     # A private network is gone with the last process in it.
     ports = [] if cluster.private else [t.port for t in status.values()]
-    taken = [port for port in ports if processes.port_is_taken(port)]
+    taken = [port for port in ports if port_is_taken(port)]
     assert not taken, f"Something still listens on the ports {taken}."
-    if cluster._temporary is not None:
+    if cluster._logs.is_temporary:
         assert not cluster.log_dir.exists(), f"{cluster.log_dir} is left."

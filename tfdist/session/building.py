@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private import Saveable
-from tfdist.cluster import servers
+from tfdist.cluster import probing
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
@@ -125,7 +125,7 @@ class Builder:
             return multi_worker_strategy(
                 cluster, self._max_wait_secs, self._give_up
             )
-        servers.wait_until_up(cluster, self._max_wait_secs, self._give_up)
+        probing.wait_until_up(cluster, self._max_wait_secs, self._give_up)
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None

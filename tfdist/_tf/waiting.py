@@ -1,0 +1,35 @@
+"""Waiting for a condition, with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(
+    condition: Callable[[], T], timeout_secs: float, poll_secs: float = 0.1
+) -> T:
+    """Calls `condition` until it returns something but None or False.
+
+    >>> wait_for(lambda: 0, timeout_secs=60.0)
+    0
+    >>> wait_for(lambda: False, timeout_secs=0.0)
+    False
+
+    Args:
+        condition: Called at least once. Ends the wait also by raising.
+        timeout_secs: After so many seconds it is called no more.
+        poll_secs: Seconds between two calls.
+
+    Returns:
+        What it returned last: None or False if the time is up.
+    """
+    deadline = time.monotonic() + timeout_secs
+    while (found := condition()) is None or found is False:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(poll_secs)
+    return found

@@ -1,0 +1,203 @@
+"""Reads `TF_CONFIG` and `CLUSTER_SPEC`: JSON becomes jobs and a task.
+
+Whatever is malformed is refused here, with the offending part in the message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TRAINING_JOBS = ("chief", "worker", "ps")
+DATA_JOBS = ("dispatcher", "data_worker")
+_POOLS = (*TRAINING_JOBS, "evaluator")
+
+_NAMES = {
+    "TF_CONFIG": {
+        **{job: job for job in (*_POOLS, *DATA_JOBS)},
+        "master": "chief",
+    },
+    "CLUSTER_SPEC": {
+        f"workerpool{pool}": job for pool, job in enumerate(_POOLS)
+    },
+}
+"""What each variable calls our jobs."""
+
+_EXAMPLES = {
+    "TF_CONFIG": (
+        '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222", '
+        '"host2:2222"], "ps": ["host3:2222"]}, '
+        '"task": {"type": "worker", "index": 0}}'
+    ),
+    "CLUSTER_SPEC": (
+        '{"cluster": {"workerpool0": ["host0:2222"], "workerpool1": '
+        '["host1:2222"], "workerpool2": ["host2:2222"]}, '
+        '"task": {"type": "workerpool1", "index": 0}}'
+    ),
+}
+
+Jobs = dict[str, dict[int, str]]
+"""Our name of each job -> index -> address."""
+
+
+def malformed(variable: str, error: ValueError) -> ValueError:
+    """An error that names the variable and shows a right one."""
+    return ValueError(
+        f"{variable} is malformed. {error}\n"
+        f"A right one: {variable}='{_EXAMPLES[variable]}'"
+    )
+
+
+def parse(variable: str, text: str) -> tuple[Jobs, str | None, Any]:
+    """The jobs; type and index of the own task, as far as they are told."""
+    try:
+        config = json.loads(text, object_pairs_hook=_unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        near = text[max(0, getattr(error, "pos", 0) - 20) :]
+        raise wrong(f"It must be JSON ({error}).", near) from None
+    if not isinstance(config, dict):
+        raise wrong(
+            'It must be a JSON object with the keys "cluster" and "task".',
+            config,
+        )
+    jobs = by_index(_object(config, "cluster"), variable)
+    own = _object(config, "task")
+    return jobs, job_name(own.get("type"), variable), own.get("index")
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under `key`; empty when it is missing or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise wrong(f'"{key}" must be a JSON object.', {key: value})
+    return value or {}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"The key {_quote(key)} is given twice.")
+    return dict(pairs)
+
+
+def job_name(name: object, variable: str = "TF_CONFIG") -> str | None:
+    """Our name of a job; None when there is none."""
+    if name is None or name == "":
+        return None
+    names = _NAMES[variable]
+    if not isinstance(name, str) or name not in names:
+        known = ", ".join(f'"{known}"' for known in names)
+        raise wrong(f"A job must be one of {known}.", name)
+    return names[name]
+
+
+def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
+    """Renames the jobs and numbers their tasks; jobs without tasks go."""
+    result: Jobs = {}
+    for name, entry in jobs.items():
+        job = job_name(name, variable)
+        if job is None:
+            raise wrong("A job must have a name.", jobs)
+        tasks = _number(name, entry)
+        if tasks and job in result:
+            raise wrong(
+                'The job "chief" may be called "master", but not both may be '
+                "there.",
+                jobs,
+            )
+        if tasks:
+            result[job] = tasks
+    return result
+
+
+def _number(name: str, entry: object) -> dict[int, str]:
+    """The tasks of one job by index, from a list or a sparse object."""
+    if isinstance(entry, list | tuple):
+        return dict(enumerate(entry))
+    if not isinstance(entry, Mapping):
+        raise wrong(
+            f'The job "{name}" must be a list of addresses, such as '
+            '["host:2222"].',
+            {name: entry},
+        )
+    tasks: dict[int, str] = {}
+    for key, address in entry.items():
+        index = task_index(key, f'An index in the job "{name}"')
+        if index in tasks:
+            raise wrong(
+                f'The job "{name}" has two tasks with the index {index}.',
+                entry,
+            )
+        tasks[index] = address
+    return tasks
+
+
+def task_index(value: object, what: str = 'The "index" of "task"') -> int:
+    """A task index from a JSON number or a string of digits."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise wrong(f"{what} must be a non-negative integer, such as 0.", value)
+
+
+def own_task(
+    jobs: Jobs, task_type: str | None, index: object
+) -> tuple[str, int]:
+    """Fills in what `task` leaves out, where only one answer is possible."""
+    nodes = [(job, i) for job in jobs for i in jobs[job]]
+    for key, value in (("type", task_type), ("index", index)):
+        if len(nodes) > 1 and value is None:
+            raise ValueError(
+                f'"task" must have the key "{key}", because "cluster" has '
+                f'{len(nodes)} tasks. Expected, for example: "task": '
+                '{"type": "worker", "index": 0}.'
+            )
+    only_type, only_index = nodes[0] if nodes else ("chief", 0)
+    if index is None:
+        index = only_index if task_type in (None, only_type) else 0
+    return task_type or only_type, task_index(index)
+
+
+def pop_one(jobs: Jobs, job: str) -> str | None:
+    """Takes out a job of one task at most; returns its address."""
+    found = jobs.pop(job, {})
+    if any(found):
+        raise wrong(
+            f'There can only be one "{job}" task, with index 0.',
+            {job: as_list(found)},
+        )
+    return found.get(0)
+
+
+def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:
+    """The tasks of a job as JSON has them: a list if there are no gaps."""
+    if sorted(tasks) == list(range(len(tasks))):
+        return [tasks[index] for index in sorted(tasks)]
+    return dict(tasks)
+
+
+def without_gap(job: str, tasks: Mapping[int, str]) -> list[str]:
+    """The addresses of tasks that are counted by their index."""
+    addresses = as_list(tasks)
+    if isinstance(addresses, dict):
+        raise wrong(
+            f'The indices of the "{job}" tasks must be 0, 1, 2, ... without a '
+            "gap.",
+            addresses,
+        )
+    return addresses
+
+
+def wrong(problem: str, received: object) -> ValueError:
+    """An error that quotes the offending part."""
+    return ValueError(f"{problem} Received: {_quote(received)}.")
+
+
+def _quote(value: object, limit: int = 160) -> str:
+    """JSON text of a value, cut to a readable length."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,154 @@
+"""The network of a local cluster: one of its own, and ports that are free.
+
+TensorFlow's servers authenticate nobody, listen on every interface and execute
+any graph they are sent. So a local cluster gets a network of its own (a Linux
+network namespace with nothing but a loopback interface), and ports that nobody
+else is given by chance. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import random
+import socket
+import struct
+from pathlib import Path
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_SIOCGIFFLAGS = 0x8913
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+
+EXPOSED = (
+    "TensorFlow's servers authenticate nobody, and whoever can reach this "
+    "machine can reach them"
+)
+"""What to know of a cluster in the host's network."""
+
+# Below those that Linux gives to outgoing connections.
+_PORTS = range(10000, 32768)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter_private_network() -> None:
+    """Moves this process, and all it starts, into a network of its own.
+
+    Needs privilege or unprivileged user namespaces, and must run before the
+    process starts a thread. There is no way back, so it is tried in a child
+    first: a system may grant the namespace and refuse to bring up loopback.
+
+    Raises:
+        OSError: the system refuses; this process is still where it was.
+    """
+    refusals = []
+    for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET):
+        refusals.append(_refusal_in_child(flags))
+        if not refusals[-1]:
+            return _unshare_network(flags)
+    raise OSError("; ".join(dict.fromkeys(refusals)))
+
+
+def _unshare_network(flags: int) -> None:
+    """Enters the namespaces of `flags` and brings up loopback there."""
+    uid, gid = os.geteuid(), os.getegid()
+    if not hasattr(_libc, "unshare"):
+        raise OSError("this system has no network namespaces")
+    if _libc.unshare(flags) != 0:
+        raise OSError(f"unshare: {os.strerror(ctypes.get_errno())}")
+    if flags & _CLONE_NEWUSER:
+        # The kernel takes a group map from the unprivileged only after this.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    set_loopback(up=True)
+
+
+def set_loopback(*, up: bool) -> None:
+    """Brings this network's loopback interface up, or takes it down.
+
+    For a private network: in the host's, every local service goes with it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = struct.pack("16sh22x", b"lo", 0)
+        request = fcntl.ioctl(control, _SIOCGIFFLAGS, request)
+        name, flags = struct.unpack("16sh22x", request)
+        flags = flags | _IFF_UP if up else flags & ~_IFF_UP
+        request = struct.pack("16sh22x", name, flags)
+        fcntl.ioctl(control, _SIOCSIFFLAGS, request)
+
+
+def _refusal_in_child(flags: int) -> str:
+    """Why `_unshare_network(flags)` fails; empty when it succeeds."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _unshare_network(flags)
+            status = 0
+        except OSError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(status)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        message = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return message or ("" if status == 0 else f"the trial ended with {status}")
+
+
+def reserve_ports(count: int) -> list[socket.socket]:
+    """Binds `count` free ports, so that nobody else chooses them.
+
+    The sockets do not listen and allow their address to be reused, as
+    TensorFlow's servers do: those can listen there meanwhile.
+
+    Returns:
+        Bound sockets, for the caller to close; `socket.getsockname()[1]` is the
+        port.
+
+    Raises:
+        OSError: There are not that many free ports.
+    """
+    reserved: list[socket.socket] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if len(reserved) == count:
+            return reserved
+        with contextlib.suppress(OSError):  # It is taken.
+            reserved.append(_bind(port, reuse=False))
+    for holder in reserved:
+        holder.close()
+    raise OSError(f"found fewer than {count} free ports")
+
+
+def port_is_taken(port: int) -> bool:
+    """Whether some process listens on `port`, on any address."""
+    try:
+        _bind(port, reuse=True).close()
+    except OSError:
+        return True
+    return False
+
+
+def _bind(port: int, *, reuse: bool) -> socket.socket:
+    """A socket bound to `port` on every address of the machine."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if dual:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        holder.bind(("", port))
+    except OSError:
+        holder.close()
+        raise
+    # Strict while choosing, so that even a lingering connection counts as
+    # taken; lenient from then on, so that the task itself can bind.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
