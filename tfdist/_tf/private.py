@@ -1,6 +1,6 @@
 """The private TensorFlow and Keras names that tfdist cannot do without.
 
-Each has its reason beside it and a canary in `tests/test_private.py`, which
+Each has its reason beside it and a canary in `tests/_tf/test_private.py`, which
 fails loudly when a new version changes it; `setup.py` pins both packages.
 """
 

@@ -1,0 +1,144 @@
+"""All-reduce between real processes: what they learn, and what it takes to
+disturb them. `-s` shows how long each recovery took.
+"""
+
+import functools
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from tfdist.checkpoint import checkpoints
+from tfdist.launch.testing import LocalCluster
+
+# Faults at times of their own, which a busy machine would shift.
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("chief:0", "worker:0", "worker:1")
+STEPS = 60
+DIGEST = r"^step (\d+) digest (\w+)$"
+DEADLINE_SECS = 240
+
+
+def command(model_dir, *flags):
+    module = [sys.executable, "-m", "tests.all_reduce_job"]
+    return [*module, f"--model_dir={model_dir}", *flags]
+
+
+def start(model_dir, *flags, **cluster):
+    logs = f"{model_dir}-logs"
+    return LocalCluster(
+        command(model_dir, *flags),
+        workers=2,
+        cwd=ROOT,
+        log_dir=logs,
+        **cluster,
+    )
+
+
+def digests(job):
+    """The step and the weights with which each process has ended."""
+    return {
+        re.search(DIGEST, job.output(task), re.MULTILINE).groups()
+        for task in TASKS
+    }
+
+
+def wait_until_gone(job, tasks, timeout_secs=DEADLINE_SECS):
+    deadline = time.monotonic() + timeout_secs
+    while any(job.pid(task) is not None for task in tasks):
+        assert time.monotonic() < deadline, {t: job.output(t) for t in tasks}
+        time.sleep(0.1)
+
+
+@functools.cache
+def undisturbed(directory, own_batches):
+    flags = ["--own_batches"] if own_batches else []
+    with start(directory, f"--max_steps={STEPS}", *flags) as job:
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        return digests(job)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("all_reduce")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "harm", "own_batches"),
+    [
+        ("worker:1", "kill", False),
+        ("worker:0", "freeze", True),
+        ("chief:0", "kill", True),
+    ],
+)
+def test_ends_as_if_undisturbed(directory, tmp_path, own_batches, task, harm):
+    wanted = undisturbed(directory / f"own-{own_batches}", own_batches)
+    assert len(wanted) == 1
+    flags = [f"--max_steps={STEPS}", "--pace_secs=0.4", "--wait_secs=100"]
+    flags += ["--own_batches"] if own_batches else []
+    with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
+        step = job.wait_until_step(30, timeout_secs=DEADLINE_SECS)
+        began = time.monotonic()
+        getattr(job, harm)(task, **({} if harm == "kill" else {"for_secs": 25}))
+        job.wait_for_line(
+            "chief:0",
+            r"Training continues at step (\d+)",
+            timeout_secs=DEADLINE_SECS,
+        )
+        print(
+            f"\n{harm} {task} at step {step}: continues after "
+            f"{time.monotonic() - began:.1f} s"
+        )
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        assert digests(job) == wanted
+        if harm == "kill":
+            assert job.exit_codes()[task][0] == -9
+    path = tf.train.latest_checkpoint(tmp_path / "model")
+    assert checkpoints.step_of(path) == STEPS
+
+
+@pytest.mark.slow
+def test_another_program_is_named(tmp_path):
+    with start(tmp_path / "model", "--stranger=worker:1") as job:
+        wait_until_gone(job, TASKS)
+        assert set(map(tuple, job.exit_codes().values())) == {(1,)}
+        expected = (
+            r"must run the same program. They differ:\n"
+            r"(.*\n)*  variable \S*dense\S*: float32 \(28, 16\) in chief:0, "
+            r"float32 \(28, 17\) in worker:1"
+        )
+        assert re.search(expected, job.output("chief:0"))
+
+
+@pytest.mark.slow
+def test_an_input_that_shards_twice_is_named(tmp_path):
+    with start(tmp_path / "model", "--shards_itself", "--max_steps=5") as job:
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        assert (
+            "The first global batch of worker:0, worker:1 is another than "
+            "that of chief:0."
+        ) in job.output("chief:0")
+
+
+@pytest.mark.slow
+def test_missing_process_is_named(tmp_path):
+    flags = ["--wait_secs=8"]
+    with start(tmp_path / "model", *flags, absent=["worker:1"]) as job:
+        wait_until_gone(job, TASKS[:2], timeout_secs=60)
+        for task in TASKS[:2]:
+            assert job.exit_codes()[task] == [1]
+            address = f"127.0.0.1:{job.ports()['worker:1']}"
+            assert re.search(
+                rf"TimeoutError: 1 task\(s\) of the cluster did not come up "
+                rf"within 8 s: worker:1 at {address} \(not up\)",
+                job.output(task),
+            )

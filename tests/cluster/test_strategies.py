@@ -1,0 +1,302 @@
+"""Every feature under every strategy: `tests.strategy_checks`, once for each.
+
+The models are alike in all of them, so the weights must be those of one device.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from strategy_checks import examples
+
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster import strategies
+from tfdist.cluster.spec import Cluster
+from tfdist.estimator.specs import RunConfig
+from tfdist.launch.testing import LocalCluster
+
+ROOT = Path(__file__).parents[2]
+# In this order: each restores a checkpoint of those before as well.
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps")
+TASKS = {
+    "multi_worker_mirrored": {"workers": 1},
+    "ps": {"ps": 1, "workers": 1},
+}
+STEPS, DEADLINE_SECS = 20, 600
+# Sums over examples are taken in another order; bfloat16 has 8 bits.
+TOLERANCE = {
+    "bfloat16": 2e-2,
+    "float16": 2e-3,
+    # Across replicas the variance is a difference of two means.
+    "synchronized_batch_norm": 2e-4,
+}
+NOT_ON_PS = ("accumulation", "float16")
+
+
+def run(directory, strategy, others, *flags):
+    """What the leader reports."""
+    report = directory / "report.json"
+    command = [sys.executable, "-m", "tests.strategy_checks", *flags]
+    command += [f"--directory={directory}", f"--strategy={strategy}"]
+    command += [f"--report={report}", "--restore_from", *others]
+    if strategy in TASKS:
+        with LocalCluster(command, cwd=ROOT, **TASKS[strategy]) as job:
+            exit_code = job.wait(timeout_secs=DEADLINE_SECS)
+            assert exit_code == 0, job.output("chief:0")
+    else:
+        subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_SECS)
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("strategies")
+
+
+@pytest.fixture(scope="module")
+def reports(directory):
+    return {
+        strategy: run(directory, strategy, STRATEGIES[:i])
+        for i, strategy in enumerate(STRATEGIES)
+    }
+
+
+@pytest.fixture(scope="module")
+def restores(reports, directory):
+    """By strategy, what it made of the checkpoints of all others."""
+    made = {name: dict(report["restored"]) for name, report in reports.items()}
+    for i, strategy in enumerate(STRATEGIES[:-1], 1):
+        later = run(directory, strategy, STRATEGIES[i:], "--restores_only")
+        made[strategy] |= later["restored"]
+    return made
+
+
+def weights(directory, strategy, feature, steps=STEPS):
+    path = f"{directory}/{strategy}/{feature}/model.ckpt-{steps}"
+    return {
+        name: checkpoints.load_variable(path, name)
+        for name in checkpoints.saved_shapes(path)
+        if "seed_generator" not in name
+    }
+
+
+def assert_alike(ours, wanted, tolerance):
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            ours[name], value, atol=tolerance, rtol=tolerance, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "rich",
+        "synchronized_batch_norm",
+        "accumulation",
+        "bfloat16",
+        "float16",
+        "jit_compile",
+    ],
+)
+def test_weights_are_those_of_one_device(reports, directory, strategy, feature):
+    if strategy == "ps" and feature in NOT_ON_PS:
+        assert (
+            "updates on parameter servers do not support"
+            in (reports[strategy][feature])
+        )
+        return
+    # The order in which a server's threads add is chance; Adam magnifies it.
+    least = 5e-4 if strategy == "ps" else 2e-5
+    assert_alike(
+        weights(directory, strategy, feature),
+        weights(directory, "one_device", feature),
+        max(TOLERANCE.get(feature, 0), least),
+    )
+    # The last five steps' metrics, loss included.
+    found, wanted = reports[strategy][feature], reports["one_device"][feature]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        # An example that crosses a threshold of the AUC changes it by 6e-4.
+        jumps = 2e-3 if strategy == "ps" and name == "auc" else 1e-4
+        tolerance = max(TOLERANCE.get(feature, 0), jumps)
+        assert found[name] == pytest.approx(value, abs=tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batch_norm_of_each_replica(reports, strategy):
+    """Its own share normalizes a replica: close to one device, not equal."""
+    wanted = reports["one_device"]["batch_norm"]["loss"]
+    assert reports[strategy]["batch_norm"]["loss"] == pytest.approx(
+        wanted, abs=0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_replica_has_masks_of_its_own(reports, strategy):
+    metrics = reports[strategy]["dropout"]
+    assert metrics["mean_of_squares"] - metrics["mean"] ** 2 > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluate_and_predict(reports, strategy):
+    ours, wanted = reports[strategy], reports["one_device"]
+    assert ours["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-4)
+    np.testing.assert_allclose(
+        ours["predicted"], wanted["predicted"], atol=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_export(reports, strategy):
+    x, ids, _, _ = examples()
+    # As any server: no tfdist in sight.
+    with tf.compat.v1.Session(graph=tf.Graph()) as session:
+        loaded = tf.compat.v1.saved_model.load(
+            session, ["serve"], reports[strategy]["exported"]
+        )
+        signature = loaded.signature_def["serving_default"]
+        served = session.run(
+            {k: v.name for k, v in signature.outputs.items()},
+            {signature.inputs["x"].name: x, signature.inputs["ids"].name: ids},
+        )
+    np.testing.assert_allclose(
+        served["click"], reports["one_device"]["predicted"], atol=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resumes(reports, directory, strategy):
+    assert reports[strategy]["resumed"] == STEPS + 7
+    # The input goes on where it was.
+    if strategy != "ps":
+        assert_alike(
+            weights(directory, strategy, "rich", STEPS + 7),
+            weights(directory, "one_device", "rich", STEPS + 7),
+            2e-5,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "other"), itertools.permutations(STRATEGIES, 2)
+)
+def test_goes_on_from_a_checkpoint_of_another(
+    reports, restores, strategy, other
+):
+    found = restores[strategy][other]
+    assert found["step"] == STEPS + 5
+    wanted = reports[other]["evaluated"]
+    assert found["evaluated"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_model_that_was_made_elsewhere(reports):
+    message = "with variable 'dense.*kernel', which it did not make"
+    assert re.search(message, reports["mirrored"]["made_elsewhere"])
+
+
+@pytest.mark.slow
+def test_no_tpu(tmp_path):
+    code = (
+        "import tfdist, small_models as m; "
+        f"config = tfdist.RunConfig({str(tmp_path)!r}, strategy='tpu'); "
+        "tfdist.Estimator(m.logistic, config).train(m.batches)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: There is no TPU that this process can" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "jobs", "message"),
+    [
+        ("ring", None, "must be 'auto' or one of .*'mirrored'.*'ring'"),
+        ("ps", None, "'ps' does not fit this process, which is one local"),
+        ("multi_worker_mirrored", None, "does not fit this process"),
+        ("mirrored", {"chief": ["a:1"], "worker": ["b:1"]}, "others no clus"),
+        ("ps", {"chief": ["a:1"], "worker": ["b:1"]}, "parameter servers"),
+    ],
+)
+def test_strategy_that_does_not_fit(tmp_path, strategy, jobs, message):
+    cluster = Cluster.from_jobs(jobs, "chief", 0) if jobs else Cluster()
+    with pytest.raises(ValueError, match=message):
+        RunConfig(str(tmp_path), strategy=strategy, cluster=cluster)
+
+
+def test_grpc_fail_fast_of_the_user(monkeypatch):
+    """It is `true` while the chief connects, and the user's afterwards."""
+    seen = []
+
+    def connect(resolver):
+        seen.append(os.environ["GRPC_FAIL_FAST"])
+        if len(seen) == 1:
+            raise tf.errors.UnavailableError(None, None, "not yet")
+        return "connected"
+
+    distribute = tf.distribute
+    monkeypatch.setattr(distribute, "ParameterServerStrategy", connect)
+    monkeypatch.setattr(strategies, "_RETRY_SECS", 0.0)
+    for users, afterwards in (("false", "false"), (None, "use_caller")):
+        seen.clear()
+        monkeypatch.delenv("GRPC_FAIL_FAST", raising=False)
+        if users is not None:
+            monkeypatch.setenv("GRPC_FAIL_FAST", users)
+        assert strategies._connect(None) == "connected"
+        assert seen == ["true", "true"]
+        assert os.environ["GRPC_FAIL_FAST"] == afterwards
+
+
+# A process that joins an all-reduce job, whose constructor waits in C with
+# Python's lock, as TensorFlow's does.
+JOIN = """
+import ctypes, faulthandler, sys
+import tensorflow as tf
+from tfdist.cluster import Cluster, probing, strategies
+jobs = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+probing.meet = lambda *args: None
+waits = float(sys.argv[1])
+def construct(resolver):
+    ctypes.PyDLL(None).usleep(int(waits * 1e6))
+tf.distribute.MultiWorkerMirroredStrategy = construct
+faulthandler.dump_traceback_later(0.5, file=sys.stdout)
+cluster = Cluster.from_jobs(jobs, "worker", 0)
+strategies.multi_worker_strategy(cluster, start_timeout_secs=3.0)
+print("joined", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("waits", "code"), [(1.0, 0), (60.0, 1)])
+def test_joining_keeps_the_users_timer_and_has_one_of_its_own(waits, code):
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, str(waits)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert "Timeout (0:00:00.500000)!" in done.stdout
+    assert ("joined" in done.stdout) == (code == 0)
+    assert ("in multi_worker_strategy" in done.stderr) == (code == 1)

@@ -1,0 +1,148 @@
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The wings of design.md, section 3, from the ground up: one knows those before.
+WINGS = (
+    "_tf cluster data placement embeddings training pipeline checkpoint hooks "
+    "session estimator canned launch vertex advice"
+).split()
+COMMANDS = ("audit", "kubernetes")
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(
+        path.read_text()
+    )
+    for path in sorted((ROOT / "tfdist").rglob("*.py"))
+    if path.parent != ROOT / "tfdist"
+}
+
+# Where the environment may be touched, and for what.
+ENVIRONMENT = {
+    "tfdist/cluster/spec.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
+    "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
+    "tfdist/launch/processes.py",  # Builds the environment of a child.
+    "tfdist/cluster/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
+    "tfdist/session/recovery.py",  # Sets it for the process that it becomes.
+    "tfdist/cluster/strategies.py",  # Sets GRPC_FAIL_FAST for TensorFlow.
+    "trainer/__init__.py",  # Sets TF_CPP_MIN_LOG_LEVEL, likewise.
+    "trainer/task.py",  # Reads AIP_*, the defaults of --model_dir.
+}
+
+SOURCES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    for package in ("tfdist", "trainer")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def imports(tree):
+    """Full names of all modules and members that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def test_wings():
+    """Each has a door; beside them there is nothing but two commands."""
+    children = {
+        path.stem
+        for path in (ROOT / "tfdist").iterdir()
+        if path.is_dir() or path.suffix == ".py"
+    }
+    assert children - {"__pycache__"} == {"__init__", *WINGS, *COMMANDS}
+    for wing in WINGS:
+        assert "Read in this order" in ast.get_docstring(
+            MODULES[f"tfdist.{wing}.__init__"]
+        )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    own = WINGS.index(name.split(".")[1])
+    for full in imports(MODULES[name]):
+        if full.startswith("tfdist."):
+            wing = full.split(".")[1]
+            assert WINGS.index(wing) <= own, f"{name} imports {full}"
+
+
+def test_imports_have_no_cycle():
+    remaining = {
+        name: set(imports(tree)) & set(MODULES)
+        for name, tree in MODULES.items()
+    }
+    while remaining:
+        free = [
+            n for n, needs in remaining.items() if not needs & set(remaining)
+        ]
+        assert free, f"a cycle among {sorted(remaining)}"
+        for name in free:
+            del remaining[name]
+
+
+def test_tfdist_knows_no_trainer():
+    for name, tree in MODULES.items():
+        assert not any(full.startswith("trainer") for full in imports(tree)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_environment_is_touched_in_few_places(path):
+    touched = any(
+        isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        for node in ast.walk(SOURCES[path])
+    )
+    assert not touched or path in ENVIRONMENT
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_private_imports_are_in_one_file(path):
+    if path == "tfdist/_tf/private.py":
+        return
+    private = {
+        full
+        for full in imports(SOURCES[path])
+        if full.startswith(("tensorflow.python", "tensorflow.core"))
+        or full.startswith("keras.src")
+    }
+    assert not private
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_flags_are_defined_in_the_programs_alone(path):
+    programs = {
+        "trainer/task.py",
+        "tfdist/data/audit.py",
+        "tfdist/advice/command.py",
+        "tfdist/vertex/kubernetes.py",
+        "tfdist/launch/command.py",
+        "tfdist/placement/planner.py",
+        "tfdist/vertex/command.py",
+    }
+    parsers = {"absl.flags", "argparse"}
+    assert not parsers & set(imports(SOURCES[path])) or path in programs
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nothing_happens_at_import(path):
+    """A module holds definitions; `trainer/__init__` sets one default."""
+    for node in SOURCES[path].body:
+        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if call and path != "trainer/__init__.py":
+            assert ast.unparse(node).startswith("flags.DEFINE_"), path
+
+
+def test_the_map_names_what_exists():
+    """Every wing and file in `tfdist/README.md`, and its rooms in order."""
+    page = (ROOT / "tfdist" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)
+    assert rows[::-1] == WINGS
+    for path in re.findall(r"`(\w+/\w+\.py)`", page):
+        assert (ROOT / "tfdist" / path).exists(), path
