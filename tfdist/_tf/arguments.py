@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_positive(
-    argument: str, value: Any, kind: type = numbers.Integral
+    argument: str, value: Any, kind: type[Any] = numbers.Integral
 ) -> None:
     """Raises ValueError unless `value` is a number, at least 1.
 

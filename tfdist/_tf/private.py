@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -43,7 +43,7 @@ from tensorflow.python.ops.resource_variable_ops import (
 
 from tfdist._tf import storage
 
-ClusterCoordinator = tf.distribute.coordinator.ClusterCoordinator
+ClusterCoordinator: TypeAlias = tf.distribute.coordinator.ClusterCoordinator
 
 # What a coordinator raises for a dispatch whose input was lost with its worker;
 # neither is a `tf.errors.OpError`. Both hold the `original_exception`.
@@ -169,6 +169,7 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     ) -> str:
         if self._traced is None:
             self.trace()
+            assert self._traced is not None
         storage.make_directory(os.path.dirname(file_prefix))
         path = self._traced(file_prefix).numpy().decode()
         for callback in options.experimental_write_callbacks:

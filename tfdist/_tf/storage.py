@@ -140,7 +140,7 @@ def read_text(path: str) -> str | None:
 
     TensorFlow is not asked for the size, which may be that of an older file.
     """
-    pieces = []
+    pieces: list[bytes] = []
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
             while not pieces or len(pieces[-1]) == _PIECE_BYTES:

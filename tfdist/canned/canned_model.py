@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,7 @@ from tfdist.canned.networks import DNNModel, LinearModel
 from tfdist.estimator.serving import Serving
 from tfdist.training.multi_optimizer import MultiOptimizer
 
-Optimizer = (
+Optimizer: TypeAlias = (
     str
     | keras.optimizers.Optimizer
     | Callable[[], keras.optimizers.Optimizer]
@@ -211,6 +211,7 @@ def dnn_part(
     activation_fn: Callable | str | None,
     dropout: float | None,
     batch_norm: bool,
+    *,
     prefix: str = "",
     learning_rate: float | None = None,
 ) -> Part:

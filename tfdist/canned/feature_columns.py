@@ -335,7 +335,7 @@ def layer_name(column: Column) -> str:
     return column.name.replace("/", "_")
 
 
-def _initializer(initializer: Callable) -> Callable:
+def _initializer(initializer: Any) -> Callable:
     """Keras' counterpart of the default one, which Keras' seed governs."""
     if type(initializer).__name__ == "TruncatedNormal":
         config = initializer.get_config()

@@ -32,7 +32,7 @@ class Head:
     units: int
     classification: tuple[str, str] | None = None
     regression: str | None = None
-    _metrics: Mapping[str, Callable[..., keras.Metric]]
+    _metrics: ClassVar[Mapping[str, Callable[..., keras.Metric]]]
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
         """The labels as numbers, `(batch, ...)` of the form of `losses`."""

@@ -26,7 +26,7 @@ class Vocabulary:
         ValueError: a word twice, or no word.
     """
 
-    def __init__(self, words: Sequence[str] | Sequence[int]) -> None:
+    def __init__(self, words: Sequence[str | int]) -> None:
         words = list(words)
         if not words or len(set(words)) < len(words):
             raise ValueError(

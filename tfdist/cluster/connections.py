@@ -58,8 +58,9 @@ def _peers(address: str) -> set[tuple[str, int]]:
         infos = socket.getaddrinfo(host.strip("[]"), int(port))
     except OSError:
         return set()
-    peers = {info[4][:2] for info in infos}
-    return peers | {(f"::ffff:{ip}", p) for ip, p in peers if ":" not in ip}
+    ips = {str(info[4][0]) for info in infos}
+    ips |= {f"::ffff:{ip}" for ip in ips if ":" not in ip}
+    return {(ip, int(port)) for ip in ips}
 
 
 def cut_connections(address: str) -> int:
@@ -93,7 +94,7 @@ class Sentinel:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-ISu", __file__, str(frozen_secs)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,
             )
 

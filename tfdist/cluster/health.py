@@ -48,7 +48,10 @@ class ServerLostError(RuntimeError):
 
     Attributes:
         lost: Task name to the failure.
+        in_hook: Whether a hook of a session has raised it.
     """
+
+    in_hook = False
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)

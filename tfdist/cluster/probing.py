@@ -128,7 +128,7 @@ def meet(
     """
     own = (cluster.task_type, cluster.task_index)
     others = [task for task in training_tasks(cluster) if task != own]
-    host, port = _endpoint(cluster.address)
+    host, port = _endpoint(address_of(cluster, own))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -254,8 +254,9 @@ def hold(cluster: Cluster) -> None:
         RuntimeError: another chief that is up holds the job; the message says
             where it runs and since when.
     """
+    address = address_of(cluster, ("chief", 0))
     own = {
-        "address": cluster.address,
+        "address": address,
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
@@ -268,11 +269,8 @@ def hold(cluster: Cluster) -> None:
             holder = {}
         if any(holder.get(key) != value for key, value in own.items()):
             # On our own address that was a predecessor: we serve there now.
-            elsewhere = holder.get("address", cluster.address)
-            if (
-                elsewhere != cluster.address
-                and probe(elsewhere) is not TaskState.DEAD
-            ):
+            elsewhere = holder.get("address", address)
+            if elsewhere != address and probe(elsewhere) is not TaskState.DEAD:
                 raise RuntimeError(
                     "Another chief holds this job: process {pid} on host "
                     "{host}, serving on {address}, since {since}. A cluster "
@@ -281,7 +279,7 @@ def hold(cluster: Cluster) -> None:
                 )
             own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             tf.io.write_file(_CHIEF, json.dumps(own) + "\n")
-    _held.add(cluster.address)
+    _held.add(address)
 
 
 def count_connection(cluster: Cluster) -> None:
@@ -301,12 +299,13 @@ def refuse_second_chief(cluster: Cluster) -> None:
     Raises:
         RuntimeError: some chief is up there.
     """
-    if cluster.address in _held:
+    address = address_of(cluster, ("chief", 0))
+    if address in _held:
         return
-    state = probe(cluster.address)
+    state = probe(address)
     if state is not TaskState.DEAD:
         raise RuntimeError(
             f"Another chief holds this job: one is {state.value} at "
-            f"{cluster.address}, the chief's address in this cluster. End that "
+            f"{address}, the chief's address in this cluster. End that "
             "process first; a chief that died frees its address at once."
         )

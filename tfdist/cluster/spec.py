@@ -21,10 +21,10 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, TRAINING_JOBS, as_list, wrong
@@ -226,7 +226,7 @@ class Cluster:
         chief is "chief".
         """
         if self.task_type in ("ps", "evaluator", *DATA_JOBS):
-            return self.task_type
+            return cast(Role, self.task_type)
         if not self.is_distributed:
             return "local"
         return "chief" if self.is_chief else "worker"
@@ -271,16 +271,14 @@ class Cluster:
     @property
     def _others(self) -> dict[str, dict[int, str]]:
         """The tasks that do not train, as `tasks` has those that do."""
-        jobs = {
-            "evaluator": [self.evaluator_address],
-            "dispatcher": [self.dispatcher],
-            "data_worker": self.data_workers,
-        }
-        return {
-            job: dict(enumerate(addresses))
-            for job, addresses in jobs.items()
-            if any(address is not None for address in addresses)
-        }
+        jobs: dict[str, dict[int, str]] = {}
+        if self.evaluator_address is not None:
+            jobs["evaluator"] = {0: self.evaluator_address}
+        if self.dispatcher is not None:
+            jobs["dispatcher"] = {0: self.dispatcher}
+        if self.data_workers:
+            jobs["data_worker"] = dict(enumerate(self.data_workers))
+        return jobs
 
     def training_spec(self) -> dict[str, dict[int, str]]:
         """The argument of `tf.train.ClusterSpec`: the tasks that train."""
@@ -399,7 +397,8 @@ def _endpoint(address: object) -> tuple[str, int] | None:
 def _check_task(cluster: Cluster) -> None:
     """Refuses a task that the cluster does not have."""
     job, index = cluster.task_type, cluster.task_index
-    known = {**cluster.tasks, **cluster._others}.get(job, ())
+    tasks = {**cluster.tasks, **cluster._others}
+    known: Collection[int] = tasks.get(job, ())
     if job == "evaluator":
         known = [0] if cluster.has_evaluator else []
     elif not cluster.tasks and job in ("chief", "worker"):

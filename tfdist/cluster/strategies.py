@@ -236,6 +236,7 @@ def _connect(
     The connection of this process to a server that was restarted waits up to
     two seconds between its attempts (`servers.reconnect_quickly`).
     """
+    error: tf.errors.UnavailableError | None = None
 
     def attempt() -> tf.distribute.ParameterServerStrategy | None:
         nonlocal error
@@ -246,9 +247,9 @@ def _connect(
             error = unavailable
             return None
 
-    error = None
     strategy = wait_for(attempt, _CONNECT_SECS, _RETRY_SECS)
     if strategy is None:
+        assert error is not None
         raise error
     return strategy
 

@@ -33,7 +33,8 @@ def time_limit(secs: float) -> Iterator[None]:
     libc.signal.restype = ctypes.c_void_p
     leave = ctypes.cast(libc._exit, ctypes.c_void_p)
     before = libc.signal(signal.SIGHUP, leave)
-    faulthandler.register(signal.SIGHUP, file=sys.__stderr__, chain=True)
+    stderr = sys.__stderr__ or sys.stderr
+    faulthandler.register(signal.SIGHUP, file=stderr, chain=True)
     timer = subprocess.Popen(
         [sys.executable, "-ISc", _TIMER, str(secs)], stdin=subprocess.PIPE
     )

@@ -128,7 +128,7 @@ class Audit:
         """What is wrong, a sentence each; empty if all is well."""
         found = []
         shared = np.triu(self.at_the_same_step, 1)
-        one, other = np.unravel_index(shared.argmax(), shared.shape)
+        one, other = map(int, np.unravel_index(shared.argmax(), shared.shape))
         if shared[one, other] >= MOST_SHARED:
             found.append(
                 _same_examples(self.input_fn, one, other, shared[one, other])
@@ -370,7 +370,9 @@ def _read(
     dataset: tf.data.Dataset, num_batches: int | None, key: str | None
 ) -> Batches:
     """The examples of each batch."""
-    found, seen, stale = [], set(), 0
+    found: Batches = []
+    seen: set[int] = set()
+    stale = 0
     length = int(dataset.cardinality())
     for batch in dataset.take(num_batches or _MOST_BATCHES):
         examples = fingerprints(batch, key)
@@ -402,9 +404,7 @@ def _shared(one: np.ndarray, other: np.ndarray) -> float:
     return common.total() / max(1, min(len(one), len(other)))
 
 
-def _load(flag: str, target: str | None) -> InputFn | None:
-    if target is None:
-        return None
+def _load(flag: str, target: str) -> InputFn:
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
@@ -438,7 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _load("input", args.input),
             args.workers,
             args.batches,
-            in_order=_load("in_order", args.in_order),
+            in_order=None
+            if args.in_order is None
+            else _load("in_order", args.in_order),
             key=args.key,
             index_as_tensor=args.index_as_tensor,
             seed=args.seed,

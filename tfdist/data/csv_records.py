@@ -190,17 +190,20 @@ def infer(
     Raises:
         ValueError: there is no header, names repeat, or `defaults` do not fit.
     """
-    quoting = csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE
-    rows = csv.reader(lines, delimiter=field_delim, quoting=quoting)
+    rows = csv.reader(
+        lines,
+        delimiter=field_delim,
+        quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
+    )
     header = names is None
-    if header:
-        names = next(rows, None)
-        if names is None:
+    if names is None:
+        row = next(rows, None)
+        if row is None:
             raise ValueError(
                 f"{path}, line 1: expected a header with the names of the "
                 "columns. Received: an empty file."
             )
-        names = [name.strip() for name in names]
+        names = [name.strip() for name in row]
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(
             f"{path}: the names of the columns must be different and not "

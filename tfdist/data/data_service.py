@@ -191,6 +191,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
 
 def _server(cluster: Cluster, work_dir: str) -> Any:
     service = tf.data.experimental.service
+    assert cluster.address is not None  # It is in the cluster.
     port = int(cluster.address.rpartition(":")[2])
     if cluster.role == "dispatcher":
         _prepare_journal(work_dir, cluster.data_workers)
@@ -238,6 +239,7 @@ def _wait_until_up(
     cluster: Cluster, timeout_secs: float, data_workers: bool = True
 ) -> None:
     """Waits for the service; TensorFlow itself would wait without end."""
+    assert cluster.dispatcher is not None
     tasks = {"dispatcher:0": cluster.dispatcher}
     if data_workers:
         for index, address in enumerate(cluster.data_workers):

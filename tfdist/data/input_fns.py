@@ -162,21 +162,22 @@ def _check_features(
     model: keras.Model, inputs: list[keras.KerasTensor], features: Any
 ) -> None:
     # A `Sequential` has one input, and no structure.
-    structure = None if isinstance(model, keras.Sequential) else model.input
+    sequential = isinstance(model, keras.Sequential)
+    structure: Any = None if sequential else model.input
     by_key = isinstance(structure, Mapping)
     expected = dict(structure) if by_key else {i.name: i for i in inputs}
     if not isinstance(features, Mapping):
         flat = tf.nest.flatten(features)
         names = sorted(expected) if by_key else list(expected)
         if len(flat) != len(names):
-            names = range(len(flat))
+            names = list(range(len(flat)))
         features = dict(zip(names, flat, strict=True))
         by_key = True
     missing = set(expected) - set(features)
     # Where the inputs are a list, Keras picks features by name.
     unread = set(features) - set(expected) if by_key else set()
-    names = set(expected) & set(features)
-    differ = any(_differ(expected[name], features[name]) for name in names)
+    both = set(expected) & set(features)
+    differ = any(_differ(expected[name], features[name]) for name in both)
     if missing or unread or differ:
         raise ValueError(
             f"The features of the dataset are not the inputs of model "

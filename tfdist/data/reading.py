@@ -262,7 +262,7 @@ def _are_empty(files: Files) -> bool:
         (list(files.paths), files.sources)
     )
     records = sources.enumerate().flat_map(
-        lambda i, source: read_blocks(files, _BLOCKS[0], i, *source, 1, 0)
+        lambda i, at: read_blocks(files, _BLOCKS[0], i, at[0], at[1], 1, 0)
     )
     with contextlib.suppress(tf.errors.OpError):
         return not any(True for _ in records.unbatch().take(1))

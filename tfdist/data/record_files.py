@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import gzip
 import logging
+import os
 import zlib
 from collections.abc import Sequence
 
@@ -30,13 +31,12 @@ def match(file_pattern: str | Sequence[str]) -> list[str]:
         FileNotFoundError: a pattern matches nothing.
         ValueError: there is no pattern.
     """
-    if isinstance(file_pattern, (str, bytes)) or hasattr(
-        file_pattern, "__fspath__"
-    ):
-        file_pattern = [file_pattern]
+    if isinstance(file_pattern, str | bytes | os.PathLike):
+        file_pattern = [os.fsdecode(file_pattern)]
     paths = set()
     for pattern in file_pattern:
-        found = tf.io.gfile.glob(pattern)
+        # TensorFlow would iterate over a `Path` or bytes.
+        found = tf.io.gfile.glob(os.fsdecode(pattern))
         if not found:
             raise FileNotFoundError(
                 f"No file matches {str(pattern)!r}. Expected the path of a "

@@ -186,6 +186,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         num_segments: tf.Tensor,
     ) -> tf.Tensor:
         """Combines the rows of `flat` ids, segment by segment."""
+        assert self.combiner is not None
         rows = self._rows(flat)
         if weights is None:
             weights = tf.ones_like(flat, rows.dtype)

@@ -101,6 +101,7 @@ class Answers:
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
         """See `RowProvider`."""
         del ids
+        expected: Any
         expected, answer = self._left.pop(0) if self._left else (None, None)
         if expected is not table:
             raise _differs(table.path, expected)

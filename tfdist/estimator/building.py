@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from tfdist.cluster.strategies import SYNCHRONOUS
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
-from tfdist.placement.variables import describe
+from tfdist.placement.variables import VariableSpec, describe
 from tfdist.session.building import Trainable
 from tfdist.training import optimizers
 from tfdist.training.compiled_model import checked_model, overrides
@@ -72,11 +72,11 @@ class Builder:
             step = self._step(
                 model, dataset.element_spec, global_step, replicas
             )
-        if isinstance(strategy, tf.distribute.TPUStrategy):
-            tpu.check(dataset.element_spec, step.tables)
         variables = checkpoints.named_variables(model, global_step)
         if isinstance(step, KerasStep):
             variables = step.variables(variables)
+        elif isinstance(strategy, tf.distribute.TPUStrategy):
+            tpu.check(dataset.element_spec, step.tables)
         _log_placement(variables)
         loop = self._loop(
             strategy, step, global_step, dataset, input_fn, replicas
@@ -139,7 +139,8 @@ class Builder:
     ) -> tuple[tf.Variable, keras.Model]:
         """The step counter, on the first server as in TF1, and the model."""
         num_ps = self._config.cluster.num_ps
-        placement, specs = self._config.placement, ()
+        placement = self._config.placement
+        specs: Sequence[VariableSpec] = ()
         if num_ps and placement != "round_robin":
             specs = describe(self._model_fn)
         if isinstance(placement, str):
@@ -189,6 +190,11 @@ class Builder:
         input_fn: InputFn,
         replicas: Replicas | None,
     ) -> Loop:
+        remote = self._config.strategy_name == "ps"
+        if isinstance(step, KerasStep) or not (remote or replicas):
+            return LocalLoop(
+                step, global_step, dataset, self._config.steps_per_dispatch
+            )
         if replicas:
             return ReplicatedLoop(
                 step,
@@ -198,10 +204,6 @@ class Builder:
                 replicas=replicas,
                 own_batches=takes_context(input_fn),
                 steps_per_dispatch=self._config.steps_per_dispatch,
-            )
-        if self._config.strategy_name != "ps":
-            return LocalLoop(
-                step, global_step, dataset, self._config.steps_per_dispatch
             )
         return CoordinatedLoop(
             step,

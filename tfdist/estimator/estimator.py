@@ -95,7 +95,9 @@ class Estimator:
                 f"the model {model_fn.name!r}."
             )
         check_type("config", config, RunConfig)
-        self._warm_start = warm_start_from and WarmStartHook(warm_start_from)
+        self._warm_start = (
+            WarmStartHook(warm_start_from) if warm_start_from else None
+        )
         self.model_fn = model_fn
         self.config = config
         self._builder = Builder(model_fn, config)

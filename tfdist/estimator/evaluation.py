@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ from tfdist.training.step import ModelStep, States
 
 _GRACE_SECS = 120.0
 
-Hook = tf.compat.v1.train.SessionRunHook
+Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
 
 
 class DamagedCheckpointError(ValueError):
@@ -74,6 +74,8 @@ class Evaluation:
         hooks: As of an `Evaluator`.
     """
 
+    _step: ModelStep | KerasStep
+
     def __init__(
         self,
         model_fn: Callable[[], keras.Model],
@@ -83,14 +85,14 @@ class Evaluation:
         self._model_fn = model_fn
         self._steps = steps
         self._hooks = hooks
-        self._step: ModelStep | KerasStep | None = None
+        self._is_built = False
         self._loaded: str | None = None
 
     def model(
         self, path: str | None, input_fn: Callable[[], tf.data.Dataset]
     ) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
-        if self._step is None or self._loaded != path:
+        if not self._is_built or self._loaded != path:
             self._build(input_fn().element_spec)
             self._load(path)
         return self._step.model
@@ -128,7 +130,7 @@ class Evaluation:
         return self._metrics(states), int(session.global_step)
 
     def _build(self, element_spec: Any) -> None:
-        if self._step is not None:
+        if self._is_built:
             return
         reset_object_names()
         model = checked_model(self._model_fn())
@@ -137,6 +139,7 @@ class Evaluation:
         self._evaluate_batch = tf.function(
             self._step.evaluate, reduce_retracing=True
         )
+        self._is_built = True
 
     def _load(self, path: str | None) -> EvaluationSession:
         model, global_step = self._step.model, 0

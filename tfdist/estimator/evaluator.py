@@ -119,6 +119,7 @@ class Evaluator:
             dataset = dataset.take(self._steps)
         identity = results.identity_of(path) if path else None
         if elsewhere and not self._hooks:
+            assert path is not None
             metrics, step = elsewhere(dataset), checkpoints.step_of(path)
         else:
             metrics, step = self._evaluation.run(dataset, path)
@@ -261,8 +262,12 @@ class Evaluator:
                 return
             path = next((p for p in paths if p not in self._damaged), None)
             now = time.monotonic()
-            due = path and now >= not_before and not self._has_evaluated(path)
-            if due and self._evaluate_newest(path):
+            if (
+                path
+                and now >= not_before
+                and not self._has_evaluated(path)
+                and self._evaluate_newest(path)
+            ):
                 not_before = now + throttle_secs
             time.sleep(results.poll_secs(self._model_dir))
 
@@ -314,7 +319,7 @@ class Evaluator:
         )
 
     def _report(self) -> None:
-        step = self.metrics["global_step"]
+        step = int(self.metrics["global_step"])
         scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
         self._writer = self._writer or event_file(self.eval_dir)
         self._writer.write_scalars(scalars, step)

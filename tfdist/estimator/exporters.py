@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import keras
 
@@ -28,9 +29,19 @@ from tfdist.estimator.saved_models import (
 
 _log = logging.getLogger(__name__)
 
-CompareFn = Callable[[dict[str, float], dict[str, float]], bool]
-
 _BEST_FILE = "best.json"
+
+
+class CompareFn(Protocol):
+    """See `BestExporter`."""
+
+    def __call__(
+        self,
+        *,
+        best_eval_result: dict[str, float],
+        current_eval_result: dict[str, float],
+    ) -> bool:
+        """Whether the current one is better."""
 
 
 class Exporter:

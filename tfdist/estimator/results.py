@@ -90,7 +90,7 @@ def wait_for_result(
             return result
         waited = time.monotonic() - start
         failure = read_json(os.path.join(directory, FAILURE_FILE))
-        if failures.are_too_many(failure, waited):
+        if failure and failures.are_too_many(failure, waited):
             problem = f"The evaluator failed: {failure['error']}"
         elif waited >= timeout_secs:
             problem = (
@@ -122,7 +122,7 @@ class Failures:
         self._count = 0
         self._since = 0.0
 
-    def are_too_many(self, failure: dict[str, Any] | None, now: float) -> bool:
+    def are_too_many(self, failure: dict[str, Any], now: float) -> bool:
         """Whether the chief need not wait any longer.
 
         >>> failures = Failures()
@@ -131,12 +131,9 @@ class Failures:
         [False, False, True]
 
         Args:
-            failure: What the evaluator left; None if it left nothing, or has
-                been started again since.
+            failure: What the evaluator left.
             now: Seconds on any clock.
         """
-        if failure is None:
-            return False
         if failure != self._last:
             self._last, self._since = failure, now
             self._count += 1

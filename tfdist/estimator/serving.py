@@ -255,6 +255,7 @@ def _strings(name: str) -> tf.TensorSpec:
 
 def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:
     """Features of serialized examples, of the types the model takes."""
+    assert serving.examples is not None  # Else nothing takes strings.
     parsed = tf.io.parse_example(strings, dict(serving.examples))
     return {
         name: tf.cast(value, serving.inputs[name].dtype)

@@ -189,7 +189,9 @@ def _train_and_evaluate(
         max_steps=train_spec.max_steps,
         saving_listeners=listeners,
     )
-    last_step = checkpoints.step_of(estimator.latest_checkpoint())
+    path = estimator.latest_checkpoint()
+    assert path is not None  # Training ends with one.
+    last_step = checkpoints.step_of(path)
     results.announce_end(config.model_dir, last_step)
     if separate:
         result = results.wait_for_result(
@@ -247,6 +249,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     def _evaluate(
         self, session: MonitoredTrainingSession, is_the_last: bool
     ) -> None:
+        assert session.checkpoint_dir is not None
         path = checkpoints.latest(session.checkpoint_dir)
         if self._evaluator.evaluated != path:
             here = overrides(session.model, "test_step")

@@ -77,16 +77,15 @@ class WarmStartHook(SessionRunHook):
         if session.restored_from is not None:
             return
         settings = self._settings
-        path = settings.ckpt_to_initialize_from
-        if tf.io.gfile.isdir(path):
-            path = checkpoints.latest(path)
+        given = settings.ckpt_to_initialize_from
+        path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
         if not (path and tf.io.gfile.exists(f"{path}.index")):
             raise ValueError(
-                "There is no checkpoint to start warm from at "
-                f"{settings.ckpt_to_initialize_from!r}."
+                f"There is no checkpoint to start warm from at {given!r}."
             )
         patterns = settings.vars_to_warm_start
         patterns = [patterns] if isinstance(patterns, str) else patterns
+        assert session.model is not None  # An `Estimator` always has one.
         names = {logical_path(v) for v in session.model.trainable_variables}
         renamed = settings.var_name_to_prev_var_name
         taken = {

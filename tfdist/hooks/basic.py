@@ -52,12 +52,12 @@ class StopAtStepHook(SessionRunHook):
         self, num_steps: int | None = None, last_step: int | None = None
     ) -> None:
         check_exactly_one(num_steps=num_steps, last_step=last_step)
-        self._num_steps = num_steps
-        self._last_step = last_step
+        self._num_steps = num_steps or 0
+        self._last_step = last_step or 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Computes the last step, once, and stops if it is reached."""
-        if self._last_step is None:
+        if not self._last_step:
             self._last_step = session.step + self._num_steps
         if session.step >= self._last_step:
             session.request_stop()

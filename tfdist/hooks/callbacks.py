@@ -122,8 +122,7 @@ class KerasCallbackHook(SessionRunHook):
         """Forgets an earlier session."""
         self._begun = False
         self._step = 0
-        # The epoch under way, or None between two.
-        self._epoch: int | None = None
+        self._epoch = -1  # The one under way, or -1 between two.
         self._ended_epoch = -1
         self._evaluated_step = -1
         self._forget_logs()
@@ -147,7 +146,7 @@ class KerasCallbackHook(SessionRunHook):
         if not self._begun:
             self._call("on_train_begin")
             self._begun = True
-        self._step, self._epoch = session.step, None
+        self._step, self._epoch = session.step, -1
 
     def steps_until_next(self, step: int) -> int:
         """Steps until the epoch ends, or one where a callback sees each."""
@@ -156,7 +155,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def before_run(self, run_context: SessionRunContext) -> None:
         """Begins an epoch."""
-        if self._epoch is None:
+        if self._epoch < 0:
             self._epoch = run_context.session.step // self._steps_per_epoch
             self._forget_logs()
             self._call("on_epoch_begin", self._epoch)
@@ -180,12 +179,12 @@ class KerasCallbackHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""
-        if self._epoch is not None and self._logged_steps:
+        if self._epoch >= 0 and self._logged_steps:
             self._end_epoch()
         self._call("on_train_end")
 
     def _end_epoch(self) -> None:
-        epoch, self._epoch = self._epoch, None
+        epoch, self._epoch = self._epoch, -1
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.summary_hooks import StepCounterHook, SummarySaverHook
 
-Hook = tf.compat.v1.train.SessionRunHook
+Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
 
 USE_DEFAULT: Any = object()
 """An argument that was not given, where None means something."""

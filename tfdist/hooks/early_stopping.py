@@ -219,7 +219,7 @@ class _Results:
 
     def stalled(self, is_better: _Compare, max_steps: int) -> bool:
         """Whether an evaluation is `max_steps` after the best before it."""
-        best = best_step = None
+        best, best_step = None, 0
         for step, value in self._values():
             if best is None or is_better(value, best):
                 best, best_step = value, step

@@ -112,7 +112,7 @@ def _file_name() -> str:
 
 
 def _value(
-    tag: str, value: np.ndarray, plugin: str
+    tag: str, value: np.ndarray | np.float32, plugin: str
 ) -> tf.compat.v1.Summary.Value:
     metadata = tf.compat.v1.SummaryMetadata()
     metadata.plugin_data.plugin_name = plugin

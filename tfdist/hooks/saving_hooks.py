@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from os.path import normpath
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from tfdist.hooks.session_run_hook import (
 
 _log = logging.getLogger(__name__)
 
-CheckpointSaverListener = tf.compat.v1.train.CheckpointSaverListener
+CheckpointSaverListener: TypeAlias = tf.compat.v1.train.CheckpointSaverListener
 """TensorFlow's own: `begin()`, `before_save(session, global_step_value)`,
 `after_save(session, global_step_value)`, `end(session, global_step_value)`."""
 
@@ -70,11 +70,11 @@ class CheckpointSaverHook(TimedHook):
         super().__init__(save_secs, save_steps)
         self._directory = checkpoint_dir
         self._listeners = list(listeners or ())
-        self._keep = {
+        self._keep: dict[str, Any] = {
             "max_to_keep": max_to_keep,
             "keep_checkpoint_every_n_hours": keep_checkpoint_every_n_hours,
         }
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: Checkpoints
         self._saved_step: int | None = None
         self.last_path: str | None = None
 

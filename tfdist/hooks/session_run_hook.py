@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import keras
 import numpy as np
@@ -28,9 +28,9 @@ from tfdist.checkpoint.checkpoints import Checkpoints
 
 _log = logging.getLogger(__name__)
 
-SessionRunArgs = tf.compat.v1.train.SessionRunArgs
-SessionRunContext = tf.compat.v1.train.SessionRunContext
-SessionRunValues = tf.compat.v1.train.SessionRunValues
+SessionRunArgs: TypeAlias = tf.compat.v1.train.SessionRunArgs
+SessionRunContext: TypeAlias = tf.compat.v1.train.SessionRunContext
+SessionRunValues: TypeAlias = tf.compat.v1.train.SessionRunValues
 Logs = Mapping[str, float]
 
 

@@ -71,6 +71,7 @@ class Fault:
         """
         if self.at_secs is not None:
             return secs >= self.at_secs
+        assert self.at_step is not None
         return step is not None and step >= self.at_step
 
 

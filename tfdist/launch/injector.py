@@ -209,7 +209,7 @@ class Injector(Supervisor):
         if task.pid is not None:
             raise RuntimeError(f"{name} runs already, pid {task.pid}.")
         self.start(task)
-        return task.pid
+        return task.pids[-1]
 
     def kill(self, name: str, for_secs: float | None = None) -> tuple[int, str]:
         """SIGKILL, until the process is reaped."""

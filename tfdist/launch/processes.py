@@ -14,7 +14,8 @@ import time
 from asyncio import TimerHandle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from signal import Signals
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -115,7 +116,7 @@ class Task:
         port: Where it listens.
         stdout: Where both its streams go from the next start on: a pipe
             (default) or an open file.
-        output: The reading end of that pipe; None before the first start.
+        output: The reading end of that pipe; not there before the first start.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
         restarts: How often it was started again by itself.
@@ -127,8 +128,8 @@ class Task:
         self.name = f"{job}:{index}"
         self.tf_config = ""
         self.port = 0
-        self.stdout: int | BinaryIO = subprocess.PIPE
-        self.output: BinaryIO | None = None
+        self.stdout: int | IO[bytes] = subprocess.PIPE
+        self.output: IO[bytes]
         self.pids: list[int] = []
         self.exit_codes: list[int] = []
         self.restarts = 0
@@ -162,8 +163,8 @@ class Task:
             start_new_session=True,  # So that its own children go with it.
             preexec_fn=lambda: die_with_parent(launcher),
         )
-        self.output = self._process.stdout
-        if self.output is not None:
+        if self._process.stdout is not None:
+            self.output = self._process.stdout
             os.set_blocking(self.output.fileno(), False)
         self._stopped = False
         self._started_at = self._started_at or time.monotonic()
@@ -172,7 +173,7 @@ class Task:
     @property
     def pid(self) -> int | None:
         """The process id while the process runs, else None."""
-        return self._process and self._process.pid
+        return self._process.pid if self._process else None
 
     @property
     def is_over(self) -> bool:
@@ -218,11 +219,16 @@ class Task:
         self._process = None
         return self.exit_codes[-1]
 
-    def signal(self, signum: signal.Signals) -> None:
+    def has_ended(self) -> bool:
+        """Whether no process is left; reaps one that has ended."""
+        return self.poll() is not None or self.pid is None
+
+    def signal(self, signum: Signals) -> None:
         """Sends a signal to the process, which must run, and its children."""
+        assert self._process is not None
         os.killpg(self._process.pid, signum)
 
-    def stop(self, signum: signal.Signals) -> None:
+    def stop(self, signum: Signals) -> None:
         """Ends the task on the launcher's behalf, as its summary will say."""
         if self._process is not None:
             self._stopped = True

@@ -202,7 +202,7 @@ class Supervisor:
             self.cancel(task, *list(task.planned))
             task.stop(signal.SIGKILL)
         for task in self.tasks.values():
-            wait_until(lambda t=task: t.pid is None or t.poll(), task.name)
+            wait_until(task.has_ended, task.name)
         for holder in self._ports:
             holder.close()
 

@@ -262,7 +262,7 @@ class LocalCluster(WatchedCluster):
         moment = self.step, time.monotonic() - self._started_at
         target = () if task is None else (task,)
         pid, effect = self._ask(kind, *target, *args)
-        if kind == "terminate":
+        if task and kind == "terminate":
             what, limit = f"{task} (pid {pid}) did not end", args[0]
             ended = functools.partial(self._how_ended, task, effect)
             effect = self._wait(ended, what, limit + PROOF_SECS)

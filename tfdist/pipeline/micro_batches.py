@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -27,7 +27,7 @@ from tfdist._tf.private import SEED_STATE_NAME, mask_of, set_mask
 from tfdist.pipeline.schedule import DeviceSchedule, Work
 from tfdist.pipeline.stages import Stage
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Passes(NamedTuple):

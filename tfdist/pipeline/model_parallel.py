@@ -158,9 +158,9 @@ class Pipeline(keras.Model):
             optimizers.build(self.optimizer, self.trainable_variables)
         self._build_metrics(data)
         batch = keras.utils.unpack_x_y_sample_weight(data)
-        passes = self._passes(*batch, DeviceSchedule())
+        passes = self._passes(DeviceSchedule(), *batch)
         with tf.device(self.stages[-1].device):
-            logs = self._logs(*batch, passes)
+            logs = self._logs(passes, *batch)
         updates.apply(
             self.optimizer,
             [weight for stage in self.stages for weight in stage.weights],
@@ -191,7 +191,7 @@ class Pipeline(keras.Model):
         def run() -> Passes:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             # All of it: TensorFlow does not compute what nobody asks for.
-            return self._passes(*batch, schedule)
+            return self._passes(schedule, *batch)
 
         run()  # The first run also allocates.
         times = [float(time) for time in run().times]
@@ -229,7 +229,7 @@ class Pipeline(keras.Model):
             self._metrics_built_for = tracker
 
     def _passes(
-        self, x: Any, y: Any, sample_weight: Any, schedule: DeviceSchedule
+        self, schedule: DeviceSchedule, x: Any, y: Any, sample_weight: Any
     ) -> Passes:
         """Takes a batch forward and back; changes no variable."""
         values = [stage.values() for stage in self.stages]
@@ -282,12 +282,14 @@ class Pipeline(keras.Model):
         return x
 
     def _logs(
-        self, x: Any, y: Any, sample_weight: Any, passes: Passes
+        self, passes: Passes, x: Any, y: Any, sample_weight: Any
     ) -> dict[str, tf.Tensor]:
         """Loss and metrics of the whole batch, as Keras computes them."""
         set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
-        metrics.loss_tracker(self).update_state(
+        tracker = metrics.loss_tracker(self)
+        assert tracker is not None  # The model is compiled.
+        tracker.update_state(
             loss + tf.cast(passes.added_loss, loss.dtype),
             sample_weight=tf.shape(tf.nest.flatten(x)[0])[0],
         )

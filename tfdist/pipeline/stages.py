@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfdist._tf.private import SEED_STATE_NAME
 
-Layers = keras.layers.Layer | Sequence[keras.layers.Layer]
+Layers: TypeAlias = keras.layers.Layer | Sequence[keras.layers.Layer]
 Devices = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -141,7 +141,8 @@ def resolve_devices(
         used = min(len(own), num_stages)
         row = [own[i * used // num_stages] for i in range(num_stages)]
         return (tuple(device.to_string() for device in row),)
-    rows = [devices] if all(isinstance(d, str) for d in devices) else devices
+    is_row = all(isinstance(device, str) for device in devices)
+    rows: Sequence[Any] = [devices] if is_row else devices
     for row in rows:
         if isinstance(row, str) or len(row) != num_stages:
             raise ValueError(

@@ -5,10 +5,11 @@ fullest bin. A lower bound tells how far the result can be from the best one.
 Items may also have a size, and bins a limit on the sum of sizes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # Sums of floats must not be "improved" by their rounding.
 _TOLERANCE = 1e-9
@@ -26,11 +27,11 @@ class InfeasibleError(ValueError):
 
 
 def pack(
-    loads: Sequence[float],
+    loads: ArrayLike,
     num_bins: int,
     *,
-    sizes: Sequence[float] | None = None,
-    limits: Sequence[float] | None = None,
+    sizes: ArrayLike | None = None,
+    limits: ArrayLike | None = None,
 ) -> np.ndarray:
     """Packs items so that the largest load of a bin is small.
 
@@ -66,7 +67,7 @@ def pack(
     raise InfeasibleError(_why_infeasible(sizes, limits))
 
 
-def lower_bound(loads: Sequence[float], num_bins: int) -> float:
+def lower_bound(loads: ArrayLike, num_bins: int) -> float:
     """Returns a load that the fullest bin of every packing reaches.
 
     Either the k largest items are in bins of their own, and the others in the

@@ -185,6 +185,7 @@ def apply_partitioner(
 
 
 def _check_parts(parts: Any, shape: tf.TensorShape) -> None:
+    error: type[Exception]
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, numbers.Integral) for part in parts
     ):
@@ -216,7 +217,7 @@ def _misfit(parts: Sequence[int], shape: tf.TensorShape) -> str:
 
 def _without_empty(partitioner: Partitioner) -> Partitioner:
     @functools.wraps(partitioner)
-    def without_empty(shape: tf.TensorShape, dtype: tf.DType) -> list[int]:
+    def without_empty(shape: tf.TensorShape, dtype: tf.DType) -> Sequence[int]:
         if isinstance(shape, tf.TensorShape) and shape.num_elements() == 0:
             return [1] * shape.rank
         return partitioner(shape=shape, dtype=dtype)

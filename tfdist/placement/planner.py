@@ -208,17 +208,20 @@ class _Pieces:
         columns = self._variable, self._offset, self._rows, tasks
         for i, *piece in np.stack(columns, axis=1).tolist():
             runs[i].append(Piece(*piece))
-        totals = {
-            kind: np.bincount(tasks, self.share_of(weight), minlength=num_ps)
-            for kind, weight in weights.items()
-        }
+
+        def totals(kind: str) -> tuple[float, ...]:
+            share = self.share_of(weights[kind])
+            return tuple(np.bincount(tasks, share, minlength=num_ps).tolist())
+
         return Plan(
             variables=tuple(variables),
             num_ps=num_ps,
             assignments=types.MappingProxyType(
                 {v.name: tuple(r) for v, r in zip(variables, runs, strict=True)}
             ),
-            **{kind: tuple(total.tolist()) for kind, total in totals.items()},
+            loads=totals("loads"),
+            byte_loads=totals("byte_loads"),
+            traffic_loads=totals("traffic_loads"),
             **bounds,
         )
 
@@ -232,12 +235,13 @@ def _weights(
     load_fn: LoadFn | None,
     bytes_per_string: int | None,
 ) -> dict[str, np.ndarray]:
-    known = {
+    load_fn = load_fn or byte_size_load_fn
+    known: dict[LoadFn, LoadFn] = {
         fn: functools.partial(fn, bytes_per_string=bytes_per_string)
         for fn in (byte_size_load_fn, traffic_load_fn)
     }
     kinds = {
-        "loads": known.get(load_fn or byte_size_load_fn, load_fn),
+        "loads": known.get(load_fn, load_fn),
         "byte_loads": known[byte_size_load_fn],
         "traffic_loads": known[traffic_load_fn],
     }

@@ -173,6 +173,7 @@ class _PlannedStrategy:
                 kind = (spec.shape, spec.dtype)
                 self._left.append((spec.name, kind, run[0].task))
                 continue
+            assert spec.shape, "only what has rows is split"
             self._split[_last(spec.name), spec.shape, spec.dtype] = spec.name
             for i, piece in enumerate(run):
                 name = f"{spec.name}_part_{i}"

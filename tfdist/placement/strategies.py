@@ -128,7 +128,7 @@ class RandomStrategy:
     def __init__(self, num_ps_tasks: int, seed: int = 0) -> None:
         check_positive("num_ps_tasks", num_ps_tasks)
         self._num_tasks = num_ps_tasks
-        if not isinstance(seed, numbers.Integral):
+        if not isinstance(seed, int | numbers.Integral):
             raise TypeError(
                 f"Argument `seed` must be an integer. Received: seed={seed!r}."
             )
@@ -247,7 +247,7 @@ def check_task(
     )
     if not isinstance(task, numbers.Integral) or isinstance(task, bool):
         raise TypeError(message)
-    if not 0 <= task < num_tasks:
+    if not 0 <= int(task) < num_tasks:
         raise ValueError(message)
     return int(task)
 

@@ -86,8 +86,9 @@ class VariableSpec:
 
     @property
     def num_rows(self) -> int:
-        """Length of axis 0; 1 for a scalar, which cannot be cut."""
-        return self.shape[0] if self.shape else 1
+        """Length of axis 0; 1 for a scalar, or where it is not known."""
+        rows = self.shape[0] if self.shape else None
+        return 1 if rows is None else rows
 
 
 def variable_spec(variable: Any) -> VariableSpec:
@@ -297,7 +298,7 @@ def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
     slots = _state(optimizer, [variable])
     for own in _state(optimizer, []):
         slots.remove(own)
-    like = (spec.shape, spec.dtype)
+    like = (tuple(variable.shape), spec.dtype)
     extra = sum(
         int(np.prod(shape)) * tf.as_dtype(dtype).size
         for shape, dtype in slots

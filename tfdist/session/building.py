@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -49,7 +49,7 @@ class Trainable:
     def loop(self) -> Loop:
         """The loop that runs `step`."""
         if hasattr(self.step, "run"):
-            return self.step
+            return cast(Loop, self.step)
         return FunctionLoop(self.step, self.global_step)
 
 

@@ -78,6 +78,7 @@ class Lockstep:
 
     @property
     def _own_directory(self) -> str:
+        assert self._checkpoint_dir is not None  # The leader saves.
         name = self._peers.name.replace(":", "-")
         return os.path.join(self._checkpoint_dir, "inputs", name)
 

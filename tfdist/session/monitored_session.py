@@ -277,10 +277,12 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _run(self) -> dict[str, float]:
         """One round of hooks and steps."""
-        told = self._lockstep.next_run() if self._follows else None
-        if self._follows and told is None:
-            self.request_stop()
-            return {}
+        told = None
+        if self._lockstep and self._follows:
+            told = self._lockstep.next_run()
+            if told is None:
+                self.request_stop()
+                return {}
         with recovery.in_hooks():
             runner = HookRunner(self.hooks, self)
         first_step = self._loop.step
@@ -304,8 +306,9 @@ class MonitoredTrainingSession(RecoverableSession):
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:
         start = time.monotonic()
         try:
-            num_steps, ahead = told, 0
-            if told is None:
+            if told is not None:
+                num_steps, ahead = told, 0
+            else:
                 num_steps, ahead = self._num_steps(first_step)
                 if self._lockstep:
                     self._lockstep.announce(run=num_steps)
@@ -335,4 +338,4 @@ class MonitoredTrainingSession(RecoverableSession):
         """What is left to do at the end, clean or not."""
         self._closed = True
         self._sigterm.restore()
-        self._builder.disconnect(self._loop)
+        self._builder.disconnect(self._built and self._loop)

@@ -61,8 +61,7 @@ class RecoverableSession:
         self._lockstep: Lockstep | None = None
         self._max_wait_secs = max_wait_secs
         self._check_numerics = check_numerics
-        self._trainable: Trainable | None = None
-        self._loop: Loop | None = None
+        self._built: tuple[Trainable, Loop] | None = None
         self._coord = tf.train.Coordinator(
             clean_stop_exception_types=(
                 tf.errors.OutOfRangeError,
@@ -161,6 +160,16 @@ class RecoverableSession:
             self._lockstep.save_positions(step)
 
     @property
+    def _trainable(self) -> Trainable:
+        assert self._built is not None
+        return self._built[0]
+
+    @property
+    def _loop(self) -> Loop:
+        assert self._built is not None
+        return self._built[1]
+
+    @property
     def _health(self) -> HealthMonitor | None:
         return self._builder.health
 
@@ -181,7 +190,7 @@ class RecoverableSession:
         """Runs `action`; after a failure builds everything again first."""
         while True:
             try:
-                if self._trainable is None:
+                if self._built is None:
                     self._create()
                 return action()
             except recovery.FAILURES as error:
@@ -213,14 +222,14 @@ class RecoverableSession:
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
             recovery.restart_process(reason)
-        self._builder.disconnect(self._loop)
-        self._trainable = self._loop = None
+        self._builder.disconnect(self._built and self._loop)
+        self._built = None
 
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
         trainable = self._builder.build()
-        self._loop, self._trainable = trainable.loop(), trainable
-        if self._in_sync:
+        self._built = trainable, trainable.loop()
+        if self._cluster and self._in_sync:
             self._lockstep = Lockstep(
                 self._cluster,
                 self.checkpoint_dir,
@@ -235,9 +244,10 @@ class RecoverableSession:
 
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
-        if self._follows:
+        if self._lockstep and self._follows:
             path = self._lockstep.next_restored()
             if path is not None:
+                assert self.checkpoint_dir is not None
                 saved = self.checkpoints(self.checkpoint_dir)
                 own = self._lockstep.own_position(path)
                 saved.restore_from(
@@ -247,7 +257,7 @@ class RecoverableSession:
             return
         if self.checkpoint_dir:
             if not self.is_chief:
-                self._wait_for_checkpoint()
+                self._wait_for_checkpoint(self.checkpoint_dir)
             saved = self.checkpoints(self.checkpoint_dir)
             self._note_restored(saved.restore(), saved)
         if self._lockstep:
@@ -258,12 +268,12 @@ class RecoverableSession:
         self.input_restored = saved.position_restored
         self._failures.record_phase("restored")
 
-    def _wait_for_checkpoint(self) -> None:
+    def _wait_for_checkpoint(self, directory: str) -> None:
         deadline = time.monotonic() + self._max_wait_secs
-        while not checkpoints.latest(self.checkpoint_dir):
+        while not checkpoints.latest(directory):
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"The chief wrote no checkpoint to {self.checkpoint_dir!r} "
+                    f"The chief wrote no checkpoint to {directory!r} "
                     f"within {self._max_wait_secs:g} s."
                 )
             time.sleep(min(1.0, self._max_wait_secs / 10))

@@ -164,6 +164,7 @@ class CoordinatedLoop:
 
     def staleness(self) -> np.ndarray:
         """See `Loop.staleness`."""
+        assert self._step.staleness is not None  # It is `remote`.
         return self._step.staleness.histogram()
 
     def input_secs(self) -> np.ndarray:
@@ -264,6 +265,7 @@ class CoordinatedLoop:
         self._pending.remove(ended)
         if ended.outcome is _Outcome.DONE:
             self.step += ended.size
+            assert ended.packed is not None
             return self._input_secs.without(ended.packed)
         if ended.outcome is _Outcome.LOST:
             self._uncertain = True

@@ -50,7 +50,7 @@ class FiniteCheck:
 
     def not_finite(self) -> list[str]:
         """Names of the variables that are not finite throughout."""
-        found = {}
+        found: dict[str, bool | None] = {}
         for finite, parts in zip(
             self._sums(), self._parts.values(), strict=True
         ):

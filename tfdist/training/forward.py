@@ -90,7 +90,7 @@ class Forward:
         calls = self._collector.calls
         self.tables = [table for table, _ in calls]
         self._check_ids()
-        self._ids = calls and self._graph.prune(
+        self._ids: Any = calls and self._graph.prune(
             self._given, [ids for _, ids in calls]
         )
 

@@ -121,6 +121,7 @@ class KerasStep:
         Returns:
             The logs.
         """
+        assert self._global_step is not None
         logs = self._train(batch)
         read = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies([*read, *logs]):

@@ -26,7 +26,7 @@ def fused_update(
     """
     # Exact types only: a subclass may mean something else.
     rule = _RULES.get(type(optimizer))
-    return bool(rule) and rule(optimizer, variable, gradient, rate, ids)
+    return rule is not None and rule(optimizer, variable, gradient, rate, ids)
 
 
 def _sgd(

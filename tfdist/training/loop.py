@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import keras
 import numpy as np
@@ -25,7 +25,10 @@ from tfdist.data.input_wait import (
     awaited,
 )
 from tfdist.training.fence import Fence
+from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep
+
+Step: TypeAlias = ModelStep | KerasStep
 
 
 class EndOfInput(Exception):
@@ -44,7 +47,6 @@ class Loop(Protocol):
     """The interface of every loop.
 
     Attributes:
-        step: Steps applied in the job, as far as `run` has counted them.
         iterator: What the steps read from, where its position can be saved
             with a checkpoint; else None.
         fixed_shares: Whether each worker reads a part of the data that nobody
@@ -53,10 +55,13 @@ class Loop(Protocol):
             others.
     """
 
-    step: int
     fixed_shares: bool
     own_batches: bool
     iterator: tf.data.Iterator | None
+
+    @property
+    def step(self) -> int:
+        """Steps applied in the job, as far as `run` has counted them."""
 
     def run(
         self,
@@ -197,9 +202,9 @@ class Dispatches:
 
 
 def run_steps(
-    step: ModelStep,
+    step: Step,
     num_steps: int,
-    iterator: Iterator,
+    iterator: tf.data.Iterator | TimedIterator,
     first_step: tf.Tensor,
     fence: Fence | None = None,
 ) -> tf.Tensor:
@@ -267,7 +272,7 @@ class LocalLoop(InProcessLoop):
 
     def __init__(
         self,
-        step: ModelStep,
+        step: Step,
         global_step: tf.Variable,
         dataset: tf.data.Dataset,
         steps_per_dispatch: int | None = None,
@@ -289,7 +294,7 @@ class LocalLoop(InProcessLoop):
     def _steps(
         self,
         num_steps: int,
-        iterator: Iterator,
+        iterator: TimedIterator,
         first_step: tf.Tensor,
         fence: None = None,
     ) -> tf.Tensor:
@@ -302,7 +307,7 @@ class LocalLoop(InProcessLoop):
         ahead: int = 0,
     ) -> dict[str, float]:
         """See `Loop.run`."""
-        total = 0.0
+        total: float | np.ndarray = 0.0
         first_step = self.step
         end = first_step + num_steps
         with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
@@ -414,7 +419,7 @@ class FunctionLoop(InProcessLoop):
         )
 
 
-def metrics_from_states(total: Any, step: ModelStep) -> dict[str, float]:
+def metrics_from_states(total: Any, step: Step) -> dict[str, float]:
     """Loss and metrics of a sum of packed states; 0.0 is of no example."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()

@@ -51,6 +51,7 @@ def send(
             )
         with tf.device(target):
             if fence:
+                assert target is not None  # A server's.
                 generation = message[0] if generation is None else generation
                 message = fence.passed(target, generation, message)
             sizes = stacked([_size(shapes[i]) for i in own])

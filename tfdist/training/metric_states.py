@@ -148,7 +148,7 @@ def flat_floats(
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
     {'loss': 1.0, 'auc/a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
     """
-    flat = {}
+    flat: dict[str, float] = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
             flat |= flat_floats(value, f"{prefix}{name}/")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 @keras.saving.register_keras_serializable(package="tfdist")

@@ -75,7 +75,7 @@ def push(
             *(blocks[g][device] for g in server.shards),
         ]
         if layout.remote:
-            shapes = [[] for _ in scalars]
+            shapes: list[list[int | tf.Tensor]] = [[] for _ in scalars]
             shapes += [list(layout.reads[i].shape) for i in updates]
             with tf.device(device):
                 shapes += [

@@ -9,11 +9,12 @@ others: `BatchNormalization` normalizes by its replica's share, unless it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.data.input_wait import TimedIterator
 from tfdist.training.loop import LocalLoop
 from tfdist.training.replicas import Replicas, share, without_examples
 from tfdist.training.step import ModelStep
@@ -83,7 +84,7 @@ class ReplicatedLoop(LocalLoop):
     def _steps(
         self,
         num_steps: int,
-        iterator: Iterator,
+        iterator: TimedIterator,
         first_step: tf.Tensor,
         fence: None = None,
     ) -> tf.Tensor:
@@ -93,7 +94,7 @@ class ReplicatedLoop(LocalLoop):
         local = self._strategy.experimental_local_results
         return self._step.pack([local(state)[0] for state in states])
 
-    def _batches(self, num_steps: int, iterator: Iterator) -> Any:
+    def _batches(self, num_steps: int, iterator: TimedIterator) -> Any:
         """For each replica its batches: its own, or shares of global ones."""
         read = [
             [iterator.get_next() for _ in range(self._batches_per_step)]

@@ -77,7 +77,7 @@ class Workers:
         private.renew_resources(self.coordinator)
 
     def wait(
-        self, condition: Callable[[], bool], watch: Callable[[], None]
+        self, condition: Callable[[], object], watch: Callable[[], None]
     ) -> None:
         """Waits for a condition, for half a second at most.
 
