@@ -33,6 +33,7 @@ setup(
             "hypothesis>=6.100",
             "ipykernel>=6.29",
             "matplotlib>=3.8",
+            "mypy>=1.15",
             "nbclient>=0.10",
             "psutil>=5.9",
             "pytest>=8",
