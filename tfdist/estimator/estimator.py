@@ -217,6 +217,7 @@ class Estimator:
         if problem:
             _log.warning("%s", problem)
 
+    @runs_in_its_cluster
     def evaluate(
         self,
         input_fn: InputFn,
