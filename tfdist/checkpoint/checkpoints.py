@@ -257,6 +257,9 @@ def latest(directory: str) -> str | None:
     Raises:
         OpError: the directory cannot be read.
         ValueError: the list of its checkpoints cannot, or is missing.
+
+    >>> tfdist.checkpoint.latest(directory) is None
+    True
     """
     path = _newest(directory)
     if path is None:
@@ -319,6 +322,13 @@ def restore(
     Raises:
         ValueError: `path` lacks some of `variables` or holds them in another
             shape; the message lists each.
+
+    >>> saved, empty = tf.Variable(1.0), tf.Variable(0.0)
+    >>> variables = {"weight": saved}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
+    >>> tfdist.checkpoint.restore(path, {"weight": empty})
+    >>> float(empty)
+    1.0
     """
     saved = saved_shapes(path)
     problems = [
@@ -370,11 +380,23 @@ def _decoded(key: str) -> str:
 
 
 def load_variable(path: str, name: str) -> np.ndarray:
-    """The value of a variable in checkpoint `path`, whatever its shards."""
+    """The value of a variable in checkpoint `path`, whatever its shards.
+
+    >>> variables = {"weight": tf.Variable([1.0, 2.0])}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
+    >>> tfdist.checkpoint.load_variable(path, "weight")
+    array([1., 2.], dtype=float32)
+    """
     key = name.replace(".", "..").replace("/", ".S")
     return tf.train.load_variable(path, f"{_PREFIX}{key}{_SUFFIX}")
 
 
 def step_of(path: str) -> int:
-    """The step at which checkpoint `path` was written."""
+    """The step at which checkpoint `path` was written.
+
+    >>> variables = {"global_step": tf.Variable(7, dtype=tf.int64)}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(7)
+    >>> tfdist.checkpoint.step_of(path)
+    7
+    """
     return int(load_variable(path, GLOBAL_STEP))

@@ -89,7 +89,11 @@ def export_saved_model(
 
 
 def list_exports(export_path: str) -> list[str]:
-    """The complete exports under `export_path`, oldest first."""
+    """The complete exports under `export_path`, oldest first.
+
+    >>> tfdist.estimator.list_exports(directory)
+    []
+    """
     paths = [
         os.path.join(export_path, name)
         for name in sorted(_names(export_path))

@@ -44,6 +44,10 @@ class StopAtStepHook(SessionRunHook):
 
     Raises:
         ValueError: both or neither are given, or one is not positive.
+
+    >>> hook = tfdist.StopAtStepHook(last_step=1_000)
+    >>> hook.steps_until_next(step=990)
+    10
     """
 
     wants_none_under_way = True
@@ -94,6 +98,10 @@ class LoggingTensorHook(TimedHook):
     Raises:
         ValueError: both or neither of `every_n_iter` and `every_n_secs` are
             given (neither is fine with `at_end`), or one is not positive.
+
+    >>> hook = tfdist.LoggingTensorHook(["loss"], every_n_iter=100)
+    >>> hook.steps_until_next(step=0)  # The first step is always logged.
+    1
     """
 
     def __init__(
@@ -159,6 +167,14 @@ class NanTensorHook(SessionRunHook):
 
     Raises:
         NanLossDuringTrainingError: in `after_run`, when the loss is NaN.
+
+    >>> build = lambda: tfdist.Trainable(
+    ...     lambda: {"loss": float("nan")}, tf.Variable(0, dtype=tf.int64), {}
+    ... )
+    >>> hooks = [tfdist.NanTensorHook()]
+    >>> tfdist.MonitoredTrainingSession(build, hooks=hooks).run()
+    Traceback (most recent call last):
+    tensorflow...NanLossDuringTrainingError: NaN loss during training.
     """
 
     def __init__(
@@ -237,6 +253,8 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     Raises:
         TimeoutError: in `before_run`, when the step is not reached in time.
+
+    >>> hook = tfdist.hooks.GlobalStepWaiterHook(0)  # Waits for nothing.
     """
 
     _POLL_SECS = 0.5

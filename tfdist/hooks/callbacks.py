@@ -82,6 +82,14 @@ class KerasCallbackHook(SessionRunHook):
         ValueError: a callback has no meaning here; the message says why and
             what does its work instead.
         TypeError: one is no Keras callback.
+
+    >>> losses = []
+    >>> callback = keras.callbacks.LambdaCallback(
+    ...     on_epoch_end=lambda epoch, logs: losses.append(logs["loss"])
+    ... )
+    >>> hook = tfdist.hooks.KerasCallbackHook([callback], steps_per_epoch=200)
+    >>> hook.steps_until_next(step=150)
+    50
     """
 
     def __init__(

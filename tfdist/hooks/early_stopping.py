@@ -47,6 +47,16 @@ def make_early_stopping_hook(
     Raises:
         TypeError: `should_stop_fn` is not callable.
         ValueError: both or neither interval is given, or it is not positive.
+
+    >>> hook = tfdist.hooks.make_early_stopping_hook(
+    ...     None, lambda: True, run_every_secs=None, run_every_steps=10
+    ... )
+    >>> hooks = [hook, tfdist.StopAtStepHook(last_step=100)]
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
+    ...     while not session.should_stop():
+    ...         logs = session.run()
+    >>> session.step
+    1
     """
     del estimator
     return _StopOnPredicateHook(should_stop_fn, run_every_secs, run_every_steps)
@@ -77,6 +87,10 @@ def stop_if_higher_hook(
     Raises:
         ValueError: as `make_early_stopping_hook`; in training, when an
             evaluation has no such metric.
+
+    >>> hook = tfdist.hooks.stop_if_higher_hook(
+    ...     None, "accuracy", 0.9, eval_dir=directory
+    ... )
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
     return _StopOnPredicateHook(
@@ -98,6 +112,10 @@ def stop_if_lower_hook(
     """Stops when an evaluation's metric is below `threshold`.
 
     As `stop_if_higher_hook` otherwise.
+
+    >>> hook = tfdist.hooks.stop_if_lower_hook(
+    ...     None, "accuracy", 0.9, eval_dir=directory
+    ... )
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
     return _StopOnPredicateHook(
@@ -122,6 +140,10 @@ def stop_if_no_increase_hook(
     of the evaluations, not the step of the training. Training stops when an
     evaluation is `max_steps_without_increase` steps or more after the best one
     before it. The other arguments are those of `stop_if_higher_hook`.
+
+    >>> hook = tfdist.hooks.stop_if_no_increase_hook(
+    ...     None, "accuracy", max_steps_without_increase=500, eval_dir=directory
+    ... )
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
     return _StopOnPredicateHook(
@@ -143,6 +165,10 @@ def stop_if_no_decrease_hook(
     """Stops when a metric has not fallen for so many steps.
 
     As `stop_if_no_increase_hook` otherwise.
+
+    >>> hook = tfdist.hooks.stop_if_no_decrease_hook(
+    ...     None, "accuracy", max_steps_without_decrease=500, eval_dir=directory
+    ... )
     """
     results = _Results(estimator, eval_dir, metric_name, min_steps)
     return _StopOnPredicateHook(

@@ -131,6 +131,11 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
     Args:
         directory: Where the event files are; it need not exist.
+
+    >>> with tf.summary.create_file_writer(directory).as_default():
+    ...     done = tf.summary.scalar("accuracy", 0.5, step=7)
+    >>> tfdist.hooks.read_scalars(directory)
+    {7: {'accuracy': 0.5}}
     """
     scalars: dict[int, dict[str, float]] = {}
     for path in sorted(tf.io.gfile.glob(os.path.join(directory, "*tfevents*"))):

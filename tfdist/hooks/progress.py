@@ -44,6 +44,13 @@ class ProgressHook(TimedHook):
         stream: Where to; a terminal gets one line that is overwritten.
             Default: standard output.
         max_steps: Step at which training ends, if it is known.
+
+    >>> progress = tfdist.hooks.ProgressHook(2, max_steps=4)
+    >>> hooks = [progress, tfdist.StopAtStepHook(last_step=4)]
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
+    ...     while not session.should_stop():
+    ...         logs = session.run()  # doctest: +ELLIPSIS
+    step ...
     """
 
     def __init__(

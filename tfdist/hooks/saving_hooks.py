@@ -52,6 +52,14 @@ class CheckpointSaverHook(TimedHook):
     Raises:
         ValueError: not exactly one of `save_secs` and `save_steps` is given,
             or it is not positive.
+
+    >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
+    >>> hooks = [saver, tfdist.StopAtStepHook(last_step=3)]
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
+    ...     while not session.should_stop():
+    ...         logs = session.run()
+    >>> sorted(f for f in os.listdir(directory) if f.endswith(".index"))
+    ['model.ckpt-0.index', 'model.ckpt-2.index', 'model.ckpt-3.index']
     """
 
     wants_none_under_way = True

@@ -99,6 +99,16 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
         wants_none_under_way: Whether, after the steps that `steps_until_next`
             allowed, no other step may be under way on a worker. Else some are,
             so that workers need not wait for the slowest.
+
+    >>> class Losses(tfdist.SessionRunHook):
+    ...     def after_run(self, run_context, run_values):
+    ...         print(run_values.results["loss"])
+    >>> hooks = [Losses(), tfdist.StopAtStepHook(last_step=2)]
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
+    ...     while not session.should_stop():
+    ...         logs = session.run()
+    1.0
+    0.5
     """
 
     wants_none_under_way = False

@@ -47,6 +47,14 @@ class SummarySaverHook(TimedHook):
     Raises:
         ValueError: both or neither of `save_steps` and `save_secs` are given,
             or one is not positive, or `output_dir` is missing.
+
+    >>> saver = tfdist.hooks.SummarySaverHook(2, output_dir=directory)
+    >>> hooks = [saver, tfdist.StopAtStepHook(last_step=4)]
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
+    ...     while not session.should_stop():
+    ...         logs = session.run()
+    >>> list(tfdist.hooks.read_scalars(directory))
+    [1, 3]
     """
 
     def __init__(
@@ -109,6 +117,10 @@ class StepCounterHook(TimedHook):
     Raises:
         ValueError: not exactly one of `every_n_steps` and `every_n_secs` is
             given, or it is not positive.
+
+    >>> hook = tfdist.hooks.StepCounterHook(every_n_steps=500)
+    >>> hook.steps_until_next(step=0)
+    1
     """
 
     _TAG = "global_step/sec"
@@ -189,6 +201,8 @@ class StalenessHook(TimedHook):
     Args:
         output_dir: Directory of the event file.
         every_n_steps: Steps between summaries.
+
+    >>> hook = tfdist.hooks.StalenessHook(directory, every_n_steps=500)
     """
 
     def __init__(self, output_dir: str, every_n_steps: int = 100) -> None:
@@ -232,6 +246,8 @@ class ProfilerHook(TimedHook):
     Raises:
         ValueError: not exactly one of `save_steps` and `save_secs` is given,
             or it is not positive.
+
+    >>> hook = tfdist.hooks.ProfilerHook(save_steps=1_000, output_dir=directory)
     """
 
     def __init__(

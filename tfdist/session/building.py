@@ -38,6 +38,13 @@ class Trainable:
         iterator: What `step` reads from, saved with each checkpoint. Default:
             that of the loop.
         model: The Keras model, for callbacks.
+
+    >>> tfdist.Trainable(
+    ...     step=lambda: {"loss": 0.0},
+    ...     global_step=tf.Variable(0, dtype=tf.int64),
+    ...     variables={"weight": tf.Variable(1.0)},
+    ... ).model is None
+    True
     """
 
     step: Callable[[], Mapping[str, Any]] | Loop

@@ -12,7 +12,16 @@ _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class NonFiniteVariablesError(tf.compat.v1.train.NanLossDuringTrainingError):
-    """Variables hold NaN or infinite values; the message names them."""
+    """Variables hold NaN or infinite values; the message names them.
+
+    >>> weight = {"weight": tf.Variable(float("nan"))}
+    >>> tfdist.checkpoint.Checkpoints(
+    ...     directory, weight, check_numerics=True
+    ... ).save(1)
+    Traceback (most recent call last):
+    ...
+    tfdist.training.finite.NonFiniteVariablesError: ...
+    """
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -87,6 +87,13 @@ class ModelStep:
             `train_step`, and is to be trained; the batches are not what it
             reads; ids of a table's lookup, or results, depend on what they
             must not; states of a metric do not add up where they must.
+
+    >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> data = tf.data.Dataset.from_tensors((tf.ones([4, 2]), tf.ones([4, 1])))
+    >>> step = tfdist.training.ModelStep(model, data.element_spec)
+    >>> step.predict(next(iter(data))).shape
+    TensorShape([4, 1])
     """
 
     def __init__(
