@@ -199,7 +199,7 @@ evaluator = Evaluator(logistic, batches, directory)
 for act in (
     lambda: estimator.train(batches, max_steps=1),
     lambda: evaluator.run_continuously(1, 0, 0),
-    lambda: checkpoint.latest(directory),
+    lambda: checkpoints.latest(directory),
 ):
     try:
         act()
