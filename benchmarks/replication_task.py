@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from benchmarks import ps_task
@@ -42,6 +43,10 @@ _MANY = 1 << 40  # More steps than are ever run.
 
 class _EmptyStep:
     """A step that does nothing with its batch, as `run_steps` wants it."""
+
+    def __init__(self) -> None:
+        self.model = keras.Sequential([keras.Input([1])])
+        self.model.compile()
 
     def zero_states(self) -> list[tf.Tensor]:
         return []

@@ -299,7 +299,7 @@ def test_own_train_step_on_a_cluster(tmp_path):
     """The chief says at once why not; its own processes use it."""
     metrics, _ = trained(tmp_path / "local", own_step_batches, own_step)
     assert metrics["global_step"] == 4
-    code = "import sys, test_bad_input; test_bad_input.job(sys.argv[1])"
+    code = "from tests.training.test_bad_input import job; job(sys.argv[1])"
     code = f"import sys; sys.path.append({str(HERE)!r}); {code}"
     model_dir = tmp_path / "cluster"
     command = [sys.executable, "-c", code, str(model_dir)]
