@@ -202,7 +202,7 @@ def raise_at_once(coordinator: ClusterCoordinator) -> None:
     """Has the coordinator raise an error without waiting for other calls.
 
     It would wait for all that are under way; one that reads from a server
-    which was killed and started anew never returns.
+    which was killed and started again never returns.
     """
     coordinator._cluster.closure_queue._cancel_all_closures = lambda: None
 
@@ -225,7 +225,7 @@ def current_worker() -> int:
 
 
 def renew_resources(coordinator: ClusterCoordinator) -> None:
-    """Makes anew what a worker was given: its iterators.
+    """Makes again what a worker was given: its iterators.
 
     TensorFlow does so for a worker that was lost, but not where a worker has
     lost its connection to a parameter server. To be called in what `schedule`
