@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import types
@@ -116,6 +117,7 @@ def test_examples(name, tmp_path_factory):
             test.globs.update(_names(str(tmp_path_factory.mktemp("example"))))
             runner.run(test)
     assert runner.failures == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # All closed.
 
 
 @pytest.mark.parametrize("wing", WINGS)

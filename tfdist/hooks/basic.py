@@ -172,7 +172,8 @@ class NanTensorHook(SessionRunHook):
     ...     lambda: {"loss": float("nan")}, tf.Variable(0, dtype=tf.int64), {}
     ... )
     >>> hooks = [tfdist.NanTensorHook()]
-    >>> tfdist.MonitoredTrainingSession(build, hooks=hooks).run()
+    >>> with tfdist.MonitoredTrainingSession(build, hooks=hooks) as session:
+    ...     session.run()
     Traceback (most recent call last):
     tensorflow...NanLossDuringTrainingError: NaN loss during training.
     """
