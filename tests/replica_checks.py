@@ -95,7 +95,8 @@ def trained(optimizer, strategy):
         name: [v.numpy().tolist() for v in getattr(whole, "variables", [whole])]
         for name, whole in named.items()
     }
-    return {"metrics": metrics, "values": values}
+    evaluated = loop.evaluate(dataset().take(8))
+    return {"metrics": metrics, "evaluated": evaluated, "values": values}
 
 
 def main():

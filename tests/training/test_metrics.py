@@ -443,6 +443,22 @@ def test_logs_of_a_run_are_those_of_an_epoch(name, steps_per_dispatch):
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_evaluates_as_keras_does_and_trains_on(name):
+    model = MODELS[name]()
+    expected = flat(model.evaluate(data_of(name), verbose=0, return_dict=True))
+    loop, _ = local_loop(MODELS[name](), data_of(name).repeat())
+    for _ in range(2):
+        got = loop.evaluate(data_of(name))
+        if "unlisted" in name:
+            got = {k: v for k, v in got.items() if k in expected}
+        assert inner(got) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    trained = MODELS[name]().fit(data_of(name), verbose=0, shuffle=False)
+    expected = flat({k: v[0] for k, v in trained.history.items()})
+    got = inner(loop.run(BATCHES))
+    assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 # --- Where tasks add up ------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def test_weights_after_fifty_steps(reports, num, optimizer):
         assert ours["metrics"][name] == pytest.approx(
             wanted["metrics"][name], abs=1e-5
         )
+    assert ours["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-5)
     assert ours["values"].keys() == wanted["values"].keys()
     largest = 0.0
     for name, parts in wanted["values"].items():

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import enum
 import logging
-import socket
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 
 import grpc
 
@@ -18,6 +19,7 @@ from tfdist.cluster.spec import Cluster
 _log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.2
+_MEETING = "tfdist.Meeting"
 
 
 class TaskState(enum.Enum):
@@ -25,6 +27,7 @@ class TaskState(enum.Enum):
 
     LIVE = "up"
     FROZEN = "connected, but does not answer"
+    APART = "up, but has not reached this task"
     DEAD = "not up"
 
 
@@ -34,24 +37,31 @@ class Answer:
 
     Attributes:
         state: The state of the task.
-        identity: Differs between two servers started at one address, for it
-            holds the random incarnation of each device; None without answer.
+        identity: Differs between two servers started at one address; None
+            without answer.
     """
 
     state: TaskState
     identity: bytes | None = None
 
 
-def ask(addresses: Sequence[str], timeout_secs: float = 3.0) -> list[Answer]:
-    """Asks the TensorFlow servers at `addresses` for their status, at once.
+def ask(
+    addresses: Sequence[str],
+    timeout_secs: float = 3.0,
+    method: str = "/tensorflow.WorkerService/GetStatus",
+    request: bytes = b"",
+) -> list[Answer]:
+    """Asks the servers at `addresses` for their status, at once.
 
-    Calls `GetStatus` of TensorFlow's own worker service on channels of its
-    own, so that no earlier failure to connect is remembered.
+    Uses channels of its own, so that no earlier failure to connect is
+    remembered.
 
     Args:
         addresses: `host:port` of each.
         timeout_secs: Seconds after which a server that accepted the
             connection but did not answer counts as frozen.
+        method: What is called. Default: a method of TensorFlow's own servers.
+        request: What it is called with.
 
     Returns:
         The answer of each.
@@ -62,10 +72,8 @@ def ask(addresses: Sequence[str], timeout_secs: float = 3.0) -> list[Answer]:
         for address in addresses:
             channel = grpc.insecure_channel(address, options=options)
             channels.enter_context(channel)
-            get_status = channel.unary_unary(
-                "/tensorflow.WorkerService/GetStatus"
-            )
-            calls.append(get_status.future(b"", timeout=timeout_secs))
+            call = channel.unary_unary(method)
+            calls.append(call.future(request, timeout=timeout_secs))
         return [_answer(call) for call in calls]
 
 
@@ -100,11 +108,13 @@ def wait_until_up(
     Raises:
         TimeoutError: Some task was not up in time; the message names each.
     """
+    tasks = server_tasks(cluster)
+    addresses = [address_of(cluster, task) for task in tasks]
 
-    def states(addresses: Sequence[str]) -> list[TaskState]:
+    def states() -> list[TaskState]:
         return [answer.state for answer in ask(addresses)]
 
-    _wait_for_all(cluster, server_tasks(cluster), states, timeout_secs, give_up)
+    _wait_for_all(cluster, tasks, states, timeout_secs, give_up)
 
 
 def meet(
@@ -112,10 +122,12 @@ def meet(
     timeout_secs: float,
     give_up: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits until every other task of an all-reduce job can be connected to.
+    """Waits until all tasks of an all-reduce job wait for each other.
 
-    Meanwhile this one listens at its own address, and leaves it to TensorFlow,
-    which would itself wait in C, for ever, and name nobody.
+    TensorFlow would itself wait in C, for ever, name nobody, and take what is
+    left of a frozen task for one that is there. So this task listens at its
+    own address, and leaves it to TensorFlow when it has both asked and been
+    asked by each other one.
 
     Args:
         cluster: The cluster, without parameter servers; all tasks do this.
@@ -123,51 +135,67 @@ def meet(
         give_up: Called again and again meanwhile; ends the wait by raising.
 
     Raises:
-        TimeoutError: Some task was not up in time; the message names each.
+        TimeoutError: Some task was not there in time; the message names each.
         RuntimeError: The own address cannot be listened at.
     """
     own = (cluster.task_type, cluster.task_index)
     others = [task for task in training_tasks(cluster) if task != own]
-    host, port = _endpoint(address_of(cluster, own))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            raise RuntimeError(
-                f"Task {own[0]}:{own[1]} cannot listen at {cluster.address}. "
-                f"Is another process using that port? {error}"
-            ) from error
-        listener.listen(len(others))
-        _wait_for_all(cluster, others, _listening, timeout_secs, give_up)
+    addresses = {address_of(cluster, task): task for task in others}
+    # A process that was started again is another one: it has to meet again.
+    identity = os.urandom(8)
+    asked_by: dict[str, bytes] = {}
+    answered: dict[str, bytes | None] = {}
 
+    def greet(request: bytes, context: grpc.ServicerContext) -> bytes:
+        asked_by[request[8:].decode()] = request[:8]
+        return identity
 
-def _listening(addresses: Sequence[str]) -> list[TaskState]:
-    states = []
-    for address in addresses:
-        try:
-            socket.create_connection(_endpoint(address), timeout=1.0).close()
-            states.append(TaskState.LIVE)
-        except OSError:
-            states.append(TaskState.DEAD)
-    return states
+    def met(address: str) -> bool:
+        return asked_by.get(address, b"") == answered.get(address)
 
+    def states() -> list[TaskState]:
+        waiting = [address for address in addresses if not met(address)]
+        request = identity + address_of(cluster, own).encode()
+        replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
+        replied = dict(zip(waiting, replies, strict=True))
+        for address, reply in replied.items():
+            answered[address] = reply.identity
+            if reply.state is TaskState.LIVE and not met(address):
+                replied[address] = Answer(TaskState.APART)
+        alive = Answer(TaskState.LIVE)
+        return [replied.get(address, alive).state for address in addresses]
 
-def _endpoint(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    methods = {"Greet": grpc.unary_unary_rpc_method_handler(greet)}
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=4),
+        [grpc.method_handlers_generic_handler(_MEETING, methods)],
+        options=[("grpc.so_reuseport", 0)],
+    )
+    port = address_of(cluster, own).rpartition(":")[2]
+    try:
+        server.add_insecure_port(f"[::]:{port}")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Task {own[0]}:{own[1]} cannot listen at {cluster.address}. "
+            f"Is another process using that port? {error}"
+        ) from error
+    server.start()
+    try:
+        _wait_for_all(cluster, others, states, timeout_secs, give_up)
+    finally:
+        # The last one that asks has its answer before the port is left.
+        server.stop(grace=5.0).wait()
 
 
 def _wait_for_all(
     cluster: Cluster,
     tasks: Sequence[tuple[str, int]],
-    states_of: Callable[[Sequence[str]], list[TaskState]],
+    states: Callable[[], list[TaskState]],
     timeout_secs: float,
     give_up: Callable[[], None],
 ) -> None:
     """Waits for tasks to be up, and says for whom; see `wait_until_up`."""
-    missing = {task: TaskState.DEAD for task in tasks}
+    missing: dict[tuple[str, int], TaskState] = {}
     next_message = time.monotonic() + 5.0
 
     def listed() -> str:
@@ -179,10 +207,9 @@ def _wait_for_all(
 
     def all_up() -> bool:
         nonlocal missing, next_message
-        states = states_of([address_of(cluster, task) for task in missing])
         missing = {
             task: state
-            for task, state in zip(missing, states, strict=True)
+            for task, state in zip(tasks, states(), strict=True)
             if state is not TaskState.LIVE
         }
         if missing:

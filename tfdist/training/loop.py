@@ -26,6 +26,7 @@ from tfdist.data.input_wait import (
 )
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
+from tfdist.training.metric_states import States
 from tfdist.training.step import ModelStep
 
 Step: TypeAlias = ModelStep | KerasStep
@@ -288,7 +289,7 @@ class LocalLoop(InProcessLoop):
         self._read_at = 0.0
         self._watch = InputWatch(self._waits)
         self._step = step
-        self._evaluate: Callable[..., tf.Tensor] | None = None
+        self._evaluation: tuple[ModelStep, Callable[..., States]] | None = None
         self.iterator = iter(dataset)
 
     def _steps(
@@ -341,11 +342,18 @@ class LocalLoop(InProcessLoop):
                 "own, whose metrics are those of training: evaluate its "
                 "checkpoints, with `Estimator.evaluate`."
             )
-        if self._evaluate is None:
-            function = self._step.evaluate_alone
-            self._evaluate = tf.function(function, autograph=False)
-        packed = [self._evaluate(batch).numpy() for batch in batches]
-        return metrics_from_states(sum(packed), self._step)
+        if self._evaluation is None:
+            # A step of its own: metrics that are no sums go on in training's.
+            step = ModelStep(self._step.model, batches.element_spec)
+            self._evaluation = step, tf.function(
+                step.evaluate, autograph=False, reduce_retracing=True
+            )
+        step, evaluate = self._evaluation
+        states: States = []
+        for batch in batches:
+            states = evaluate(batch, states or step.zero_states())
+        packed = step.pack(states).numpy() if states else 0.0
+        return metrics_from_states(packed, step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
