@@ -93,3 +93,17 @@ def test_a_wrapper_of_what_takes_the_context_fails_aloud(tmp_path):
 def test_a_build_fn_of_other_arguments_is_refused(build_fn):
     with pytest.raises(ValueError, match="`build_fn` is called without"):
         MonitoredTrainingSession(build_fn)
+
+
+@pytest.mark.parametrize("users", [None, True, False])
+def test_datasets_tune_themselves_only_if_told_to(users):
+    def input_fn():
+        dataset = batches().prefetch(tf.data.AUTOTUNE)
+        if users is None:
+            return dataset
+        options = tf.data.Options()
+        options.autotune.enabled = users
+        return dataset.with_options(options)
+
+    dataset = input_fns.without_context(input_fn)()
+    assert dataset.options().autotune.enabled is bool(users)

@@ -57,6 +57,8 @@ def with_context(
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
     """Calls the user's input function and checks that it returns a dataset.
 
+    The dataset does not tune itself unless its options say so; see `_untuned`.
+
     Raises:
         TypeError: (when called) it returns something else.
     """
@@ -74,9 +76,25 @@ def with_context(
                 f"tf.data.Dataset of batches. Received: {dataset!r} of type "
                 f"{type(dataset).__name__}. {_advice(dataset)}"
             )
-        return dataset
+        return _untuned(dataset)
 
     return call
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turns tf.data's tuner off where the user has not turned it on.
+
+    When an iterator is dropped, the thread that tunes it can miss that (it
+    looks for the flag just before it is set) and sleep on for up to a minute.
+    Whoever drops the iterator waits, with Python's lock held: the chief of a
+    job that recovers, or a worker. Without the tuner `AUTOTUNE` means a thread
+    per CPU, sixteen at most.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
