@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -90,8 +91,11 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     job that recovers, or a worker. Without the tuner `AUTOTUNE` means a thread
     per CPU, sixteen at most.
     """
-    if dataset.options().autotune.enabled is not None:
-        return dataset
+    with warnings.catch_warnings():
+        # In a worker's graph: that they may be unknown. Not those set in it.
+        warnings.simplefilter("ignore", UserWarning)
+        if dataset.options().autotune.enabled is not None:
+            return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
