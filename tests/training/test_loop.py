@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
 from tfdist.training.loop import (
-    Dispatches,
     EndOfInput,
     automatic_steps_per_dispatch,
+    dispatch_sizes,
 )
 
 
@@ -31,7 +31,7 @@ def test_number_of_steps_is_exact(steps_per_dispatch):
 
 @given(*3 * [st.integers(0, 60)])
 def test_full_dispatches_begin_at_multiples(full, num_steps, first_step):
-    sizes = Dispatches(None, full + 1).sizes(num_steps, first_step)
+    sizes = dispatch_sizes(num_steps, full + 1, first_step)
     assert sum(sizes) == num_steps
     starts = itertools.accumulate(sizes, initial=first_step)
     for start, size in zip(starts, sizes, strict=False):
@@ -80,7 +80,7 @@ def recorded(loop):
 
         return call
 
-    functions = loop._dispatches.functions
+    functions = loop._functions
     functions.update({n: recording(n, f) for n, f in functions.items()})
     return sizes
 

@@ -1,10 +1,10 @@
 """Steps on several replicas in sync: devices of this process, or of several.
 
 Each replica gets a share of the global batch and the mean of what all of them
-found (`tfdist.training.replicas`), so the weights are those of one device that
-had the whole batch. Layers that look at their whole batch do not know of the
-others: `BatchNormalization` normalizes by its replica's share, unless it is
-`synchronized`, and moves its averages by the mean over replicas.
+found (`replicas.py`), so the weights are those of one device that had the whole
+batch. Layers that look at their whole batch see their replica's share alone:
+`BatchNormalization` normalizes by it, unless it is `synchronized`, and moves
+its averages by the mean over replicas.
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ class ReplicatedLoop(LocalLoop):
         return self._replicas.skips_empty and self.step < step
 
     def _steps(
-        self,
-        num_steps: int,
-        iterator: TimedIterator,
-        first_step: tf.Tensor,
-        fence: None = None,
+        self, num_steps: int, iterator: TimedIterator, first_step: tf.Tensor
     ) -> tf.Tensor:
         """Runs steps; returns packed metric states of all replicas."""
         batches = self._batches(num_steps, iterator)
@@ -95,7 +91,7 @@ class ReplicatedLoop(LocalLoop):
         return self._step.pack([local(state)[0] for state in states])
 
     def _batches(self, num_steps: int, iterator: TimedIterator) -> Any:
-        """For each replica its batches: its own, or shares of global ones."""
+        """Each replica's batches: its own, or its shares of global ones."""
         read = [
             [iterator.get_next() for _ in range(self._batches_per_step)]
             for _ in range(num_steps)
@@ -115,7 +111,7 @@ class ReplicatedLoop(LocalLoop):
     def _train(
         self, batches: Sequence[Any], first_step: tf.Tensor
     ) -> list[tf.Tensor]:
-        """One replica's part."""
+        """One replica's part of `_steps`."""
         states = self._step.zero_states()
         for i, batch in enumerate(batches):
             after = self._step.train(batch, first_step + i, states)
