@@ -21,9 +21,8 @@ from tfdist.embeddings import lookups
 class Group:
     """Tables of one width and optimizer, whose rows are numbered through.
 
-    Treating them as one makes routing independent of their number. Shards are
-    ranked by the server that holds them, so that the rows of one server are
-    neighbours in every tensor.
+    Shards are ranked by the server that holds them, so that the rows of one
+    server are neighbours in every tensor.
     """
 
     def __init__(

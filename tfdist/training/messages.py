@@ -38,9 +38,6 @@ def send(
         target: Device.
         fence: What the messages must pass on `target`; the first of `tensors`
             is then their generation.
-
-    Returns:
-        The tensors on `target`, in the same order.
     """
     received: list[tf.Tensor] = [None] * len(tensors)
     generation = None
