@@ -25,10 +25,10 @@ _COMBINERS = ("sum", "mean", "sqrtn")
 class PartitionedEmbedding(keras.layers.Layer):
     """Looks up rows of a table that is held in pieces.
 
-    Each shard is an ordinary variable on one parameter server: shard `i` holds
-    the rows of `row_slices(input_dim, num_shards)[i]` ("div"). A step gathers
-    each row that it needs once, on the server that holds it; only these rows
-    travel. Without a cluster it is an ordinary layer with the same numbers.
+    Each shard is an ordinary variable on one parameter server, with consecutive
+    rows ("div"). A step gathers each row that it needs once, on the server that
+    holds it; only these rows travel. Without a cluster it is an ordinary layer
+    with the same numbers.
 
     >>> layer = PartitionedEmbedding(10, 4, num_shards=3)
     >>> layer(tf.constant([[1, 9], [1, 0]])).shape
@@ -61,13 +61,12 @@ class PartitionedEmbedding(keras.layers.Layer):
             the server that holds it. A random one draws differently for each
             shard, so a table's initial values depend on `num_shards`.
         name: Name of the layer.
-        **kwargs: As for `keras.layers.Layer`.
+        **kwargs: As for every layer.
 
     Call arguments:
         ids: int32 or int64: a dense tensor `(batch, ...)`, a
             `tf.RaggedTensor` or `tf.SparseTensor` `(batch, None)`.
-        weights: Optional, of the form of `ids`, float: weights of the
-            combiner.
+        weights: Of the form of `ids`, float; for a combiner. Default: ones.
 
     Returns:
         `ids.shape + (output_dim,)`, without the last axis of `ids` if there

@@ -50,25 +50,23 @@ class CoordinatedLoop(Loop):
     A dispatch runs once. If its worker dies, some of its steps may have been
     applied: `global_step`, which counts where updates land, tells how many are
     missing, and other dispatches make up for those. Their metrics are lost.
-    In the step in which it dies, a worker may have reached some servers and
-    not others; it counts if it reached the one that holds `global_step`.
-    A worker whose connection to a server breaks is taken for one that died
-    and came back: both begin with another pass over the data (see
-    `WorkerContext`), as does the whole job when it is restored.
+    The step in which a worker dies may have reached some servers alone; it
+    counts if it reached the one that holds `global_step`. A worker whose
+    connection to a server breaks is taken for one that died and came back: both
+    begin with another pass over the data (see `WorkerContext`).
 
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or
     unknown length runs one step per dispatch.
 
     Args:
-        step: The step; the variables live on the parameter servers.
-        global_step: Scalar int64 variable on a parameter server.
+        step: A `remote` one.
+        global_step: On a parameter server.
         input_fn: From an `InputContext` to the dataset of one worker; called
-            while the dataset is traced, `input_pipeline_id` is a scalar
-            tensor.
-        num_workers: Number of workers.
-        steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
+            while that is traced, `input_pipeline_id` is a scalar tensor.
         strategy: The strategy.
+        num_workers: How many there are.
+        steps_per_dispatch: See `dispatch_size`.
         example: What `input_fn` has returned, if it was called already.
     """
 

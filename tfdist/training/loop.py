@@ -51,8 +51,7 @@ class EndOfInput(Exception):
 class Loop:
     """What a session runs; as it stands, steps in this process, one by one.
 
-    Args:
-        global_step: Scalar int64 variable, incremented once per step.
+    `global_step`, a scalar int64 variable, is incremented once per step.
 
     Attributes:
         iterator: What the steps read from, where its position can be saved
@@ -134,9 +133,9 @@ class Loop:
 def automatic_steps_per_dispatch(num_variables: int) -> int:
     """Steps per dispatch where the user did not choose.
 
-    A dispatch costs about half a millisecond whatever is in it, and tracing
-    grows with its steps times the model's variables. Ten is the knee for
-    models of some dozens of variables; large models have long steps anyway.
+    A dispatch costs half a millisecond whatever is in it, and tracing grows
+    with its steps times the model's variables, of which large models, with
+    long steps, have many.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
@@ -177,15 +176,9 @@ def dispatch(
 ) -> Callable[..., tf.Tensor]:
     """What is traced to run `num_steps` steps.
 
-    Args:
-        steps: From a number of steps, an iterator, the number of the first
-            step, and what else the dispatch is given, to the packed metric
-            states of the steps, which it runs; see `run_steps`.
-        num_steps: How many.
-
-    Returns:
-        A function of an iterator (or the batches) and the number of the first
-        step; its packed states end with what `TimedIterator.seconds` tells.
+    Its arguments are an iterator (or the batches), the number of the first step
+    and what else `steps` takes after these (see `run_steps`). The packed metric
+    states end with what `TimedIterator.seconds` tells.
     """
 
     def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
@@ -211,14 +204,9 @@ def run_steps(
 
 
 class LocalLoop(Loop):
-    """Steps in this process.
+    """Steps of a model in this process, on the batches of `dataset` in order.
 
-    Args:
-        step: The step.
-        global_step: Scalar int64 variable, incremented once per step.
-        dataset: The batches, in order.
-        steps_per_dispatch: Steps in one `tf.function` call. Default: see
-            `dispatch_size`.
+    `steps_per_dispatch` of them in one `tf.function` call: see `dispatch_size`.
     """
 
     _task = "this process"

@@ -17,11 +17,8 @@ import tensorflow as tf
 class Replicas:
     """What a step asks of the replicas beside its own.
 
-    Each method is called by every replica, in its context.
-
-    Args:
-        strategy: A synchronous `tf.distribute` strategy.
-        anchor: Any variable that was made in its scope.
+    Each method is called by every replica, in its context. `anchor` is any
+    variable that was made in the strategy's scope.
 
     Attributes:
         num: Number of replicas, on all machines together.
@@ -62,9 +59,8 @@ class Replicas:
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Means over all examples, and how many these are.
 
-        Args:
-            tensors: Means over this replica's examples, of static shapes.
-            size: Scalar float32: how many these are; maybe none.
+        From those, of static shapes, over this replica's `size` examples: a
+        scalar float32, maybe 0.
         """
         weighted = [mean_to_sum(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])

@@ -28,15 +28,13 @@ class ReplicatedLoop(LocalLoop):
     shapes are fixed, all end with the first.)
 
     Args:
-        step: The step, made with `replicas`.
-        global_step: Scalar int64 variable, incremented once per step.
-        dataset: In order, the global batches, the same in every process; or,
-            with `own_batches`, those of this process's replicas, one for each.
-            A global batch that the number of replicas does not divide gives
-            some of them one example less; what all learn is still the mean
-            over examples.
-        strategy: The strategy.
-        replicas: The replicas.
+        step: Made with `replicas`.
+        global_step: As for every `Loop`.
+        dataset: The global batches, the same in every process, of which some
+            replicas may get one example less than others; with `own_batches`
+            those of this process's replicas, one for each.
+        strategy: A synchronous one.
+        replicas: Its replicas.
         own_batches: See `dataset`.
         steps_per_dispatch: As for `LocalLoop`.
     """
