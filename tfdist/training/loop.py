@@ -209,6 +209,7 @@ class LocalLoop(Loop):
     `steps_per_dispatch` of them in one `tf.function` call: see `dispatch_size`.
     """
 
+    iterator: tf.data.Iterator
     _task = "this process"
     _batches_per_step = 1
 
