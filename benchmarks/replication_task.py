@@ -30,9 +30,10 @@ from tfdist._tf.private import UninitializedVariable
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.data.input_fns import InputFn
 from tfdist.placement.scope import placed_scope
 from tfdist.training import optimizers
-from tfdist.training.coordinated_loop import CoordinatedLoop, InputFn
+from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.fence import Generations
 from tfdist.training.loop import automatic_steps_per_dispatch, run_steps
 from tfdist.training.step import ModelStep

@@ -15,6 +15,7 @@ import threading
 import tensorflow as tf
 
 from tests import recovery_job
+from tfdist._tf import private
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
@@ -60,7 +61,7 @@ def run_until_failed(strategy, failures):
     workers = Workers(strategy, 1)
     dataset = workers.coordinator.create_per_worker_dataset(input_fn)
     iterator = iter(dataset)
-    concrete = workers.trace(dispatch, iterator)
+    concrete = private.trace(workers.coordinator, dispatch, iterator)
     ended = collections.Counter()
     over = threading.Event()
 
@@ -70,7 +71,7 @@ def run_until_failed(strategy, failures):
             ended["done"] += 1
         except tf.errors.OpError as error:
             ended[type(error).__name__] += 1
-            workers.renew_input()
+            private.renew_resources(workers.coordinator)
         over.set()
 
     while ended.total() - ended["done"] < failures:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def trained(number):
     model = lookup_models.made(number, ours=True)
-    loop, _ = local_loop(model, lookup_models.dataset(number))
+    loop, _ = local_loop(model, lookup_models.dataset(number), 2)
     loop.run(lookup_models.STEPS)
     return weights_of(model)
 

@@ -6,6 +6,7 @@ TF1's `tf.get_variable(..., partitioner=...)` with
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +25,10 @@ _COMBINERS = ("sum", "mean", "sqrtn")
 class PartitionedEmbedding(keras.layers.Layer):
     """Looks up rows of a table that is held in pieces.
 
-    Each shard is an ordinary variable on one parameter server: shard `i` holds
-    the rows of `row_slices(input_dim, num_shards)[i]` ("div"). A step gathers
-    each row that it needs once, on the server that holds it; only these rows
-    travel. Without a cluster it is an ordinary layer with the same numbers.
+    Each shard is an ordinary variable on one parameter server, with consecutive
+    rows ("div"). A step gathers each row that it needs once, on the server that
+    holds it; only these rows travel. Without a cluster it is an ordinary layer
+    with the same numbers.
 
     >>> layer = PartitionedEmbedding(10, 4, num_shards=3)
     >>> layer(tf.constant([[1, 9], [1, 0]])).shape
@@ -60,13 +61,12 @@ class PartitionedEmbedding(keras.layers.Layer):
             the server that holds it. A random one draws differently for each
             shard, so a table's initial values depend on `num_shards`.
         name: Name of the layer.
-        **kwargs: As for `keras.layers.Layer`.
+        **kwargs: As for every layer.
 
     Call arguments:
         ids: int32 or int64: a dense tensor `(batch, ...)`, a
             `tf.RaggedTensor` or `tf.SparseTensor` `(batch, None)`.
-        weights: Optional, of the form of `ids`, float: weights of the
-            combiner.
+        weights: Of the form of `ids`, float; for a combiner. Default: ones.
 
     Returns:
         `ids.shape + (output_dim,)`, without the last axis of `ids` if there
@@ -140,63 +140,55 @@ class PartitionedEmbedding(keras.layers.Layer):
         if isinstance(ids, tf.SparseTensor):
             if self.combiner is None:
                 raise ValueError("Sparse ids need a `combiner`.")
-            flat, rows_of = ids.values, ids.indices[:, 0]
-            values = weights.values if weights is not None else None
-            return self._segments(flat, values, rows_of, ids.dense_shape[0])
-        if isinstance(ids, tf.RaggedTensor):
+            segment, num = ids.indices[:, 0], ids.dense_shape[0]
+            weights = weights.values if weights is not None else None
+            ids = ids.values
+        elif isinstance(ids, tf.RaggedTensor):
             if self.combiner is None:
                 return ids.with_flat_values(self._rows(ids.flat_values))
-            values = weights.flat_values if weights is not None else None
-            return self._segments(
-                ids.flat_values, values, ids.value_rowids(), ids.nrows()
-            )
-        ids = tf.convert_to_tensor(ids)
-        flat = ids if ids.shape.rank == 1 else tf.reshape(ids, [-1])
-        rows = self._rows(flat)
-        rows = _reshaped(rows, ids, self.output_dim)
-        if self.combiner is None:
-            return rows
+            segment, num = ids.value_rowids(), ids.nrows()
+            weights = weights.flat_values if weights is not None else None
+            ids = ids.flat_values
+        else:
+            ids = tf.convert_to_tensor(ids)
+            flat = ids if ids.shape.rank == 1 else tf.reshape(ids, [-1])
+            rows = _reshaped(self._rows(flat), ids, self.output_dim)
+            if self.combiner is None:
+                return rows
+            total = functools.partial(tf.reduce_sum, axis=-2)
+            return self._combined(ids, rows, weights, total)
+        total = functools.partial(
+            tf.math.unsorted_segment_sum, segment_ids=segment, num_segments=num
+        )
+        return self._combined(ids, self._rows(ids), weights, total)
+
+    def _combined(
+        self,
+        ids: tf.Tensor,
+        rows: tf.Tensor,
+        weights: tf.Tensor | None,
+        total: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tf.Tensor:
+        """The combined rows, given the sum over an example; no id: zeros."""
         if weights is None:
             weights = tf.ones_like(ids, rows.dtype)
         weights = tf.cast(weights, rows.dtype)[..., tf.newaxis]
-        return _normalized(
-            self.combiner,
-            tf.reduce_sum(rows * weights, axis=-2),
-            tf.reduce_sum(weights, axis=-2),
-            tf.reduce_sum(weights * weights, axis=-2),
-        )
+        combined = total(rows * weights)
+        if self.combiner == "mean":
+            return tf.math.divide_no_nan(combined, total(weights))
+        if self.combiner == "sqrtn":
+            norm = tf.sqrt(total(weights * weights))
+            return tf.math.divide_no_nan(combined, norm)
+        return combined
 
     def compute_output_spec(
         self, ids: Any, weights: Any = None
     ) -> keras.KerasTensor:
         """Shape and dtype of the result for a symbolic input."""
         self._check_dtype(ids.dtype)
-        shape = tuple(ids.shape)
-        if self.combiner is not None:
-            shape = shape[:-1]
+        shape = ids.shape if self.combiner is None else ids.shape[:-1]
         return keras.KerasTensor(
             (*shape, self.output_dim), dtype=self.compute_dtype
-        )
-
-    def _segments(
-        self,
-        flat: tf.Tensor,
-        weights: tf.Tensor | None,
-        segment: tf.Tensor,
-        num_segments: tf.Tensor,
-    ) -> tf.Tensor:
-        """Combines the rows of `flat` ids, segment by segment."""
-        assert self.combiner is not None
-        rows = self._rows(flat)
-        if weights is None:
-            weights = tf.ones_like(flat, rows.dtype)
-        weights = tf.cast(weights, rows.dtype)[:, tf.newaxis]
-        return _normalized(
-            self.combiner,
-            *(
-                tf.math.unsorted_segment_sum(value, segment, num_segments)
-                for value in (rows * weights, weights, weights * weights)
-            ),
         )
 
     def _rows(self, flat: tf.Tensor) -> tf.Tensor:
@@ -221,7 +213,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             )
 
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
-        """`flat`, once it is sure that every id is in the table."""
+        """`flat`, if every id is in the table."""
         inside = (flat >= 0) & (flat < self.input_dim)
         check = tf.debugging.Assert(
             tf.reduce_all(inside),
@@ -287,17 +279,3 @@ def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
     rows.set_shape([*ids.shape, dim])
     return rows
-
-
-def _normalized(
-    combiner: str,
-    total: tf.Tensor,
-    weight: tf.Tensor,
-    squared_weight: tf.Tensor,
-) -> tf.Tensor:
-    """The combined row; zeros where there is no id."""
-    if combiner == "sum":
-        return total
-    if combiner == "mean":
-        return tf.math.divide_no_nan(total, weight)
-    return tf.math.divide_no_nan(total, tf.sqrt(squared_weight))

@@ -10,36 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
-
-
-class RowProvider(Protocol):
-    """What gives a table the rows of its ids."""
-
-    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """Rows `(n, dim)` for the int64 ids `(n,)` of `table`."""
-
-
-_provider: contextvars.ContextVar[RowProvider | None] = contextvars.ContextVar(
-    "row_provider", default=None
-)
-
-
-def current() -> RowProvider | None:
-    """The row provider of the step that is being traced, if any."""
-    return _provider.get()
-
-
-@contextlib.contextmanager
-def answered_by(provider: RowProvider) -> Iterator[None]:
-    """Lookups inside get their rows from `provider`."""
-    token = _provider.set(provider)
-    try:
-        yield
-    finally:
-        _provider.reset(token)
 
 
 def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
@@ -65,7 +38,7 @@ class Collector:
         self.answers: list[str] = []
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """See `RowProvider`."""
+        """Zeros, for the rows `(n, dim)` of the int64 ids `(n,)`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
@@ -99,8 +72,7 @@ class Answers:
         self._left = list(zip(tables, answers, strict=True))
 
     def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """See `RowProvider`."""
-        del ids
+        """The rows of the next lookup."""
         expected: Any
         expected, answer = self._left.pop(0) if self._left else (None, None)
         if expected is not table:
@@ -111,6 +83,26 @@ class Answers:
         """Raises `ValueError` if a lookup was not done this time."""
         if self._left:
             raise _differs("none", self._left[0][0])
+
+
+_provider: contextvars.ContextVar[Collector | Answers | None] = (
+    contextvars.ContextVar("row_provider", default=None)
+)
+
+
+def current() -> Collector | Answers | None:
+    """The row provider of the step that is being traced, if any."""
+    return _provider.get()
+
+
+@contextlib.contextmanager
+def answered_by(provider: Collector | Answers) -> Iterator[None]:
+    """Lookups inside get their rows from `provider`."""
+    token = _provider.set(provider)
+    try:
+        yield
+    finally:
+        _provider.reset(token)
 
 
 def _differs(found: str, expected: Any) -> ValueError:

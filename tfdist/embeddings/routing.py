@@ -21,9 +21,8 @@ from tfdist.embeddings import lookups
 class Group:
     """Tables of one width and optimizer, whose rows are numbered through.
 
-    Treating them as one makes routing independent of their number. Shards are
-    ranked by the server that holds them, so that the rows of one server are
-    neighbours in every tensor.
+    Shards are ranked by the server that holds them, so that the rows of one
+    server are neighbours in every tensor.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Route:
         ids: For each server, int64: the rows of its shards, shard by shard.
         counts: For each server, int32: how many of each shard.
         sizes: How many of each server.
-        positions: For each id of the group's lookups, one after the other,
-            where its row is in all servers' rows.
+        positions: For each id that was looked up, where all servers' rows,
+            one after the other, have its row.
     """
 
     ids: dict[str, tf.Tensor]

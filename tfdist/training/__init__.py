@@ -6,7 +6,7 @@ Read in this order: `step` (a compiled model becomes a function), `layout`
 `loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`.
 
 Details of a step: `forward` (what of a model runs before its lookups),
-`computation`, `metrics` and `metric_states`, `seeds`, `counters`,
+`computation`, `metrics` and `metric_states`, `counters`,
 `conditional_updates`, `fence`, `staleness`.
 """
 

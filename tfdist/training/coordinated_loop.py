@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import enum
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist.data.input_wait import InputSeconds, InputWatch, awaited
+from tfdist.data.input_fns import InputFn
+from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.data.worker_context import WorkerContext
 from tfdist.training.fence import Generations
 from tfdist.training.loop import (
-    Dispatches,
     EndOfInput,
+    Loop,
+    Watch,
+    dispatch,
     dispatch_size,
+    dispatch_sizes,
     metrics_from_states,
     run_steps,
+    unwatched,
 )
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
 _log = logging.getLogger(__name__)
 
-InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+_END_SECS = 10.0
+# How long a worker whose data has ended leaves the queue to the others.
+_PAUSE_SECS = 0.01
 
 
-class CoordinatedLoop:
+class CoordinatedLoop(Loop):
     """Steps on the workers of a `ParameterServerStrategy`.
 
     Workers take dispatches from one queue as they become free, so none waits
@@ -43,35 +50,25 @@ class CoordinatedLoop:
     A dispatch runs once. If its worker dies, some of its steps may have been
     applied: `global_step`, which counts where updates land, tells how many are
     missing, and other dispatches make up for those. Their metrics are lost.
-    In the step in which it dies, a worker may have reached some servers and
-    not others; it counts if it reached the one that holds `global_step`.
-    A worker whose connection to a server breaks is taken for one that died
-    and came back: both begin with another pass over the data (see
-    `WorkerContext`), as does the whole job when it is restored.
+    The step in which a worker dies may have reached some servers alone; it
+    counts if it reached the one that holds `global_step`. A worker whose
+    connection to a server breaks is taken for one that died and came back: both
+    begin with another pass over the data (see `WorkerContext`).
 
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or
     unknown length runs one step per dispatch.
 
     Args:
-        step: The step; the variables live on the parameter servers.
-        global_step: Scalar int64 variable on a parameter server.
+        step: A `remote` one.
+        global_step: On a parameter server.
         input_fn: From an `InputContext` to the dataset of one worker; called
-            while the dataset is traced, `input_pipeline_id` is a scalar
-            tensor.
-        num_workers: Number of workers.
-        steps_per_dispatch: Steps in one dispatch, as for a `LocalLoop`.
+            while that is traced, `input_pipeline_id` is a scalar tensor.
         strategy: The strategy.
+        num_workers: How many there are.
+        steps_per_dispatch: See `dispatch_size`.
         example: What `input_fn` has returned, if it was called already.
-
-    Attributes:
-        fixed_shares: Whether each worker reads a part of the data that nobody
-            else ever reads; known once steps have run.
     """
-
-    iterator = None  # Each worker has its own, which dies with it.
-
-    own_batches = False
 
     def __init__(
         self,
@@ -84,81 +81,71 @@ class CoordinatedLoop:
         steps_per_dispatch: int | None = None,
         example: tf.data.Dataset | None = None,
     ) -> None:
+        super().__init__(global_step)
         self._workers = Workers(strategy, num_workers)
         self._step = step
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
-        self._global_step = global_step
         devices = [d.name for d in tf.config.list_logical_devices("CPU")]
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
         if example is None:
             example = input_fn(tf.distribute.InputContext())
-        size = dispatch_size(step.model, steps_per_dispatch)
+        self._full = dispatch_size(step.model, steps_per_dispatch)
         if example.cardinality() != tf.data.INFINITE_CARDINALITY:
             asked = steps_per_dispatch or step.model.steps_per_execution > 1
-            if asked and size > 1:
+            if asked and self._full > 1:
                 _log.warning(
                     "One step is dispatched at a time, not %d as asked for: "
                     "where the data of a worker end, a dispatch would lose its "
                     "other steps. `dataset.repeat()` has no end.",
-                    size,
+                    self._full,
                 )
-            size = 1
-        self._dispatches = Dispatches(
-            functools.partial(run_steps, step), size, self._generations.fence
-        )
+            self._full = 1
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
-        self.fixed_shares = False
-        self._concrete: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._max_ahead = 2 * num_workers * self._dispatches.full
+        self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
+        self._max_ahead = 2 * num_workers * self._full
         self._pending: list[_Dispatch] = []
+        self._exhausted: set[int] = set()  # Workers whose data has ended.
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
         self._earlier: Any = 0.0
-        self._input_secs = InputSeconds()
         self._input_watch = InputWatch(self._waits)
-        self.step = self._next_step = 0
+        self._applied = self._next_step = 0
+
+    @property
+    def step(self) -> int:
+        """See `Loop.step`."""
+        return self._applied
 
     def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
+        self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
         """See `Loop.run`."""
         if self._uncertain and not self._pending:
             self._recount()
         total, self._earlier = self._earlier, 0.0
-        target = self.step + num_steps
+        target = self._applied + num_steps
         limit = target + min(ahead, self._max_ahead)
-        while self.step < target:
-            exhausted = self._workers.all_exhausted()
-            if exhausted and not self._pending:
-                raise EndOfInput(metrics_from_states(total, self._step))
-            if not (exhausted or self._uncertain):
+        while self._applied < target:
+            if not (self._uncertain or self._all_exhausted()):
                 self._schedule_up_to(limit, most=num_steps)
+            if not (self._uncertain or self._pending):
+                raise EndOfInput(metrics_from_states(total, self._step))
             total += self._collect(watch, target)
         return metrics_from_states(total, self._step)
 
-    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
+    def wait_for_steps(self, watch: Watch = unwatched) -> None:
         """See `Loop.wait_for_steps`; the next run returns their metrics too."""
         while self._pending or self._uncertain:
             self._earlier += self._collect(watch)
 
     def evaluate(
-        self,
-        batches: tf.data.Dataset,
-        watch: Callable[[], None] = lambda: None,
+        self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
-        """Loss and metrics of the current parameters, by all workers.
-
-        Exact: every batch counts once, whatever dies. To be called when no
-        step is under way; empty if there is no batch. For the arguments see
-        `Workers.map`.
-        """
+        """See `Loop.evaluate`; by all workers, exact whatever dies."""
         packed = self._workers.map(self._evaluate, batches, watch)
         return metrics_from_states(sum(packed), self._step)
 
@@ -167,43 +154,34 @@ class CoordinatedLoop:
         assert self._step.staleness is not None  # It is `remote`.
         return self._step.staleness.histogram()
 
-    def input_secs(self) -> np.ndarray:
-        """See `Loop.input_secs`; of all workers together."""
-        return self._input_secs.take()
-
     def close(self) -> None:
         """See `Loop.close`."""
         self._workers.close()
 
     def has_ended(self) -> bool:
         """See `Loop.has_ended`."""
-        return self._workers.has_ended()
+        return private.coordinator_has_ended(
+            self._workers.coordinator, _END_SECS
+        )
+
+    def _all_exhausted(self) -> bool:
+        return len(self._exhausted) >= self._workers.num_workers
 
     def _schedule_up_to(self, limit: int, most: int) -> None:
         """Makes sure that the steps before `limit` are done or under way.
 
         No dispatch is of more than `most` steps: who runs them one by one is
-        to see each.
-
-        The first go one by one: a function of one step is traced in a tenth
-        of the time. While they run, that of a full dispatch is traced; from
-        then on nothing is, since TensorFlow calls every task for each function
-        and would hang with one that froze.
+        to see each. The first go one by one: a function of one step is traced
+        in a tenth of the time, and while they run that of a full dispatch is.
         """
-        under_way = sum(dispatch.size for dispatch in self._pending)
-        missing = limit - self.step - under_way
-        if missing <= 0:
-            return
-        if not self._concrete:
+        under_way = sum(each.size for each in self._pending)
+        missing = max(0, limit - self._applied - under_way)
+        sizes = dispatch_sizes(missing, self._full, self._next_step)
+        if most < self._full:
+            sizes = [1] * missing
+        if not self._traced:
             self._iterator = self._read_data()
-            self._trace(1)
             sizes = [1] * min(missing, self._max_ahead)
-        else:
-            sizes = self._dispatches.sizes(missing, self._next_step)
-            if most < self._dispatches.full:
-                sizes = [1] * missing
-            if not self._concrete.keys() >= set(sizes):
-                self._trace(self._dispatches.full)
         for size in sizes:
             self._schedule(self._next_step, size)
             self._next_step += size
@@ -214,7 +192,7 @@ class CoordinatedLoop:
         A worker that is lost begins again, as the function below is called
         for it: by then, another generation tells that from the first time.
         """
-        first = self.step - self._generations.current
+        first = self._applied - self._generations.current
 
         def dataset() -> tf.data.Dataset:
             generation = tf.cast(self._generations.read(), tf.int64)
@@ -231,67 +209,94 @@ class CoordinatedLoop:
         coordinator = self._workers.coordinator
         return iter(coordinator.create_per_worker_dataset(dataset))
 
-    def _trace(self, size: int) -> None:
-        self._concrete[size] = self._workers.trace(
-            self._dispatches.functions[size],
-            self._iterator,
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.float32),
-        )
+    def _steps(
+        self,
+        num_steps: int,
+        iterator: TimedIterator,
+        first_step: tf.Tensor,
+        generation: tf.Tensor,
+    ) -> tf.Tensor:
+        fence = self._generations.fence(generation)
+        return run_steps(self._step, num_steps, iterator, first_step, fence)
 
     def _schedule(self, first_step: int, size: int) -> None:
-        step = tf.constant(first_step, tf.int64)
-        generation = tf.constant(float(self._generations.current))
+        """Puts steps into the queue.
 
-        def run(iterator: Iterator) -> tf.Tensor:
-            return self._concrete[size](iterator, step, generation)
+        Each size is traced once, and early: TensorFlow calls every task for
+        each function, and would hang with one that froze.
+        """
+        if size not in self._traced:
+            self._traced[size] = private.trace(
+                self._workers.coordinator,
+                tf.function(dispatch(self._steps, size), autograph=False),
+                self._iterator,
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], tf.float32),
+            )
+        begun = _Dispatch(first_step, size)
+        call = functools.partial(
+            self._run_on_worker,
+            begun,
+            tf.constant(first_step, tf.int64),
+            tf.constant(float(self._generations.current)),
+        )
+        begun.future = self._workers.schedule(call, self._iterator)
+        self._pending.append(begun)
 
-        dispatch = _Dispatch(first_step, size, run, self._workers)
-        self._pending.append(dispatch)
-        self._workers.schedule(dispatch, self._iterator)
+    def _run_on_worker(
+        self,
+        begun: _Dispatch,
+        step: tf.Tensor,
+        generation: tf.Tensor,
+        iterator: Iterator,
+    ) -> None:
+        """Runs on a thread of the coordinator, for that thread's worker.
 
-    def _collect(
-        self, watch: Callable[[], None], target: float = math.inf
-    ) -> Any:
-        """Waits for a dispatch to end; returns the states of its steps."""
+        The coordinator calls again, for another worker, what has failed.
+        """
+        if begun.worker is not None:
+            begun.is_lost = True
+            return
+        worker = private.current_worker()
+        if worker in self._exhausted:
+            time.sleep(_PAUSE_SECS)
+            return
+        begun.since, begun.worker = time.monotonic(), worker
+        try:
+            packed = self._traced[begun.size](iterator, step, generation)
+            begun.packed = packed.numpy()
+        except tf.errors.OutOfRangeError:
+            self._exhausted.add(worker)
+        except tf.errors.OpError:
+            # An iterator that was cancelled says ever after that it is at its
+            # end. TensorFlow may take the error for a passing one.
+            private.renew_resources(self._workers.coordinator)
+            raise
+
+    def _collect(self, watch: Watch, target: float = math.inf) -> Any:
+        """Waits for a dispatch to end; returns the states of its steps.
+
+        For none that goes beyond `target`, unless only such are left.
+        """
         if not self._pending:
             self._recount()
             return 0.0
-        self._workers.wait(lambda: self._next_ended(target), watch)
+        within = [d for d in self._pending if self._applied + d.size <= target]
+        waited_for = within or self._pending
+        self._workers.wait([d.future for d in waited_for], watch)
         self._input_watch.look()
-        ended = self._next_ended(target)
+        ended = next((d for d in waited_for if d.future.done()), None)
         if ended is None:
             return 0.0
         self._pending.remove(ended)
-        if ended.outcome is _Outcome.DONE:
-            self.step += ended.size
-            assert ended.packed is not None
+        if ended.packed is not None:
+            self._applied += ended.size
             return self._input_secs.without(ended.packed)
-        if ended.outcome is _Outcome.LOST:
+        if ended.is_lost:
             self._uncertain = True
-        elif not self._workers.all_exhausted():
+        elif not self._all_exhausted():
             self._schedule(ended.first_step, ended.size)
         return 0.0
-
-    def _waits(self) -> dict[str, int]:
-        """See `InputWatch`. A worker that is in a dispatch for long is asked.
-
-        One that is frozen would not answer; by then it has lost its dispatch.
-        """
-        found, now = {}, time.monotonic()
-        for each in self._pending:
-            if not each.outcome and now - each.began > InputWatch.SECS / 3:
-                with tf.device(f"/job:worker/task:{each.worker}"):
-                    found[f"the input of worker:{each.worker}"] = awaited()
-        return found
-
-    def _next_ended(self, target: float) -> _Dispatch | None:
-        """A dispatch that has ended; none that goes beyond `target`.
-
-        Unless only such are left.
-        """
-        within = [d for d in self._pending if self.step + d.size <= target]
-        return next((d for d in within or self._pending if d.outcome), None)
 
     def _recount(self) -> None:
         """Finds out what was applied, once nothing is under way any more.
@@ -300,16 +305,20 @@ class CoordinatedLoop:
         dispatch: what it sends from now on is refused.
         """
         self._generations.advance()
-        self.step = self._next_step = int(self._global_step.numpy())
+        self._applied = self._next_step = int(self._global_step.numpy())
         self._uncertain = False
 
+    def _waits(self) -> dict[str, int]:
+        """See `InputWatch`. A worker that is in a dispatch for long is asked.
 
-class _Outcome(enum.Enum):
-    """How a dispatch ended."""
-
-    DONE = "its steps are applied"
-    SKIPPED = "its worker's data has ended; none of its steps is applied"
-    LOST = "its worker is gone; some of its steps may be applied"
+        One that is frozen would not answer; by then it has lost its dispatch.
+        """
+        found, long_ago = {}, time.monotonic() - InputWatch.SECS / 3
+        for each in self._pending:
+            if each.since < long_ago and not each.future.done():
+                with tf.device(f"/job:worker/task:{each.worker}"):
+                    found[f"the input of worker:{each.worker}"] = awaited()
+        return found
 
 
 @dataclasses.dataclass(eq=False)
@@ -319,46 +328,18 @@ class _Dispatch:
     Attributes:
         first_step: Number of the first of its steps.
         size: How many.
-        run: Runs them, given an iterator.
-        workers: The workers.
-        outcome: How it ended; None until then.
+        future: Done when it has ended.
         worker: Index of the worker that runs it; None until one does.
-        began: When it did.
-        packed: What `run` returned, if it is done.
+        since: When it began there.
+        packed: What it returned. None at its end: none of its steps is
+            applied, as the data of its worker has ended,
+        is_lost: or its worker is gone, and some of them may be.
     """
 
     first_step: int
     size: int
-    run: Callable[[Iterator], tf.Tensor]
-    workers: Workers
-    outcome: _Outcome | None = None
+    future: concurrent.futures.Future = dataclasses.field(init=False)
     worker: int | None = None
-    began: float = math.inf
+    since: float = math.inf
     packed: np.ndarray | None = None
-
-    def __call__(self, iterator: Iterator) -> None:
-        """Runs on a thread of the coordinator, for that thread's worker.
-
-        The coordinator calls again, for another worker, what has failed.
-        """
-        if self.began < math.inf:
-            self.outcome = _Outcome.LOST
-            return
-        if self.workers.is_exhausted():
-            self.workers.leave_to_others()
-            self.outcome = _Outcome.SKIPPED
-            return
-        self.worker = private.current_worker()
-        self.began = time.monotonic()
-        try:
-            self.packed = self.run(iterator).numpy()
-        except tf.errors.OutOfRangeError:
-            self.workers.mark_exhausted()
-            self.outcome = _Outcome.SKIPPED
-        except tf.errors.OpError:
-            # An iterator that was cancelled says ever after that it is at its
-            # end. TensorFlow may take the error for a passing one.
-            self.workers.renew_input()
-            raise
-        else:
-            self.outcome = _Outcome.DONE
+    is_lost: bool = False

@@ -1,4 +1,4 @@
-"""What counts a job's steps and an optimizer's updates, and goes by them."""
+"""What follows from a step's number: counts, learning rates, random seeds."""
 
 from __future__ import annotations
 
@@ -48,20 +48,14 @@ class Counters:
             # Differs from 0 where a trained optimizer starts a new job. Read
             # once, before any step is under way: both move on.
             with tf.init_scope():
-                self._ahead = int(self._counter.numpy()) - int(
-                    self._global_step.numpy()
-                )
+                counted = int(self._counter.numpy())
+                self._ahead = counted - int(self._global_step.numpy())
         return step + self._ahead
 
     def learning_rates(
         self, iteration: tf.Tensor, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """The learning rate of each part of the optimizer.
-
-        Args:
-            iteration: From `iteration`.
-            values: Of `rates`.
-        """
+        """The learning rate of each part, from the values of `rates`."""
         known = list(zip(self.rates, values, strict=True))
         return [
             optimizers.learning_rate(part, iteration, known)
@@ -94,3 +88,24 @@ class Counters:
             needed = read if gradients is None else [gradients]
             with tf.device(device), tf.control_dependencies(needed):
                 counter.assign_add(one[0])
+
+
+def step_seeds(
+    generators: Sequence[keras.Variable], *numbers: tf.Tensor
+) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Each random generator's state, and its value in a step.
+
+    Keras' generators count in a shared variable, so two workers could draw the
+    same dropout mask. Here a seed depends on the step's number alone, and on
+    the replica's if there are several.
+    """
+    seeds = []
+    for generator in generators:
+        # They never change, so they are read while the step is traced.
+        with tf.init_scope():
+            start = generator.numpy()
+        seed = tf.cast(start, tf.int64)
+        for number in numbers:
+            seed = tf.random.fold_in(seed, number)
+        seeds.append((generator, tf.cast(seed, generator.dtype)))
+    return seeds

@@ -10,7 +10,7 @@ new generation whenever a dispatch was lost, before it makes up for its steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -22,14 +22,9 @@ class Generations:
         devices: Of the parameter servers.
     """
 
-    def __init__(self, devices: list[str]) -> None:
+    def __init__(self, devices: Sequence[str]) -> None:
         self.current = 0
-        self._variables: dict[str, tf.Variable] = {}
-        for device in devices:
-            with tf.device(device):
-                self._variables[device] = tf.Variable(
-                    0.0, trainable=False, name="generation"
-                )
+        self._variables = {device: _zero_on(device) for device in devices}
 
     def fence(self, generation: tf.Tensor) -> Fence:
         """What the updates of a dispatch of `generation` must pass."""
@@ -61,20 +56,17 @@ class Fence:
     def passed(
         self, device: str, generation: tf.Tensor, message: tf.Tensor
     ) -> tf.Tensor:
-        """`message` as it is, if its generation is current on `device`.
+        """A 1-D `message` as it is, if its generation is current on `device`.
 
-        No `tf.debugging.Assert`: TensorFlow runs a function's asserts one
-        after the other, so a server would wait for the other servers, and a
-        step for the one before.
-
-        Args:
-            device: Where `message` is; its parameter server.
-            generation: Scalar float32 on `device`.
-            message: One-dimensional.
-
-        Raises:
-            InvalidArgumentError: "Expected size[0] in ..., but got -2".
+        Else "Expected size[0] in ..., but got -2". No `tf.debugging.Assert`:
+        TensorFlow runs a function's asserts one after the other, so a server
+        would wait for the other servers, and a step for the one before.
         """
         with tf.device(device):
             current = tf.equal(self.variables[device], generation)
             return tf.slice(message, [0], [tf.where(current, -1, -2)])
+
+
+def _zero_on(device: str) -> tf.Variable:
+    with tf.device(device):
+        return tf.Variable(0.0, trainable=False, name="generation")

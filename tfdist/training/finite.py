@@ -30,10 +30,8 @@ class NonFiniteVariablesError(tf.compat.v1.train.NanLossDuringTrainingError):
 class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
-    Every device adds up what it holds, in one pass over its memory: a sum that
-    is finite has finite terms alone. Variables of other sums are looked at
-    element by element, for large terms may overflow. Over the network comes
-    one message per device, a truth value for each variable.
+    Each device looks at what it holds; over the network comes one message per
+    device, a truth value for each variable.
 
     Args:
         variables: Name to variable; one in shards, or with a copy for each
@@ -51,35 +49,29 @@ class FiniteCheck:
                 for v in copies:
                     if v.dtype in _FLOATS:
                         self._parts[v.device].append((name, v))
-        self._sums = tf.function(self._are_sums_finite, autograph=False)
+        self._looks = tf.function(self._are_finite, autograph=False)
 
     def trace(self) -> None:
-        """Traces the function that adds up, while every task is alive."""
-        self._sums.get_concrete_function()
+        """Traces the function that looks, while every task is alive."""
+        self._looks.get_concrete_function()
 
     def not_finite(self) -> list[str]:
         """Names of the variables that are not finite throughout."""
-        found: dict[str, bool | None] = {}
-        for finite, parts in zip(
-            self._sums(), self._parts.values(), strict=True
-        ):
-            for i in (~finite.numpy()).nonzero()[0]:
-                name, variable = parts[i]
-                with tf.device(variable.device):
-                    exact = tf.math.is_finite(variable.read_value())
-                    found[name] = not tf.reduce_all(exact) or found.get(name)
-        return [name for name, is_bad in found.items() if is_bad]
+        names = [name for parts in self._parts.values() for name, _ in parts]
+        finite = [each for own in self._looks() for each in own.numpy()]
+        pairs = zip(names, finite, strict=True)
+        return list(dict.fromkeys(name for name, good in pairs if not good))
 
-    def _are_sums_finite(self) -> list[tf.Tensor]:
-        """For each device, whether each of its variables has a finite sum."""
+    def _are_finite(self) -> list[tf.Tensor]:
+        """For each device, whether each of its variables is finite."""
         finite = []
         for device, parts in self._parts.items():
-            sums: list[tf.Tensor] = []
+            found: list[tf.Tensor] = []
             with tf.device(device):
                 for _, variable in parts:
                     # One by one: reading may copy, where rows are updated.
-                    with tf.control_dependencies(sums[-1:]):
-                        total = tf.reduce_sum(variable.read_value())
-                    sums.append(tf.math.is_finite(total))
-                finite.append(tf.stack(sums))
+                    with tf.control_dependencies(found[-1:]):
+                        values = tf.math.is_finite(variable.read_value())
+                    found.append(tf.reduce_all(values))
+                finite.append(tf.stack(found))
         return finite

@@ -1,9 +1,8 @@
 """How steps run: in this process; on workers, see `coordinated_loop.py`.
 
-Both loops trace the same dispatch: `steps_per_dispatch` steps of a `ModelStep`,
-unrolled in one `tf.function` (design decision D4). `run(num_steps)` runs
-exactly that many and returns the loss and metrics of exactly those steps; the
-remainder that does not fill a dispatch goes in dispatches of a single step.
+All loops over a `ModelStep` trace the same dispatch: `steps_per_dispatch`
+steps, unrolled in one `tf.function` (design decision D4). `run(num_steps)` runs
+exactly that many; those that do not fill a dispatch run in dispatches of one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -30,6 +29,11 @@ from tfdist.training.metric_states import States
 from tfdist.training.step import ModelStep
 
 Step: TypeAlias = ModelStep | KerasStep
+Watch: TypeAlias = Callable[[], None]
+
+
+def unwatched() -> None:
+    """A watch that never ends the wait."""
 
 
 class EndOfInput(Exception):
@@ -44,8 +48,10 @@ class EndOfInput(Exception):
         self.logs = logs
 
 
-class Loop(Protocol):
-    """The interface of every loop.
+class Loop:
+    """What a session runs; as it stands, steps in this process, one by one.
+
+    `global_step`, a scalar int64 variable, is incremented once per step.
 
     Attributes:
         iterator: What the steps read from, where its position can be saved
@@ -56,19 +62,21 @@ class Loop(Protocol):
             others.
     """
 
-    fixed_shares: bool
-    own_batches: bool
-    iterator: tf.data.Iterator | None
+    iterator: tf.data.Iterator | None = None
+    fixed_shares = False
+    own_batches = False
+
+    def __init__(self, global_step: tf.Variable) -> None:
+        self._global_step = global_step
+        self._input_secs = InputSeconds()
 
     @property
     def step(self) -> int:
         """Steps applied in the job, as far as `run` has counted them."""
+        return int(self._global_step.numpy())
 
     def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
+        self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
         """Runs `num_steps` steps; returns their loss and metrics.
 
@@ -83,25 +91,33 @@ class Loop(Protocol):
         Raises:
             EndOfInput: the input ended before.
         """
+        raise NotImplementedError
 
-    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
+    def wait_for_steps(self, watch: Watch = unwatched) -> None:
         """Waits for the steps under way; `step` then counts them too."""
 
     def evaluate(
-        self,
-        batches: tf.data.Dataset,
-        watch: Callable[[], None] = lambda: None,
+        self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
         """Loss and metrics of the current parameters; no step is under way.
 
         Every batch counts once; empty if there is none.
+
+        Raises:
+            ValueError: the loop has no model that can be evaluated.
         """
+        raise ValueError(
+            "`evaluate` needs a session that trains a Keras model through a "
+            "tfdist.training.loop.Loop; this one runs a plain step function."
+        )
 
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
+        return None
 
     def input_secs(self) -> np.ndarray:
         """`[waited for data, all]`: seconds of steps since the last call."""
+        return self._input_secs.take()
 
     def close(self) -> None:
         """Ends what the loop has started. It cannot run any more."""
@@ -111,14 +127,15 @@ class Loop(Protocol):
 
         To be asked when every task is up; waits for ten seconds at most.
         """
+        return True
 
 
 def automatic_steps_per_dispatch(num_variables: int) -> int:
     """Steps per dispatch where the user did not choose.
 
-    A dispatch costs about half a millisecond whatever is in it, and tracing
-    grows with its steps times the model's variables. Ten is the knee for
-    models of some dozens of variables; large models have long steps anyway.
+    A dispatch costs half a millisecond whatever is in it, and tracing grows
+    with its steps times the model's variables, of which large models, with
+    long steps, have many.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
@@ -130,76 +147,46 @@ def dispatch_size(model: keras.Model, wanted: int | None) -> int:
     """Steps per dispatch: as wanted, as `compile` was told, or automatic."""
     if wanted is None and model.steps_per_execution > 1:
         return model.steps_per_execution
-    automatic = automatic_steps_per_dispatch(len(model.trainable_variables))
-    return automatic if wanted is None else wanted
+    if wanted is None:
+        return automatic_steps_per_dispatch(len(model.trainable_variables))
+    if wanted < 1:
+        raise ValueError(
+            "Argument `steps_per_dispatch` must be positive. Received: "
+            f"steps_per_dispatch={wanted}."
+        )
+    return wanted
 
 
-class Dispatches:
-    """The functions of a loop: one full dispatch and a single step.
+def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
+    """Sizes of the dispatches that make up `num_steps` steps.
 
-    Attributes:
-        full: Number of steps in a full dispatch.
-        functions: Number of steps to the function that runs them.
+    Full ones begin at multiples of their size, as what happens every so many
+    steps does.
 
-    Args:
-        steps: From a number of steps, an iterator, the number of the first
-            step and a fence to the packed metric states of the steps, which
-            it runs; see `run_steps`. The functions take an iterator or the
-            batches of the steps, and add to the vector what
-            `TimedIterator.seconds` tells.
-        full: Number of steps in a full dispatch.
-        fence: From a generation to what each update must pass; None: nothing.
-        batches: Where the functions take batches: the `tf.TypeSpec` structures
-            of those of one step.
+    >>> dispatch_sizes(9, full=4, first_step=3)
+    [1, 4, 4]
+    """
+    lead = min(-first_step % full, num_steps)
+    whole, rest = divmod(num_steps - lead, full)
+    return [1] * lead + [full] * whole + [1] * rest
+
+
+def dispatch(
+    steps: Callable[..., tf.Tensor], num_steps: int
+) -> Callable[..., tf.Tensor]:
+    """What is traced to run `num_steps` steps.
+
+    Its arguments are an iterator (or the batches), the number of the first step
+    and what else `steps` takes after these (see `run_steps`). The packed metric
+    states end with what `TimedIterator.seconds` tells.
     """
 
-    def __init__(
-        self,
-        steps: Callable[..., tf.Tensor],
-        full: int,
-        fence: Callable[[tf.Tensor], Fence] | None = None,
-        batches: tuple[Any, ...] = (),
-    ) -> None:
-        if full < 1:
-            raise ValueError(
-                "Argument `steps_per_dispatch` must be positive. Received: "
-                f"steps_per_dispatch={full}."
-            )
-        self.full = full
-        self._steps = steps
-        self._fence = fence
-        # As in Keras' own training function, autograph converts nothing.
-        self.functions = {
-            n: tf.function(
-                self._unrolled(n),
-                input_signature=(n * batches, tf.TensorSpec([], tf.int64))
-                if batches
-                else None,
-                autograph=False,
-            )
-            for n in {1, full}
-        }
+    def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
+        timed = TimedIterator(iter(source), first_step)
+        packed = steps(num_steps, timed, first_step, *args)
+        return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
 
-    def _unrolled(self, num_steps: int) -> Callable[..., tf.Tensor]:
-        def dispatch(
-            source: Iterable, first_step: tf.Tensor, *generation: tf.Tensor
-        ) -> tf.Tensor:
-            fence = self._fence(*generation) if self._fence else None
-            timed = TimedIterator(iter(source), first_step)
-            packed = self._steps(num_steps, timed, first_step, fence)
-            return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
-
-        return dispatch
-
-    def sizes(self, num_steps: int, first_step: int = 0) -> list[int]:
-        """Sizes of the dispatches that make up `num_steps` steps.
-
-        Full ones begin at multiples of their size, as what happens every so
-        many steps does.
-        """
-        lead = min(-first_step % self.full, num_steps)
-        whole, rest = divmod(num_steps - lead, self.full)
-        return [1] * lead + [self.full] * whole + [1] * rest
+    return run
 
 
 def run_steps(
@@ -216,58 +203,13 @@ def run_steps(
     return step.pack(states)
 
 
-class InProcessLoop:
-    """What all loops share whose steps run in this process, one by one.
+class LocalLoop(Loop):
+    """Steps of a model in this process, on the batches of `dataset` in order.
 
-    Args:
-        global_step: Scalar int64 variable, incremented once per step.
-
-    Attributes:
-        own_batches: Whether the data are this process's alone, and others have
-            others.
+    `steps_per_dispatch` of them in one `tf.function` call: see `dispatch_size`.
     """
 
-    own_batches = False
-    fixed_shares = False
-
-    def __init__(self, global_step: tf.Variable) -> None:
-        self._global_step = global_step
-        self._input_secs = InputSeconds()
-
-    @property
-    def step(self) -> int:
-        """See `Loop`."""
-        return int(self._global_step.numpy())
-
-    def wait_for_steps(self, watch: Callable[[], None] = lambda: None) -> None:
-        """No step is ever under way."""
-
-    def staleness(self) -> None:
-        """One process reads nothing stale."""
-
-    def input_secs(self) -> np.ndarray:
-        """See `Loop.input_secs`."""
-        return self._input_secs.take()
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def has_ended(self) -> bool:
-        """Nothing is left."""
-        return True
-
-
-class LocalLoop(InProcessLoop):
-    """Steps in this process.
-
-    Args:
-        step: The step.
-        global_step: Scalar int64 variable, incremented once per step.
-        dataset: The batches, in order.
-        steps_per_dispatch: Steps in one `tf.function` call. Default: see
-            `dispatch_size`.
-    """
-
+    iterator: tf.data.Iterator
     _task = "this process"
     _batches_per_step = 1
 
@@ -280,12 +222,18 @@ class LocalLoop(InProcessLoop):
     ) -> None:
         super().__init__(global_step)
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+        self._full = dispatch_size(step.model, steps_per_dispatch)
         read = self._batches_per_step * (dataset.element_spec,)
-        self._dispatches = Dispatches(
-            self._steps,
-            dispatch_size(step.model, steps_per_dispatch),
-            batches=read if self._may_end else (),
-        )
+        number = tf.TensorSpec([], tf.int64)
+        # As in Keras' own training function, autograph converts nothing.
+        self._functions = {
+            n: tf.function(
+                dispatch(self._steps, n),
+                input_signature=(n * read, number) if self._may_end else None,
+                autograph=False,
+            )
+            for n in {1, self._full}
+        }
         self._read_at = 0.0
         self._watch = InputWatch(self._waits)
         self._step = step
@@ -293,49 +241,37 @@ class LocalLoop(InProcessLoop):
         self.iterator = iter(dataset)
 
     def _steps(
-        self,
-        num_steps: int,
-        iterator: TimedIterator,
-        first_step: tf.Tensor,
-        fence: None = None,
+        self, num_steps: int, iterator: TimedIterator, first_step: tf.Tensor
     ) -> tf.Tensor:
         return run_steps(self._step, num_steps, iterator, first_step)
 
     def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
+        self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
         """See `Loop.run`."""
         total: float | np.ndarray = 0.0
         first_step = self.step
-        end = first_step + num_steps
+        end, ended = first_step + num_steps, True
         with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
             for source, size in self._sources(num_steps):
-                packed = self._dispatches.functions[size](
+                packed = self._functions[size](
                     source, tf.constant(first_step, tf.int64)
                 )
                 first_step += size
                 states = self._input_secs.without(packed.numpy())
                 total = self._step.joined(total, states)
                 if self._ended_before(first_step):
-                    end += 1
                     break
-        if first_step < end:
+            else:
+                ended = first_step < end
+        if ended:
             raise EndOfInput(metrics_from_states(total, self._step))
         return metrics_from_states(total, self._step)
 
     def evaluate(
-        self,
-        batches: tf.data.Dataset,
-        watch: Callable[[], None] = lambda: None,
+        self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
-        """See `Loop.evaluate`.
-
-        Raises:
-            ValueError: the model has a `train_step` of its own.
-        """
+        """See `Loop.evaluate`."""
         if not isinstance(self._step, ModelStep):
             raise ValueError(
                 f"Model {self._step.model.name!r} has a `train_step` of its "
@@ -345,8 +281,11 @@ class LocalLoop(InProcessLoop):
         if self._evaluation is None:
             # A step of its own: metrics that are no sums go on in training's.
             step = ModelStep(self._step.model, batches.element_spec)
-            self._evaluation = step, tf.function(
-                step.evaluate, autograph=False, reduce_retracing=True
+            self._evaluation = (
+                step,
+                tf.function(
+                    step.evaluate, autograph=False, reduce_retracing=True
+                ),
             )
         step, evaluate = self._evaluation
         states: States = []
@@ -359,11 +298,10 @@ class LocalLoop(InProcessLoop):
         """What each dispatch reads from, and its number of steps.
 
         Where the data may end, the batches are read before: a function in
-        which they end would lose its other steps. Those that do not fill a
-        dispatch are dispatches of a single step.
+        which they end would lose its other steps.
         """
         each = self._batches_per_step
-        for size in self._dispatches.sizes(num_steps):
+        for size in dispatch_sizes(num_steps, self._full):
             if not self._may_end:
                 yield self.iterator, size
                 continue
@@ -386,10 +324,8 @@ class LocalLoop(InProcessLoop):
         return False
 
 
-class FunctionLoop(InProcessLoop):
+class FunctionLoop(Loop):
     """A user's step function as a loop."""
-
-    iterator = None
 
     def __init__(
         self,
@@ -400,31 +336,13 @@ class FunctionLoop(InProcessLoop):
         self._function = function
 
     def run(
-        self,
-        num_steps: int,
-        watch: Callable[[], None] = lambda: None,
-        ahead: int = 0,
+        self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
         """Runs the function; returns what its last call did."""
         logs: Mapping[str, Any] = {}
         for _ in range(num_steps):
             logs = self._function() or {}
         return {name: float(value) for name, value in logs.items()}
-
-    def evaluate(
-        self,
-        batches: tf.data.Dataset,
-        watch: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
-        """A step function has no model to evaluate.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "`evaluate` needs a session that trains a Keras model through a "
-            "tfdist.training.loop.Loop; this one runs a plain step function."
-        )
 
 
 def metrics_from_states(total: Any, step: Step) -> dict[str, float]:

@@ -30,17 +30,9 @@ def send(
 ) -> list[tf.Tensor]:
     """Moves tensors from one device to another.
 
-    Args:
-        tensors: On `source`; None is the device that runs the step.
-        shapes: Shape of each; scalar int32 tensors on `target` where a
-            dimension is not static.
-        source: Device.
-        target: Device.
-        fence: What the messages must pass on `target`; the first of `tensors`
-            is then their generation.
-
-    Returns:
-        The tensors on `target`, in the same order.
+    None is the device that runs the step. `shapes` have scalar int32 tensors on
+    `target` where a dimension is not static. What must pass a `fence` begins
+    with its generation.
     """
     received: list[tf.Tensor] = [None] * len(tensors)
     generation = None

@@ -1,8 +1,8 @@
 """Replicas that run each step together, and all-reduce what they found.
 
 A replica has a copy of every variable, computes the gradients of its share of
-the global batch, and learns the mean over all shares: so all copies are updated
-alike and stay equal (`tf.distribute`'s synchronous strategies).
+the global batch, and learns the mean over all shares: so all copies stay equal
+(`tf.distribute`'s synchronous strategies).
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import tensorflow as tf
 class Replicas:
     """What a step asks of the replicas beside its own.
 
-    Each method is called by every replica, in its context.
-
-    Args:
-        strategy: A synchronous `tf.distribute` strategy.
-        anchor: Any variable that was made in its scope.
+    Each method is called by every replica, in its context. `anchor` is any
+    variable that was made in the strategy's scope.
 
     Attributes:
         num: Number of replicas, on all machines together.
@@ -60,14 +57,10 @@ class Replicas:
     def mean(
         self, tensors: Sequence[tf.Tensor], size: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Means over all examples, whatever the share of each replica.
+        """Means over all examples, and how many these are.
 
-        Args:
-            tensors: Means over this replica's examples, of static shapes.
-            size: Scalar float32: how many these are; maybe none.
-
-        Returns:
-            The means, and how many examples there are.
+        From those, of static shapes, over this replica's `size` examples: a
+        scalar float32, maybe 0.
         """
         weighted = [mean_to_sum(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])
@@ -100,15 +93,14 @@ class Replicas:
         """
 
         def update_one(_: tf.Variable, total: tf.Tensor, args: Any) -> None:
-            if not self.skips_empty:
-                function(args)
-                return
-
             def apply() -> tf.Tensor:
                 function(args)
                 return total
 
-            tf.cond(total > 0, apply, lambda: total)
+            if self.skips_empty:
+                tf.cond(total > 0, apply, lambda: total)
+            else:
+                apply()
 
         def update_all(strategy: tf.distribute.Strategy, *args: Any) -> None:
             strategy.extended.update(self._anchor, update_one, args=args)
@@ -117,10 +109,7 @@ class Replicas:
 
 
 def mean_to_sum(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """The sum of which a mean over `size` examples was made.
-
-    The mean over none is no number; their sum is zero.
-    """
+    """The sum of `size` values of this mean; of none, whatever it is, zero."""
     total = mean * tf.cast(size, mean.dtype)
     return tf.where(size > 0, total, tf.zeros_like(total))
 
@@ -131,34 +120,25 @@ def share(batch: Any, index: int, num: int) -> Any:
     >>> [share(tf.range(5), i, 2).numpy().tolist() for i in range(2)]
     [[0, 1], [2, 3, 4]]
 
-    Args:
-        batch: Structure of tensors (ragged and sparse ones too).
-        index: Which share. Where the size of the batch is static and divides
-            by `num`, so is that of the share.
-        num: Number of shares.
+    The batch may hold ragged and sparse tensors. Where its size is static and
+    divides by `num`, so is that of the shares.
     """
     leaf = tf.nest.flatten(batch)[0]
     size = leaf.shape[0]
-    if size is None:
-        size = tf.cast(
-            leaf.dense_shape[0]
-            if isinstance(leaf, tf.SparseTensor)
-            else tf.shape(leaf, tf.int64)[0],
-            tf.int64,
-        )
+    if size is None and isinstance(leaf, tf.SparseTensor):
+        size = leaf.dense_shape[0]
+    elif size is None:
+        size = tf.shape(leaf, tf.int64)[0]
     start, end = size * index // num, size * (index + 1) // num
     return tf.nest.map_structure(lambda t: _rows(t, start, end), batch)
 
 
 def without_examples(spec: Any) -> Any:
-    """A batch of no example.
+    """A batch of no example, for a `dataset.element_spec`.
 
     >>> spec = {"x": tf.TensorSpec([8, None, 3]), "y": tf.TensorSpec([None, 1])}
     >>> {k: v.shape.as_list() for k, v in without_examples(spec).items()}
     {'x': [0, 1, 3], 'y': [0, 1]}
-
-    Args:
-        spec: `tf.TypeSpec` structure of the batches of a dataset.
     """
     return tf.nest.map_structure(_no_rows, spec)
 

@@ -1,10 +1,10 @@
 """Steps on several replicas in sync: devices of this process, or of several.
 
 Each replica gets a share of the global batch and the mean of what all of them
-found (`tfdist.training.replicas`), so the weights are those of one device that
-had the whole batch. Layers that look at their whole batch do not know of the
-others: `BatchNormalization` normalizes by its replica's share, unless it is
-`synchronized`, and moves its averages by the mean over replicas.
+found (`replicas.py`), so the weights are those of one device that had the whole
+batch. Layers that look at their whole batch see their replica's share alone:
+`BatchNormalization` normalizes by it, unless it is `synchronized`, and moves
+its averages by the mean over replicas.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ class ReplicatedLoop(LocalLoop):
     shapes are fixed, all end with the first.)
 
     Args:
-        step: The step, made with `replicas`.
-        global_step: Scalar int64 variable, incremented once per step.
-        dataset: In order, the global batches, the same in every process; or,
-            with `own_batches`, those of this process's replicas, one for each.
-            A global batch that the number of replicas does not divide gives
-            some of them one example less; what all learn is still the mean
-            over examples.
-        strategy: The strategy.
-        replicas: The replicas.
+        step: Made with `replicas`.
+        global_step: As for every `Loop`.
+        dataset: The global batches, the same in every process, of which some
+            replicas may get one example less than others; with `own_batches`
+            those of this process's replicas, one for each.
+        strategy: A synchronous one.
+        replicas: Its replicas.
         own_batches: See `dataset`.
         steps_per_dispatch: As for `LocalLoop`.
     """
@@ -82,11 +80,7 @@ class ReplicatedLoop(LocalLoop):
         return self._replicas.skips_empty and self.step < step
 
     def _steps(
-        self,
-        num_steps: int,
-        iterator: TimedIterator,
-        first_step: tf.Tensor,
-        fence: None = None,
+        self, num_steps: int, iterator: TimedIterator, first_step: tf.Tensor
     ) -> tf.Tensor:
         """Runs steps; returns packed metric states of all replicas."""
         batches = self._batches(num_steps, iterator)
@@ -95,7 +89,7 @@ class ReplicatedLoop(LocalLoop):
         return self._step.pack([local(state)[0] for state in states])
 
     def _batches(self, num_steps: int, iterator: TimedIterator) -> Any:
-        """For each replica its batches: its own, or shares of global ones."""
+        """Each replica's batches: its own, or its shares of global ones."""
         read = [
             [iterator.get_next() for _ in range(self._batches_per_step)]
             for _ in range(num_steps)
@@ -115,7 +109,7 @@ class ReplicatedLoop(LocalLoop):
     def _train(
         self, batches: Sequence[Any], first_step: tf.Tensor
     ) -> list[tf.Tensor]:
-        """One replica's part."""
+        """One replica's part of `_steps`."""
         states = self._step.zero_states()
         for i, batch in enumerate(batches):
             after = self._step.train(batch, first_step + i, states)

@@ -17,12 +17,9 @@ PERCENTILES = (50, 90, 99)
 class StalenessCounter:
     """A histogram of all updates by their staleness, beside `global_step`.
 
-    The two reads of `global_step` are not one atomic operation with the read
-    and the write of the parameters, so a value may be off by the updates that
-    land within the same fraction of a millisecond.
-
-    Args:
-        global_step: Scalar int64 variable that counts updates.
+    `global_step` is not read in one atomic operation with the parameters, nor
+    when they are written: a value may be off by the updates that land within
+    the same fraction of a millisecond.
     """
 
     def __init__(self, global_step: tf.Variable) -> None:
@@ -47,12 +44,9 @@ class StalenessCounter:
         """
         with tf.device(self._global_step.device):
             others = self._global_step.read_value() - before - 1
-            self._counts.scatter_add(
-                tf.IndexedSlices(
-                    tf.ones([1], tf.int64),
-                    tf.clip_by_value([others], 0, MAX_STALENESS),
-                )
-            )
+            index = tf.clip_by_value([others], 0, MAX_STALENESS)
+            one = tf.IndexedSlices(tf.ones([1], tf.int64), index)
+            self._counts.scatter_add(one)
 
     def histogram(self) -> np.ndarray:
         """int64 `(128,)`: updates of staleness 0, 1, ..., 127 or more."""
@@ -78,7 +72,7 @@ def describe(histogram: np.ndarray) -> str:
     total = int(histogram.sum())
     mean = float(histogram @ np.arange(len(histogram))) / max(total, 1)
     parts = [f"{p} % {percentile(histogram, p)}" for p in PERCENTILES]
-    most = int(np.max(np.nonzero(histogram)[0], initial=0))
+    most = percentile(histogram, 100)
     return (
         f"staleness of {total} updates: mean {mean:.2f}, {', '.join(parts)}, "
         f"most {most}"

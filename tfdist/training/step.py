@@ -33,7 +33,7 @@ from tfdist.training.computation import (
     specs,
 )
 from tfdist.training.conditional_updates import conditional_update
-from tfdist.training.counters import Counters
+from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
@@ -46,7 +46,6 @@ from tfdist.training.metrics import (
 from tfdist.training.pull import answers, pull
 from tfdist.training.push import Gradients, StepGradients, over_replicas, push
 from tfdist.training.replicas import Replicas
-from tfdist.training.seeds import step_seeds
 from tfdist.training.staleness import StalenessCounter
 
 # A model may look up other tables in each.
