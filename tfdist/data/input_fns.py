@@ -58,7 +58,7 @@ def with_context(
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
     """Calls the user's input function and checks that it returns a dataset.
 
-    The dataset does not tune itself unless its options say so; see `_untuned`.
+    The dataset does not tune itself unless its options say so; see `untuned`.
 
     Raises:
         TypeError: (when called) it returns something else.
@@ -77,12 +77,12 @@ def with_context(
                 f"tf.data.Dataset of batches. Received: {dataset!r} of type "
                 f"{type(dataset).__name__}. {_advice(dataset)}"
             )
-        return _untuned(dataset)
+        return untuned(dataset)
 
     return call
 
 
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns tf.data's tuner off where the user has not turned it on.
 
     When an iterator is dropped, the thread that tunes it can miss that (it
