@@ -124,13 +124,13 @@ def _apply(
             shards, requests[g].ids, gradients, strict=True
         ):
             if layout.is_trained(shard):
-                optimizers.update_rows(
+                optimizers.update(
                     layout.parts[owner],
                     shard,
-                    ids,
                     gradient,
                     rates[owner],
                     iteration,
+                    ids,
                 )
 
 
