@@ -213,11 +213,18 @@ class Matrix(keras.metrics.Metric):
                 self.counts.value, tf.cast(pairs, tf.int32), ones
             )
         )
-        rest = self.left - ops.sum(y_true)
-        self.left.assign(ops.where(ops.max(y_true) > 0.5, rest, self.left))
+        self.left.assign(self.left - ops.sum(y_true))
 
     def result(self):
         return {"hits": self.counts[1, 1], "left": self.left}
+
+
+class Sometimes(Maximum):
+    """A sum; but what adds only under a condition is not seen to be one."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        more = self.most + ops.sum(y_pred)
+        self.most.assign(ops.where(ops.max(y_true) > 0.5, more, self.most))
 
 
 class Alternating(Maximum):
@@ -252,6 +259,7 @@ NO_SUMS = {
     "maximum": lambda: {"metrics": [Maximum()]},
     "minimum": lambda: {"metrics": [Minimum()]},
     "last": lambda: {"metrics": [Last(name="last")]},
+    "sometimes": lambda: {"metrics": [Sometimes(name="sometimes")]},
     "alternating": lambda: {"metrics": [Alternating(name="alternating")]},
     "squared": lambda: {"metrics": [Squared(name="squared")]},
     "starts_at_one": lambda: {"metrics": [Smoothed()]},
@@ -291,6 +299,19 @@ class Unlisted(Extras):
     @property
     def metrics(self):
         return [m for m in super().metrics if m is not self.custom_metric]
+
+
+class Batches(Maximum):
+    """Counts also the batch of zeros with which metrics are built."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign_add(1.0)
+
+
+class UnlistedCount(Unlisted):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.custom_metric = Batches(name="batches")
 
 
 class UnlistedMaximum(Unlisted):
@@ -369,6 +390,7 @@ MODELS = {
     "unlisted": lambda: sequential(Unlisted, metrics=["mae"]),
     "in_call": lambda: sequential(hidden=[InCall()]),
     "unlisted_maximum": lambda: sequential(UnlistedMaximum),
+    "unlisted_count": lambda: sequential(UnlistedCount),
     "in_loss": lambda: sequential(InLoss, metrics=["mae"]),
     "two_outputs": two_outputs,
     **{
@@ -484,6 +506,7 @@ def test_sums_are_accepted(name):
         ("minimum", "Metric 'minimum' .* does not start it at zero"),
         ("last", "Metric 'last' .* Keep sums and counts"),
         ("alternating", "Metric 'alternating' .* by something else"),
+        ("sometimes", r"Metric 'sometimes' .* \(`assign_add`\), of which"),
         ("squared", "Metric 'squared' .* by something else"),
         ("unlisted_maximum", "Metric 'most_of_all/most' of model"),
         ("starts_at_one", "Metric 'smoothed' .* does not start it at zero"),

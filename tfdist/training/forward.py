@@ -26,9 +26,9 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
-# What keeps or adds to its first input.
-_ADDITIONS = {"Sub", "TensorScatterAdd", "TensorScatterSub", "Identity", "Cast"}
-_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
+# Ops that keep or add to their first input.
+_ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
+_ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # The shape of their results depends on the values of floats too; that of other
 # ops on those of integers at most.
@@ -135,10 +135,25 @@ class Forward:
         And by nothing that depends on any of `states`.
         """
         stand_ins = {id(v): value for v, value in self._stand_ins}
-        start = stand_ins[id(variable)].name
         names = {stand_ins[id(v)].op.name for v in states}
         value = self._scope.get_current_value(variable)
-        return _adds(value, start, names)
+        while value.name != stand_ins[id(variable)].name:
+            changed = [
+                any(
+                    op.name in names and not is_shape
+                    for op, is_shape in _needed([t])
+                )
+                for t in value.op.inputs
+            ]
+            is_sum = changed[:1] == [True] or value.op.type == "AddV2"
+            if (
+                changed.count(True) != 1
+                or value.op.type not in _ADDITIONS
+                or not is_sum
+            ):
+                return False
+            value = value.op.inputs[changed.index(True)]
+        return True
 
     def _others(self) -> dict[str, str]:
         """What a stand-in is for, by the name of its op."""
@@ -210,27 +225,6 @@ def _needed(
         if not is_shape:
             waiting += [(t, False) for c in op.control_inputs for t in c.inputs]
         waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
-
-
-def _adds(value: tf.Tensor, start: str, states: set[str]) -> bool:
-    """Whether a value is a tensor, plus what depends on none of some ops."""
-    if value.name == start:
-        return True
-    op = value.op
-    changed = [
-        any(o.name in states and not is_shape for o, is_shape in _needed([t]))
-        for t in op.inputs
-    ]
-    if op.type == "SelectV2":
-        one, other = op.inputs[1:]
-        same = not changed[0] and _adds(one, start, states)
-        return same and _adds(other, start, states)
-    # Of "AddV2" and the like either input may be the state.
-    if changed.count(True) != 1 or not (
-        op.type.startswith("Add") or (op.type in _ADDITIONS and changed[0])
-    ):
-        return False
-    return _adds(op.inputs[changed.index(True)], start, states)
 
 
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:

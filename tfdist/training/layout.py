@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -15,20 +14,17 @@ from tfdist.embeddings.routing import Group
 from tfdist.training import optimizers
 
 
-@dataclasses.dataclass(frozen=True)
-class Server:
+class Server(NamedTuple):
     """What one server holds.
 
     Attributes:
         device: Its device; "" is where the step runs.
         reads: Indices in `Layout.reads` of the variables that it holds.
-        updates: Those of them that a step updates.
         shards: For each group of tables, by its index, the shards here.
     """
 
     device: str
     reads: list[int]
-    updates: list[int]
     shards: dict[int, list[keras.Variable]]
 
 
@@ -91,7 +87,22 @@ class Layout:
         self.reads = [*self.dense, *self.moving, *rates]
         shards = [s for group in self.groups for s in group.shards]
         devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})
-        self.servers = [self._server(device) for device in devices]
+        self.servers = [
+            Server(
+                device,
+                [
+                    i
+                    for i, variable in enumerate(self.reads)
+                    if self.device_of(variable) == device
+                ],
+                {
+                    g: [s for s in group.shards if self.device_of(s) == device]
+                    for g, group in enumerate(self.groups)
+                    if device in group.num_shards
+                },
+            )
+            for device in devices
+        ]
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
@@ -104,11 +115,7 @@ class Layout:
         return id(variable) in self._trained
 
     def check_read(self, read: Sequence[keras.Variable]) -> None:
-        """Raises `ValueError` if rows are read in another way than looked up.
-
-        Args:
-            read: What the loss or the metrics of a model read as a whole.
-        """
+        """Raises `ValueError` if rows that are looked up are also `read`."""
         shards = {id(s) for group in self.groups for s in group.shards}
         for variable in read:
             if id(variable) in shards & self._trained:
@@ -118,21 +125,6 @@ class Layout:
                     "gradient. Look up the rows that are wanted, or use "
                     "keras.layers.Embedding."
                 )
-
-    def _server(self, device: str) -> Server:
-        reads = [
-            i
-            for i, variable in enumerate(self.reads)
-            if self.device_of(variable) == device
-        ]
-        num_updated = len(self.dense) + len(self.moving)
-        shards = {
-            g: [s for s in group.shards if self.device_of(s) == device]
-            for g, group in enumerate(self.groups)
-            if device in group.num_shards
-        }
-        updates = [i for i in reads if i < num_updated]
-        return Server(device, reads, updates, shards)
 
 
 def is_seed(variable: keras.Variable) -> bool:
