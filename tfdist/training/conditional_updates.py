@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf.private import accumulators, variable_index
 from tfdist.training.exchange import StepGradients, push
@@ -22,7 +23,7 @@ ConditionalUpdate = Callable[[StepGradients], tf.Tensor]
 
 
 def conditional_update(
-    optimizer: keras.optimizers.Optimizer, layout: Layout
+    optimizer: Optimizer, layout: Layout
 ) -> ConditionalUpdate | None:
     """What decides whether a step's update happens; None: it always does.
 
@@ -45,7 +46,7 @@ def conditional_update(
 
 
 def _accumulate(
-    optimizer: keras.optimizers.Optimizer, layout: Layout, found: StepGradients
+    optimizer: Optimizer, layout: Layout, found: StepGradients
 ) -> tf.Tensor:
     """Applies the mean of so many steps' gradients, at the last of them.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist.training.slots import rule_slots
 
@@ -16,7 +17,7 @@ _K, _OPS = keras.optimizers, tf.raw_ops
 
 
 def fused_update(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,

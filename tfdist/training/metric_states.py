@@ -28,8 +28,7 @@ class MetricStates:
         variables: Those of its metrics.
         kept: Ids of those that may not add up.
         trains: Whether they are of training; it goes on where it was.
-        results: From values of `variables` to results, where the model
-            computes them itself.
+        results: From values of `variables` to results, if not as Keras does.
     """
 
     def __init__(
@@ -51,23 +50,23 @@ class MetricStates:
         ]
         self._sizes = [1, 1, *(v.size for v in self._start)]
         self._is_kept = [id(v) in kept for v in variables]
-        # In its variable, where steps of training go on.
         self._stays = [trains and is_kept for is_kept in self._is_kept]
         self._assign(self._start)
 
     def zero_states(self) -> States:
         """States that have seen no example; those that are kept go on."""
         scalar = tf.zeros([], tf.float32)
-        return [scalar, scalar] + [
-            tf.convert_to_tensor(v.value)
-            if stays
-            else tf.constant(start)
-            if np.any(start)
-            else tf.zeros(v.shape, v.dtype)
-            for v, start, stays in zip(
-                self._metrics, self._start, self._stays, strict=True
-            )
-        ]
+        states = [scalar, scalar]
+        for v, start, stays in zip(
+            self._metrics, self._start, self._stays, strict=True
+        ):
+            if stays:
+                states.append(tf.convert_to_tensor(v.value))
+            elif np.any(start):
+                states.append(tf.constant(start))
+            else:  # No large constant.
+                states.append(tf.zeros(v.shape, v.dtype))
+        return states
 
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
@@ -89,9 +88,8 @@ class MetricStates:
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
         if not weight.item():
             return {}
-        tracker = loss_tracker(self.model)
         known = {}
-        if tracker:
+        if tracker := loss_tracker(self.model):
             known = {id(tracker.total): loss, id(tracker.count): weight}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)

@@ -55,18 +55,17 @@ def _output_spec(model: keras.Model, x: Any) -> Any:
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     """The metric that Keras has for the loss; a step counts by itself."""
-    trackers = (
-        metric
-        for metric in model.metrics
-        if type(metric) is keras.metrics.Mean and metric.name == "loss"
-    )
-    return next(trackers, None)
+    for metric in model.metrics:
+        if type(metric) is keras.metrics.Mean and metric.name == "loss":
+            return metric
+    return None
 
 
 def no_sums(
     model: keras.Model,
     variables: Sequence[keras.Variable],
     forwards: Sequence[Forward],
+    must_add_up: bool,
 ) -> set[int]:
     """Ids of the variables whose values might not add up over batches.
 
@@ -74,14 +73,37 @@ def no_sums(
         model: A model whose metrics are built.
         variables: Those of its metrics, listed in `model.metrics` or not.
         forwards: Passes that update them.
+        must_add_up: Whether several workers add them up.
+
+    Raises:
+        ValueError: they must, and one does not.
     """
-    names = _own_metrics(model, variables)
-    return {
-        id(v)
-        for v in variables
-        if names.get(id(v))
-        or (id(v) in names and not _adds(v, variables, forwards))
-    }
+    names, found = _own_metrics(model, variables), set()
+    for variable in variables:
+        if must_add_up and variable.aggregation != "sum":
+            raise ValueError(
+                f"Metric variable {variable.path!r} of model {model.name!r} "
+                f"has aggregation={variable.aggregation!r}, so its values on "
+                "several workers cannot be added up. Metrics whose variables "
+                'have aggregation="sum" (all of Keras\') can.'
+            )
+        if id(variable) not in names:
+            continue
+        name = names[id(variable)]
+        adds = all(f.adds_to(variable, variables) for f in forwards)
+        # Keras resets those alone that have a metric in `model.metrics`.
+        if must_add_up and (not adds or (name and np.any(variable))):
+            raise ValueError(
+                f"Metric {(name or variable.path)!r} of model {model.name!r} "
+                f"updates its variable {variable.path!r} by something else "
+                "than an addition, or does not start it at zero, so its "
+                "values on several workers cannot be added up. Keep sums and "
+                "counts (`assign_add`), of which `result` computes the "
+                "metric, or train in one process."
+            )
+        if name or not adds:
+            found.add(id(variable))
+    return set() if must_add_up else found
 
 
 def _own_metrics(
@@ -103,53 +125,8 @@ def _own_metrics(
     return dict.fromkeys(others, "") | names
 
 
-def _adds(
-    variable: keras.Variable,
-    variables: Sequence[keras.Variable],
-    forwards: Sequence[Forward],
-) -> bool:
-    return all(f.adds_to(variable, variables) for f in forwards)
-
-
 def _is_keras(metric: keras.metrics.Metric) -> bool:
     return type(metric).__module__.startswith("keras.")
-
-
-def check_sums(
-    model: keras.Model,
-    variables: Sequence[keras.Variable],
-    forwards: Sequence[Forward],
-) -> None:
-    """Raises `ValueError` if what passes do to metrics might not add up.
-
-    Args:
-        model: A model whose metrics are built.
-        variables: Those of its metrics, listed in `model.metrics` or not.
-        forwards: Passes that update them.
-    """
-    names = _own_metrics(model, variables)
-    for variable in variables:
-        if variable.aggregation != "sum":
-            raise ValueError(
-                f"Metric variable {variable.path!r} of model {model.name!r} "
-                f"has aggregation={variable.aggregation!r}, so its values on "
-                "several workers cannot be added up. Metrics whose variables "
-                'have aggregation="sum" (all of Keras\') can.'
-            )
-        if id(variable) not in names:
-            continue
-        name = names[id(variable)]
-        # Keras resets those alone that have a metric in `model.metrics`.
-        starts_at_zero = not (name and np.any(variable))
-        if not (starts_at_zero and _adds(variable, variables, forwards)):
-            raise ValueError(
-                f"Metric {(name or variable.path)!r} of model {model.name!r} "
-                f"updates its variable {variable.path!r} by something else "
-                "than an addition, or does not start it at zero, so its "
-                "values on several workers cannot be added up. Keep sums and "
-                "counts (`assign_add`), of which `result` computes the "
-                "metric, or train in one process."
-            )
 
 
 def check_metric_names(model: keras.Model) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf.private import (
     counter,
@@ -28,9 +29,7 @@ from tfdist.training.slots import RowView, slots
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
-def build(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
-) -> None:
+def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Creates the slots of `variables`, each beside its variable.
 
     Must run inside the strategy's scope; else Keras would create the slots at
@@ -50,9 +49,7 @@ def build(
                 _average(part, variable).value.assign(variable.value)
 
 
-def parts(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
+def parts(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that `optimizer` consists of, usually itself alone."""
     # The one that applies gradients, once their scale is undone.
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -60,16 +57,14 @@ def parts(
     return optimizer.parts if is_multi else [optimizer]
 
 
-def owner(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> int:
+def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
     """Index in `parts(optimizer)` of the one that updates `variable`."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     is_multi = isinstance(optimizer, MultiOptimizer)
     return optimizer.owner(variable) if is_multi else 0
 
 
-def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+def part_names(optimizer: Optimizer) -> list[str]:
     """A name for each of `parts`; the second of two Adagrads is `adagrad_1`."""
     names = [part.name for part in parts(optimizer)]
     return [
@@ -78,7 +73,7 @@ def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
     ]
 
 
-def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
+def check(optimizer: Optimizer, remote: bool) -> None:
     """Refuses what is not computed, or not where several workers share slots.
 
     Keras 3.15 on TensorFlow does not compute the rule of `ScheduleFreeAdamW`:
@@ -112,9 +107,7 @@ def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
             )
 
 
-def check_rows(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> None:
+def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
     """Raises `ValueError` for a rule that cannot update some rows."""
     own = slots(optimizer, variable)
     has_other_shapes = any(v.shape != variable.shape for v in own)
@@ -128,7 +121,7 @@ def check_rows(
 
 
 def learning_rate(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     iteration: tf.Tensor,
     values: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> tf.Tensor:
@@ -142,7 +135,7 @@ def learning_rate(
 
 
 def update(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
@@ -169,9 +162,6 @@ def update(
         rate: Scalar float32, from `learning_rate`.
         iteration: Scalar int64: updates before this one.
         ids: int64, unique: the rows. Default: all, the gradient is dense.
-
-    Raises:
-        ValueError: as `check_rows`.
     """
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
@@ -207,14 +197,11 @@ def update(
         target.assign(variable.constraint(target))
 
 
-def begin_step(
-    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
-) -> None:
+def begin_step(optimizer: Optimizer, iteration: tf.Tensor) -> None:
     """Updates what an optimizer keeps for all its variables together.
 
-    Only Nadam does: the running product of its momentum schedule. Unlike the
-    counters it is read, multiplied and written, so several workers may lose a
-    factor between them.
+    Only Nadam does: the product of its momentum schedule, which is read,
+    multiplied and written, so several workers may lose a factor between them.
     """
     if isinstance(optimizer, keras.optimizers.Nadam):
         product = nadam_product(optimizer).value
@@ -222,13 +209,10 @@ def begin_step(
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
 
 
-def clip(
-    optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
-) -> list[tf.Tensor]:
+def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     """Clips all gradients of a part as its options say.
 
-    Runs on the worker, which holds them all: only clipped values travel. The
-    gradient of a table is that of its unique rows, whose norm is the same.
+    The gradient of a table is that of its unique rows, whose norm is the same.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]
@@ -242,16 +226,12 @@ def clip(
     return gradients
 
 
-def _average(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> keras.Variable:
+def _average(optimizer: Optimizer, variable: keras.Variable) -> keras.Variable:
     """The moving average of `variable` that `use_ema=True` keeps."""
     return moving_averages(optimizer)[variable_index(optimizer, variable)]
 
 
-def _decay(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> float | None:
+def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:
     """The weight decay that applies to `variable`."""
     decay = optimizer.weight_decay
     if isinstance(optimizer, keras.optimizers.Muon):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf.private import (
     nadam_product,
@@ -18,7 +19,7 @@ from tfdist._tf.private import (
 
 
 def slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
     """The slots of `variable`, in the order in which they were made."""
     index = variable_index(optimizer, variable)
@@ -27,7 +28,7 @@ def slots(
 
 
 def rule_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
     """Those that the optimizer's own rule uses; the base class makes others."""
     others = [optimizer.use_ema, optimizer.gradient_accumulation_steps]
@@ -35,7 +36,7 @@ def rule_slots(
 
 
 def named_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> dict[str, keras.Variable]:
     """The slots of `variable` by kind, such as `momentum`.
 
@@ -58,9 +59,7 @@ def named_slots(
     return named
 
 
-def shared_name(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> str:
+def shared_name(optimizer: Optimizer, variable: keras.Variable) -> str:
     """Name of one that an optimizer keeps for all its variables together."""
     is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
     if is_nadam and variable is nadam_product(optimizer):

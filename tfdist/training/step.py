@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
-from tfdist.training import metrics as metrics_of
 from tfdist.training import optimizers
 from tfdist.training.compiled_model import (
     checked_model,
@@ -44,6 +43,11 @@ from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.metric_states import MetricStates, States, num_examples
+from tfdist.training.metrics import (
+    build_metrics,
+    check_metric_names,
+    no_sums,
+)
 from tfdist.training.replicas import Replicas
 from tfdist.training.seeds import step_seeds
 from tfdist.training.staleness import StalenessCounter
@@ -57,11 +61,10 @@ Batch = Any
 class ModelStep(MetricStates):
     """Training and evaluation steps of one compiled Keras model.
 
-    Metric states travel as a list of tensors: the weighted sum of the losses,
-    the weight, then the model's metric variables. They add up: the sum over
-    any split of the batches is the metric of them all. Where it is not (a
-    maximum), one process hands the state on from batch to batch, in the
-    metric's variable; several tasks refuse the metric.
+    Metric states travel as a list of tensors that add up: the sum over any
+    split of the batches is the state of them all. Where it is not (a maximum),
+    one process hands the state on from batch to batch, in the metric's
+    variable; several tasks refuse the metric.
 
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
@@ -119,8 +122,8 @@ class ModelStep(MetricStates):
         self._shapes = [s.shape for s in _flat(element_spec)]
         self.staleness: StalenessCounter | None = None
         if metrics:
-            metrics_of.build_metrics(model, element_spec)
-            metrics_of.check_metric_names(model)
+            build_metrics(model, element_spec)
+            check_metric_names(model)
         self._metrics = list(model.metrics_variables)
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
         own_results = metrics and overrides(model, "compute_metrics")
@@ -129,21 +132,18 @@ class ModelStep(MetricStates):
         if is_evaluated or (own_results and not trains):
             modes.append(_EVALUATION)
         forwards = [self._forward(mode, element_spec) for mode in modes]
-        kept: set[int] = set()
-        if metrics and (remote or replicas):
-            metrics_of.check_sums(model, self._metrics, forwards)
-        elif metrics:
-            kept = metrics_of.no_sums(model, self._metrics, forwards)
+        must_add_up, results = bool(remote or replicas), None
+        if own_results:
+            what = f"`compute_metrics` of {type(model).__name__}"
+            results = forwards[0].results(self._metrics, what)
         super().__init__(
             model,
             self._metrics,
-            kept=kept,
+            kept=no_sums(model, self._metrics, forwards, must_add_up)
+            if metrics
+            else set(),
             trains=trains,
-            results=forwards[0].results(
-                self._metrics, f"`compute_metrics` of {type(model).__name__}"
-            )
-            if own_results
-            else None,
+            results=results,
         )
         if global_step is not None and trains:
             self._prepare_training(global_step, element_spec)
@@ -290,13 +290,10 @@ class ModelStep(MetricStates):
         number: list[tf.Tensor],
         read: Parameters,
         states: States,
-    ) -> tuple[
-        list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor], States
-    ]:
+    ) -> tuple[list[Any], list[tf.Tensor], list[tf.Tensor], States]:
         """The part of a step that touches no variable.
 
-        Returns:
-            `StepGradients.dense`, `rows`, `deltas`, and the new metric states.
+        Returns `StepGradients.dense`, `rows`, `deltas`, and metric states.
         """
         layout = self._layout
         variables = [*layout.dense, *layout.moving]
