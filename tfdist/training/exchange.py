@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfdist.embeddings import lookups
@@ -34,74 +35,44 @@ _EXACT = 1 << 24
 
 
 class Request(NamedTuple):
-    """The rows that a server was asked for, in one group of tables.
+    """The rows that a server was asked for, in one group of tables."""
 
-    Attributes:
-        ids: For each of its shards, on the server.
-        counts: int32, how many of each.
-    """
-
-    ids: list[tf.Tensor]
-    counts: tf.Tensor
+    ids: list[tf.Tensor]  # For each of its shards, on the server.
+    counts: tf.Tensor  # How many of each, int32.
 
 
 class Requests(NamedTuple):
-    """Where the rows are that a step reads and updates.
+    """Where the rows are that a step reads and updates."""
 
-    Attributes:
-        routes: For each group of tables.
-        at: For each server, what it was asked for, by group.
-    """
-
-    routes: list[Route]
-    at: dict[str, dict[int, Request]]
+    routes: list[Route]  # For each group of tables.
+    at: dict[str, dict[int, Request]]  # For each server, by group.
 
 
 class Parameters(NamedTuple):
-    """What a step has read.
+    """What a step has read."""
 
-    Attributes:
-        values: One tensor for each of `Layout.reads`.
-        rows: For each group of tables, the unique rows `(n, dim)`.
-        positions: For each group, where the row of each id is in `rows`.
-        lengths: How many ids each lookup has.
-    """
-
-    values: list[tf.Tensor]
-    rows: list[tf.Tensor]
-    positions: list[tf.Tensor]
-    lengths: list[Any]
+    values: list[tf.Tensor]  # Of `Layout.reads`.
+    rows: list[tf.Tensor]  # For each group, its unique rows `(n, dim)`.
+    positions: list[tf.Tensor]  # For each group, where in `rows` an id's is.
+    lengths: list[Any]  # How many ids each lookup has.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepGradients:
-    """What a step found out, before it changes anything.
+    """What a step found out, before it changes anything."""
 
-    Attributes:
-        requests: The rows that it has read.
-        dense: Gradients of `Layout.dense`; None: the loss does not depend on
-            the variable.
-        rows: Gradients of the rows of each group of tables.
-        deltas: What to add to each of `Layout.moving`.
-        rates: Learning rate of each part of the optimizer.
-        iteration: Scalar int64: updates of the optimizer before this one.
-    """
-
-    requests: Requests
-    dense: list[tf.Tensor | None]
-    rows: list[tf.Tensor]
-    deltas: list[tf.Tensor]
-    rates: list[tf.Tensor]
-    iteration: tf.Tensor
+    requests: Requests  # What it has read rows by.
+    dense: list[tf.Tensor | None]  # None: the loss does not depend on it.
+    rows: list[tf.Tensor]  # For each group of tables.
+    deltas: list[tf.Tensor]  # What to add to each of `Layout.moving`.
+    rates: list[tf.Tensor]  # Of each part of the optimizer.
+    iteration: tf.Tensor  # Updates before this one, a scalar int64.
 
 
 def pull(
     layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]
 ) -> tuple[Parameters, Requests]:
-    """Reads all that a pass needs, to the worker.
-
-    `calls` are `(table, int64 ids)` of each lookup, in order.
-    """
+    """Reads all that a pass needs, by `(table, int64 ids)` of each lookup."""
     groups = layout.groups
     routes = [
         group.route([call for call in calls if group.holds(call[0])])
@@ -197,8 +168,7 @@ def push(
 ) -> dict[str, tf.Tensor]:
     """Clips gradients and updates every variable where it lives.
 
-    Returns:
-        For each server, a tensor there that depends on the gradients.
+    Returns for each server a tensor there that depends on the gradients.
     """
     for part in layout.parts:
         optimizers.begin_step(part, found.iteration)
@@ -254,22 +224,26 @@ def _apply(
     high, low = (tf.cast(sent.popleft(), tf.int64) for _ in range(2))
     iteration = high * _EXACT + low
 
-    def update(owner: int, *given: Any) -> None:
+    def update(
+        owner: int,
+        variable: keras.Variable,
+        gradient: tf.Tensor,
+        ids: tf.Tensor | None = None,
+    ) -> None:
         part, rate = layout.parts[owner], rates[owner]
-        variable, gradient, ids = given
         optimizers.update(part, variable, gradient, rate, iteration, ids)
 
     for i in updates:
         if i < len(layout.dense):
-            update(layout.owners[i], layout.dense[i], sent.popleft(), None)
+            update(layout.owners[i], layout.dense[i], sent.popleft())
         else:
             layout.reads[i].value.assign_add(sent.popleft())
     for g, shards in server.shards.items():
         ids, counts = asked[g]
         gradients = tf.split(sent.popleft(), counts, num=len(shards))
-        for given in zip(shards, gradients, ids, strict=True):
-            if layout.is_trained(given[0]):
-                update(layout.groups[g].part, *given)
+        for shard, gradient, own in zip(shards, gradients, ids, strict=True):
+            if layout.is_trained(shard):
+                update(layout.groups[g].part, shard, gradient, own)
 
 
 def _clipped(

@@ -15,17 +15,11 @@ from tfdist.training import optimizers
 
 
 class Server(NamedTuple):
-    """What one server holds.
+    """What one server holds."""
 
-    Attributes:
-        device: Its device; "" is where the step runs.
-        reads: Indices in `Layout.reads` of the variables that it holds.
-        shards: For each group of tables, by its index, the shards here.
-    """
-
-    device: str
-    reads: list[int]
-    shards: dict[int, list[keras.Variable]]
+    device: str  # "" is where the step runs.
+    reads: list[int]  # Indices in `Layout.reads`.
+    shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
 
 
 class Layout:
@@ -46,8 +40,7 @@ class Layout:
         reads: All that is read as a whole: `dense`, `moving`, rates.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
-        servers: What each server holds, by device.
-        remote: See above.
+        servers: What each server holds.
     """
 
     def __init__(
@@ -87,22 +80,19 @@ class Layout:
         self.reads = [*self.dense, *self.moving, *rates]
         shards = [s for group in self.groups for s in group.shards]
         devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})
-        self.servers = [
-            Server(
-                device,
-                [
-                    i
-                    for i, variable in enumerate(self.reads)
-                    if self.device_of(variable) == device
-                ],
-                {
-                    g: [s for s in group.shards if self.device_of(s) == device]
-                    for g, group in enumerate(self.groups)
-                    if device in group.num_shards
-                },
-            )
-            for device in devices
-        ]
+        self.servers = [self._server(device) for device in devices]
+
+    def _server(self, device: str) -> Server:
+        def own(variables: Sequence[keras.Variable]) -> list[int]:
+            every = enumerate(map(self.device_of, variables))
+            return [i for i, holder in every if holder == device]
+
+        shards = {
+            g: [group.shards[i] for i in own(group.shards)]
+            for g, group in enumerate(self.groups)
+            if device in group.num_shards
+        }
+        return Server(device, own(self.reads), shards)
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""

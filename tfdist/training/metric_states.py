@@ -34,7 +34,7 @@ class MetricStates:
     def __init__(
         self,
         model: keras.Model,
-        variables: Sequence[keras.Variable],
+        variables: list[keras.Variable],
         *,
         kept: set[int],
         trains: bool,

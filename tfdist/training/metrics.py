@@ -113,7 +113,8 @@ def _own_metrics(
 
     "" where `model.metrics` lists none that has the variable.
     """
-    names, by_keras = {}, set()
+    names: dict[int, str] = {}
+    by_keras: set[int] = set()
     for metric in model.metrics:
         is_list = _is_keras(metric) and hasattr(metric, "metrics")
         for each in metric.metrics if is_list else [metric]:
