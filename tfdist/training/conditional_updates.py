@@ -53,10 +53,8 @@ def _accumulate(
     As `gradient_accumulation_steps` of Keras, whose `fit` cannot do it with
     several replicas.
     """
-    steps, every = (
-        optimizer.gradient_accumulation_steps,
-        accumulators(optimizer),
-    )
+    steps = optimizer.gradient_accumulation_steps
+    every = accumulators(optimizer)
     sums = [every[variable_index(optimizer, v)].value for v in layout.dense]
     for gradient, total in zip(found.dense, sums, strict=True):
         if gradient is not None:
