@@ -212,8 +212,8 @@ def _one_by_one(
             gradient.values, segments, tf.size(ids)
         )
         with tf.device(variable.value.device):
-            optimizers.update_rows(
-                model.optimizer, variable, ids, rows, rate, iteration
+            optimizers.update(
+                model.optimizer, variable, rows, rate, iteration, ids
             )
     model.optimizer.iterations.value.assign_add(1)
 

@@ -299,7 +299,7 @@ def row_updates(steps, seed=0):
 
 
 def updated_by_rows(optimizer, start, updates, dtype="float32"):
-    """Ours: `update_rows` on one variable; returns it and its slots."""
+    """Ours: `update` of rows of one variable; returns it and its slots."""
     variable = keras.Variable(start, dtype=dtype, name="embeddings")
     optimizers.build(optimizer, [variable])
 
@@ -307,9 +307,7 @@ def updated_by_rows(optimizer, start, updates, dtype="float32"):
     def update(ids, gradient, iteration):
         rate = optimizers.learning_rate(optimizer, iteration, [])
         optimizers.begin_step(optimizer, iteration)
-        optimizers.update_rows(
-            optimizer, variable, ids, gradient, rate, iteration
-        )
+        optimizers.update(optimizer, variable, gradient, rate, iteration, ids)
 
     for step, (ids, gradient) in enumerate(updates):
         update(

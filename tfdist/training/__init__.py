@@ -1,12 +1,12 @@
 """One step, what it moves between worker and server, and the loops that run it.
 
 Read in this order: `step` (a compiled model becomes a function), `layout`
-(which server holds what), `pull` (parameters out), `push` (gradients back) with
+(which server holds what), `exchange` (parameters out, gradients back) with
 `messages`; `optimizers` with `slots` and `kernels` (the update, on the server);
 `loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`.
 
 Details of a step: `forward` (what of a model runs before its lookups),
-`computation`, `metrics` and `metric_states`, `counters`,
+`compiled_model`, `metrics` and `metric_states`, `counters`,
 `conditional_updates`, `fence`, `staleness`.
 """
 

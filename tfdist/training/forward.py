@@ -26,9 +26,9 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
-# What keeps or adds to its first input.
-_ADDITIONS = {"Sub", "TensorScatterAdd", "TensorScatterSub", "Identity", "Cast"}
-_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
+# Ops that keep or add to their first input.
+_ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
+_ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # The shape of their results depends on the values of floats too; that of other
 # ops on those of integers at most.
@@ -41,7 +41,7 @@ class Forward:
     """The graph of one forward pass.
 
     Args:
-        run: From a batch to a dictionary of results, or None.
+        run: From a batch to a dictionary of results.
         spec: `tf.TypeSpec` structure of the batch.
         seeds: From the numbers of a step to those of random generators.
         num_numbers: How many int64 scalars these are.
@@ -51,9 +51,6 @@ class Forward:
         tables: The table of each lookup, in order.
         updated: The variables that it assigns.
         read: Those of `variables` whose values it uses.
-
-    Raises:
-        ValueError: ids of a lookup cannot be known before rows are read.
     """
 
     def __init__(
@@ -107,15 +104,10 @@ class Forward:
     def results(
         self, states: Sequence[keras.Variable], what: str
     ) -> Callable[..., Any]:
-        """From the values of `states` after batches to the results.
-
-        Raises:
-            ValueError: a result depends on anything else; it is named.
-        """
+        """From the values of `states` to the results; no others may matter."""
         values = [self._scope.get_current_value(v) for v in states]
-        others = self._others() | {
-            given.op.name: "the batch" for given in self._given
-        }
+        batch = dict.fromkeys((t.op.name for t in self._given), "the batch")
+        others = self._others() | batch
         for name, result in self._results.items():
             for op, _ in _needed(tf.nest.flatten(result), stop=values):
                 if op.name in others:
@@ -130,15 +122,27 @@ class Forward:
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
     ) -> bool:
-        """Whether the pass changes a variable by additions alone.
+        """Whether the pass does no more to a variable than add to it.
 
-        And by nothing that depends on any of `states`.
+        What it adds must not depend on any of `states`.
         """
         stand_ins = {id(v): value for v, value in self._stand_ins}
-        start = stand_ins[id(variable)].name
         names = {stand_ins[id(v)].op.name for v in states}
         value = self._scope.get_current_value(variable)
-        return _adds(value, start, names)
+        while value.name != stand_ins[id(variable)].name:
+            op = value.op
+            changed = [
+                any(o.name in names and not shape for o, shape in _needed([t]))
+                for t in op.inputs
+            ]
+            # Of a sum either one may be the state.
+            if op.type == "AddV2" and changed == [False, True]:
+                value = op.inputs[1]
+            elif op.type in _ADDITIONS and changed[0] and sum(changed) == 1:
+                value = op.inputs[0]
+            else:
+                return False
+        return True
 
     def _others(self) -> dict[str, str]:
         """What a stand-in is for, by the name of its op."""
@@ -148,7 +152,7 @@ class Forward:
         } | dict.fromkeys(self._collector.answers, "the rows of a table")
 
     def _check_ids(self) -> None:
-        """Raises unless ids are the same here and where rows are at hand."""
+        """Raises `ValueError` if ids might be others where rows are at hand."""
         others = self._others()
         functions = {
             function.signature.name: function.node_def
@@ -178,7 +182,7 @@ class Forward:
 
 
 class _Scope(keras.StatelessScope):
-    """Notes which variables are assigned; each value is a tensor of its own."""
+    """Notes what is assigned; each value is a tensor of its own."""
 
     def __init__(self, values: Values) -> None:
         super().__init__(values, collect_losses=True)
@@ -193,10 +197,7 @@ class _Scope(keras.StatelessScope):
 def _needed(
     tensors: Sequence[tf.Tensor], stop: Sequence[tf.Tensor] = ()
 ) -> Iterator[tuple[tf.Operation, bool]]:
-    """The ops on which tensors depend.
-
-    And whether on no more than the shape, as in `tf.shape(y_pred)[0]`.
-    """
+    """The ops on which tensors depend; whether on their shape alone."""
     seen = {(tensor.name, False) for tensor in stop}
     waiting = [(tensor, False) for tensor in tensors]
     while waiting:
@@ -212,32 +213,10 @@ def _needed(
         waiting += [(t, _only_shape(op, t, is_shape)) for t in op.inputs]
 
 
-def _adds(value: tf.Tensor, start: str, states: set[str]) -> bool:
-    """Whether a value is a tensor, plus what depends on none of some ops."""
-    if value.name == start:
-        return True
-    op = value.op
-    changed = [
-        any(o.name in states and not is_shape for o, is_shape in _needed([t]))
-        for t in op.inputs
-    ]
-    if op.type == "SelectV2":
-        one, other = op.inputs[1:]
-        same = not changed[0] and _adds(one, start, states)
-        return same and _adds(other, start, states)
-    # Of "AddV2" and the like either input may be the state.
-    if changed.count(True) != 1 or not (
-        op.type.startswith("Add") or (op.type in _ADDITIONS and changed[0])
-    ):
-        return False
-    return _adds(op.inputs[changed.index(True)], start, states)
-
-
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:
     """Whether an op (or the shape of its output) needs but an input's shape."""
-    if op.type in _SHAPE_OF or not is_shape:
-        return op.type in _SHAPE_OF
-    return of.dtype.is_floating and not _SHAPED_BY_VALUES.match(op.type)
+    by_floats = of.dtype.is_floating and not _SHAPED_BY_VALUES.match(op.type)
+    return op.type in _SHAPE_OF or (is_shape and by_floats)
 
 
 def _kinds(node: Any, functions: dict[str, Any]) -> Iterator[str]:

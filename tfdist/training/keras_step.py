@@ -39,9 +39,6 @@ class KerasStep:
         global_step: Scalar int64 variable that counts steps; only training
             needs it.
 
-    Attributes:
-        model: The model.
-
     Raises:
         TypeError: `train_step` does not return a dictionary.
         ValueError: it makes variables of the model, or returns a log called
@@ -58,9 +55,7 @@ class KerasStep:
         self.model = checked_model(model)
         self._global_step = global_step
         self._shapes: Any = {}
-        function = functools.partial(
-            tf.function, autograph=False, jit_compile=model.jit_compile
-        )
+        function = tf.function(autograph=False, jit_compile=model.jit_compile)
         self._test = function(functools.partial(self._logs, "test_step"))
         self._train = function(self._once_read)
         if global_step is not None:
@@ -78,19 +73,12 @@ class KerasStep:
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
         """All that a checkpoint holds.
 
-        Args:
-            named: From `checkpoint.named_variables`.
-
-        Returns:
-            `named`, and what else the model's `train_step` uses: the slots of
-            its second optimizer, counters, seeds.
+        That is `named`, and what else the model's `train_step` uses: the slots
+        of its second optimizer, counters, seeds.
         """
-        known = {
-            id(variable)
-            for whole in named.values()
-            for variable in getattr(whole, "variables", [whole])
-        }
-        known |= {id(v.value) for v in self.model.metrics_variables}
+        known = {id(v.value) for v in self.model.metrics_variables}
+        for whole in named.values():
+            known |= {id(v) for v in getattr(whole, "variables", [whole])}
         others: dict[str, Saveable] = {}
         count: collections.Counter[str] = collections.Counter()
         for variable in self._used:
@@ -114,12 +102,9 @@ class KerasStep:
         states: States,
         fence: Fence | None = None,
     ) -> States:
-        """Runs the model's `train_step` and counts it.
+        """Runs and counts the model's `train_step`; returns the logs.
 
         A step that found no batch, or failed, does not count.
-
-        Returns:
-            The logs.
         """
         assert self._global_step is not None
         logs = self._train(batch)
@@ -177,13 +162,9 @@ class KerasStep:
         return later
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """The logs by name; those of training begin again.
+        """The packed logs by name, empty if no step has run.
 
-        Args:
-            packed: float64 vector as from `pack`.
-
-        Returns:
-            Empty if no step has run.
+        Those of training begin again.
         """
         if not packed.size:
             return {}
@@ -191,10 +172,6 @@ class KerasStep:
             self.model.reset_metrics()
         shapes = tf.nest.flatten(self._shapes)
         ends = np.cumsum([shape.num_elements() for shape in shapes])
-        values = [
-            part.reshape(shape)
-            for part, shape in zip(
-                np.split(packed, ends[:-1]), shapes, strict=True
-            )
-        ]
+        parts = zip(np.split(packed, ends[:-1]), shapes, strict=True)
+        values = [part.reshape(shape) for part, shape in parts]
         return flat_floats(tf.nest.pack_sequence_as(self._shapes, values))

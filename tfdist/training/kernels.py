@@ -1,20 +1,23 @@
 """TensorFlow's fused update kernels, for the Keras rules they equal.
 
-One op instead of the five or ten of Keras' own step. Each rule applies a
-gradient on the current device (to the rows `ids`, if any) and returns True, or
-returns False where the optimizer's options mean something else.
+One op instead of the five or ten of Keras' own step.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist.training.slots import rule_slots
 
+_K, _OPS = keras.optimizers, tf.raw_ops
+
 
 def fused_update(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
@@ -22,96 +25,62 @@ def fused_update(
 ) -> bool:
     """Applies a gradient by one op, if there is one; returns whether.
 
-    See `optimizers.update`, and `update_rows` for `ids`.
+    See `optimizers.update`.
     """
     # Exact types only: a subclass may mean something else.
-    rule = _RULES.get(type(optimizer))
-    return rule is not None and rule(optimizer, variable, gradient, rate, ids)
-
-
-def _sgd(
-    optimizer: keras.optimizers.SGD,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-    ids: tf.Tensor | None,
-) -> bool:
-    if optimizer.momentum:
+    rule = type(optimizer)
+    if rule is _K.SGD and not optimizer.momentum:
+        if ids is None:
+            _OPS.ResourceApplyGradientDescent(
+                var=variable.value.handle, alpha=rate, delta=gradient
+            )
+        else:
+            variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
+        return True
+    if rule not in _RULES:
         return False
-    if ids is None:
-        tf.raw_ops.ResourceApplyGradientDescent(
-            var=variable.value.handle, alpha=rate, delta=gradient
-        )
-    else:
-        variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
+    arguments_of, names, whole, of_rows = _RULES[rule]
+    kernel = whole if ids is None else of_rows
+    arguments = kernel and arguments_of(optimizer, rate)
+    if arguments is None:
+        return False
+    own = rule_slots(optimizer, variable)
+    for name, slot in zip(names, own, strict=True):
+        arguments[name] = slot.value.handle
+    if ids is not None:
+        arguments["indices"] = ids
+    kernel(var=variable.value.handle, grad=gradient, **arguments)
     return True
 
 
 def _adagrad(
-    optimizer: keras.optimizers.Adagrad,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-    ids: tf.Tensor | None,
-) -> bool:
+    optimizer: keras.optimizers.Adagrad, rate: tf.Tensor
+) -> dict[str, Any] | None:
     # Keras adds epsilon under the root, the kernel beside it: the same to float
     # precision unless an accumulator is near zero.
     if optimizer.initial_accumulator_value < 1e-2:
-        return False
-    (accumulator,) = rule_slots(optimizer, variable)
-    arguments = {
-        "var": variable.value.handle,
-        "accum": accumulator.value.handle,
-        "lr": rate,
-        "epsilon": 0.0,
-        "grad": gradient,
-    }
-    if ids is None:
-        tf.raw_ops.ResourceApplyAdagradV2(**arguments)
-    else:
-        tf.raw_ops.ResourceSparseApplyAdagradV2(**arguments, indices=ids)
-    return True
+        return None
+    return {"lr": rate, "epsilon": 0.0}
 
 
 def _adam(
-    optimizer: keras.optimizers.Adam,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-    ids: tf.Tensor | None,
-) -> bool:
-    if optimizer.amsgrad or ids is not None:
-        return False
+    optimizer: keras.optimizers.Adam, rate: tf.Tensor
+) -> dict[str, Any] | None:
+    if optimizer.amsgrad:
+        return None
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, rate.dtype)
-    momentum, velocity = rule_slots(optimizer, variable)
-    tf.raw_ops.ResourceApplyAdam(
-        var=variable.value.handle,
-        m=momentum.value.handle,
-        v=velocity.value.handle,
-        beta1_power=tf.pow(optimizer.beta_1, steps),
-        beta2_power=tf.pow(optimizer.beta_2, steps),
-        lr=rate,
-        beta1=optimizer.beta_1,
-        beta2=optimizer.beta_2,
-        epsilon=optimizer.epsilon,
-        grad=gradient,
-    )
-    return True
+    return {
+        "beta1_power": tf.pow(optimizer.beta_1, steps),
+        "beta2_power": tf.pow(optimizer.beta_2, steps),
+        "lr": rate,
+        "beta1": optimizer.beta_1,
+        "beta2": optimizer.beta_2,
+        "epsilon": optimizer.epsilon,
+    }
 
 
-def _ftrl(
-    optimizer: keras.optimizers.Ftrl,
-    variable: keras.Variable,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-    ids: tf.Tensor | None,
-) -> bool:
-    accumulator, linear = rule_slots(optimizer, variable)
-    arguments = {
-        "var": variable.value.handle,
-        "accum": accumulator.value.handle,
-        "linear": linear.value.handle,
-        "grad": gradient,
+def _ftrl(optimizer: keras.optimizers.Ftrl, rate: tf.Tensor) -> dict[str, Any]:
+    return {
         "lr": rate,
         "l1": optimizer.l1_regularization_strength,
         "l2": optimizer.l2_regularization_strength
@@ -119,16 +88,22 @@ def _ftrl(
         "l2_shrinkage": optimizer.l2_shrinkage_regularization_strength,
         "lr_power": optimizer.learning_rate_power,
     }
-    if ids is None:
-        tf.raw_ops.ResourceApplyFtrlV2(**arguments)
-    else:
-        tf.raw_ops.ResourceSparseApplyFtrlV2(**arguments, indices=ids)
-    return True
 
 
+# For each rule: its arguments; names of its slots, the op for a whole variable
+# and that for some rows.
 _RULES = {
-    keras.optimizers.SGD: _sgd,
-    keras.optimizers.Adagrad: _adagrad,
-    keras.optimizers.Adam: _adam,
-    keras.optimizers.Ftrl: _ftrl,
+    _K.Adagrad: (
+        _adagrad,
+        ["accum"],
+        _OPS.ResourceApplyAdagradV2,
+        _OPS.ResourceSparseApplyAdagradV2,
+    ),
+    _K.Adam: (_adam, ["m", "v"], _OPS.ResourceApplyAdam, None),
+    _K.Ftrl: (
+        _ftrl,
+        ["accum", "linear"],
+        _OPS.ResourceApplyFtrlV2,
+        _OPS.ResourceSparseApplyFtrlV2,
+    ),
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -15,21 +14,12 @@ from tfdist.embeddings.routing import Group
 from tfdist.training import optimizers
 
 
-@dataclasses.dataclass(frozen=True)
-class Server:
-    """What one server holds.
+class Server(NamedTuple):
+    """What one server holds."""
 
-    Attributes:
-        device: Its device; "" is where the step runs.
-        reads: Indices in `Layout.reads` of the variables that it holds.
-        updates: Those of them that a step updates.
-        shards: For each group of tables, by its index, the shards here.
-    """
-
-    device: str
-    reads: list[int]
-    updates: list[int]
-    shards: dict[int, list[keras.Variable]]
+    device: str  # "" is where the step runs.
+    reads: list[int]  # Indices in `Layout.reads`.
+    shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
 
 
 class Layout:
@@ -50,8 +40,7 @@ class Layout:
         reads: All that is read as a whole: `dense`, `moving`, rates.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
-        servers: What each server holds, by device.
-        remote: See above.
+        servers: What each server holds.
     """
 
     def __init__(
@@ -93,6 +82,18 @@ class Layout:
         devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})
         self.servers = [self._server(device) for device in devices]
 
+    def _server(self, device: str) -> Server:
+        def own(variables: Sequence[keras.Variable]) -> list[int]:
+            every = enumerate(map(self.device_of, variables))
+            return [i for i, holder in every if holder == device]
+
+        shards = {
+            g: [group.shards[i] for i in own(group.shards)]
+            for g, group in enumerate(self.groups)
+            if device in group.num_shards
+        }
+        return Server(device, own(self.reads), shards)
+
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
         if isinstance(variable, keras.Variable):
@@ -104,11 +105,7 @@ class Layout:
         return id(variable) in self._trained
 
     def check_read(self, read: Sequence[keras.Variable]) -> None:
-        """Raises `ValueError` if rows are read in another way than looked up.
-
-        Args:
-            read: What the loss or the metrics of a model read as a whole.
-        """
+        """Raises `ValueError` if rows that are looked up are also `read`."""
         shards = {id(s) for group in self.groups for s in group.shards}
         for variable in read:
             if id(variable) in shards & self._trained:
@@ -118,21 +115,6 @@ class Layout:
                     "gradient. Look up the rows that are wanted, or use "
                     "keras.layers.Embedding."
                 )
-
-    def _server(self, device: str) -> Server:
-        reads = [
-            i
-            for i, variable in enumerate(self.reads)
-            if self.device_of(variable) == device
-        ]
-        num_updated = len(self.dense) + len(self.moving)
-        shards = {
-            g: [s for s in group.shards if self.device_of(s) == device]
-            for g, group in enumerate(self.groups)
-            if device in group.num_shards
-        }
-        updates = [i for i in reads if i < num_updated]
-        return Server(device, reads, updates, shards)
 
 
 def is_seed(variable: keras.Variable) -> bool:

@@ -26,77 +26,51 @@ class MetricStates:
     Args:
         model: A model whose metrics are built.
         variables: Those of its metrics.
-        kept: Ids of those that do not add up.
+        kept: Ids of those that may not add up.
         trains: Whether they are of training; it goes on where it was.
-        results: From values of `variables` to results, where the model
-            computes them itself.
+        results: From values of `variables` to results, if not as Keras does.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        variables: Sequence[keras.Variable],
+        variables: list[keras.Variable],
         *,
         kept: set[int],
         trains: bool,
         results: Callable[..., Any] | None,
     ) -> None:
-        self._model = model
-        self._variables = variables
-        self._trains = trains
+        self.model = model
+        self._metrics = variables
         self._results = results
         listed = {id(v) for v in model.metrics_variables}
         self._start = [
             v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
             for v in variables
         ]
-        self._is_kept = [id(v) in kept for v in variables]
         self._sizes = [1, 1, *(v.size for v in self._start)]
+        self._is_kept = [id(v) in kept for v in variables]
+        self._stays = [trains and is_kept for is_kept in self._is_kept]
+        self._assign(self._start)
 
-    def zero(self) -> States:
-        """States that have seen no example; those kept go on."""
+    def zero_states(self) -> States:
+        """States that have seen no example; those that are kept go on."""
         scalar = tf.zeros([], tf.float32)
-        return [scalar, scalar] + [
-            tf.convert_to_tensor(v.value)
-            if self._trains and is_kept
-            else tf.constant(start)
-            if np.any(start)
-            else tf.zeros(v.shape, v.dtype)
-            for v, start, is_kept in zip(
-                self._variables, self._start, self._is_kept, strict=True
-            )
-        ]
-
-    def scope(
-        self,
-        states: States,
-        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-    ) -> keras.StatelessScope:
-        """In it variables have these states, and others these values."""
-        metrics = zip(self._variables, states[2:], strict=True)
-        return keras.StatelessScope([*metrics, *values], collect_losses=True)
-
-    def after(
-        self,
-        scope: keras.StatelessScope,
-        states: States,
-        loss: tf.Tensor,
-        batch: Any,
-    ) -> States:
-        """States after a batch; as for Keras, its examples are its weight."""
-        weight = num_examples(batch)
-        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
-        metrics = [scope.get_current_value(v) for v in self._variables]
-        return [loss_sum, states[1] + weight, *metrics]
+        states = [scalar, scalar]
+        for v, start, stays in zip(
+            self._metrics, self._start, self._stays, strict=True
+        ):
+            if stays:
+                states.append(tf.convert_to_tensor(v.value))
+            elif np.any(start):
+                states.append(tf.constant(start))
+            else:  # No large constant.
+                states.append(tf.zeros(v.shape, v.dtype))
+        return states
 
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
-        if self._trains:
-            for variable, state, is_kept in zip(
-                self._variables, states[2:], self._is_kept, strict=True
-            ):
-                if is_kept:
-                    variable.value.assign(state)
+        self._assign(states[2:])
         return tf.concat(
             [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
         )
@@ -107,31 +81,58 @@ class MetricStates:
         return np.where(kept, later, earlier + later)
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """See `ModelStep.result`."""
+        """Loss and metrics by name, of (a sum of) packed states.
+
+        `loss` is the mean over examples. Empty if there was no example.
+        """
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
         if not weight.item():
             return {}
-        tracker = loss_tracker(self._model)
         known = {}
-        if tracker:
+        if tracker := loss_tracker(self.model):
             known = {id(tracker.total): loss, id(tracker.count): weight}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
-            for v, value in zip(self._variables, rest, strict=True)
+            for v, value in zip(self._metrics, rest, strict=True)
         ]
         if self._results:
             results = flat_floats(self._results(*values))
         else:
             # A result may be the variable itself.
-            with self.scope([loss, weight, *values]):
-                results = flat_floats(self._model.get_metrics_result())
-        if self._trains:
-            for variable, start, is_kept in zip(
-                self._variables, self._start, self._is_kept, strict=True
-            ):
-                if is_kept:
-                    variable.assign(start)
+            with self._scope([loss, weight, *values]):
+                results = flat_floats(self.model.get_metrics_result())
+        self._assign(self._start)
         return results | {"loss": loss.item() / weight.item()}
+
+    def _scope(
+        self,
+        states: States,
+        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> keras.StatelessScope:
+        """In it variables have these states, and others these values."""
+        metrics = zip(self._metrics, states[2:], strict=True)
+        return keras.StatelessScope([*metrics, *values], collect_losses=True)
+
+    def _after(
+        self,
+        scope: keras.StatelessScope,
+        states: States,
+        loss: tf.Tensor,
+        batch: Any,
+    ) -> States:
+        """States after a batch; as for Keras, its examples are its weight."""
+        weight = num_examples(batch)
+        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
+        metrics = [scope.get_current_value(v) for v in self._metrics]
+        return [loss_sum, states[1] + weight, *metrics]
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        """Has training go on from these values, where it keeps them."""
+        for variable, value, stays in zip(
+            self._metrics, values, self._stays, strict=True
+        ):
+            if stays:
+                variable.value.assign(value)
 
 
 def num_examples(batch: Any) -> tf.Tensor:

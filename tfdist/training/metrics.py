@@ -55,26 +55,10 @@ def _output_spec(model: keras.Model, x: Any) -> Any:
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     """The metric that Keras has for the loss; a step counts by itself."""
-    trackers = (
-        metric
-        for metric in model.metrics
-        if type(metric) is keras.metrics.Mean and metric.name == "loss"
-    )
-    return next(trackers, None)
-
-
-def own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics of a model whose classes are not Keras' own."""
-    own: list[keras.metrics.Metric] = []
     for metric in model.metrics:
-        is_list = _is_keras(metric) and hasattr(metric, "metrics")
-        each = metric.metrics if is_list else [metric]
-        own += [m for m in each if not _is_keras(m)]
-    return own
-
-
-def _is_keras(metric: keras.metrics.Metric) -> bool:
-    return type(metric).__module__.startswith("keras.")
+        if type(metric) is keras.metrics.Mean and metric.name == "loss":
+            return metric
+    return None
 
 
 def no_sums(
@@ -94,36 +78,21 @@ def no_sums(
     Raises:
         ValueError: they must, and one does not.
     """
-    names = {
-        id(v): metric.name
-        for metric in own_metrics(model)
-        for v in metric.variables
-    }
-    by_keras = {id(v) for v in model.metrics_variables} - names.keys()
-    if not must_add_up:
-        return names.keys() | {
-            id(v)
-            for v in variables
-            if id(v) not in by_keras
-            and not all(f.adds_to(v, variables) for f in forwards)
-        }
+    names, found = _own_metrics(model, variables), set()
     for variable in variables:
-        if variable.aggregation != "sum":
+        if must_add_up and variable.aggregation != "sum":
             raise ValueError(
                 f"Metric variable {variable.path!r} of model {model.name!r} "
                 f"has aggregation={variable.aggregation!r}, so its values on "
                 "several workers cannot be added up. Metrics whose variables "
                 'have aggregation="sum" (all of Keras\') can.'
             )
-        if id(variable) in by_keras:
+        if id(variable) not in names:
             continue
-        name = names.get(id(variable))
+        name = names[id(variable)]
+        adds = all(f.adds_to(variable, variables) for f in forwards)
         # Keras resets those alone that have a metric in `model.metrics`.
-        starts_at_zero = not (name and np.any(variable))
-        if not (
-            starts_at_zero
-            and all(f.adds_to(variable, variables) for f in forwards)
-        ):
+        if must_add_up and (not adds or (name and np.any(variable))):
             raise ValueError(
                 f"Metric {(name or variable.path)!r} of model {model.name!r} "
                 f"updates its variable {variable.path!r} by something else "
@@ -132,18 +101,37 @@ def no_sums(
                 "counts (`assign_add`), of which `result` computes the "
                 "metric, or train in one process."
             )
-    return set()
+        if name or not adds:
+            found.add(id(variable))
+    return set() if must_add_up else found
+
+
+def _own_metrics(
+    model: keras.Model, variables: Sequence[keras.Variable]
+) -> dict[int, str]:
+    """Names of metrics of other classes than Keras', by id of their variables.
+
+    "" where `model.metrics` lists none that has the variable.
+    """
+    names: dict[int, str] = {}
+    by_keras: set[int] = set()
+    for metric in model.metrics:
+        is_list = _is_keras(metric) and hasattr(metric, "metrics")
+        for each in metric.metrics if is_list else [metric]:
+            if _is_keras(each):
+                by_keras |= {id(v) for v in each.variables}
+            else:
+                names |= {id(v): each.name for v in each.variables}
+    others = {id(v) for v in variables} - by_keras
+    return dict.fromkeys(others, "") | names
+
+
+def _is_keras(metric: keras.metrics.Metric) -> bool:
+    return type(metric).__module__.startswith("keras.")
 
 
 def check_metric_names(model: keras.Model) -> None:
-    """Raises if a metric has a name that results use for something else.
-
-    Args:
-        model: A model whose metrics are built, as `ModelStep` builds them.
-
-    Raises:
-        ValueError: a metric is called "loss" or "global_step".
-    """
+    """Raises `ValueError` if a metric is called "loss" or "global_step"."""
     names: list[str] = []
     for metric in model.metrics:
         result = metric.result()

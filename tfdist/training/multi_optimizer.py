@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
-
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -65,7 +63,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
 
     def apply(
         self,
-        grads: Sequence[Gradient],
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
         """As `keras.optimizers.Optimizer.apply`, for use outside tfdist."""
@@ -91,7 +89,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Configuration from which `from_config` makes the same optimizer."""
+        """See `keras.optimizers.Optimizer.get_config`."""
         parts = [keras.optimizers.serialize(part) for part in self.parts]
         return {
             "name": self.name,
@@ -102,9 +100,9 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict | None = None
     ) -> MultiOptimizer:
-        """Makes an optimizer from `get_config()`."""
-        parts = [
+        """See `keras.optimizers.Optimizer.from_config`."""
+        pairs = [
             (pattern, keras.optimizers.deserialize(part, custom_objects))
             for pattern, part in config["optimizers"]
         ]
-        return cls(parts, name=config["name"])
+        return cls(pairs, name=config["name"])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf.private import (
     counter,
@@ -22,15 +23,13 @@ from tfdist._tf.private import (
 )
 from tfdist.training.kernels import fused_update
 from tfdist.training.multi_optimizer import MultiOptimizer
-from tfdist.training.slots import RowView, slots, swapped
+from tfdist.training.slots import RowView, slots
 
 # Their steps depend on norms or products over all rows.
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
-def build(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
-) -> None:
+def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Creates the slots of `variables`, each beside its variable.
 
     Must run inside the strategy's scope; else Keras would create the slots at
@@ -46,39 +45,26 @@ def build(
     for variable in variables:
         part = parts(optimizer)[owner(optimizer, variable)]
         if part.use_ema:
-            average = moving_averages(part)[variable_index(part, variable)]
             with tf.device(variable.value.device):
-                average.value.assign(variable.value)
+                _average(part, variable).value.assign(variable.value)
 
 
-def parts(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
+def parts(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that `optimizer` consists of, usually itself alone."""
-    optimizer = _unwrapped(optimizer)
-    if isinstance(optimizer, MultiOptimizer):
-        return optimizer.parts
-    return [optimizer]
+    # The one that applies gradients, once their scale is undone.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    is_multi = isinstance(optimizer, MultiOptimizer)
+    return optimizer.parts if is_multi else [optimizer]
 
 
-def owner(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> int:
+def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
     """Index in `parts(optimizer)` of the one that updates `variable`."""
-    optimizer = _unwrapped(optimizer)
-    if isinstance(optimizer, MultiOptimizer):
-        return optimizer.owner(variable)
-    return 0
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    is_multi = isinstance(optimizer, MultiOptimizer)
+    return optimizer.owner(variable) if is_multi else 0
 
 
-def _unwrapped(
-    optimizer: keras.optimizers.Optimizer,
-) -> keras.optimizers.Optimizer:
-    """The optimizer that applies gradients, once their scale is undone."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+def part_names(optimizer: Optimizer) -> list[str]:
     """A name for each of `parts`; the second of two Adagrads is `adagrad_1`."""
     names = [part.name for part in parts(optimizer)]
     return [
@@ -87,16 +73,12 @@ def part_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
     ]
 
 
-def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
+def check(optimizer: Optimizer, remote: bool) -> None:
     """Refuses what is not computed, or not where several workers share slots.
 
     Keras 3.15 on TensorFlow does not compute the rule of `ScheduleFreeAdamW`:
     `fit` starts its slots at zero instead of at the variables, and
     `update_step` reads a slot after it has changed it.
-
-    Args:
-        optimizer: The optimizer of a model.
-        remote: Whether the slots are on parameter servers.
 
     Raises:
         ValueError: naming each option.
@@ -125,15 +107,8 @@ def check(optimizer: keras.optimizers.Optimizer, remote: bool) -> None:
             )
 
 
-def check_rows(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> None:
-    """Refuses a rule that cannot update some rows of a variable.
-
-    Raises:
-        ValueError: the rule is about the variable as a whole (Adafactor,
-            Lamb, Muon).
-    """
+def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
+    """Raises `ValueError` for a rule that cannot update some rows."""
     own = slots(optimizer, variable)
     has_other_shapes = any(v.shape != variable.shape for v in own)
     if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
@@ -146,16 +121,13 @@ def check_rows(
 
 
 def learning_rate(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     iteration: tf.Tensor,
     values: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> tf.Tensor:
-    """The learning rate of a part, a float32 scalar.
+    """The learning rate of one of `parts`, a float32 scalar.
 
-    Args:
-        optimizer: One of `parts`.
-        iteration: Scalar int64: updates before this one.
-        values: Variables that need not be read again, with their values.
+    `values` are those of variables that need not be read again.
     """
     known = [(counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
@@ -163,51 +135,19 @@ def learning_rate(
 
 
 def update(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     variable: keras.Variable,
     gradient: tf.Tensor,
     rate: tf.Tensor,
     iteration: tf.Tensor,
+    ids: tf.Tensor | None = None,
 ) -> None:
-    """Applies a dense gradient; the caller opens the variable's device scope.
+    """Applies a gradient; the caller opens the variable's device scope.
 
-    Args:
-        optimizer: The part that owns `variable`.
-        variable: The variable.
-        gradient: Of the variable's shape.
-        rate: Scalar float32, from `learning_rate`.
-        iteration: Scalar int64: updates before this one.
-    """
-    target, decay = variable.value, _decay(optimizer, variable)
-    rate = tf.cast(rate, target.dtype)
-    with keras.StatelessScope([(counter(optimizer), iteration)]):
-        if decay:
-            target.assign_sub(target * (decay * rate))
-        if not fused_update(optimizer, variable, gradient, rate):
-            optimizer.update_step(gradient, variable, rate)
-    if optimizer.use_ema:
-        index = variable_index(optimizer, variable)
-        average = moving_averages(optimizer)[index].value
-        weight = _average_weight(optimizer, iteration)
-        average.assign_sub((average - target) * tf.cast(weight, target.dtype))
-    if variable.constraint is not None:
-        target.assign(variable.constraint(target))
-
-
-def update_rows(
-    optimizer: keras.optimizers.Optimizer,
-    variable: keras.Variable,
-    ids: tf.Tensor,
-    gradient: tf.Tensor,
-    rate: tf.Tensor,
-    iteration: tf.Tensor,
-) -> None:
-    """Applies a gradient to some rows, where the ops are placed.
-
-    The optimizer's own rule runs on these rows of the variable and of its
-    slots; others are not touched. That is Keras' result for every rule that
-    leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a table
-    that starts at zeros, with a constant learning rate and no
+    With `ids` the optimizer's own rule runs on these rows of the variable and
+    of its slots; others are not touched. That is Keras' result for every rule
+    that leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a
+    table that starts at zeros, with a constant learning rate and no
     `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that no
     gradient ever reached to zero). A rule that moves them all the same (the
     decaying moments of Adam and RMSprop, momentum, weight decay, the moving
@@ -217,50 +157,51 @@ def update_rows(
 
     Args:
         optimizer: The part that owns `variable`.
-        variable: The variable, one row per index of axis 0.
-        ids: int64 `(n,)`, unique.
-        gradient: `(n, ...)`.
-        rate: Scalar float32.
+        variable: The variable.
+        gradient: Of the variable's shape, or of that of its rows.
+        rate: Scalar float32, from `learning_rate`.
         iteration: Scalar int64: updates before this one.
-
-    Raises:
-        ValueError: as `check_rows`.
+        ids: int64, unique: the rows. Default: all, the gradient is dense.
     """
-    check_rows(optimizer, variable)
     decay = _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
-    number = [(counter(optimizer), iteration)]
-    if not decay and not optimizer.use_ema:
-        with keras.StatelessScope(number):
-            if fused_update(optimizer, variable, gradient, rate, ids):
+    views: list[RowView] = []
+    scope = keras.StatelessScope([(counter(optimizer), iteration)])
+    with scope:
+        if ids is not None:
+            check_rows(optimizer, variable)
+            is_plain = not (decay or optimizer.use_ema)
+            if is_plain and fused_update(
+                optimizer, variable, gradient, rate, ids
+            ):
                 return
-    row, *row_slots = [
-        RowView(v.value, ids) for v in (variable, *slots(optimizer, variable))
-    ]
-    scope = keras.StatelessScope(number)
-    with scope, swapped(optimizer, variable, row_slots):
+            for whole in (variable, *slots(optimizer, variable)):
+                views.append(RowView(whole.value, ids))
+                # The constructor would have made tensors of them.
+                scope.state_mapping[id(whole)] = views[-1]
+        target = variable.value
         if decay:
-            row.assign_sub(row.rows * (decay * rate))
-        optimizer.update_step(gradient, row, rate)
-    if optimizer.use_ema:
-        # The base class makes this slot before all others.
-        average = row_slots[0]
-        weight = _average_weight(optimizer, iteration)
-        average.assign_sub(
-            (average.rows - row.rows) * tf.cast(weight, row.dtype)
-        )
-    for view in (row, *row_slots):
+            target.assign_sub(tf.convert_to_tensor(target) * (decay * rate))
+        if views or not fused_update(optimizer, variable, gradient, rate):
+            optimizer.update_step(gradient, variable, rate)
+        if optimizer.use_ema:
+            # All the way to the variable at the first update.
+            later = tf.cast(iteration > 0, tf.float32)
+            weight = tf.cast(1.0 - later * optimizer.ema_momentum, rate.dtype)
+            average = _average(optimizer, variable).value
+            difference = tf.convert_to_tensor(average) - target
+            average.assign_sub(difference * weight)
+    for view in views:
         view.scatter()
+    if ids is None and variable.constraint is not None:
+        target.assign(variable.constraint(target))
 
 
-def begin_step(
-    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
-) -> None:
+def begin_step(optimizer: Optimizer, iteration: tf.Tensor) -> None:
     """Updates what an optimizer keeps for all its variables together.
 
-    Only Nadam does: the running product of its momentum schedule. Unlike the
-    counters it is read, multiplied and written, so several workers may lose a
-    factor between them.
+    Only Nadam does: the product of its momentum schedule, which is read,
+    multiplied and written, so several workers may lose a factor between them.
     """
     if isinstance(optimizer, keras.optimizers.Nadam):
         product = nadam_product(optimizer).value
@@ -268,34 +209,10 @@ def begin_step(
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
 
 
-def _decay(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> float | None:
-    """The weight decay that applies to `variable`."""
-    decay = optimizer.weight_decay
-    if isinstance(optimizer, keras.optimizers.Muon):
-        # It trains some variables by AdamW, and these alone have a velocity.
-        index = variable_index(optimizer, variable)
-        if optimizer.adam_velocities[index] is not None:
-            decay = optimizer.adam_weight_decay
-    return decay if uses_weight_decay(optimizer, variable) else None
-
-
-def _average_weight(
-    optimizer: keras.optimizers.Optimizer, iteration: tf.Tensor
-) -> tf.Tensor:
-    """How far the moving average goes: all the way at the first update."""
-    later = tf.cast(iteration > 0, tf.float32)
-    return 1.0 - later * optimizer.ema_momentum
-
-
-def clip(
-    optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]
-) -> list[tf.Tensor]:
+def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     """Clips all gradients of a part as its options say.
 
-    Runs on the worker, which holds them all: only clipped values travel. The
-    gradient of a table is that of its unique rows, whose norm is the same.
+    The gradient of a table is that of its unique rows, whose norm is the same.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]
@@ -307,3 +224,19 @@ def clip(
         limit = optimizer.clipvalue
         return [tf.clip_by_value(g, -limit, limit) for g in gradients]
     return gradients
+
+
+def _average(optimizer: Optimizer, variable: keras.Variable) -> keras.Variable:
+    """The moving average of `variable` that `use_ema=True` keeps."""
+    return moving_averages(optimizer)[variable_index(optimizer, variable)]
+
+
+def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:
+    """The weight decay that applies to `variable`."""
+    decay = optimizer.weight_decay
+    if isinstance(optimizer, keras.optimizers.Muon):
+        # It trains some variables by AdamW, and these alone have a velocity.
+        index = variable_index(optimizer, variable)
+        if optimizer.adam_velocities[index] is not None:
+            decay = optimizer.adam_weight_decay
+    return decay if uses_weight_decay(optimizer, variable) else None

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a variable, and how its rule runs on some rows.
+"""What an optimizer keeps of a variable, and some rows in their place.
 
 Keras writes an update as code on a variable and its slots. `RowView` lets the
 same code run on some rows of them, so each rule is written once, in Keras.
@@ -6,11 +6,9 @@ same code run on some rows of them, so each rule is written once, in Keras.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf.private import (
     nadam_product,
@@ -21,7 +19,7 @@ from tfdist._tf.private import (
 
 
 def slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
     """The slots of `variable`, in the order in which they were made."""
     index = variable_index(optimizer, variable)
@@ -30,19 +28,15 @@ def slots(
 
 
 def rule_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> list[keras.Variable]:
-    """The slots of `variable` that the optimizer's own rule uses.
-
-    The moving average of `use_ema` and the sum of accumulated gradients are the
-    base class's, made before them.
-    """
+    """Those that the optimizer's own rule uses; the base class makes others."""
     others = [optimizer.use_ema, optimizer.gradient_accumulation_steps]
     return slots(optimizer, variable)[sum(map(bool, others)) :]
 
 
 def named_slots(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+    optimizer: Optimizer, variable: keras.Variable
 ) -> dict[str, keras.Variable]:
     """The slots of `variable` by kind, such as `momentum`.
 
@@ -65,9 +59,7 @@ def named_slots(
     return named
 
 
-def shared_name(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> str:
+def shared_name(optimizer: Optimizer, variable: keras.Variable) -> str:
     """Name of one that an optimizer keeps for all its variables together."""
     is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
     if is_nadam and variable is nadam_product(optimizer):
@@ -75,92 +67,40 @@ def shared_name(
     return variable.name
 
 
-def _with_operators(view: type) -> type:
-    """Gives a class the arithmetic of its `rows`."""
-    for name in ("add", "sub", "mul", "truediv", "pow"):
-        for method in (f"__{name}__", f"__r{name}__"):
-            setattr(
-                view,
-                method,
-                lambda self, other, method=method: getattr(self.rows, method)(
-                    tf.convert_to_tensor(other, self.dtype)
-                ),
-            )
-    return view
-
-
-@_with_operators
 class RowView:
-    """Some rows of a variable, in the role of a variable.
+    """Some rows of a variable, as the value of a Keras variable in a scope.
 
-    An optimizer's `update_step` reads and assigns it as it would the whole
-    variable; `scatter` writes the rows back.
+    An optimizer reads and assigns them as it would the whole variable;
+    `scatter` writes them back.
     """
 
     def __init__(self, variable: tf.Variable, ids: tf.Tensor) -> None:
         self._variable = variable
         self._ids = ids
-        self._changed = False
-        self.rows = tf.gather(variable, ids)
+        self._rows = self._start = tf.gather(variable, ids)
         self.dtype = variable.dtype
-        self.name = variable.name
         self._unique_id = unique_id(variable)
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        """Shape of the rows."""
-        return self.rows.shape
-
-    @property
-    def value(self) -> tf.Tensor:
-        """The rows."""
-        return self.rows
 
     def __tf_tensor__(
         self, dtype: tf.DType | None = None, name: str | None = None
     ) -> tf.Tensor:
-        """The rows."""
-        return tf.convert_to_tensor(self.rows, dtype, name=name)
+        return tf.convert_to_tensor(self._rows, dtype, name=name)
 
     def assign(self, value: tf.Tensor) -> None:
         """Replaces the rows."""
-        self.rows = tf.cast(value, self.dtype)
-        self._changed = True
+        self._rows = tf.cast(value, self.dtype)
 
     def assign_add(self, value: tf.Tensor) -> None:
         """Adds to the rows."""
-        self.assign(self.rows + tf.cast(value, self.dtype))
+        self.assign(self._rows + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: tf.Tensor) -> None:
         """Subtracts from the rows."""
-        self.assign(self.rows - tf.cast(value, self.dtype))
+        self.assign(self._rows - tf.cast(value, self.dtype))
 
     def scatter(self) -> None:
         """Writes the rows into the variable, if they changed."""
-        if self._changed:
+        if self._rows is not self._start:
             self._variable.scatter_update(
-                tf.IndexedSlices(self.rows, self._ids)
+                tf.IndexedSlices(self._rows, self._ids)
             )
-
-
-@contextlib.contextmanager
-def swapped(
-    optimizer: keras.optimizers.Optimizer,
-    variable: keras.Variable,
-    views: Sequence[RowView],
-) -> Iterator[None]:
-    """Lets the optimizer find `views` where the slots of `variable` are."""
-    index = variable_index(optimizer, variable)
-    originals = slot_lists(optimizer)
-    remaining = iter(views)
-    swapped = {}
-    for name, slots_of in originals.items():
-        swapped[name] = list(slots_of)
-        if swapped[name][index] is not None:
-            swapped[name][index] = next(remaining)
-    # Not by setattr, which would have Keras and TensorFlow track the views.
-    vars(optimizer).update(swapped)
-    try:
-        yield
-    finally:
-        vars(optimizer).update(originals)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.data import input_fns
@@ -24,16 +23,22 @@ from tfdist.embeddings import lookups
 from tfdist.training import optimizers
 from tfdist.training.compiled_model import (
     checked_model,
-    overrides,
-    refuse_own,
-)
-from tfdist.training.computation import (
     compiled_computation,
     forward_pass,
+    overrides,
+    refuse_own,
     specs,
 )
 from tfdist.training.conditional_updates import conditional_update
 from tfdist.training.counters import Counters, step_seeds
+from tfdist.training.exchange import (
+    Parameters,
+    StepGradients,
+    answers,
+    over_replicas,
+    pull,
+    push,
+)
 from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
@@ -43,8 +48,6 @@ from tfdist.training.metrics import (
     check_metric_names,
     no_sums,
 )
-from tfdist.training.pull import answers, pull
-from tfdist.training.push import Gradients, StepGradients, over_replicas, push
 from tfdist.training.replicas import Replicas
 from tfdist.training.staleness import StalenessCounter
 
@@ -54,14 +57,13 @@ _TRAINING, _EVALUATION, _PREDICTION = "training", "evaluation", "prediction"
 Batch = Any
 
 
-class ModelStep:
+class ModelStep(MetricStates):
     """Training and evaluation steps of one compiled Keras model.
 
-    Metric states travel as a list of tensors: the weighted sum of the losses,
-    the weight, then the model's metric variables. They add up: the sum over
-    any split of the batches is the metric of them all. Where it is not (a
-    maximum), one process hands the state on from batch to batch, in the
-    metric's variable; several tasks refuse the metric.
+    Metric states travel as a list of tensors that add up: the sum over any
+    split of the batches is the state of them all. Where it is not (a maximum),
+    one process hands the state on from batch to batch, in the metric's
+    variable; several tasks refuse the metric.
 
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
@@ -111,7 +113,6 @@ class ModelStep:
         if trains:
             refuse_own(model, "train_step", "compute_loss")
         optimizers.check(model.optimizer, remote)
-        self._global_step = global_step
         self._remote = remote
         self._replicas = replicas
         self._forwards: dict[Any, Forward] = {}
@@ -124,46 +125,35 @@ class ModelStep:
             check_metric_names(model)
         self._metrics = list(model.metrics_variables)
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
-        results, kept = self._look(element_spec) if metrics else (None, set())
-        self._states = MetricStates(
-            model,
-            self._metrics,
-            kept=kept,
-            trains=global_step is not None,
-            results=results,
-        )
-        if trains:
-            self._prepare_training(element_spec)
-
-    def _look(
-        self, element_spec: Any
-    ) -> tuple[Callable[..., Any] | None, set[int]]:
-        """Sees what the model does with a batch; refuses what cannot be.
-
-        Returns:
-            `MetricStates`' arguments `results` and `kept`.
-        """
-        model = self.model
-        own_results = overrides(model, "compute_metrics")
-        modes = [] if self._global_step is None else [_TRAINING]
-        is_evaluated = self._remote and not overrides(model, "test_step")
-        if is_evaluated or (own_results and not modes):
+        own_results = metrics and overrides(model, "compute_metrics")
+        modes = [_TRAINING] if trains else []
+        is_evaluated = metrics and remote and not overrides(model, "test_step")
+        if is_evaluated or (own_results and not trains):
             modes.append(_EVALUATION)
         forwards = [self._forward(mode, element_spec) for mode in modes]
-        must_add_up = bool(self._remote or self._replicas)
-        kept = no_sums(model, self._metrics, forwards, must_add_up)
-        results = None
+        must_add_up, results = bool(remote or replicas), None
         if own_results:
-            results = forwards[0].results(
-                self._metrics, f"`compute_metrics` of {type(model).__name__}"
-            )
-        return results, kept
+            what = f"`compute_metrics` of {type(model).__name__}"
+            results = forwards[0].results(self._metrics, what)
+        super().__init__(
+            model,
+            self._metrics,
+            kept=no_sums(model, self._metrics, forwards, must_add_up)
+            if metrics
+            else set(),
+            trains=trains,
+            results=results,
+        )
+        if global_step is not None and trains:
+            self._prepare_training(global_step, element_spec)
 
-    def _prepare_training(self, element_spec: Any) -> None:
+    def _prepare_training(
+        self, global_step: tf.Variable, element_spec: Any
+    ) -> None:
         model = self.model
         if self._remote:
-            self.staleness = StalenessCounter(self._global_step)
-        self._counters = Counters(model.optimizer, self._global_step)
+            self.staleness = StalenessCounter(global_step)
+        self._counters = Counters(model.optimizer, global_step)
         self._layout = self._layout_for(_TRAINING, element_spec)
         self._layout.check_read(self._forward(_TRAINING, element_spec).read)
         self._compute = compiled_computation(
@@ -173,7 +163,7 @@ class ModelStep:
             has_tables=bool(self.tables),
             has_replicas=bool(self._replicas),
         )
-        self._condition = conditional_update(model.optimizer, self._layout)
+        self._conditional = conditional_update(model.optimizer, self._layout)
 
     @property
     def tables(self) -> list[Any]:
@@ -233,10 +223,6 @@ class ModelStep:
             )
         return self._layouts[mode]
 
-    def zero_states(self) -> States:
-        """States that have seen no example; those that are kept go on."""
-        return self._states.zero()
-
     def train(
         self,
         batch: Batch,
@@ -258,33 +244,22 @@ class ModelStep:
         Returns:
             Metric states after the step.
         """
-        layout = self._layout
+        layout, replicas = self._layout, self._replicas
         before = self.staleness and self.staleness.read()
         # No two replicas draw the same random numbers.
-        number = [step, *([self._replicas.index()] if self._replicas else [])]
-        read = pull(
-            layout, self._forward(_TRAINING, batch).calls(batch, number)
-        )
-        iteration = self._counters.iteration(step, not self._condition)
-        num_weights = len(layout.dense) + len(layout.moving)
-        rates = self._counters.learning_rates(
-            iteration, read.values[num_weights:]
-        )
-        dense, rows, deltas, states = self._compute(
-            batch,
-            number,
-            read.values[:num_weights],
-            read.rows,
-            read.positions,
-            read.lengths,
-            states,
-        )
-        found = StepGradients(read, dense, rows, deltas, rates, iteration)
-        if self._replicas:
-            size = num_examples(batch)
-            self._replicas.update(
+        number = [step, *([replicas.index()] if replicas else [])]
+        calls = self._forward(_TRAINING, batch).calls(batch, number)
+        read, requests = pull(layout, calls)
+        iteration = self._counters.iteration(step, not self._conditional)
+        num = len(layout.dense) + len(layout.moving)
+        rates = self._counters.learning_rates(iteration, read.values[num:])
+        read = read._replace(values=read.values[:num])
+        dense, rows, deltas, states = self._compute(batch, number, read, states)
+        found = StepGradients(requests, dense, rows, deltas, rates, iteration)
+        if replicas:
+            replicas.update(
                 lambda found: self._update(found, batch),
-                over_replicas(layout, found, self._replicas, size),
+                over_replicas(layout, found, replicas, num_examples(batch)),
             )
         else:
             self._update(found, batch, fence)
@@ -296,60 +271,40 @@ class ModelStep:
         self, found: StepGradients, batch: Batch, fence: Fence | None = None
     ) -> None:
         """Applies and counts what a step has found."""
-        layout, arrived, is_update = self._layout, {}, None
-        if self._condition:
-
-            def apply(gradients: StepGradients) -> None:
-                push(layout, gradients)
-
-            no_deltas = [None] * len(found.deltas)
-            is_update = self._condition(
-                dataclasses.replace(found, deltas=no_deltas), apply
-            )
-            for variable, delta in zip(
-                layout.moving, found.deltas, strict=True
-            ):
+        arrived, is_update = {}, None
+        if self._conditional:
+            is_update = self._conditional(dataclasses.replace(found, deltas=[]))
+            pairs = zip(self._layout.moving, found.deltas, strict=True)
+            for variable, delta in pairs:
                 variable.value.assign_add(delta)
         else:
-            arrived = push(layout, found, fence)
+            arrived = push(self._layout, found, fence)
         self._counters.count(
-            layout.device_of, arrived, _flat(batch), fence, is_update
+            self._layout.device_of, arrived, _flat(batch), fence, is_update
         )
 
     def _gradients(
         self,
         batch: Batch,
         number: list[tf.Tensor],
-        values: list[tf.Tensor],
-        rows: list[tf.Tensor],
-        positions: list[tf.Tensor],
-        lengths: list[Any],
+        read: Parameters,
         states: States,
-    ) -> tuple[Gradients, Gradients, list[tf.Tensor], States]:
+    ) -> tuple[list[Any], list[tf.Tensor], list[tf.Tensor], States]:
         """The part of a step that touches no variable.
 
-        Returns:
-            Gradients of `Layout.dense` and of `rows`, what to add to each of
-            `Layout.moving`, and the new metric states.
+        Returns `StepGradients.dense`, `rows`, `deltas`, and metric states.
         """
         layout = self._layout
-        dense = values[: len(layout.dense)]
-        moving = list(
-            zip(layout.moving, values[len(layout.dense) :], strict=True)
-        )
-        scope = self._states.scope(
-            states,
-            [
-                *zip(layout.dense, dense, strict=True),
-                *moving,
-                *step_seeds(self._seeds, *number),
-            ],
-        )
+        variables = [*layout.dense, *layout.moving]
+        values = list(zip(variables, read.values, strict=True))
+        num = len(layout.dense)
+        seeds = step_seeds(self._seeds, *number)
+        scope = self._scope(states, [*values, *seeds])
         tables = self._forward(_TRAINING, batch).tables
-        calls = list(zip(tables, lengths, strict=True))
         with scope, tf.GradientTape() as tape:
-            tape.watch([*dense, *rows])
-            given = answers(layout, rows, positions, calls)
+            watched = [*read.values[:num], *read.rows]
+            tape.watch(watched)
+            given = answers(layout, read, tables)
             with lookups.answered_by(given):
                 loss, _ = forward_pass(
                     self.model, batch, True, tape.stop_recording()
@@ -361,20 +316,20 @@ class ModelStep:
         gradients = [
             # `IndexedSlices` are summed up, row by row.
             g if g is None else tf.convert_to_tensor(g)
-            for g in tape.gradient(scaled_loss, [*dense, *rows])
+            for g in tape.gradient(scaled_loss, watched)
         ]
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
                 f"None. Variables: {[v.path for v in layout.dense]}."
             )
-        deltas = [scope.get_current_value(v) - start for v, start in moving]
-        return (
-            gradients[: len(dense)],
-            gradients[len(dense) :],
-            deltas,
-            self._states.after(scope, states, loss, batch),
-        )
+        rows = [
+            tf.zeros_like(row) if gradient is None else gradient
+            for row, gradient in zip(read.rows, gradients[num:], strict=True)
+        ]
+        deltas = [scope.get_current_value(v) - old for v, old in values[num:]]
+        after = self._after(scope, states, loss, batch)
+        return gradients[:num], rows, deltas, after
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -394,7 +349,7 @@ class ModelStep:
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(_EVALUATION, batch, states) as scope:
             loss, _ = forward_pass(self.model, batch, False)
-        return self._states.after(scope, states, loss, batch)
+        return self._after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
         """Packed metric states of one batch."""
@@ -417,38 +372,18 @@ class ModelStep:
                 for v in self.model.trainable_variables
                 if v.regularizer is not None
             ]
-            with self._states.scope(states, regularized) as scope:
+            with self._scope(states, regularized) as scope:
                 yield scope
             return
         layout = self._layout_for(mode, batch)
-        calls = self._forward(mode, batch).calls(batch, [])
-        read = pull(layout, calls)
-        tables = [table for table, _ in calls]
-        lookups_done = list(zip(tables, read.lengths, strict=True))
-        given = answers(layout, read.rows, read.positions, lookups_done)
-        values = [
-            *zip(layout.reads, read.values, strict=True),
-            *step_seeds(self._seeds),
-        ]
-        scope = self._states.scope(states, values)
+        forward = self._forward(mode, batch)
+        read, _ = pull(layout, forward.calls(batch, []))
+        given = answers(layout, read, forward.tables)
+        values = zip(layout.reads, read.values, strict=True)
+        scope = self._scope(states, [*values, *step_seeds(self._seeds)])
         with scope, lookups.answered_by(given):
             yield scope
         given.check_all_given()
-
-    def pack(self, states: States) -> tf.Tensor:
-        """All states in one float64 vector: one message, one copy."""
-        return self._states.pack(states)
-
-    def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
-        """Packed states of two dispatches in one; 0.0 is of none."""
-        return self._states.joined(earlier, later)
-
-    def result(self, packed: np.ndarray) -> dict[str, float]:
-        """Loss and metrics by name, of (a sum of) packed states.
-
-        `loss` is the mean over examples. Empty if there was no example.
-        """
-        return self._states.result(packed)
 
 
 def _flat(batch: Any) -> list[Any]:

@@ -1,0 +1,302 @@
+"""A step's parameters out, and its gradients back to where variables live.
+
+A step sends each server one message with the ids of all table rows that it
+needs, and gets one with these rows and all dense variables. The server keeps
+the ids, so the gradients of rows travel without them, in one message with the
+clipped gradients of all else that it holds. Large tensors go alone.
+
+    worker                                server k
+      ids of rows ----------------------->  gather
+      dense variables, rows <-------------  read
+      gradients ------------------------->  update variables and slots
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.embeddings import lookups
+from tfdist.embeddings.routing import Route, stacked
+from tfdist.training import optimizers
+from tfdist.training.fence import Fence
+from tfdist.training.layout import Layout, Server
+from tfdist.training.messages import send
+from tfdist.training.replicas import Replicas, mean_to_sum
+
+# Integers below are float32 numbers.
+_EXACT = 1 << 24
+
+
+class Request(NamedTuple):
+    """The rows that a server was asked for, in one group of tables."""
+
+    ids: list[tf.Tensor]  # For each of its shards, on the server.
+    counts: tf.Tensor  # How many of each, int32.
+
+
+class Requests(NamedTuple):
+    """Where the rows are that a step reads and updates."""
+
+    routes: list[Route]  # For each group of tables.
+    at: dict[str, dict[int, Request]]  # For each server, by group.
+
+
+class Parameters(NamedTuple):
+    """What a step has read."""
+
+    values: list[tf.Tensor]  # Of `Layout.reads`.
+    rows: list[tf.Tensor]  # For each group, its unique rows `(n, dim)`.
+    positions: list[tf.Tensor]  # For each group, where in `rows` an id's is.
+    lengths: list[Any]  # How many ids each lookup has.
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGradients:
+    """What a step found out, before it changes anything."""
+
+    requests: Requests  # What it has read rows by.
+    dense: list[tf.Tensor | None]  # None: the loss does not depend on it.
+    rows: list[tf.Tensor]  # For each group of tables.
+    deltas: list[tf.Tensor]  # What to add to each of `Layout.moving`.
+    rates: list[tf.Tensor]  # Of each part of the optimizer.
+    iteration: tf.Tensor  # Updates before this one, a scalar int64.
+
+
+def pull(
+    layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]
+) -> tuple[Parameters, Requests]:
+    """Reads all that a pass needs, by `(table, int64 ids)` of each lookup."""
+    groups = layout.groups
+    routes = [
+        group.route([call for call in calls if group.holds(call[0])])
+        for group in groups
+    ]
+    requests = _requested(layout, routes)
+    values: dict[int, tf.Tensor] = {}
+    rows: list[list[tf.Tensor]] = [[] for _ in groups]
+    for server in layout.servers:
+        asked = requests.at[server.device]
+        with tf.device(server.device):
+            read = [
+                tf.convert_to_tensor(layout.reads[i].value)
+                for i in server.reads
+            ]
+            for g, shards in server.shards.items():
+                pairs = zip(shards, asked[g].ids, strict=True)
+                own = [tf.gather(shard.value, ids) for shard, ids in pairs]
+                read.append(tf.concat(own, axis=0))
+        if layout.remote:
+            shapes = [list(layout.reads[i].shape) for i in server.reads]
+            shapes += [
+                [routes[g].size_at(server.device), groups[g].dim]
+                for g in server.shards
+            ]
+            read = send(read, shapes, server.device, None)
+        values.update(zip(server.reads, read, strict=False))
+        blocks = read[len(server.reads) :]
+        for g, block in zip(server.shards, blocks, strict=True):
+            rows[g].append(block)
+    parameters = Parameters(
+        [values[i] for i in range(len(layout.reads))],
+        [tf.concat(blocks, axis=0) for blocks in rows],
+        [route.positions for route in routes],
+        [lookups.length(ids) for _, ids in calls],
+    )
+    return parameters, requests
+
+
+def answers(
+    layout: Layout, read: Parameters, tables: Sequence[Any]
+) -> lookups.Answers:
+    """Answers the lookup of each of `tables` by the rows that were read."""
+    found: list[Any] = [None] * len(tables)
+    for group, rows, own in zip(
+        layout.groups, read.rows, read.positions, strict=True
+    ):
+        which = [i for i, table in enumerate(tables) if group.holds(table)]
+        lengths = stacked([read.lengths[i] for i in which])
+        # One gather for all, whose gradient is one sum over duplicates.
+        pieces = tf.split(tf.gather(rows, own), lengths, num=len(which))
+        for i, piece in zip(which, pieces, strict=True):
+            found[i] = piece
+    return lookups.Answers(tables, found)
+
+
+def over_replicas(
+    layout: Layout, found: StepGradients, replicas: Replicas, size: tf.Tensor
+) -> StepGradients:
+    """What one replica would have found in the global batch.
+
+    `size` is how many of its examples this one has, a scalar float32.
+    """
+    known = [g for g in found.dense if g is not None]
+    means, total = replicas.mean([*known, *found.deltas], size)
+    mean = iter(means)
+    dense = [g if g is None else next(mean) for g in found.dense]
+    # Every replica has looked up other rows.
+    routes, rows = [], []
+    for group, route, gradient in zip(
+        layout.groups, found.requests.routes, found.rows, strict=True
+    ):
+        gradient = mean_to_sum(gradient, size) / total
+        routes.append(group.routed(replicas.gather(group.numbered(route))))
+        rows.append(
+            tf.math.unsorted_segment_sum(
+                replicas.gather(gradient),
+                routes[-1].positions,
+                tf.reduce_sum(routes[-1].sizes),
+            )
+        )
+    return dataclasses.replace(
+        found,
+        requests=_requested(layout, routes),
+        dense=dense,
+        rows=rows,
+        deltas=list(mean),
+    )
+
+
+def push(
+    layout: Layout, found: StepGradients, fence: Fence | None = None
+) -> dict[str, tf.Tensor]:
+    """Clips gradients and updates every variable where it lives.
+
+    Returns for each server a tensor there that depends on the gradients.
+    """
+    for part in layout.parts:
+        optimizers.begin_step(part, found.iteration)
+    dense, rows = _clipped(layout, found)
+    whole = [*dense, *found.deltas]
+    blocks = []
+    for route, gradient in zip(found.requests.routes, rows, strict=True):
+        split = tf.split(gradient, route.sizes, num=len(route.ids))
+        blocks.append(dict(zip(route.ids, split, strict=True)))
+    known = {i for i, value in enumerate(whole) if value is not None}
+    # As two numbers: a float is exact up to 2**24.
+    counts = [found.iteration // _EXACT, found.iteration % _EXACT]
+    scalars = [fence.generation] if fence else []
+    scalars += [*found.rates, *(tf.cast(c, tf.float32) for c in counts)]
+    arrived: dict[str, tf.Tensor] = {}
+    for server in layout.servers:
+        device, asked = server.device, found.requests.at[server.device]
+        updates = [i for i in server.reads if i in known]
+        if not (updates or server.shards):
+            continue
+        sent = [
+            *scalars,
+            *(whole[i] for i in updates),
+            *(blocks[g][device] for g in server.shards),
+        ]
+        if layout.remote:
+            shapes: list[list[int | tf.Tensor]] = [[] for _ in scalars]
+            shapes += [list(layout.reads[i].shape) for i in updates]
+            with tf.device(device):
+                shapes += [
+                    [tf.reduce_sum(asked[g].counts), layout.groups[g].dim]
+                    for g in server.shards
+                ]
+            sent = send(sent, shapes, None, device, fence)
+        with tf.device(device):
+            # Not the tensor itself: a control edge from the output of a
+            # function waits for its side effects alone.
+            arrived[device] = tf.identity_n(sent)[-1]
+            queue = collections.deque(sent[1:] if fence else sent)
+            _apply(layout, server, queue, updates, asked)
+    return arrived
+
+
+def _apply(
+    layout: Layout,
+    server: Server,
+    sent: collections.deque[tf.Tensor],
+    updates: list[int],
+    asked: dict[int, Request],
+) -> None:
+    """A server's part of `push`, in the order in which it was sent."""
+    rates = [sent.popleft() for _ in layout.parts]
+    high, low = (tf.cast(sent.popleft(), tf.int64) for _ in range(2))
+    iteration = high * _EXACT + low
+
+    def update(
+        owner: int,
+        variable: keras.Variable,
+        gradient: tf.Tensor,
+        ids: tf.Tensor | None = None,
+    ) -> None:
+        part, rate = layout.parts[owner], rates[owner]
+        optimizers.update(part, variable, gradient, rate, iteration, ids)
+
+    for i in updates:
+        if i < len(layout.dense):
+            update(layout.owners[i], layout.dense[i], sent.popleft())
+        else:
+            layout.reads[i].value.assign_add(sent.popleft())
+    for g, shards in server.shards.items():
+        ids, counts = asked[g]
+        gradients = tf.split(sent.popleft(), counts, num=len(shards))
+        for shard, gradient, own in zip(shards, gradients, ids, strict=True):
+            if layout.is_trained(shard):
+                update(layout.groups[g].part, shard, gradient, own)
+
+
+def _clipped(
+    layout: Layout, found: StepGradients
+) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
+    """Clips the gradients of each part of the optimizer together."""
+    owners = [*layout.owners, *(group.part for group in layout.groups)]
+    clipped = [*found.dense, *found.rows]
+    for index, part in enumerate(layout.parts):
+        own = [
+            i
+            for i, gradient in enumerate(clipped)
+            if owners[i] == index and gradient is not None
+        ]
+        values = optimizers.clip(part, [clipped[i] for i in own])
+        for i, value in zip(own, values, strict=True):
+            clipped[i] = value
+    num = len(found.dense)
+    return clipped[:num], clipped[num:]
+
+
+def _requested(layout: Layout, routes: list[Route]) -> Requests:
+    """Sends every server the ids of the rows that it shall read."""
+    at = {s.device: _request(layout, s, routes) for s in layout.servers}
+    return Requests(routes, at)
+
+
+def _request(
+    layout: Layout, server: Server, routes: Sequence[Route]
+) -> dict[int, Request]:
+    device = server.device
+    nums = [len(shards) for shards in server.shards.values()]
+    counts = [routes[g].counts[device] for g in server.shards]
+    ids = [routes[g].ids[device] for g in server.shards]
+    if not nums:
+        return {}
+    if layout.remote:
+        message = tf.concat(
+            [*(tf.cast(count, tf.int64) for count in counts), *ids], axis=0
+        )
+        with tf.device(device):
+            total = sum(nums)
+            count = tf.cast(message[:total], tf.int32)
+            each = tf.split(message[total:], count, num=total)
+            counts = tf.split(count, nums)
+    else:
+        each = [
+            piece
+            for i, count, num in zip(ids, counts, nums, strict=True)
+            for piece in tf.split(i, count, num=num)
+        ]
+    pieces = iter(each)
+    return {
+        g: Request(list(itertools.islice(pieces, num)), count)
+        for g, num, count in zip(server.shards, nums, counts, strict=True)
+    }
