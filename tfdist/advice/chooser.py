@@ -50,8 +50,7 @@ class Recommendation:
         reasons: Sentences: why this one, what limits it, what changes for the
             training.
         estimates: Of all ways, as `tfdist.advice.estimates` returns them.
-        workload: What was asked about.
-        machines: What was asked about.
+        workload, machines: What was asked about.
 
     Example:
     >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
@@ -103,13 +102,6 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
     The one with the most examples a second, failures counted, or a simpler one
     with at least 90 % of that. Layers are spread over devices only where no
     device holds a copy and parameter servers cannot help.
-
-    Args:
-        workload: What a step of one replica needs.
-        machines: What there is.
-
-    Returns:
-        A `Recommendation`.
 
     Example:
     >>> resnet = Workload(batch_size=64, dense_bytes=102e6, flops=1.5e12)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from tfdist._tf.arguments import load_function
 from tfdist.advice.chooser import SECS, choose_strategy, in_units
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _workload(model: str, measured: bool, fields: dict[str, float]) -> Workload:
+def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
     batch_size = int(fields.setdefault("batch_size", 256))
     if not model:
         if measured or "dense_bytes" not in fields:

@@ -88,13 +88,8 @@ class Estimate:
 def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     """Estimates every way, from the simplest to the least simple.
 
-    Args:
-        step: What a step needs.
-        machines: What there is.
-
-    Returns:
-        Six estimates: one_device, mirrored, tpu, multi_worker_mirrored, ps,
-        model_parallel. One that is impossible says `why_not`.
+    They are: one_device, mirrored, tpu, multi_worker_mirrored, ps,
+    model_parallel. One that is impossible says `why_not`.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, compute_secs=0.1)
@@ -136,7 +131,6 @@ class _Job(NamedTuple):
         return self.step.flops / self.m.device_flops
 
     def goodput(self, count: int) -> float:
-        """If the loss of one of `count` machines stops all."""
         failures = count / self.m.secs_between_failures
         return cost_formulas.goodput(
             failures, self.m.checkpoint_secs, self.m.restart_secs

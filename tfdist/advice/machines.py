@@ -8,7 +8,17 @@ from typing import Any
 from tfdist._tf.arguments import check_positive
 from tfdist.advice.workload import check_numbers
 
-_BY_KIND: Any = None  # Filled in from the table below.
+# Round figures of a plain device of each kind: a cloud machine of some cores
+# shared with others, an A100, a core of a TPU v3.
+_PLAIN = {
+    "device_flops": dict(cpu=1e11, gpu=5e13, tpu=3e13),
+    "device_memory": dict(cpu=16e9, gpu=40e9, tpu=16e9),
+    "device_bandwidth": dict(cpu=1e10, gpu=2e11, tpu=7e10),
+    "device_latency": dict(cpu=1e-5, gpu=1e-5, tpu=5e-6),
+    "spread": dict(cpu=0.2, gpu=0.02, tpu=0.01),
+}
+_BY_KIND: Any = None  # Filled in from the above.
+_MAY_BE_ZERO = {"spread", "latency", "device_latency", "restart_secs"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,35 +75,19 @@ class Machines:
     restart_secs: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        kinds = tuple(_PLAIN["spread"])
+        if self.kind not in kinds:
             raise ValueError(
-                f"Argument `kind` must be one of {KINDS}. "
+                f"Argument `kind` must be one of {kinds}. "
                 f"Received: kind={self.kind!r}."
             )
-        for name, value in zip(_PLAIN["kind"], _PLAIN[self.kind], strict=True):
+        for name, plain in _PLAIN.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, plain[self.kind])
         if self.host_memory is None:
             memory = self.device_memory if self.kind == "cpu" else 64e9
             object.__setattr__(self, "host_memory", memory)
-        check_numbers(self, positive=_POSITIVE)
         check_positive("count", self.count)
         check_positive("devices", self.devices)
-
-
-# Round figures of a plain device of each kind: a cloud machine of some cores
-# shared with others, an A100, a core of a TPU v3.
-_PLAIN = {
-    "kind": (
-        *("device_flops", "device_memory", "device_bandwidth"),
-        *("device_latency", "spread"),
-    ),
-    "cpu": (1e11, 16e9, 1e10, 1e-5, 0.2),
-    "gpu": (5e13, 40e9, 2e11, 1e-5, 0.02),
-    "tpu": (3e13, 16e9, 7e10, 5e-6, 0.01),
-}
-_POSITIVE = (
-    *("device_flops", "device_memory", "device_bandwidth", "host_memory"),
-    *("bandwidth", "secs_between_failures", "checkpoint_secs"),
-)
-KINDS = ("cpu", "gpu", "tpu")
+        names = {field.name for field in dataclasses.fields(self)}
+        check_numbers(self, positive=names - _MAY_BE_ZERO)

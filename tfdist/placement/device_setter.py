@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_at_least, check_callable
+from tfdist._tf.arguments import check_callable, check_positive
 from tfdist.placement.strategies import (
     PlacementStrategy,
     RoundRobinStrategy,
@@ -78,8 +78,10 @@ def replica_device_setter(
     tasks = _tasks(ps_tasks, ps_device, cluster)
     if not tasks:
         return None
-    strategy = ps_strategy or RoundRobinStrategy(len(tasks))
-    check_callable("ps_strategy", strategy)
+    if ps_strategy is None:
+        ps_strategy = RoundRobinStrategy(len(tasks))
+    check_callable("ps_strategy", ps_strategy)
+    strategy = ps_strategy
 
     def task_of(op: Any) -> int:
         variable = op.describe() if isinstance(op, _Creation) else op
@@ -195,7 +197,8 @@ class ReplicaDeviceSetter:
             if self.worker_device and not current:
                 return None
             return _difference(entered, current or entered)
-        self._asked = asked = []
+        asked: list[str] = []
+        self._asked = asked
         try:
             tf.no_op()  # TensorFlow shows it to the device function.
         finally:
@@ -222,7 +225,8 @@ def _tasks(
 ) -> list[int]:
     """Returns the task numbers of the parameter servers, in order."""
     if cluster is None:
-        check_at_least("ps_tasks", ps_tasks, 0)
+        if ps_tasks != 0:
+            check_positive("ps_tasks", ps_tasks)
         return list(range(ps_tasks))
     try:
         spec = tf.train.ClusterSpec(cluster)
@@ -242,14 +246,14 @@ def _eager_device() -> str:
 def _difference(outer: str, inner: str) -> str:
     """Returns the fields of `inner` that blocks inside `outer` have changed."""
     old, new = map(tf.DeviceSpec.from_string, (outer, inner))
-    fields: dict[str, Any] = {}
-    if new.job != old.job:
-        fields["job"] = new.job
-    if (new.job, new.task) != (old.job, old.task):
-        fields["task"] = new.task
-    if new.replica != old.replica:
-        fields["replica"] = new.replica
-    kind, index = new.device_type, new.device_index
-    if (kind, index) != (old.device_type, old.device_index):
-        fields |= {"device_type": kind, "device_index": index}
-    return tf.DeviceSpec(**fields).to_string()
+    changed = {}
+    for name in ("job", "replica", "task", "device_type", "device_index"):
+        if getattr(new, name) != getattr(old, name):
+            changed[name] = getattr(new, name)
+    # A task is one of its job, an index one of its kind.
+    if "job" in changed:
+        changed["task"] = new.task
+    if "device_type" in changed or "device_index" in changed:
+        changed["device_type"] = new.device_type
+        changed["device_index"] = new.device_index
+    return tf.DeviceSpec(**changed).to_string()
