@@ -61,12 +61,8 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.advice --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0; 1 if no strategy is possible. A bad flag or model exits with 2 and a
-        message.
+    Returns 0, or 1 if no strategy is possible. A bad flag or model exits with 2
+    and a message.
     """
     parser = _parser()
     args = vars(parser.parse_args(argv))

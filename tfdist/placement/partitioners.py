@@ -3,6 +3,9 @@
 The three partitioners are TF1's own; only arguments that TF1 accepted and then
 failed on, or ignored, are refused here. Like `ParameterServerStrategy`, tfdist
 splits axis 0 only.
+
+A partitioner is a callable `(shape: tf.TensorShape, dtype)` that returns the
+number of parts along each axis, a list of int.
 """
 
 import numbers
@@ -24,9 +27,6 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     Args:
         num_shards: Number of shards, at least 1.
         axis: Axis to split. Default: 0, the only one tfdist can split.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If `num_shards` is not a positive integer.
@@ -55,9 +55,6 @@ def variable_axis_size_partitioner(
         axis: Axis to split. Default: 0, the only one tfdist can split.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
         max_shards: Most shards, whatever their size. Default: no limit.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -92,9 +89,6 @@ def min_max_variable_partitioner(
         axis: Axis to split. Default: 0, the only one tfdist can split.
         min_slice_size: Bytes a shard should have at least. Default: 256 KiB.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If one of the numbers is not positive.

@@ -141,17 +141,13 @@ def simulate(
 
     Args:
         variables: Descriptions in order of creation.
-        num_ps: Number of parameter servers, at least 1.
+        num_ps: As in `plan`.
         strategy: Callable from a `VariableSpec` to a task.
         load_fn: As in `plan`.
 
-    Returns:
-        A `Plan` with the loads of that placement and the lower bound of all.
-
     Raises:
-        TypeError: If the strategy returns no integer; else as `plan`.
-        ValueError: If the strategy returns a task that does not exist; else as
-            `plan`.
+        TypeError, ValueError: As `plan`; or the strategy returns no integer, or
+            a task that does not exist.
 
     Example:
     >>> from tfdist.placement import RoundRobinStrategy
@@ -254,11 +250,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.placement --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A bad flag, model or limit exits with 2 and a message.
+    Returns 0. A bad flag, model or limit exits with 2 and a message.
     """
     parser = _parser()
     args = parser.parse_args(argv)

@@ -31,10 +31,7 @@ class RoundRobinStrategy:
     TF1's default, and that of TensorFlow's `ParameterServerStrategy`.
 
     Args:
-        num_tasks: Number of parameter servers, at least 1.
-
-    Raises:
-        ValueError: If `num_tasks` is not a positive integer.
+        num_tasks: Number of parameter servers, at least 1, or a ValueError.
 
     Example:
     >>> strategy = RoundRobinStrategy(2)
@@ -165,11 +162,7 @@ def traffic_load_fn(variable: Any) -> int:
     that is looked up costs 8 bytes more each way for its id. Slots never
     leave the server.
 
-    Args:
-        variable: A `VariableSpec`, a variable or the TF1 op that makes one.
-
-    Raises:
-        ValueError, TypeError: As `byte_size_load_fn`.
+    Arguments and errors are those of `byte_size_load_fn`.
 
     Example:
     >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
