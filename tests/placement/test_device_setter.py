@@ -323,7 +323,7 @@ def test_sparse_tasks_are_the_ones_there_are():
     [
         ({"ps_tasks": 2, "ps_strategy": 3}, TypeError, "must be callable"),
         ({"cluster": ["ps:1"]}, TypeError, "`cluster` must be a dict"),
-        ({"ps_tasks": -1}, ValueError, "`ps_tasks` must be an integer"),
+        ({"ps_tasks": -1}, ValueError, "`ps_tasks` must be a positive integer"),
     ],
 )
 def test_bad_arguments(arguments, error, match):

@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.placement.packing import InfeasibleError, lower_bound, pack
+from tfdist.placement import packing
+from tfdist.placement.packing import InfeasibleError, lower_bound
 
 loads_of_few = st.lists(st.integers(0, 20), max_size=7)
 few_bins = st.integers(1, 3)
+
+
+def pack(loads, num_bins, sizes=None, limits=None):
+    sizes = loads if sizes is None else sizes
+    limits = [np.inf] * num_bins if limits is None else limits
+    return packing.pack(loads, num_bins, sizes, limits)
 
 
 def totals(loads, bins, num_bins):

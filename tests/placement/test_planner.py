@@ -121,7 +121,7 @@ some_shapes = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_pieces_are_those_of_a_layer_and_loads_add_up(shapes, num_ps):
     variables = specs(*shapes, num_slots=1)
-    planned = plan(variables, num_ps, split=True, min_split_bytes=1 << 10)
+    planned = plan(variables, num_ps, split=True)
     held = np.zeros(num_ps)
     for spec in variables:
         run = planned.assignments[spec.name]
@@ -145,7 +145,7 @@ def test_a_table_is_split_only_where_that_helps():
     assert whole.assignments["v0"] == (Piece(0, 1000, 0),)
     few_rows = plan([*variables, VariableSpec("w", (3, 10**6))], 5, split=True)
     assert [piece.rows for piece in few_rows.assignments["w"]] == [1, 1, 1]
-    small = plan(variables[:1], 2, split=True, min_split_bytes=1 << 20)
+    small = plan(specs((600, 100)), 2, split=True)
     assert len(small.assignments["v0"]) == 1
 
 
@@ -234,7 +234,7 @@ def test_the_strategy_knows_full_names():
 def test_the_strategy_knows_pieces():
     planned = plan([VariableSpec("t/table", (1000, 100))], 4, split=True)
     run = planned.assignments["t/table"]
-    for name in ("t/table_part_{}", "table_part_{}", "t/table/part_{}"):
+    for name in ("t/table_part_{}", "table_part_{}"):
         strategy = planned.as_strategy()
         tasks = [
             strategy(VariableSpec(name.format(i), (piece.rows, 100)))
@@ -273,16 +273,6 @@ def test_table():
     assert "split v0: 500 on ps 0, 500 on ps 1" in table
     whole = plan(specs((1000, 100), (10,)), 2).table()
     assert "the bound is the largest variable left whole" in whole
-
-
-def test_plot(tmp_path, monkeypatch):
-    planned = plan(specs((1000, 100), (10,)), 2)
-    pytest.importorskip("matplotlib")
-    planned.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 1000
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        planned.plot(tmp_path / "none.png")
 
 
 def test_simulate():
@@ -335,14 +325,11 @@ def run(*flags):
     return main(["--model=user_module:model_fn", *flags])
 
 
-@pytest.mark.parametrize("placement", ["planned", "greedy", "round_robin"])
-def test_the_command_prints_plans(user_module, placement, capsys, tmp_path):
-    picture = tmp_path / "plan.png"
-    assert run("--ps=2,3", f"--placement={placement}", f"--plot={picture}") == 0
+def test_the_command_prints_plans(user_module, capsys):
+    assert run("--ps=2,3") == 0
     out = capsys.readouterr().out
     assert out.count("8 variables") == 2
     assert out.count("ps 2") == 1
-    assert picture.exists()
 
 
 def test_the_command_plans_traffic_and_splits(user_module, capsys):

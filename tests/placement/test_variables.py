@@ -167,7 +167,7 @@ def model_that_reads():
         (unbuilt_model, ValueError, r"keras.Input.*model.build\(input_shape"),
         (model_that_reads, ValueError, "reads the value of a variable"),
         (lambda: 3, TypeError, "must return a `keras.Model`"),
-        (3, TypeError, "must be a callable"),
+        (3, TypeError, "must be callable"),
     ],
 )
 def test_bad_model_functions(model_fn, error, match):
@@ -202,10 +202,10 @@ def test_variable_spec():
     "arguments", [{"num_slots": -1}, {"extra_bytes": -1}, {"rows_per_step": -1}]
 )
 def test_negative_counts(arguments):
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be not negative"):
         VariableSpec("v", (2,), **arguments)
 
 
 def test_a_name_is_a_string():
-    with pytest.raises(TypeError, match="`name` must be a string"):
+    with pytest.raises(TypeError, match="`name` must be a str"):
         VariableSpec(3, (2,))

@@ -1,8 +1,8 @@
 """Which strategy suits a model and its machines, and why.
 
-Read in this order: `chooser` (the recommendation), `estimate` (what each
-strategy would cost) with `cost_formulas`, `workload` (what a step needs) and
-`measurement`, `machines`, `command` (`python -m tfdist.advice`).
+Read in this order: `workload` (what a step needs), `machines`, `cost_formulas`,
+`estimate` (what each strategy would cost), `chooser` (the recommendation),
+`command` (`python -m tfdist.advice`).
 """
 
 import lazy_loader

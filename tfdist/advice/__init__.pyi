@@ -3,5 +3,5 @@ from .chooser import choose_strategy as choose_strategy
 from .estimate import Estimate as Estimate
 from .estimate import estimates as estimates
 from .machines import Machines as Machines
-from .measurement import measure as measure
 from .workload import Workload as Workload
+from .workload import measure as measure

@@ -1,6 +1,5 @@
-"""Which strategy to choose, and why.
+"""Which strategy to choose, and why: decided from plain numbers.
 
-`choose_strategy` decides from plain numbers; nothing is connected or allocated.
 The rules of the field come out of the estimates:
 
 * many weak or unreliable machines: parameter servers;
@@ -24,25 +23,20 @@ _WORTH = 0.9
 # What takes a smaller share of the time is not worth a reason.
 _NOTABLE = 0.05
 _WIDTH = 79
-_TOO_LARGE = (
-    "The model is too large for these machines. Partition it over more of "
-    "them: tables over parameter servers (CPU or GPU machines), layers over "
-    "devices; or use more memory."
+_TOO_LARGE = "The model is too large for a device. Partition it"
+_IMPOSSIBLE = (
+    f"{_TOO_LARGE} over more machines than these: tables over parameter "
+    "servers (CPU or GPU machines), layers over devices; or use more memory."
+)
+_ONE_MACHINE = (
+    "Weak links between machines, or unequal ones: more than one adds little."
 )
 _LIMITS = {
     "compute": "Compute-bound: more or faster devices help.",
-    "input": (
-        "Input-bound: more machines, each preparing its share, input workers "
-        "(tf.data service) or a faster input pipeline help, faster devices do "
-        "not."
-    ),
-    "wait": (
-        "Bound by the slowest machine: fewer machines, or more alike, help."
-    ),
-    "wire": (
-        "Wire-bound: a faster network or a larger batch a replica helps, "
-        "faster devices do not."
-    ),
+    "input": "Input-bound: more machines, each preparing its share, input "
+    "workers (tf.data service) or a faster input pipeline help.",
+    "wait": "Bound by the slowest machine: fewer, or more alike, help.",
+    "wire": "Wire-bound: a faster network or a larger batch a replica helps.",
 }
 
 
@@ -56,8 +50,7 @@ class Recommendation:
         reasons: Sentences: why this one, what limits it, what changes for the
             training.
         estimates: Of all ways, as `tfdist.advice.estimates` returns them.
-        workload: What was asked about.
-        machines: What was asked about.
+        workload, machines: What was asked about.
 
     Example:
     >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
@@ -80,19 +73,18 @@ class Recommendation:
         """Returns estimates and reasons as text of at most 79 columns."""
         step, machines = self.workload, self.machines
         seconds = ("compute", "input", "wait", "wire", "step")
+        names = "".join(f"{name:>8}" for name in seconds)
         lines = [
             f"{machines.count} x {machines.devices} {machines.kind} of "
-            f"{bytes_text(machines.device_memory)}, "
+            f"{in_units(machines.device_memory, _BYTES)}, "
             f"{machines.bandwidth * 8 / 1e9:.3g} Gbit/s and "
-            f"{secs_text(machines.latency)} between machines",
+            f"{in_units(machines.latency, SECS)} between machines",
             f"{step.batch_size:,} examples a replica, dense "
-            f"{bytes_text(step.dense_bytes)}, tables "
-            f"{bytes_text(step.table_bytes)}, {bytes_text(step.rows_bytes)} of "
-            "rows a step",
+            f"{in_units(step.dense_bytes, _BYTES)}, tables "
+            f"{in_units(step.table_bytes, _BYTES)}, "
+            f"{in_units(step.rows_bytes, _BYTES)} of rows a step",
             "",
-            f"{'':23}{'n':>5}"
-            + "".join(f"{name:>8}" for name in seconds)
-            + f"{'examples/s':>11}",
+            f"{'':23}{'n':>5}{names}{'examples/s':>11}",
             *(_row(e, e is self.estimate) for e in self.estimates),
             "",
             f"Advice: {self.strategy or 'none is possible'}",
@@ -100,8 +92,6 @@ class Recommendation:
         ]
         return "\n".join(
             textwrap.fill(line, _WIDTH, subsequent_indent="  ")
-            if len(line) > _WIDTH
-            else line
             for line in lines
         )
 
@@ -113,13 +103,6 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
     with at least 90 % of that. Layers are spread over devices only where no
     device holds a copy and parameter servers cannot help.
 
-    Args:
-        workload: What a step of one replica needs.
-        machines: What there is.
-
-    Returns:
-        A `Recommendation`.
-
     Example:
     >>> resnet = Workload(batch_size=64, dense_bytes=102e6, flops=1.5e12)
     >>> choose_strategy(resnet, Machines(kind="gpu", devices=8)).strategy
@@ -130,14 +113,11 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
     """
     made = estimates(workload, machines)
     possible = [e for e in made if e.feasible]
-    copies = [e for e in possible if e.strategy != "model_parallel"]
-    best = max((e.examples_per_sec for e in copies or possible), default=0.0)
-    chosen = next(
-        (e for e in copies or possible if e.examples_per_sec >= _WORTH * best),
-        None,
-    )
-    if chosen is None:
-        return Recommendation(None, (_TOO_LARGE,), made, workload, machines)
+    if not possible:
+        return Recommendation(None, (_IMPOSSIBLE,), made, workload, machines)
+    ways = [e for e in possible if e.strategy != "model_parallel"] or possible
+    best = max(e.examples_per_sec for e in ways)
+    chosen = next(e for e in ways if e.examples_per_sec >= _WORTH * best)
     reasons = _why(chosen, {e.strategy: e for e in made})
     reasons.append(_LIMITS[chosen.bound])
     if chosen.strategy == "ps":
@@ -147,11 +127,10 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
             "delay convergence."
         )
     elif chosen.replicas > 1:
-        batch = chosen.replicas * workload.batch_size
         reasons.append(
             f"Synchronous: the global batch is {chosen.replicas:,} x "
-            f"{workload.batch_size:,} = {batch:,} examples. Tune the learning "
-            "rate for it."
+            f"{chosen.batch_size:,} = {chosen.replicas * chosen.batch_size:,} "
+            "examples. Tune the learning rate for it."
         )
     return Recommendation(
         chosen.strategy, tuple(reasons), made, workload, machines
@@ -161,18 +140,7 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
 def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
     """Why this way is better than the others."""
     copied = others["multi_worker_mirrored"]
-    if chosen.strategy == "model_parallel":
-        return [
-            "The model is too large for a device. Partition it: layers on "
-            "different devices work as a pipeline (model parallelism)."
-        ]
-    if chosen.strategy == "ps" and not copied.feasible:
-        return [
-            "The model is too large for a device. Partition it over "
-            f"{chosen.num_ps} parameter server{'s' * (chosen.num_ps > 1)}: a "
-            "worker holds and moves only what a step touches."
-        ]
-    if chosen.strategy == "ps":
+    if chosen.strategy == "ps" and copied.feasible:
         step = copied.secs_per_step
         losses = {
             "Unreliable machines: all-reduce would lose {:.0%} more of its "
@@ -188,7 +156,15 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
             for text, loss in losses.items()
             if loss > _NOTABLE
         ] or ["All-reduce would lose more by failures, waiting and the wire."]
-    several = [e for e in others.values() if e.feasible and e.replicas > 1]
+    if chosen.strategy in ("ps", "model_parallel"):
+        servers = f"{chosen.num_ps} parameter server{'s' * (chosen.num_ps > 1)}"
+        how = {
+            "ps": f" over {servers}: a worker holds and moves only what a step "
+            "touches.",
+            "model_parallel": ": layers on different devices work as a "
+            "pipeline (model parallelism).",
+        }
+        return [_TOO_LARGE + how[chosen.strategy]]
     if chosen.replicas > 1:
         share = chosen.wire_secs / chosen.secs_per_step
         why = [
@@ -196,12 +172,8 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
             f"takes {share:.0%} of a step of {chosen.replicas:,} devices, each "
             "with a copy of the model."
         ]
-        if chosen.machines < copied.machines:
-            why.append(
-                "Weak links between machines, or unequal ones: more than one "
-                "adds little."
-            )
-        return why
+        return why + [_ONE_MACHINE] * (chosen.machines < copied.machines)
+    several = [e for e in others.values() if e.feasible and e.replicas > 1]
     if not several:
         return ["One device: there is nothing to distribute over."]
     best = max(several, key=lambda e: e.examples_per_sec)
@@ -210,11 +182,11 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
             "Not worth distributing: input for one device is all that a "
             "machine prepares."
         ]
-    share = best.wire_secs / best.secs_per_step
     return [
         "Not worth distributing: the step is too short, or the links are too "
-        f"weak. {best.strategy} would spend {share:.0%} of a step on the wire. "
-        "A larger batch a replica would change that."
+        f"weak. {best.strategy} would spend "
+        f"{best.wire_secs / best.secs_per_step:.0%} of a step on the wire. A "
+        "larger batch a replica would change that."
     ]
 
 
@@ -225,40 +197,25 @@ def _row(estimate: Estimate, advised: bool) -> str:
     if not estimate.feasible:
         return f"{name:26}{estimate.why_not}"
     parts = (
-        estimate.compute_secs,
-        estimate.input_secs,
-        estimate.wait_secs,
-        estimate.wire_secs,
-        estimate.secs_per_step,
+        *(estimate.compute_secs, estimate.input_secs, estimate.wait_secs),
+        *(estimate.wire_secs, estimate.secs_per_step),
     )
-    seconds = "".join(f"{secs_text(part):>8}" for part in parts)
+    seconds = "".join(f"{in_units(part, SECS):>8}" for part in parts)
     rate = estimate.examples_per_sec
     rounded = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
     return f"{name:23}{estimate.replicas:>5}{seconds}{rounded:>11}"
 
 
-def secs_text(secs: float) -> str:
-    """Returns seconds in three digits and a unit, at most seven characters.
+SECS = dict(ns=1e-9, us=1e-6, ms=1e-3, s=1.0, h=3600.0, d=86400.0)
+_BYTES = dict(B=1.0, kB=1e3, MB=1e6, GB=1e9, TB=1e12)
 
-    >>> secs_text(0.0123), secs_text(7200), secs_text(0.0)
+
+def in_units(value: float, units: Mapping[str, float]) -> str:
+    """Three digits, in the first unit in which they can say it.
+
+    >>> in_units(0.0123, SECS), in_units(7200, SECS), in_units(0.0, SECS)
     ('12.3 ms', '2 h', '0')
     """
-    units = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-    units |= {"h": 3600.0, "d": 86400.0}
-    return _text(secs, units) if secs >= 1e-9 else "0"
-
-
-def bytes_text(size: float) -> str:
-    """Returns bytes in three digits and a unit.
-
-    >>> bytes_text(102e6), bytes_text(160e9), bytes_text(0.0)
-    ('102 MB', '160 GB', '0')
-    """
-    units = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-    return _text(size, units) if size >= 0.01 else "0"
-
-
-def _text(value: float, units: Mapping[str, float]) -> str:
-    """In the first unit in which three digits can say it."""
     unit = next((u for u in units if value < 999.5 * units[u]), [*units][-1])
-    return f"{value / units[unit]:.3g} {unit}"
+    number = value / units[unit]
+    return f"{number:.3g} {unit}" if number >= 0.01 else "0"

@@ -1,7 +1,4 @@
-"""Six formulas for what it costs to train together: bytes, seconds.
-
-`tfdist.advice.estimate` applies them to a model and to machines.
-"""
+"""Four formulas for what it costs to train together, in seconds."""
 
 import math
 import statistics
@@ -20,19 +17,6 @@ def all_reduce_secs(
     """
     messages = 2 * (replicas - 1) if size else 0
     return messages * (size / replicas / bandwidth + latency)
-
-
-def all_gather_secs(
-    size: float, replicas: int, bandwidth: float, latency: float
-) -> float:
-    """A ring gives everybody the `size` bytes of each replica.
-
-    TensorFlow reduces the gradient of a table (`tf.IndexedSlices`) like this.
-
-    >>> all_gather_secs(1e6, 4, bandwidth=1e9, latency=0.0)
-    0.003
-    """
-    return (replicas - 1) * (size / bandwidth + latency) if size else 0.0
 
 
 def pace(machines: int, spread: float) -> float:
@@ -70,28 +54,6 @@ def ps_secs(
     """
     own = 2 * size * workers_per_machine / bandwidth + 4 * latency
     return own, workers * max(size / num_ps, largest) / bandwidth
-
-
-def pipeline_secs(
-    compute_secs: float,
-    boundary: float,
-    parts: int,
-    micro_batches: int,
-    bandwidth: float,
-    latency: float,
-) -> tuple[float, float]:
-    """Seconds of computing and of the wire when layers are a pipeline.
-
-    m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
-    "GPipe"). Each turn moves a share of the `boundary` bytes between two parts,
-    forward and back.
-
-    >>> pipeline_secs(1.0, 0.0, 2, 4, bandwidth=1e9, latency=0.0)
-    (0.625, 0.0)
-    """
-    turns = micro_batches + parts - 1
-    moved = 2 * (boundary / micro_batches / bandwidth + latency)
-    return turns * compute_secs / parts / micro_batches, turns * moved
 
 
 def goodput(

@@ -1,9 +1,8 @@
 """What a step costs under each way to distribute it.
 
-The formulas of `tfdist.advice.cost_formulas`, applied to a model and to
-machines: to compare the ways with each other, not to predict a stopwatch. Every
-replica takes `batch_size` examples a step, so more replicas mean more examples
-a second, not shorter steps. Left out: compute overlapped with the wire, the
+To compare the ways with each other, not to predict a stopwatch. Every replica
+takes `batch_size` examples a step, so more replicas mean more examples a
+second, not shorter steps. Left out: compute overlapped with the wire, the
 optimizer's own arithmetic, the chief's half millisecond a dispatch, and how
 fast a model learns from large batches or stale gradients.
 """
@@ -12,20 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-from tfdist.advice.cost_formulas import (
-    all_gather_secs,
-    all_reduce_secs,
-    goodput,
-    pace,
-    pipeline_secs,
-    ps_secs,
-)
+from tfdist.advice import cost_formulas
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
 
-Link = tuple[float, float]  # Bytes a second, and seconds of latency.
+_Link = tuple[float, float]  # Bytes a second, and seconds of latency.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,13 +88,8 @@ class Estimate:
 def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     """Estimates every way, from the simplest to the least simple.
 
-    Args:
-        step: What a step needs.
-        machines: What there is.
-
-    Returns:
-        Six estimates: one_device, mirrored, tpu, multi_worker_mirrored, ps,
-        model_parallel. One that is impossible says `why_not`.
+    They are: one_device, mirrored, tpu, multi_worker_mirrored, ps,
+    model_parallel. One that is impossible says `why_not`.
 
     Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, compute_secs=0.1)
@@ -110,22 +97,21 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     ['one_device', 'multi_worker_mirrored', 'ps', 'model_parallel']
     """
     m = machines
-    near = m.device_bandwidth, m.device_latency
-    # The weakest link of a ring through all machines.
-    far = min(m.bandwidth, near[0]), max(m.latency, near[1])
     tpu = "a TPU trains with TPUStrategy" * (m.kind == "tpu")
     alone = tpu or "a machine has one device" * (m.devices == 1)
     one = tpu or "there is one machine" * (m.count == 1)
     none = "there is no TPU" * (m.kind != "tpu")
+    job = _Job(step, m)
+    near = m.device_bandwidth, m.device_latency
+    # The weakest link of a ring through all machines.
+    far = min(m.bandwidth, near[0]), max(m.latency, near[1])
     return (
-        _copies("one_device", tpu, step, m, 1, 1, near),
-        _copies("mirrored", alone, step, m, 1, m.devices, near),
-        _copies("tpu", none, step, m, m.count, m.devices, near),
-        _copies(
-            *("multi_worker_mirrored", one, step, m, m.count, m.devices, far)
-        ),
-        _ps(step, m),
-        _model_parallel(tpu, step, m, near, far),
+        job.copies("one_device", tpu, 1, 1, near),
+        job.copies("mirrored", alone, 1, m.devices, near),
+        job.copies("tpu", none, m.count, m.devices, near),
+        job.copies("multi_worker_mirrored", one, m.count, m.devices, far),
+        job.served(),
+        job.pipeline(tpu, near, far),
     )
 
 
@@ -135,154 +121,132 @@ def replica_bytes(step: Workload) -> float:
     return step.state_bytes + gradients + step.activation_bytes
 
 
+class _Job(NamedTuple):
+    step: Workload
+    m: Machines
+
+    def compute_secs(self) -> float:
+        if self.step.compute_secs is not None:
+            return self.step.compute_secs
+        return self.step.flops / self.m.device_flops
+
+    def goodput(self, count: int) -> float:
+        failures = count / self.m.secs_between_failures
+        return cost_formulas.goodput(
+            failures, self.m.checkpoint_secs, self.m.restart_secs
+        )
+
+    def synchronous(
+        self, strategy: str, why_not: str, count: int, **fields: Any
+    ) -> Estimate:
+        """All wait for the slowest; any failure takes all to the checkpoint."""
+        busy = max(fields["compute_secs"], fields["input_secs"])
+        return Estimate(
+            strategy=strategy,
+            why_not=why_not,
+            batch_size=self.step.batch_size,
+            machines=count,
+            wait_secs=busy * (cost_formulas.pace(count, self.m.spread) - 1),
+            goodput=self.goodput(count),
+            **fields,
+        )
+
+    def copies(
+        self, strategy: str, why_not: str, count: int, devices: int, link: _Link
+    ) -> Estimate:
+        """A copy of the model on every device."""
+        step, memory = self.step, self.m.device_memory
+        n, (bandwidth, latency) = count * devices, link
+        wire = cost_formulas.all_reduce_secs(step.dense_bytes, n, *link)
+        if step.rows_bytes:  # TensorFlow gathers `tf.IndexedSlices`.
+            wire += (n - 1) * (step.rows_bytes / bandwidth + latency)
+        return self.synchronous(
+            strategy,
+            why_not or _too_large(replica_bytes(step), memory, "a device"),
+            count,
+            replicas=n,
+            compute_secs=self.compute_secs(),
+            input_secs=devices * step.input_secs,
+            wire_secs=wire,
+        )
+
+    def pipeline(self, why_not: str, near: _Link, far: _Link) -> Estimate:
+        """Layers over the devices of a machine; over all if it must be.
+
+        m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
+        "GPipe"). Each turn moves a share of the boundary, forward and back.
+        """
+        step, memory = self.step, self.m.device_memory
+        size, total = replica_bytes(step), self.m.count * self.m.devices
+        # No two devices share a weight; tables count as one.
+        largest = max(step.table_bytes, step.largest_bytes)
+        if largest:
+            largest *= step.state_bytes / (step.dense_bytes + step.table_bytes)
+        is_near = self.m.devices > 1 and size <= self.m.devices * memory
+        parts = self.m.devices if is_near else total
+        bandwidth, latency = near if is_near else far
+        # GPipe finds filling and draining negligible from four a part on.
+        micro_batches = min(step.batch_size, 4 * parts)
+        turns = micro_batches + parts - 1
+        moved = step.boundary_bytes / micro_batches
+        return self.synchronous(
+            "model_parallel",
+            why_not
+            or "there is one device" * (total == 1)
+            or _too_large(size / total, memory, f"each of {total} devices")
+            or _too_large(largest, memory, "the device of one layer"),
+            parts // self.m.devices,
+            compute_secs=turns * self.compute_secs() / parts / micro_batches,
+            input_secs=step.input_secs,
+            wire_secs=turns * 2 * (moved / bandwidth + latency),
+        )
+
+    def served(self) -> Estimate:
+        """Asynchronous, with the number of servers that is fastest."""
+        step, m, most = self.step, self.m, self.m.count - 1
+        held = 2 * (step.dense_bytes + step.rows_bytes) + step.activation_bytes
+        servers = f"{most} server{'s' * (most > 1)}"
+        why_not = (
+            "parameter servers have no TPU workers" * (m.kind == "tpu")
+            or "one machine cannot both serve and work" * (most == 0)
+            or _too_large(held, m.device_memory, "a worker")
+            or _too_large(step.state_bytes, most * m.host_memory, servers)
+        )
+        if why_not:
+            return Estimate(
+                strategy="ps", batch_size=step.batch_size, why_not=why_not
+            )
+        least = max(1, math.ceil(step.state_bytes / m.host_memory))
+        by_number = map(self.served_by, range(least, most + 1))
+        return max(by_number, key=lambda e: e.examples_per_sec)
+
+    def served_by(self, num_ps: int) -> Estimate:
+        """Nobody waits for another worker."""
+        step, m = self.step, self.m
+        workers = (m.count - num_ps) * m.devices
+        compute, fed = self.compute_secs(), m.devices * step.input_secs
+        size = step.dense_bytes + step.rows_bytes
+        own, server = cost_formulas.ps_secs(
+            *(size, step.largest_bytes, workers, num_ps),
+            *(m.bandwidth, m.latency, m.devices),
+        )
+        # A lost worker is missed until it is back. A lost server undoes what
+        # all have done since the last checkpoint.
+        missed = m.restart_secs / m.secs_between_failures
+        return Estimate(
+            strategy="ps",
+            batch_size=step.batch_size,
+            replicas=workers,
+            machines=m.count,
+            num_ps=num_ps,
+            compute_secs=compute,
+            input_secs=fed,
+            wire_secs=max(own, server - max(compute, fed)),
+            goodput=self.goodput(num_ps) / (1 + missed),
+        )
+
+
 def _too_large(size: float, memory: float, holder: str) -> str:
     if size <= memory:
         return ""
     return f"memory: {size / 1e9:,.4g} GB, {holder} has {memory / 1e9:,.4g}"
-
-
-def _copies(
-    strategy: str,
-    why_not: str,
-    step: Workload,
-    machines: Machines,
-    count: int,
-    devices: int,
-    link: Link,
-) -> Estimate:
-    """Synchronous training: a copy of the model on every device."""
-    replicas = count * devices
-    return _synchronous(
-        strategy,
-        why_not
-        or _too_large(replica_bytes(step), machines.device_memory, "a device"),
-        step,
-        machines,
-        count=count,
-        replicas=replicas,
-        compute_secs=machines.compute_secs(step),
-        input_secs=devices * step.input_secs,
-        wire_secs=all_reduce_secs(step.dense_bytes, replicas, *link)
-        + all_gather_secs(step.rows_bytes, replicas, *link),
-    )
-
-
-def _model_parallel(
-    why_not: str, step: Workload, machines: Machines, near: Link, far: Link
-) -> Estimate:
-    """One pipeline over the devices of a machine; over all if it must."""
-    total = machines.count * machines.devices
-    memory, size = machines.device_memory, replica_bytes(step)
-    # No two devices share a weight; tables count as one.
-    largest = max(step.table_bytes, step.largest_bytes)
-    if largest:
-        largest *= step.state_bytes / (step.dense_bytes + step.table_bytes)
-    is_near = machines.devices > 1 and size <= machines.devices * memory
-    count = 1 if is_near else machines.count
-    parts = count * machines.devices
-    compute_secs, wire_secs = pipeline_secs(
-        machines.compute_secs(step),
-        step.boundary_bytes,
-        parts,
-        # GPipe finds filling and draining negligible from four a part on.
-        min(int(step.batch_size), 4 * parts),
-        *(near if is_near else far),
-    )
-    return _synchronous(
-        "model_parallel",
-        why_not
-        or "there is one device" * (total == 1)
-        or _too_large(size / total, memory, f"each of {total} devices")
-        or _too_large(largest, memory, "the device of one layer"),
-        step,
-        machines,
-        count=count,
-        replicas=1,
-        compute_secs=compute_secs,
-        input_secs=step.input_secs,
-        wire_secs=wire_secs,
-    )
-
-
-def _synchronous(
-    strategy: str,
-    why_not: str,
-    step: Workload,
-    machines: Machines,
-    *,
-    count: int,
-    **fields: Any,
-) -> Estimate:
-    """All wait for the slowest; any failure takes all to the checkpoint."""
-    busy = max(fields["compute_secs"], fields["input_secs"])
-    return Estimate(
-        strategy=strategy,
-        why_not=why_not,
-        batch_size=step.batch_size,
-        machines=count,
-        wait_secs=busy * (pace(count, machines.spread) - 1),
-        goodput=_goodput(machines, count),
-        **fields,
-    )
-
-
-def _ps(step: Workload, machines: Machines) -> Estimate:
-    """Asynchronous, with the number of servers that is fastest."""
-    most = machines.count - 1
-    worker_bytes = 2 * (step.dense_bytes + step.rows_bytes)
-    worker_bytes += step.activation_bytes
-    servers = f"{most} server{'s' * (most > 1)}"
-    why_not = (
-        "parameter servers have no TPU workers" * (machines.kind == "tpu")
-        or "one machine cannot both serve and work" * (most == 0)
-        or _too_large(worker_bytes, machines.device_memory, "a worker")
-        or _too_large(step.state_bytes, most * machines.host_memory, servers)
-    )
-    if why_not:
-        return Estimate(
-            strategy="ps", batch_size=step.batch_size, why_not=why_not
-        )
-    least = max(1, math.ceil(step.state_bytes / machines.host_memory))
-    return max(
-        (_served(step, machines, num_ps) for num_ps in range(least, most + 1)),
-        key=lambda estimate: estimate.examples_per_sec,
-    )
-
-
-def _served(step: Workload, machines: Machines, num_ps: int) -> Estimate:
-    """Nobody waits for another worker."""
-    devices = machines.devices
-    workers = (machines.count - num_ps) * devices
-    compute, fed = machines.compute_secs(step), devices * step.input_secs
-    own, server = ps_secs(
-        step.dense_bytes + step.rows_bytes,
-        step.largest_bytes,
-        workers,
-        num_ps,
-        machines.bandwidth,
-        machines.latency,
-        workers_per_machine=devices,
-    )
-    # A lost worker is missed until it is back. A lost server undoes what all
-    # have done since the last checkpoint.
-    missed = machines.restart_secs / machines.secs_between_failures
-    return Estimate(
-        strategy="ps",
-        batch_size=step.batch_size,
-        replicas=workers,
-        machines=machines.count,
-        num_ps=num_ps,
-        compute_secs=compute,
-        input_secs=fed,
-        wire_secs=max(own, server - max(compute, fed)),
-        goodput=_goodput(machines, num_ps) / (1 + missed),
-    )
-
-
-def _goodput(machines: Machines, count: int) -> float:
-    """If the loss of one of `count` machines stops all."""
-    return goodput(
-        count / machines.secs_between_failures,
-        machines.checkpoint_secs,
-        machines.restart_secs,
-    )

@@ -5,36 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdist.advice.workload import Workload, check_number
+from tfdist._tf.arguments import check_positive
+from tfdist.advice.workload import check_numbers
 
 # Round figures of a plain device of each kind: a cloud machine of some cores
 # shared with others, an A100, a core of a TPU v3.
 _PLAIN = {
-    "cpu": {
-        "device_flops": 1e11,
-        "device_memory": 16e9,
-        "device_bandwidth": 1e10,
-        "device_latency": 1e-5,
-        "spread": 0.2,
-    },
-    "gpu": {
-        "device_flops": 5e13,
-        "device_memory": 40e9,
-        "device_bandwidth": 2e11,
-        "device_latency": 1e-5,
-        "spread": 0.02,
-    },
-    "tpu": {
-        "device_flops": 3e13,
-        "device_memory": 16e9,
-        "device_bandwidth": 7e10,
-        "device_latency": 5e-6,
-        "spread": 0.01,
-    },
+    "device_flops": dict(cpu=1e11, gpu=5e13, tpu=3e13),
+    "device_memory": dict(cpu=16e9, gpu=40e9, tpu=16e9),
+    "device_bandwidth": dict(cpu=1e10, gpu=2e11, tpu=7e10),
+    "device_latency": dict(cpu=1e-5, gpu=1e-5, tpu=5e-6),
+    "spread": dict(cpu=0.2, gpu=0.02, tpu=0.01),
 }
-KINDS = tuple(_PLAIN)
-_OF_KIND: Any = None  # Filled in from the above.
-_MAY_BE_ZERO = ("spread", "latency", "device_latency", "restart_secs")
+_BY_KIND: Any = None  # Filled in from the above.
+_MAY_BE_ZERO = {"spread", "latency", "device_latency", "restart_secs"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +50,9 @@ class Machines:
         restart_secs: Seconds from a failure to the next step.
 
     Raises:
-        ValueError: A number is not positive (latencies and `spread`: negative),
-            or `kind` is unknown.
+        TypeError, ValueError: What should be a number is none, is infinite or
+            not positive (latencies, `spread` and `restart_secs` may be 0), or
+            `kind` is unknown.
 
     Example:
     >>> Machines(count=8, kind="gpu", devices=4).device_memory
@@ -77,12 +62,12 @@ class Machines:
     count: int = 1
     devices: int = 1
     kind: str = "cpu"
-    device_flops: float = _OF_KIND
-    device_memory: float = _OF_KIND
-    device_bandwidth: float = _OF_KIND
-    device_latency: float = _OF_KIND
-    spread: float = _OF_KIND
-    host_memory: float = _OF_KIND
+    device_flops: float = _BY_KIND
+    device_memory: float = _BY_KIND
+    device_bandwidth: float = _BY_KIND
+    device_latency: float = _BY_KIND
+    spread: float = _BY_KIND
+    host_memory: float = _BY_KIND
     bandwidth: float = 10e9 / 8
     latency: float = 1e-4
     secs_between_failures: float = 365 * 86400.0
@@ -90,29 +75,19 @@ class Machines:
     restart_secs: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        kinds = tuple(_PLAIN["spread"])
+        if self.kind not in kinds:
             raise ValueError(
-                f"Argument `kind` must be one of {KINDS}. "
+                f"Argument `kind` must be one of {kinds}. "
                 f"Received: kind={self.kind!r}."
             )
-        plain = dict(_PLAIN[self.kind])
-        memory = self.device_memory or plain["device_memory"]
-        plain["host_memory"] = memory if self.kind == "cpu" else 64e9
-        for name, value in plain.items():
+        for name, plain in _PLAIN.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for field in dataclasses.fields(self):
-            if field.name != "kind":
-                check_number(
-                    field.name,
-                    getattr(self, field.name),
-                    positive=field.name not in _MAY_BE_ZERO,
-                    finite=field.name != "secs_between_failures",
-                    whole=field.name in ("count", "devices"),
-                )
-
-    def compute_secs(self, step: Workload) -> float:
-        """Seconds that a device computes a step."""
-        if step.compute_secs is not None:
-            return step.compute_secs
-        return step.flops / self.device_flops
+                object.__setattr__(self, name, plain[self.kind])
+        if self.host_memory is None:
+            memory = self.device_memory if self.kind == "cpu" else 64e9
+            object.__setattr__(self, "host_memory", memory)
+        check_positive("count", self.count)
+        check_positive("devices", self.devices)
+        names = {field.name for field in dataclasses.fields(self)}
+        check_numbers(self, positive=names - _MAY_BE_ZERO)

@@ -1,7 +1,6 @@
 """What one training step needs: bytes, arithmetic, input.
 
-Given as numbers, or read from a model that is never allocated.
-`tfdist.advice.estimate` turns it into seconds on machines.
+Given as numbers, read from a model that is never allocated, or measured.
 """
 
 from __future__ import annotations
@@ -9,15 +8,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import numbers
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import timeit
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_at_least, check_callable, check_positive
 from tfdist.placement.variables import VariableSpec, describe
 
 # Multiplications and additions for each weight and example: two forward, four
@@ -26,31 +27,21 @@ _FLOPS_PER_WEIGHT = 6
 _FLOAT_BYTES = 4
 _DERIVED: Any = None  # Filled in from other numbers.
 # How `keras.layers.Embedding` and `PartitionedEmbedding` name their weights.
-_TABLE = re.compile(r"(?P<table>(.*/)?embeddings)(_part_\d+)?$")
+_TABLE = re.compile(r"((?P<layer>.*)/)?embeddings(_part_\d+)?$")
 _RECURRENT = (keras.layers.RNN, keras.layers.Bidirectional)
 
 
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    positive: bool = False,
-    finite: bool = True,
-    whole: bool = False,
-) -> None:
-    """Raises `ValueError` unless `value` is such a number, and at least 0."""
-    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    good = good and (value > 0 if positive else value >= 0)
-    if not good or (finite and math.isinf(value)):
-        wanted = "positive" if positive else "zero or more"
-        raise ValueError(
-            f"Argument `{name}` must be {wanted}{' and finite' * finite}. "
-            f"Received: {name}={value!r}."
-        )
-    if whole and not isinstance(value, int):
-        raise ValueError(
-            f"Argument `{name}` must be an integer. Received: {name}={value!r}."
-        )
+def check_numbers(record: Any, positive: Collection[str]) -> None:
+    """Raises unless a record's numbers are finite, and positive or 0."""
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if isinstance(field.default, str):
+            continue
+        check_at_least(name, value, sys.float_info.min * (name in positive))
+        if value == math.inf and name != "secs_between_failures":
+            raise ValueError(
+                f"Argument `{name}` must be finite. Received: {name}={value}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,12 +88,7 @@ class Workload:
     input_secs: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                check_number(
-                    field.name, value, positive=field.name == "batch_size"
-                )
+        check_numbers(self, positive=["batch_size"])
         for part, whole in (
             ("rows_bytes", "table_bytes"),
             ("largest_bytes", "dense_bytes"),
@@ -124,34 +110,27 @@ class Workload:
 
     @classmethod
     def of(
-        cls,
-        model_fn: Callable[[], keras.Model],
-        batch_size: int,
-        *,
-        rows_per_step: Mapping[str, int] | None = None,
+        cls, model_fn: Callable[[], keras.Model], batch_size: int
     ) -> Workload:
         """Reads a model's step without allocating the model.
 
         Tables are the weights of `keras.layers.Embedding` and of
-        `tfdist.PartitionedEmbedding`. A layer applies its weights at every
-        position of its output (of its input, if it is recurrent), a dimension
-        of unknown length counts as 1, and a layer that was not called on Keras
-        tensors counts as one position without output.
+        `tfdist.PartitionedEmbedding`; no two ids of a batch count as equal. A
+        layer applies its other weights at every position of its output (of its
+        input, if it is recurrent), a dimension of unknown length counts as 1,
+        and a layer that was not called on Keras tensors takes one id and counts
+        as one position without output.
 
         Args:
             model_fn: As for `tfdist.placement.describe`.
             batch_size: Examples that one replica takes in a step.
-            rows_per_step: Different rows that a step reads of a table, by the
-                table's name (without `_part_0`). Default: as if no two ids of
-                a batch were equal, and one id an example where the shape of
-                the layer's input does not tell.
 
         Returns:
-            A `Workload` without `compute_secs` and `input_secs`.
+            A `Workload` without `compute_secs` and `input_secs`. What you know
+            better: `dataclasses.replace(workload, rows_bytes=...)`.
 
         Raises:
-            TypeError, ValueError: As `tfdist.placement.describe`;
-                `rows_per_step` names what is no table.
+            TypeError, ValueError: As `tfdist.placement.describe`.
 
         Example:
         >>> def model_fn():
@@ -163,94 +142,27 @@ class Workload:
         >>> int(step.table_bytes), int(step.rows_bytes)
         (64000000, 131072)
         """
-        check_number("batch_size", batch_size, positive=True)
-        shapes = _Shapes()
-        specs = describe(
-            (lambda: shapes.read(model_fn()))
-            if callable(model_fn)
-            else model_fn  # `describe` says what is wrong.
-        )
-        dense, fixed, weights = [0], 0, shapes.repeated_weights
+        check_positive("batch_size", batch_size)
+        check_callable("model_fn", model_fn)
+        layers: list[keras.layers.Layer] = []
+
+        def build() -> keras.Model:
+            model = model_fn()
+            layers.extend(_leaves(model))
+            return model
+
+        specs = describe(build)
         tables = collections.defaultdict(list)
         for spec in specs:
-            match = _TABLE.match(spec.name)
-            if match and len(spec.shape or ()) == 2:
-                tables[match["table"]].append(spec)
-                continue
-            if spec.trainable:
-                dense.append(_num_bytes(spec))
-            else:
-                fixed += _num_bytes(spec)
-            # The state of a seed takes no part in arithmetic.
-            weights += _size(spec.shape or ()) * _is_float(spec.dtype)
-        for spec in specs:
-            fixed += spec.num_slots * _num_bytes(spec) + spec.extra_bytes
-        numbers = _FLOAT_BYTES * batch_size
-        return cls(
-            batch_size=batch_size,
-            dense_bytes=sum(dense),
-            table_bytes=sum(
-                _num_bytes(spec) for table in tables.values() for spec in table
-            ),
-            rows_bytes=_rows_bytes(
-                tables, shapes.ids, batch_size, rows_per_step or {}
-            ),
-            slot_bytes=fixed,
-            largest_bytes=max(dense),
-            activation_bytes=numbers * sum(shapes.outputs),
-            boundary_bytes=numbers * statistics.fmean(shapes.outputs or [0]),
-            flops=_FLOPS_PER_WEIGHT * batch_size * weights,
-        )
-
-
-def _is_float(dtype: str) -> bool:
-    return tf.as_dtype(dtype).is_floating
-
-
-def _num_bytes(spec: VariableSpec) -> int:
-    return spec.num_elements * tf.as_dtype(spec.dtype).size
-
-
-def _rows_bytes(
-    tables: Mapping[str, Sequence[VariableSpec]],
-    ids: Mapping[str, int],
-    batch_size: int,
-    rows_per_step: Mapping[str, int],
-) -> float:
-    """Bytes of the different rows that a step reads, of all tables."""
-    unknown = sorted(set(rows_per_step) - set(tables))
-    if unknown:
-        raise ValueError(
-            "Argument `rows_per_step` must name tables. Received: "
-            f"{unknown}; the model's tables are {sorted(tables)}."
-        )
-    total = 0.0
-    for name, shards in tables.items():
-        rows = batch_size * ids.get(name.rpartition("/")[0], 1)
-        num_rows = max(1, sum(spec.num_rows for spec in shards))
-        share = min(1.0, rows_per_step.get(name, rows) / num_rows)
-        total += share * sum(map(_num_bytes, shards))
-    return total
-
-
-class _Shapes:
-    """What only a model's layers tell, kept while it is described.
-
-    Attributes:
-        ids: By path of a layer, the numbers in one example of its input.
-        outputs: Numbers in one example of each layer's output.
-        repeated_weights: Weights, counted once for each position after the
-            first at which they are applied.
-    """
-
-    def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
-        self.outputs: list[int] = []
-        self.repeated_weights = 0
-
-    def read(self, model: keras.Model) -> keras.Model:
-        """Looks at the layers of a model, and returns it."""
-        for layer in _leaves(model) if isinstance(model, keras.Model) else ():
+            if match := _TABLE.match(spec.name):
+                tables[match["layer"]].append(spec)
+        whole = [spec for spec in specs if not _TABLE.match(spec.name)]
+        dense = [_num_bytes(spec) for spec in whole if spec.trainable]
+        slots = [s.num_slots * _num_bytes(s) + s.extra_bytes for s in specs]
+        fixed = [_num_bytes(spec) for spec in whole if not spec.trainable]
+        weights = sum(map(_num_floats, whole))
+        ids, outputs = {}, []
+        for layer in layers:
             try:
                 taken, given = (
                     tf.nest.flatten(tensors)[0].shape[1:]
@@ -258,21 +170,86 @@ class _Shapes:
                 )
             except (AttributeError, IndexError):
                 continue  # Never called on Keras tensors, or an input layer.
-            self.ids[layer.path] = _size(taken)
-            self.outputs.append(_size(given))
-            if not isinstance(layer, keras.layers.Embedding):
-                recurrent = isinstance(layer, _RECURRENT)
-                positions = _size((taken if recurrent else given)[:-1])
-                self.repeated_weights += (positions - 1) * sum(
-                    _size(w.shape) * _is_float(w.dtype) for w in layer.weights
-                )
-        return model
+            ids[layer.path] = _size(taken)
+            outputs.append(_FLOAT_BYTES * batch_size * _size(given))
+            applied = taken if isinstance(layer, _RECURRENT) else given
+            weights += (_size(applied[:-1]) - 1) * sum(
+                _num_floats(weight)
+                for weight in layer.weights
+                if not _TABLE.match(weight.path)
+            )
+        rows_bytes = 0.0
+        for name, shards in tables.items():
+            num_rows = max(1, sum(spec.num_rows for spec in shards))
+            read = min(batch_size * ids.get(name, 1), num_rows)
+            rows_bytes += sum(map(_num_bytes, shards)) * read / num_rows
+        return cls(
+            batch_size=batch_size,
+            dense_bytes=sum(dense),
+            table_bytes=sum(map(_num_bytes, specs)) - sum(dense) - sum(fixed),
+            rows_bytes=rows_bytes,
+            slot_bytes=sum(slots) + sum(fixed),
+            largest_bytes=max(dense, default=0),
+            activation_bytes=sum(outputs),
+            boundary_bytes=statistics.fmean(outputs or [0]),
+            flops=_FLOPS_PER_WEIGHT * batch_size * weights,
+        )
 
 
-def _leaves(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+def _leaves(layer: Any) -> Iterator[keras.layers.Layer]:
     for inner in getattr(layer, "layers", ()):
         yield from _leaves(inner) if hasattr(inner, "layers") else (inner,)
 
 
-def _size(shape: tuple[int | None, ...]) -> int:
+def _size(shape: Sequence[int | None]) -> int:
     return math.prod(1 if n is None else n for n in shape)
+
+
+def _num_bytes(spec: VariableSpec) -> int:
+    return _size(spec.shape or ()) * tf.as_dtype(spec.dtype).size
+
+
+def _num_floats(weight: VariableSpec | keras.Variable) -> int:
+    """Not the state of a seed, which takes no part in arithmetic."""
+    return _size(weight.shape or ()) * tf.as_dtype(weight.dtype).is_floating
+
+
+def measure(model_fn: Callable[[], keras.Model], batch_size: int) -> float:
+    """Measures a step on this machine's first device.
+
+    It is a forward and a backward pass on zeros, of the mean of the outputs,
+    without the optimizer's update.
+
+    Args:
+        model_fn: Returns a built model, which is allocated here.
+        batch_size: Examples in the step.
+
+    Returns:
+        Seconds, the median of five steps, for `Workload(compute_secs=...)`.
+
+    Example:
+    >>> def model_fn():
+    ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    >>> measure(model_fn, 8) > 0
+    True
+    """
+    model = model_fn()
+    x = tf.nest.map_structure(
+        lambda x: tf.zeros(
+            [batch_size, *(n or 1 for n in x.shape[1:])], x.dtype
+        ),
+        model.inputs[0] if isinstance(model, keras.Sequential) else model.input,
+    )
+
+    @tf.function
+    def step() -> tuple[tf.Tensor, list[Any]]:
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(x, training=True))
+            means = [tf.reduce_mean(tf.cast(y, tf.float32)) for y in outputs]
+            loss = tf.add_n(means)
+        weights = [weight.value for weight in model.trainable_weights]
+        return loss, tape.gradient(loss, weights)
+
+    # A loss on the host has been computed. The first call traces.
+    secs = timeit.repeat(lambda: step()[0].numpy(), number=1, repeat=6)
+    return statistics.median(secs[1:])

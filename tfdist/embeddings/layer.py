@@ -109,7 +109,7 @@ class PartitionedEmbedding(keras.layers.Layer):
                     "Only one of `num_shards` and `partitioner` can be given."
                 )
             shape = tf.TensorShape([input_dim, output_dim])
-            num_shards = apply_partitioner(partitioner, shape, tf.float32)
+            num_shards = apply_partitioner(partitioner, shape)
         self.input_dim = input_dim
         self.output_dim = output_dim
         self.num_shards = 1 if num_shards is None else num_shards

@@ -1,18 +1,18 @@
 """TF1's `replica_device_setter`, also for TF2.
 
 In TF1 a device function placed every op of a program: variables on parameter
-servers, all else on the worker. TF2 has no device functions where it executes
-eagerly; there the setter is a scope that catches the creation of variables.
+servers, all else on the worker. TF2 has none where it executes eagerly; there
+the setter is a scope that catches the creation of variables.
 """
 
 import contextlib
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_callable, check_positive
 from tfdist.placement.strategies import (
     PlacementStrategy,
     RoundRobinStrategy,
@@ -30,12 +30,11 @@ def replica_device_setter(
     ps_ops: Sequence[str] | None = None,
     ps_strategy: PlacementStrategy | None = None,
 ) -> "ReplicaDeviceSetter | None":
-    """Returns a device setter for the replicas of a training program.
+    """`tf.compat.v1.train.replica_device_setter`, for TF2 as well.
 
-    `tf.compat.v1.train.replica_device_setter`, for TF2 as well: what it returns
-    is a device function, for `tf.compat.v1.device` in a graph, and a scope, for
-    `with` in TF2. `ReplicaDeviceSetter` says what the scope does. Use
-    `device_scope` where the setter may be `None`.
+    It returns a device function, for `tf.compat.v1.device` in a graph, that is
+    also a scope, for `with` in TF2; `ReplicaDeviceSetter` says what the scope
+    does. Use `device_scope` where the setter may be `None`.
 
     Differences from TF1: a task that does not exist is an error, not a device
     string that fails when the program runs; and numbers of tasks need not be
@@ -79,14 +78,10 @@ def replica_device_setter(
     tasks = _tasks(ps_tasks, ps_device, cluster)
     if not tasks:
         return None
+    if ps_strategy is None:
+        ps_strategy = RoundRobinStrategy(len(tasks))
+    check_callable("ps_strategy", ps_strategy)
     strategy = ps_strategy
-    if strategy is None:
-        strategy = RoundRobinStrategy(len(tasks))
-    if not callable(strategy):
-        raise TypeError(
-            "Argument `ps_strategy` must be callable, from a variable to a "
-            f"task. Received: ps_strategy={ps_strategy!r}."
-        )
 
     def task_of(op: Any) -> int:
         variable = op.describe() if isinstance(op, _Creation) else op
@@ -107,12 +102,8 @@ def replica_device_setter(
 def device_scope(
     device: "ReplicaDeviceSetter | str | None",
 ) -> contextlib.AbstractContextManager:
-    """Returns `tf.device(device)`, where `device` may also be a setter.
+    """TF1's `tf.device(replica_device_setter(...))`; `None`: no constraint.
 
-    TF1's `with tf.device(replica_device_setter(...))`, which in TF2 takes no
-    function. `None` means no constraint.
-
-    Example:
     >>> with device_scope(replica_device_setter(cluster={"worker": ["a:1"]})):
     ...     v = tf.Variable(1.0)  # No parameter servers: stays here.
     """
@@ -154,30 +145,43 @@ class ReplicaDeviceSetter:
 
     def __post_init__(self) -> None:
         self._scopes: list[contextlib.ExitStack] = []
-        self._probing = False
-        self._probed: str | None = None
+        # The device of the op that asks for the one inside a function, if so.
+        self._asked: list[str] | None = None
 
     def __call__(self, op: Any) -> str:
         """Returns the device of a `tf.Operation` or `NodeDef`.
 
         Its own device is the one that inner blocks gave it.
         """
-        if self._probing:
-            self._probed = op.device or ""
-            return self._probed
-        return self.device_function(op)
+        if self._asked is None:
+            return self.device_function(op)
+        self._asked.append(op.device or "")
+        return self._asked[-1]
 
     def __enter__(self) -> "ReplicaDeviceSetter":
         stack = contextlib.ExitStack()
-        if not tf.executing_eagerly():
+        eagerly = tf.executing_eagerly()
+        if not eagerly:
             stack.enter_context(tf.compat.v1.device(self))
         elif self.worker_device:
             stack.enter_context(tf.device(self.worker_device))
         # In a TF1 graph, the device function sees the variable's op itself.
         if tf.compat.v1.executing_eagerly_outside_functions():
-            creator = self._creator(
-                _full_eager_device(), tf.executing_eagerly()
-            )
+            # With the fields that TF fills in by itself.
+            with tf.device("") if eagerly else contextlib.nullcontext():
+                entered = _eager_device()
+
+            def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+                inner = self._inner_device(entered, eagerly)
+                if inner is None:  # `tf.device(None)` undoes the scope.
+                    return next_creator(**kwargs)
+                device = self.device_function(
+                    _Creation(inner, _VARIABLE, lambda: creation_spec(**kwargs))
+                )
+                # Not merged into the device of the worker, which is around us.
+                with tf.device(None), tf.device(device):
+                    return next_creator(**kwargs)
+
             stack.enter_context(tf.variable_creator_scope(creator))
         self._scopes.append(stack)
         return self
@@ -185,37 +189,21 @@ class ReplicaDeviceSetter:
     def __exit__(self, *exc_info: Any) -> None:
         self._scopes.pop().__exit__(*exc_info)
 
-    def _creator(self, entered: str, eagerly: bool) -> Callable:
-        """Returns a variable creator for a scope entered on a device."""
-
-        def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
-            inner = self._inner_device(entered, eagerly)
-            if inner is None:  # `tf.device(None)` undoes the scope.
-                return next_creator(**kwargs)
-            device = self.device_function(
-                _Creation(inner, _VARIABLE, lambda: creation_spec(**kwargs))
-            )
-            # Not merged into the device of the worker, which is around us.
-            with tf.device(None), tf.device(device):
-                return next_creator(**kwargs)
-
-        return creator
-
     def _inner_device(self, entered: str, eagerly: bool) -> str | None:
-        """Returns what blocks inside the scope ask for."""
+        """What blocks inside the scope ask for; None if they undo it."""
         if eagerly:
             # Blocks inside a `tf.function` change the eager device as well.
             current = _eager_device()
             if self.worker_device and not current:
                 return None
             return _difference(entered, current or entered)
-        # In a graph, a device function is shown the inner device.
-        self._probing, self._probed = True, None
+        asked: list[str] = []
+        self._asked = asked
         try:
-            tf.no_op()
+            tf.no_op()  # TensorFlow shows it to the device function.
         finally:
-            self._probing = False
-        return self._probed
+            self._asked = None
+        return asked[-1] if asked else None
 
 
 # The op of a variable, also where it is created eagerly.
@@ -237,11 +225,8 @@ def _tasks(
 ) -> list[int]:
     """Returns the task numbers of the parameter servers, in order."""
     if cluster is None:
-        if not isinstance(ps_tasks, numbers.Integral) or ps_tasks < 0:
-            raise ValueError(
-                "Argument `ps_tasks` must be an integer that is not negative. "
-                f"Received: ps_tasks={ps_tasks!r}."
-            )
+        if ps_tasks != 0:
+            check_positive("ps_tasks", ps_tasks)
         return list(range(ps_tasks))
     try:
         spec = tf.train.ClusterSpec(cluster)
@@ -258,25 +243,17 @@ def _eager_device() -> str:
     return tf.__internal__.eager_context.get_device_name() or ""
 
 
-def _full_eager_device() -> str:
-    """Returns the eager device with the fields that TF fills in by itself."""
-    if not tf.executing_eagerly():
-        return _eager_device()
-    with tf.device(""):
-        return _eager_device()
-
-
 def _difference(outer: str, inner: str) -> str:
     """Returns the fields of `inner` that blocks inside `outer` have changed."""
     old, new = map(tf.DeviceSpec.from_string, (outer, inner))
-    fields: dict[str, Any] = {}
-    if new.job != old.job:
-        fields["job"] = new.job
-    if (new.job, new.task) != (old.job, old.task):
-        fields["task"] = new.task
-    if new.replica != old.replica:
-        fields["replica"] = new.replica
-    kind, index = new.device_type, new.device_index
-    if (kind, index) != (old.device_type, old.device_index):
-        fields |= {"device_type": kind, "device_index": index}
-    return tf.DeviceSpec(**fields).to_string()
+    changed = {}
+    for name in ("job", "replica", "task", "device_type", "device_index"):
+        if getattr(new, name) != getattr(old, name):
+            changed[name] = getattr(new, name)
+    # A task is one of its job, an index one of its kind.
+    if "job" in changed:
+        changed["task"] = new.task
+    if "device_type" in changed or "device_index" in changed:
+        changed["device_type"] = new.device_type
+        changed["device_index"] = new.device_index
+    return tf.DeviceSpec(**changed).to_string()

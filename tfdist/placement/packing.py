@@ -1,21 +1,18 @@
 """Items into bins, so that the fullest bin is as light as can be.
 
 Longest processing time first (Graham, 1969), then moves and swaps out of the
-fullest bin. A lower bound tells how far the result can be from the best one.
-Items may also have a size, and bins a limit on the sum of sizes.
+fullest bin. Items may also have a size, and bins a limit on the sum of sizes.
 """
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-# Sums of floats must not be "improved" by their rounding.
-_TOLERANCE = 1e-9
-
 # The search for moves ends this close to the lower bound.
-_CLOSE_ENOUGH = 1e-4
+_CLOSE_ENOUGH = 1 + 1e-4
+
+# Sums of floats must not be "improved" by their rounding.
+_LESS = 1 - 1e-9
+
 
 # Of a bin's items, so many of the largest are moved or swapped alone, and so
 # many two at a time.
@@ -27,44 +24,82 @@ class InfeasibleError(ValueError):
 
 
 def pack(
-    loads: ArrayLike,
-    num_bins: int,
-    *,
-    sizes: ArrayLike | None = None,
-    limits: ArrayLike | None = None,
+    loads: ArrayLike, num_bins: int, sizes: ArrayLike, limits: ArrayLike
 ) -> np.ndarray:
-    """Packs items so that the largest load of a bin is small.
+    """Returns the bin of each item, so that the largest load is small.
 
-    Args:
-        loads: Load of each item, not negative.
-        num_bins: Number of bins, at least 1.
-        sizes: Size of each item. Default: the loads.
-        limits: Largest sum of sizes of each bin. Default: no limit.
-
-    Returns:
-        The bin of each item.
-
-    Raises:
-        InfeasibleError: If no packing that keeps the limits was found.
-
-    Example:
-    >>> pack([5, 5, 4, 4, 3, 3, 3], 3).tolist()
+    >>> pack([5, 5, 4, 4, 3, 3, 3], 3, np.zeros(7), np.ones(3)).tolist()
     [2, 1, 1, 2, 0, 0, 0]
     """
-    loads = np.asarray(loads, float)
-    sizes = loads if sizes is None else np.asarray(sizes, float)
-    limits = np.full(num_bins, np.inf) if limits is None else limits
+    loads, sizes = np.asarray(loads, float), np.asarray(sizes, float)
     limits = np.asarray(limits, float)
-    for largest_of, rank in (
-        (loads, lambda bins, room: bins.totals),  # The lightest bin.
-        (sizes, lambda bins, room: room),  # The tightest.
-        (sizes, lambda bins, room: -room),  # The roomiest.
-    ):
-        bins = _Bins(loads, sizes, limits)
-        if bins.fill(largest_of, rank):
-            bins.improve(lower_bound(loads, num_bins) * (1 + _CLOSE_ENOUGH))
-            return bins.bin_of
+    weights = np.stack([loads, sizes])
+    for largest, roomiest in ((loads, False), (sizes, True)):
+        bin_of = np.full(loads.size, -1)
+        used = np.zeros([2, num_bins])
+        for item in np.argsort(-largest, kind="stable"):
+            room = limits - used[1] - sizes[item]
+            # Into the lightest bin; or, if that ends badly, the roomiest.
+            rank = -room if roomiest else used[0]
+            bin_of[item] = to = np.argmin(np.where(room < 0, np.inf, rank))
+            if room[to] < 0:
+                break
+            used[:, to] += weights[:, item]
+        else:
+            _improve(bin_of, weights, used, limits)
+            return bin_of
     raise InfeasibleError(_why_infeasible(sizes, limits))
+
+
+def _improve(
+    bin_of: np.ndarray,
+    weights: np.ndarray,
+    used: np.ndarray,
+    limits: np.ndarray,
+) -> None:
+    """Moves or swaps items of the fullest bin until nothing helps."""
+    order = np.argsort(-weights[0], kind="stable")
+    target = lower_bound(weights[0], limits.size) * _CLOSE_ENOUGH
+    for _ in order:
+        full, *others = np.argsort(-used[0], kind="stable")
+        if used[0, full] <= target:
+            return
+        for other in reversed(others):
+            mine, theirs = (
+                _groups(order[bin_of[order] == bin_]) for bin_ in (full, other)
+            )
+            moved = (
+                _sums(weights, mine)[..., None]
+                - _sums(weights, theirs)[:, None]
+            )
+            one, two = (
+                used[:, full, None, None] - moved,
+                used[:, other, None, None] + moved,
+            )
+            fuller = np.maximum(one[0], two[0])
+            fuller[(one[1] > limits[full]) | (two[1] > limits[other])] = np.inf
+            i, j = np.unravel_index(np.argmin(fuller), fuller.shape)
+            if fuller[i, j] < used[0, full] * _LESS:
+                break
+        else:
+            return
+        used[:, full] -= moved[:, i, j]
+        used[:, other] += moved[:, i, j]
+        for items, to in (mine[:, i], other), (theirs[:, j], full):
+            bin_of[items[items >= 0]] = to
+
+
+def _groups(items: np.ndarray) -> np.ndarray:
+    """What may leave a bin at once, as pairs: -1 is no item."""
+    items = items[:_MAX_SINGLE]
+    one, two = np.triu_indices(min(items.size, _MAX_PAIRED), 1)
+    none = np.full(1 + items.size, -1)
+    first = np.concatenate([[-1], items, items[one]])
+    return np.stack([first, np.concatenate([none, items[two]])])
+
+
+def _sums(weights: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return np.where(groups < 0, 0.0, weights[:, groups]).sum(axis=1)
 
 
 def lower_bound(loads: ArrayLike, num_bins: int) -> float:
@@ -101,91 +136,13 @@ def _simple_bound(ordered: np.ndarray, num_bins: int) -> float:
     return max(total[-1] / num_bins, ordered[0], crowded)
 
 
-class _Bins:
-    """A packing that is being made."""
-
-    def __init__(
-        self, loads: np.ndarray, sizes: np.ndarray, limits: np.ndarray
-    ) -> None:
-        self.loads, self.sizes, self.limits = loads, sizes, limits
-        self.bin_of = np.full(loads.size, -1)
-        self.totals, self.used = np.zeros(limits.size), np.zeros(limits.size)
-        self._order = np.argsort(-loads, kind="stable")
-
-    def fill(self, largest_of: np.ndarray, rank: Callable) -> bool:
-        """Packs the largest first; False if there is no room for an item."""
-        for item in np.argsort(-largest_of, kind="stable"):
-            room = self.limits - self.used - self.sizes[item]
-            if room.max() < 0:
-                return False
-            ranks = np.where(room < 0, np.inf, rank(self, room))
-            self._put(item, int(np.argmin(ranks)))
-        return True
-
-    def improve(self, target: float) -> None:
-        """Moves or swaps items of the fullest bin until nothing helps."""
-        for _ in range(self.loads.size):
-            full, *others = np.argsort(-self.totals, kind="stable").tolist()
-            if self.totals[full] <= target or not any(
-                self._exchange(full, other) for other in reversed(others)
-            ):
-                return
-
-    def _put(self, item: int, to: int) -> None:
-        for bin_, sign in ((self.bin_of[item], -1), (to, 1)):
-            if bin_ >= 0:
-                self.totals[bin_] += sign * self.loads[item]
-                self.used[bin_] += sign * self.sizes[item]
-        self.bin_of[item] = to
-
-    def _exchange(self, full: int, other: int) -> bool:
-        """Moves or swaps up to two items, if that lowers the fuller bin."""
-        mine, theirs = self._groups(full), self._groups(other)
-        load = mine.loads[:, None] - theirs.loads
-        size = mine.sizes[:, None] - theirs.sizes
-        fuller = np.maximum(self.totals[full] - load, self.totals[other] + load)
-        fits = (self.used[other] + size <= self.limits[other]) & (
-            self.used[full] - size <= self.limits[full]
-        )
-        fuller[~fits] = np.inf
-        i, j = np.unravel_index(np.argmin(fuller), fuller.shape)
-        if fuller[i, j] >= self.totals[full] * (1 - _TOLERANCE):
-            return False
-        for items, to in (
-            (mine.items[:, i], other),
-            (theirs.items[:, j], full),
-        ):
-            for item in items[items >= 0]:
-                self._put(item, to)
-        return True
-
-    def _groups(self, bin_: int) -> "_Groups":
-        own = self._order[self.bin_of[self._order] == bin_][:_MAX_SINGLE]
-        one, two = np.triu_indices(min(own.size, _MAX_PAIRED), 1)
-        none = np.full(1 + own.size, -1)
-        first = np.concatenate([[-1], own, own[one]])
-        items = np.stack([first, np.concatenate([none, own[two]])])
-        # An item of -1, the last one, has no load and no size.
-        return _Groups(
-            items,
-            np.append(self.loads, 0.0)[items].sum(axis=0),
-            np.append(self.sizes, 0.0)[items].sum(axis=0),
-        )
-
-
-class _Groups(NamedTuple):
-    """What may leave a bin at once: nothing, one item, or two large ones."""
-
-    items: np.ndarray
-    loads: np.ndarray
-    sizes: np.ndarray
-
-
 def _why_infeasible(sizes: np.ndarray, limits: np.ndarray) -> str:
+    few = ", ".join([f"{limit:,.0f}" for limit in limits[:8]])
+    few += ", ..." * (limits.size > 8)
     if sizes.sum() > limits.sum():
         return (
             f"All items need {sizes.sum():,.0f}, and the bins hold "
-            f"{limits.sum():,.0f} together: {_few(limits)}."
+            f"{limits.sum():,.0f} together: {few}."
         )
     if sizes.max() > limits.max():
         return (
@@ -194,11 +151,5 @@ def _why_infeasible(sizes: np.ndarray, limits: np.ndarray) -> str:
         )
     return (
         f"Found no packing of {sizes.size} items of sizes up to "
-        f"{sizes.max():,.0f}, {sizes.sum():,.0f} in all, into bins of "
-        f"{_few(limits)}."
+        f"{sizes.max():,.0f}, {sizes.sum():,.0f} in all, into bins of {few}."
     )
-
-
-def _few(limits: np.ndarray) -> str:
-    values = [f"{limit:,.0f}" for limit in limits[:8]]
-    return ", ".join(values + ["..."] * (limits.size > 8))

@@ -2,17 +2,18 @@
 
 The three partitioners are TF1's own; only arguments that TF1 accepted and then
 failed on, or ignored, are refused here. Like `ParameterServerStrategy`, tfdist
-splits axis 0 only, which `apply_partitioner` checks.
+splits axis 0 only.
+
+A partitioner is a callable `(shape: tf.TensorShape, dtype)` that returns the
+number of parts along each axis, a list of int.
 """
 
-import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_callable, check_positive
 
 Partitioner = Callable[..., Sequence[int]]
 
@@ -26,9 +27,6 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     Args:
         num_shards: Number of shards, at least 1.
         axis: Axis to split. Default: 0, the only one tfdist can split.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If `num_shards` is not a positive integer.
@@ -49,18 +47,14 @@ def variable_axis_size_partitioner(
 ) -> Partitioner:
     """Splits a variable so that no shard has more than `max_shard_bytes`.
 
-    See also `tf.compat.v1.variable_axis_size_partitioner`, which divides by
-    zero for a variable without elements; here that is one shard. A row larger
-    than `max_shard_bytes` is a shard of its own.
+    See also `tf.compat.v1.variable_axis_size_partitioner`. A row larger than
+    `max_shard_bytes` is a shard of its own.
 
     Args:
         max_shard_bytes: Bytes of the largest shard, at least 1.
         axis: Axis to split. Default: 0, the only one tfdist can split.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
         max_shards: Most shards, whatever their size. Default: no limit.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -74,10 +68,8 @@ def variable_axis_size_partitioner(
     check_positive("bytes_per_string_element", bytes_per_string_element)
     if max_shards is not None:
         check_positive("max_shards", max_shards)
-    return _without_empty(
-        tf.compat.v1.variable_axis_size_partitioner(
-            max_shard_bytes, axis, bytes_per_string_element, max_shards
-        )
+    return tf.compat.v1.variable_axis_size_partitioner(
+        max_shard_bytes, axis, bytes_per_string_element, max_shards
     )
 
 
@@ -97,9 +89,6 @@ def min_max_variable_partitioner(
         axis: Axis to split. Default: 0, the only one tfdist can split.
         min_slice_size: Bytes a shard should have at least. Default: 256 KiB.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
-
-    Returns:
-        A partitioner: `(shape: tf.TensorShape, dtype) -> list of int`.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -150,76 +139,38 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def apply_partitioner(
-    partitioner: Partitioner | None, shape: Any, dtype: Any
-) -> int:
-    """Asks a partitioner for a number of shards, and checks its answer.
+def apply_partitioner(partitioner: Partitioner, shape: tf.TensorShape) -> int:
+    """The number of shards that a partitioner wants for a float32 variable.
 
     The checks are those of TF1's `get_variable`; unlike there, a split of
     another axis than 0 is refused.
 
-    A scalar is never split, and nothing is if `partitioner` is None.
-
     Raises:
         TypeError: If `partitioner` is not callable or returns no sequence of
             integers.
-        ValueError: If the shape is not fully known, or does not fit the answer.
+        ValueError: If the answer does not fit the shape.
     """
-    shape = tf.TensorShape(shape)
-    if not shape.is_fully_defined():
-        raise ValueError(
-            "Argument `shape` of a variable to be split must be fully known. "
-            f"Received: shape={shape}."
-        )
-    if partitioner is None or shape.rank == 0:
-        return 1
-    if not callable(partitioner):
-        raise TypeError(
-            "Argument `partitioner` must be callable, as those of "
-            "`tfdist.placement.partitioners`. Received: "
-            f"partitioner={partitioner!r}."
-        )
-    parts = partitioner(shape=shape, dtype=tf.as_dtype(dtype))
-    _check_parts(parts, shape)
-    return int(parts[0])
-
-
-def _check_parts(parts: Any, shape: tf.TensorShape) -> None:
-    error: type[Exception]
+    check_callable("partitioner", partitioner)
+    parts = partitioner(shape=shape, dtype=tf.float32)
+    error: type[Exception] = ValueError
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, numbers.Integral) for part in parts
     ):
         error, problem = TypeError, "which is no sequence of integers"
-    else:
-        error, problem = ValueError, _misfit(parts, shape)
-    if problem:
-        raise error(
-            "Argument `partitioner` must return the number of parts along each "
-            f"axis, as [2, 1], for shape={shape}. Received: {parts!r}, "
-            f"{problem}."
-        )
-
-
-def _misfit(parts: Sequence[int], shape: tf.TensorShape) -> str:
-    if len(parts) != shape.rank:
-        return f"which has {len(parts)} axes"
-    if min(parts) < 1:
-        return "which has no part along some axis"
-    if any(part > 1 for part in parts[1:]):
-        return (
+    elif len(parts) != shape.rank:
+        problem = f"which has {len(parts)} axes"
+    elif min(parts) < 1:
+        problem = "which has no part along some axis"
+    elif max(parts[1:], default=1) > 1:
+        problem = (
             "but only axis 0 can be split: a lookup by row must find its row "
             "on one server"
         )
-    if parts[0] > max(1, shape[0]):
-        return "which is more parts than rows"
-    return ""
-
-
-def _without_empty(partitioner: Partitioner) -> Partitioner:
-    @functools.wraps(partitioner)
-    def without_empty(shape: tf.TensorShape, dtype: tf.DType) -> Sequence[int]:
-        if isinstance(shape, tf.TensorShape) and shape.num_elements() == 0:
-            return [1] * shape.rank
-        return partitioner(shape=shape, dtype=dtype)
-
-    return without_empty
+    elif parts[0] > shape[0]:
+        problem = "which is more parts than rows"
+    else:
+        return int(parts[0])
+    raise error(
+        "Argument `partitioner` must return the number of parts along each "
+        f"axis, as [2, 1], for shape={shape}. Received: {parts!r}, {problem}."
+    )

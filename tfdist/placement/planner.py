@@ -5,13 +5,9 @@
 prints, for a model and clusters that do not exist yet, the bytes and the
 traffic of every parameter server, the largest load over the mean, and the
 distance from a lower bound that no placement can beat.
-
-`plan` sees all variables at once, so it beats the strategies of
-`tfdist.placement.strategies`, which see one after another.
 """
 
 import argparse
-import functools
 import types
 from collections.abc import Callable, Sequence
 
@@ -22,10 +18,8 @@ from tfdist.placement import packing
 from tfdist.placement.partitioners import row_slices
 from tfdist.placement.plans import Piece, Plan
 from tfdist.placement.strategies import (
-    GreedyLoadBalancingStrategy,
     LoadFn,
     PlacementStrategy,
-    RoundRobinStrategy,
     byte_size_load_fn,
     check_task,
     load_of,
@@ -34,28 +28,28 @@ from tfdist.placement.strategies import (
 from tfdist.placement.variables import VariableSpec, describe
 
 # Closer to the bound no more variables are split: every piece is one more
-# message in every step.
+# message in every step. Nor are small variables.
 _CLOSE_ENOUGH = 0.01
+_MIN_SPLIT_BYTES = 256 << 10
 
 
 def plan(
     variables: Sequence[VariableSpec],
     num_ps: int,
     *,
-    load_fn: LoadFn | None = None,
+    load_fn: LoadFn = byte_size_load_fn,
     split: bool | Callable[[VariableSpec], bool] = False,
-    min_split_bytes: int = 256 << 10,
     memory_limits: float | Sequence[float] | None = None,
-    bytes_per_string: int | None = None,
 ) -> Plan:
     """Plans a placement whose largest load is small.
 
-    The largest variable left goes to the server with the smallest load; then
-    moves and swaps lower the largest load. `Plan.distance` says how far the
-    result is from a bound that no placement can beat. Where it is allowed,
-    variables are split into `num_ps` parts, as `PartitionedEmbedding(...,
-    num_shards=num_ps)` does: only the largest, as few as bring the plan within
-    1 % of the bound.
+    It sees all variables at once, so it beats a strategy, which sees one after
+    another. The largest variable left goes to the server with the smallest
+    load; then moves and swaps lower the largest load. `Plan.distance` says how
+    far the result is from a bound that no placement can beat. Where it is
+    allowed, variables are split into `num_ps` parts, as
+    `PartitionedEmbedding(..., num_shards=num_ps)` does: only the largest, as
+    few as bring the plan within 1 % of the bound, none below 256 KiB.
 
     Args:
         variables: Descriptions with different names, as from `describe`.
@@ -65,10 +59,8 @@ def plan(
         split: Whether variables may be split by rows, or a callable that says
             so for each. A Keras model can split only what is a
             `PartitionedEmbedding`. Default: False.
-        min_split_bytes: Smaller variables stay whole. Default: 256 KiB.
         memory_limits: Bytes that a server may hold, one number for all or one
             for each. Default: no limit.
-        bytes_per_string: As in `byte_size_load_fn`.
 
     Returns:
         A `Plan`.
@@ -89,39 +81,44 @@ def plan(
     """
     _check_variables(variables, num_ps)
     limits = _limits(memory_limits, num_ps)
-    weights = _weights(variables, load_fn, bytes_per_string)
-    loads, sizes = weights["loads"], weights["byte_loads"]
-    rows = _rows(variables)
-    may_split = split if callable(split) else lambda spec: bool(split)
+    loads, sizes = (
+        np.array([load_of(spec, fn) for spec in variables], float)
+        for fn in (load_fn, byte_size_load_fn)
+    )
+    rows = np.array([max(1, spec.num_rows) for spec in variables], int)
+    may_split = split if callable(split) else lambda spec: split
     divisible = np.array([may_split(spec) for spec in variables], bool)
-    divisible &= (rows > 1) & (sizes >= min_split_bytes)
+    divisible &= (rows > 1) & (sizes >= _MIN_SPLIT_BYTES)
     smallest = np.where(divisible, loads / rows, loads)
     bound = max(packing.lower_bound(smallest, num_ps), loads.sum() / num_ps)
-    bounds = {
-        "lower_bound": bound,
-        "largest_indivisible": float(smallest.max(initial=0.0)),
-    }
     # Split more and more of the largest, until the plan is close to the bound.
     largest_first = [i for i in np.argsort(-loads) if divisible[i]]
     most = len(largest_first)
-    numbers = {0, most, *(1 << i for i in range(most.bit_length()))}
     plans, error = [], None
-    for number in sorted(numbers):
-        parts = np.ones(rows.size, int)
+    for number in sorted(
+        {0, most, *(1 << i for i in range(most.bit_length()))}
+    ):
         split_now = largest_first[:number]
+        parts = np.ones(rows.size, int)
         parts[split_now] = np.minimum(rows[split_now], num_ps)
-        pieces = _Pieces(rows, parts)
+        pieces = [
+            (i, *run)
+            for i in range(rows.size)
+            for run in row_slices(rows[i], parts[i])
+        ]
+        of = [i for i, _, _ in pieces]
+        share = np.array([size for _, _, size in pieces], int) / rows[of]
         try:
             tasks = packing.pack(
-                pieces.share_of(loads),
-                num_ps,
-                sizes=pieces.share_of(sizes),
-                limits=limits,
+                loads[of] * share, num_ps, sizes[of] * share, limits
             )
         except packing.InfeasibleError as e:
             error = e
             continue
-        plans.append(pieces.plan(variables, num_ps, tasks, weights, **bounds))
+        runs: list[list[Piece]] = [[] for _ in variables]
+        for (i, offset, size), task in zip(pieces, tasks.tolist(), strict=True):
+            runs[i].append(Piece(offset, size, task))
+        plans.append(_plan(variables, num_ps, runs, load_fn, bound, smallest))
         if plans[-1].distance <= _CLOSE_ENOUGH:
             break
     if not plans:
@@ -138,117 +135,53 @@ def simulate(
     num_ps: int,
     strategy: PlacementStrategy,
     *,
-    load_fn: LoadFn | None = None,
-    bytes_per_string: int | None = None,
+    load_fn: LoadFn = byte_size_load_fn,
 ) -> Plan:
     """Returns, as a plan, what a placement strategy would do.
 
     Args:
         variables: Descriptions in order of creation.
-        num_ps: Number of parameter servers, at least 1.
+        num_ps: As in `plan`.
         strategy: Callable from a `VariableSpec` to a task.
         load_fn: As in `plan`.
-        bytes_per_string: As in `plan`.
-
-    Returns:
-        A `Plan` with the loads of that placement and the lower bound of all.
 
     Raises:
-        TypeError: If the strategy returns no integer; else as `plan`.
-        ValueError: If the strategy returns a task that does not exist; else as
-            `plan`.
+        TypeError, ValueError: As `plan`; or the strategy returns no integer, or
+            a task that does not exist.
 
     Example:
+    >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]
     >>> simulate(layers, 2, RoundRobinStrategy(2)).byte_loads
     (512.0, 256.0)
     """
     _check_variables(variables, num_ps)
-    weights = _weights(variables, load_fn, bytes_per_string)
-    tasks = [
-        check_task(strategy(spec), num_ps, spec, strategy) for spec in variables
-    ]
-    rows = _rows(variables)
-    return _Pieces(rows, np.ones_like(rows)).plan(
-        variables,
-        num_ps,
-        np.array(tasks, int),
-        weights,
-        lower_bound=packing.lower_bound(weights["loads"], num_ps),
-        largest_indivisible=float(weights["loads"].max(initial=0.0)),
-    )
+    runs = []
+    for spec in variables:
+        task = check_task(strategy(spec), num_ps, spec, strategy)
+        runs.append([Piece(0, max(1, spec.num_rows), task)])
+    loads = np.array([load_of(spec, load_fn) for spec in variables], float)
+    bound = packing.lower_bound(loads, num_ps)
+    return _plan(variables, num_ps, runs, load_fn, bound, loads)
 
 
-class _Pieces:
-    """All variables, each in equal parts; arrays with an entry for each."""
-
-    def __init__(self, rows: np.ndarray, parts: np.ndarray) -> None:
-        pieces = [
-            (i, *piece)
-            for i, (n, k) in enumerate(zip(rows, parts, strict=True))
-            for piece in row_slices(n, k)
-        ]
-        self._variable, self._offset, self._rows = (
-            np.array(pieces, int).reshape(-1, 3).T
-        )
-        self._share = self._rows / rows[self._variable]
-
-    def share_of(self, weights: np.ndarray) -> np.ndarray:
-        return weights[self._variable] * self._share
-
-    def plan(
-        self,
-        variables: Sequence[VariableSpec],
-        num_ps: int,
-        tasks: np.ndarray,
-        weights: dict[str, np.ndarray],
-        **bounds: float,
-    ) -> Plan:
-        runs: list[list[Piece]] = [[] for _ in variables]
-        columns = self._variable, self._offset, self._rows, tasks
-        for i, *piece in np.stack(columns, axis=1).tolist():
-            runs[i].append(Piece(*piece))
-
-        def totals(kind: str) -> tuple[float, ...]:
-            share = self.share_of(weights[kind])
-            return tuple(np.bincount(tasks, share, minlength=num_ps).tolist())
-
-        return Plan(
-            variables=tuple(variables),
-            num_ps=num_ps,
-            assignments=types.MappingProxyType(
-                {v.name: tuple(r) for v, r in zip(variables, runs, strict=True)}
-            ),
-            loads=totals("loads"),
-            byte_loads=totals("byte_loads"),
-            traffic_loads=totals("traffic_loads"),
-            **bounds,
-        )
-
-
-def _rows(variables: Sequence[VariableSpec]) -> np.ndarray:
-    return np.array([max(1, spec.num_rows) for spec in variables], int)
-
-
-def _weights(
+def _plan(
     variables: Sequence[VariableSpec],
-    load_fn: LoadFn | None,
-    bytes_per_string: int | None,
-) -> dict[str, np.ndarray]:
-    load_fn = load_fn or byte_size_load_fn
-    known: dict[LoadFn, LoadFn] = {
-        fn: functools.partial(fn, bytes_per_string=bytes_per_string)
-        for fn in (byte_size_load_fn, traffic_load_fn)
-    }
-    kinds = {
-        "loads": known.get(load_fn, load_fn),
-        "byte_loads": known[byte_size_load_fn],
-        "traffic_loads": known[traffic_load_fn],
-    }
-    return {
-        kind: np.array([load_of(spec, fn) for spec in variables], float)
-        for kind, fn in kinds.items()
-    }
+    num_ps: int,
+    runs: Sequence[Sequence[Piece]],
+    load_fn: LoadFn,
+    bound: float,
+    smallest: np.ndarray,
+) -> Plan:
+    names = [spec.name for spec in variables]
+    return Plan(
+        tuple(variables),
+        num_ps,
+        types.MappingProxyType(dict(zip(names, map(tuple, runs), strict=True))),
+        load_fn,
+        lower_bound=bound,
+        largest_indivisible=float(smallest.max(initial=0.0)),
+    )
 
 
 def _check_variables(variables: Sequence[VariableSpec], num_ps: int) -> None:
@@ -285,8 +218,7 @@ def _limits(
     return limits
 
 
-def rows_flag(text: str) -> tuple[str, int]:
-    """The type of a flag `TABLE=ROWS`."""
+def _rows_flag(text: str) -> tuple[str, int]:
     name, _, rows = text.rpartition("=")
     return name, int(rows)
 
@@ -301,34 +233,24 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="package.module:function, a model_fn")
     add("--ps", default="2", help="numbers of parameter servers, as 2,3,8")
-    add(
-        "--placement",
-        default="planned",
-        choices=["planned", "greedy", "round_robin"],
-    )
     add("--by", default="bytes", choices=["bytes", "traffic"])
     add("--split", action="store_true", help="let large variables be split")
     add("--memory_limit_gb", type=float, help="of each server, in 10^9 bytes")
     add(
         "--rows_per_step",
-        type=rows_flag,
+        type=_rows_flag,
         action="append",
         default=[],
         metavar="NAME=ROWS",
         help="unique rows a step reads of a table",
     )
-    add("--plot", help="picture to write, for the last of --ps")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.placement --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A bad flag, model or limit exits with 2 and a message.
+    Returns 0. A bad flag, model or limit exits with 2 and a message.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -340,25 +262,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows_per_step=dict(args.rows_per_step),
         )
         for num_ps in map(int, args.ps.split(",")):
-            if args.placement == "planned":
-                shown = plan(
-                    variables,
-                    num_ps,
-                    load_fn=load_fn,
-                    split=args.split,
-                    memory_limits=limit,
-                )
-            else:
-                strategy = (
-                    RoundRobinStrategy(num_ps)
-                    if args.placement == "round_robin"
-                    else GreedyLoadBalancingStrategy(num_ps, load_fn)
-                )
-                shown = simulate(variables, num_ps, strategy, load_fn=load_fn)
-            print(f"{len(variables)} variables, {args.placement} by {args.by}")
-            print(shown.table(), end="\n\n")
-        if args.plot:
-            shown.plot(args.plot)
-    except (ImportError, TypeError, ValueError) as e:
+            planned = plan(
+                variables,
+                num_ps,
+                load_fn=load_fn,
+                split=args.split,
+                memory_limits=limit,
+            )
+            print(f"{len(variables)} variables, planned by {args.by}")
+            print(planned.table(), end="\n\n")
+    except (TypeError, ValueError) as e:
         parser.error(str(e))
     return 0

@@ -2,15 +2,21 @@
 
 import collections
 import dataclasses
-import os
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tfdist.placement.strategies import PlacementStrategy, byte_size_load_fn
-from tfdist.placement.variables import VariableSpec, variable_spec
+from tfdist.placement.strategies import (
+    LoadFn,
+    PlacementStrategy,
+    byte_size_load_fn,
+    load_of,
+    traffic_load_fn,
+)
+from tfdist.placement.variables import VariableSpec, kind_of, variable_spec
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -42,9 +48,7 @@ class Plan:
         num_ps: Number of parameter servers.
         assignments: By variable name, its pieces in order of rows. One that is
             not split has one piece.
-        loads: Load of each task, by the load function of the plan.
-        byte_loads: Bytes each task holds, slots included.
-        traffic_loads: Bytes a step of one worker moves from and to each task.
+        load_fn: What was balanced.
         lower_bound: No placement, with the same permission to split, has a
             largest load below this.
         largest_indivisible: The largest load that cannot be split.
@@ -59,11 +63,32 @@ class Plan:
     variables: tuple[VariableSpec, ...]
     num_ps: int
     assignments: Mapping[str, tuple[Piece, ...]]
-    loads: tuple[float, ...]
-    byte_loads: tuple[float, ...]
-    traffic_loads: tuple[float, ...]
+    load_fn: LoadFn
     lower_bound: float
     largest_indivisible: float
+
+    @functools.cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Load of each task, by `load_fn`."""
+        return self._loads(self.load_fn)
+
+    @functools.cached_property
+    def byte_loads(self) -> tuple[float, ...]:
+        """Bytes each task holds, slots included."""
+        return self._loads(byte_size_load_fn)
+
+    @functools.cached_property
+    def traffic_loads(self) -> tuple[float, ...]:
+        """Bytes a step of one worker moves from and to each task."""
+        return self._loads(traffic_load_fn)
+
+    def _loads(self, load_fn: LoadFn) -> tuple[float, ...]:
+        loads = [0.0] * self.num_ps
+        for spec in self.variables:
+            load = load_of(spec, load_fn) / max(1, spec.num_rows)
+            for piece in self.assignments[spec.name]:
+                loads[piece.task] += load * piece.rows
+        return tuple(loads)
 
     @property
     def imbalance(self) -> float:
@@ -84,10 +109,10 @@ class Plan:
         A variable is found by its name; else by the last part of its name, its
         shape and its dtype, in order of creation, since Keras numbers the
         layers of a second model on (`dense_3`) and a variable creator is told
-        `kernel` alone. A piece of a split variable is found as
-        `<name>_part_<i>`, as `PartitionedEmbedding` names it, else by its shape
-        and dtype. What was not planned, such as a counter, goes to the task
-        that holds the fewest bytes, with a warning if it is no scalar.
+        `kernel` alone. The pieces of a split variable are those that
+        `PartitionedEmbedding` makes, `<name>_part_<i>`. What was not planned,
+        such as a counter, goes to the task that holds the fewest bytes, with a
+        warning if it is no scalar.
 
         Returns:
             Callable from a variable to its task; use a new one for each model
@@ -101,7 +126,48 @@ class Plan:
         >>> strategy(VariableSpec("table_part_1", (500, 100)))
         1
         """
-        return _PlannedStrategy(self)
+        held = np.array(self.byte_loads)
+        left: list[tuple[VariableSpec, int | None]] = []  # None: it is split.
+        for spec in self.variables:
+            run = self.assignments[spec.name]
+            if len(run) == 1:
+                left.append((spec, run[0].task))
+                continue
+            left.append((spec, None))
+            for i, piece in enumerate(run):
+                shape = (piece.rows, *(spec.shape or ())[1:])
+                name = f"{spec.name}_part_{i}"
+                left.append((VariableSpec(name, shape, spec.dtype), piece.task))
+
+        def place(variable: Any) -> int:
+            spec = variable_spec(variable)
+            alike = [e for e in left if kind_of(e[0]) == kind_of(spec)]
+            # First the one of this very name, last what should be in pieces.
+            alike.sort(key=lambda e: (e[0].name != spec.name, e[1] is None))
+            for planned, task in alike[:1]:
+                if task is None:
+                    raise ValueError(
+                        f"The plan splits variable {planned.name!r} by rows, "
+                        f"but it was created whole, with shape={spec.shape}. "
+                        "Create its pieces, "
+                        f"`plan.assignments[{planned.name!r}]`, or plan with "
+                        "`split=False`."
+                    )
+                left.remove((planned, task))
+                return task
+            if spec.shape != ():
+                warnings.warn(
+                    f"Variable {spec.name!r} with shape={spec.shape} and "
+                    f"dtype={spec.dtype} is not in the plan. It goes to the "
+                    "parameter server that holds the fewest bytes. Was the "
+                    "plan made for another model?",
+                    stacklevel=2,
+                )
+            lightest = int(np.argmin(held))
+            held[lightest] += byte_size_load_fn(spec)
+            return lightest
+
+        return place
 
     def table(self) -> str:
         """Returns bytes and traffic of each task as text, and the balance."""
@@ -128,90 +194,3 @@ class Plan:
                 parts = ", ".join(f"{p.rows:,} on ps {p.task}" for p in run)
                 lines.append(f"split {name}: {parts}")
         return "\n".join(lines)
-
-    def plot(self, path: str | os.PathLike) -> None:
-        """Draws bytes and traffic of each task into a picture.
-
-        Args:
-            path: File to write; its ending decides the format.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as e:
-            raise ImportError(
-                "`Plan.plot` draws with matplotlib: pip install matplotlib. "
-                "`Plan.table` needs nothing."
-            ) from e
-        figure = Figure(figsize=(8, 3.5), layout="constrained")
-        held, moved = figure.subplots(1, 2)
-        _bars(held, self.byte_loads, "MB held")
-        _bars(moved, self.traffic_loads, "MB moved in a step")
-        figure.savefig(path)
-
-
-def _bars(axes: Any, loads: Sequence[float], title: str) -> None:
-    megabytes = np.array(loads) / 1e6
-    axes.bar(range(megabytes.size), megabytes)
-    axes.axhline(megabytes.mean(), color="black", linestyle="--", label="mean")
-    axes.set(title=title, xlabel="parameter server")
-    axes.legend()
-
-
-class _PlannedStrategy:
-    def __init__(self, plan: Plan) -> None:
-        self._split: dict[tuple, str] = {}
-        # What was not created yet, in order: name, (shape, dtype), task.
-        self._left: list[tuple[str, tuple, int]] = []
-        self._pieces: set[str] = set()
-        self._held = np.array(plan.byte_loads)
-        for spec in plan.variables:
-            run = plan.assignments[spec.name]
-            if len(run) == 1:
-                kind = (spec.shape, spec.dtype)
-                self._left.append((spec.name, kind, run[0].task))
-                continue
-            assert spec.shape, "only what has rows is split"
-            self._split[_last(spec.name), spec.shape, spec.dtype] = spec.name
-            for i, piece in enumerate(run):
-                name = f"{spec.name}_part_{i}"
-                kind = ((piece.rows, *spec.shape[1:]), spec.dtype)
-                self._left.append((name, kind, piece.task))
-                self._pieces.add(name)
-
-    def __call__(self, variable: Any) -> int:
-        spec = variable_spec(variable)
-        kind = spec.shape, spec.dtype
-        for is_it in (
-            lambda name: name == spec.name,
-            lambda name: _last(name) == _last(spec.name),
-            lambda name: name in self._pieces,
-        ):
-            for entry in self._left:
-                if entry[1] == kind and is_it(entry[0]):
-                    self._left.remove(entry)
-                    return entry[2]
-        name = self._split.get((_last(spec.name), *kind))
-        if name is not None:
-            raise ValueError(
-                f"The plan splits variable {name!r} by rows, but it was "
-                f"created whole, with shape={spec.shape}. Create its pieces, "
-                f"`plan.assignments[{name!r}]`, or plan with `split=False`."
-            )
-        if spec.shape != ():
-            warnings.warn(
-                f"Variable {spec.name!r} with shape={spec.shape} and "
-                f"dtype={spec.dtype} is not in the plan. It goes to the "
-                "parameter server that holds the fewest bytes. Was the plan "
-                "made for another model?",
-                stacklevel=2,
-            )
-        task = int(np.argmin(self._held))
-        self._held[task] += byte_size_load_fn(spec, bytes_per_string=16)
-        return task
-
-
-def _last(name: str) -> str:
-    return name.rsplit("/", 1)[-1]

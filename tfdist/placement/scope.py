@@ -16,7 +16,7 @@ from tfdist.placement.strategies import (
     byte_size_load_fn,
     check_task,
 )
-from tfdist.placement.variables import VariableSpec, creation_spec
+from tfdist.placement.variables import VariableSpec, creation_spec, kind_of
 
 Placement = Callable[[VariableSpec], int]
 
@@ -39,16 +39,11 @@ def placed_scope(
 
     Args:
         strategy: Any strategy; without parameter servers its scope is entered.
-        num_ps: Number of parameter servers, 0 for none.
-        placement: From a variable's description to the index of the parameter
-            server that holds it. Default: round robin.
+        num_ps: Number of parameter servers.
+        placement: Default: round robin.
         specs: What `describe` says of the model's variables, in order of
             creation, so that `placement` knows their full names and slots.
             Others (counters) are described by what the creator is told.
-            Default: none.
-
-    Yields:
-        Nothing.
 
     Raises:
         ValueError: inside the scope, when `placement` returns a task that does
@@ -68,7 +63,8 @@ def placed_scope(
             with tf.device(_CHIEF):
                 return next_creator(**kwargs)
         spec = creation_spec(**kwargs)
-        if expected and _is_same(expected[0], spec):
+        # A creator is told the last part of a Keras variable's path.
+        if expected and kind_of(expected[0]) == kind_of(spec):
             spec = expected.popleft()
         task = check_task(placement(spec), num_ps, spec, placement)
         with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
@@ -93,30 +89,13 @@ def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     return next_creator(**kwargs)
 
 
-def _is_same(expected: VariableSpec, created: VariableSpec) -> bool:
-    # A creator is told the last part of a Keras variable's path.
-    return created == VariableSpec(
-        expected.name.rsplit("/", 1)[-1],
-        expected.shape,
-        expected.dtype,
-        trainable=created.trainable,
-    )
-
-
 def placement_by_name(
     name: str, specs: Sequence[VariableSpec], num_ps: int
 ) -> Placement:
     """The placement strategy that `RunConfig(placement=...)` names.
 
-    Args:
-        name: "round_robin", TF1's default; "greedy", its
-            `GreedyLoadBalancingStrategy` by bytes, slots included; "planned",
-            `tfdist.placement.plan`, which sees all variables at once.
-        specs: The variables to place.
-        num_ps: Number of parameter servers.
-
-    Raises:
-        ValueError: another name.
+    "round_robin" is TF1's default; "greedy" its `GreedyLoadBalancingStrategy`
+    by bytes, slots included; "planned" sees all variables at once.
     """
     if name == "round_robin":
         return RoundRobinStrategy(num_ps)

@@ -1,10 +1,9 @@
 """Which parameter server holds a variable.
 
 A placement strategy is a callable from a variable's description, a
-`VariableSpec`, to a task index (decision D5); `tfdist.replica_device_setter`
-calls it with the TF1 op that creates the variable. The three of TF1 are here,
-with TF1's names, tie rules and results. They keep count of what they have
-placed: use a new one for each model.
+`VariableSpec` (in TF1 the op that creates it), to a task index (decision D5).
+The three of TF1 are here, with TF1's names, tie rules and results. They keep
+count of what they have placed: use a new one for each model.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_callable, check_positive, check_type
 from tfdist.placement.variables import VariableSpec, variable_spec
 
 PlacementStrategy = Callable[[Any], int]
@@ -29,14 +28,10 @@ _ID_BYTES = 8
 class RoundRobinStrategy:
     """Gives variables to tasks in turn, whatever their size.
 
-    The default of TF1's `replica_device_setter` and of TensorFlow's
-    `ParameterServerStrategy`.
+    TF1's default, and that of TensorFlow's `ParameterServerStrategy`.
 
     Args:
-        num_tasks: Number of parameter servers, at least 1.
-
-    Raises:
-        ValueError: If `num_tasks` is not a positive integer.
+        num_tasks: Number of parameter servers, at least 1, or a ValueError.
 
     Example:
     >>> strategy = RoundRobinStrategy(2)
@@ -86,11 +81,7 @@ class GreedyLoadBalancingStrategy:
 
     def __init__(self, num_tasks: int, load_fn: LoadFn) -> None:
         check_positive("num_tasks", num_tasks)
-        if not callable(load_fn):
-            raise TypeError(
-                "Argument `load_fn` must be callable. "
-                f"Received: load_fn={load_fn!r}."
-            )
+        check_callable("load_fn", load_fn)
         self._load_fn = load_fn
         self._loads = np.zeros(num_tasks)
 
@@ -118,7 +109,7 @@ class RandomStrategy:
 
     Raises:
         ValueError: If `num_ps_tasks` is not a positive integer.
-        TypeError: If `seed` is not an integer.
+        TypeError: If `seed` is not an `int`.
 
     Example:
     >>> RandomStrategy(4)(VariableSpec("dense/kernel", (2, 2)))
@@ -128,11 +119,8 @@ class RandomStrategy:
     def __init__(self, num_ps_tasks: int, seed: int = 0) -> None:
         check_positive("num_ps_tasks", num_ps_tasks)
         self._num_tasks = num_ps_tasks
-        if not isinstance(seed, int | numbers.Integral):
-            raise TypeError(
-                f"Argument `seed` must be an integer. Received: seed={seed!r}."
-            )
-        self._seed = int(seed)
+        check_type("seed", seed, int)
+        self._seed = seed
 
     def __call__(self, variable: Any) -> int:
         """Returns the task for the variable's name."""
@@ -141,29 +129,19 @@ class RandomStrategy:
         return int(digest, 16) % self._num_tasks
 
 
-def byte_size_load_fn(
-    variable: Any, *, bytes_per_string: int | None = None
-) -> int:
+def byte_size_load_fn(variable: Any) -> int:
     """Returns the bytes a server holds for a variable, slots included.
 
     `tf.contrib.training.byte_size_load_fn` returned 1 for every resource
     variable, so that greedy balancing became round robin, and 8 for every
-    string. This one counts bytes, and charges the slots to the task
-    that holds them. Without slots it returns contrib's numbers for
-    reference variables.
+    string. This one counts bytes, and charges the slots to the task that holds
+    them. Without slots it returns contrib's numbers for reference variables.
 
     Args:
         variable: A `VariableSpec`, a variable or the TF1 op that makes one.
-        bytes_per_string: Bytes to count for an element of dtype string, which
-            has no size of its own; bind it with `functools.partial`. Default:
-            strings are an error.
-
-    Returns:
-        Bytes, an `int`.
 
     Raises:
-        ValueError: If the shape is not fully known, or for strings without
-            `bytes_per_string`.
+        ValueError: If the shape is not fully known, or for strings.
         TypeError: If `variable` has no shape, as a TF1 lookup table.
 
     Example:
@@ -173,14 +151,10 @@ def byte_size_load_fn(
     480
     """
     spec = variable_spec(variable)
-    return (1 + spec.num_slots) * _value_bytes(
-        spec, bytes_per_string
-    ) + spec.extra_bytes
+    return (1 + spec.num_slots) * _value_bytes(spec) + spec.extra_bytes
 
 
-def traffic_load_fn(
-    variable: Any, *, bytes_per_string: int | None = None
-) -> int:
+def traffic_load_fn(variable: Any) -> int:
     """Returns the bytes one step of one worker moves for a variable.
 
     A step pulls the variable, or the `rows_per_step` rows that it looks up,
@@ -188,16 +162,7 @@ def traffic_load_fn(
     that is looked up costs 8 bytes more each way for its id. Slots never
     leave the server.
 
-    Args:
-        variable: A `VariableSpec`, a variable or the TF1 op that makes one.
-        bytes_per_string: As in `byte_size_load_fn`.
-
-    Returns:
-        Bytes a step, an `int`.
-
-    Raises:
-        ValueError: As `byte_size_load_fn`.
-        TypeError: As `byte_size_load_fn`.
+    Arguments and errors are those of `byte_size_load_fn`.
 
     Example:
     >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
@@ -206,7 +171,7 @@ def traffic_load_fn(
     480
     """
     spec = variable_spec(variable)
-    pulled = _value_bytes(spec, bytes_per_string)
+    pulled = _value_bytes(spec)
     if spec.rows_per_step is not None:
         rows = min(spec.rows_per_step, spec.num_rows)
         row_bytes = pulled // max(1, spec.num_rows)
@@ -232,14 +197,7 @@ def load_of(variable: Any, load_fn: LoadFn) -> float:
 def check_task(
     task: Any, num_tasks: int, variable: Any, strategy: PlacementStrategy
 ) -> int:
-    """Returns `task` as an `int` in `[0, num_tasks)`.
-
-    TF1 wrote any number into the device string and failed when the session ran.
-
-    Raises:
-        TypeError: If `task` is not an integer.
-        ValueError: If there is no such task.
-    """
+    """Returns `task` as an `int`, or raises: TypeError, ValueError."""
     message = (
         f"Placement strategy {_name(strategy)} must return an integer from 0 "
         f"to {num_tasks - 1}, the index of one of {num_tasks} parameter "
@@ -252,24 +210,15 @@ def check_task(
     return int(task)
 
 
-def _value_bytes(spec: VariableSpec, bytes_per_string: int | None) -> int:
-    num_elements = spec.num_elements
-    if num_elements is None:
+def _value_bytes(spec: VariableSpec) -> int:
+    if spec.num_elements is None or spec.dtype == "string":
         raise ValueError(
-            "The bytes of a variable are known only if its shape is. Received: "
-            f"shape={spec.shape} for variable {spec.name!r}. Give it a full "
-            "shape, or use a load function that needs none."
+            "The bytes of a variable are known only if its shape is, and "
+            "strings have no size of their own. Received: "
+            f"shape={spec.shape}, dtype={spec.dtype} for variable "
+            f"{spec.name!r}. Give a load function that needs none."
         )
-    if spec.dtype != "string":
-        return num_elements * tf.as_dtype(spec.dtype).size
-    if bytes_per_string is None:
-        raise ValueError(
-            f"Variable {spec.name!r} holds strings, which have no size of "
-            "their own. Say what to count for one: "
-            "functools.partial(byte_size_load_fn, bytes_per_string=16)."
-        )
-    check_positive("bytes_per_string", bytes_per_string, numbers.Real)
-    return num_elements * bytes_per_string
+    return spec.num_elements * tf.as_dtype(spec.dtype).size
 
 
 def _name(thing: Any) -> str:

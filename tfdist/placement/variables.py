@@ -1,9 +1,8 @@
 """Descriptions of variables: all that placement looks at (decision D5).
 
-So a placement is decided, tested and printed without a cluster and without
-memory. A description comes from a TF1 op, a variable, the arguments a variable
-creator receives, or from a model function that is run without giving its
-variables any memory.
+A description comes from a TF1 op, a variable, the arguments a variable creator
+receives, or from a model function that is run without giving its variables any
+memory. So a placement is decided and printed without a cluster.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import UninitializedVariable
 
 # Keras reads some variables while it builds (seed states, learning rates). They
@@ -61,23 +61,14 @@ class VariableSpec:
     rows_per_step: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(
-                "Argument `name` must be a string. "
-                f"Received: name={self.name!r}."
-            )
+        check_type("name", self.name, str)
         shape = tf.TensorShape(self.shape)
         known = None if shape.rank is None else tuple(shape.as_list())
         object.__setattr__(self, "shape", known)
         dtype = tf.as_dtype(self.dtype).base_dtype.name
         object.__setattr__(self, "dtype", dtype)
         for field in ("num_slots", "extra_bytes", "rows_per_step"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise ValueError(
-                    f"Argument `{field}` must not be negative. Received: "
-                    f"{field}={value} for variable {self.name!r}."
-                )
+            check_at_least(field, getattr(self, field), 0)
 
     @property
     def num_elements(self) -> int | None:
@@ -91,17 +82,13 @@ class VariableSpec:
         return 1 if rows is None else rows
 
 
+def kind_of(spec: VariableSpec) -> tuple[str, Any, str]:
+    """What a variable creator is told: of a Keras path the last part."""
+    return spec.name.rsplit("/", 1)[-1], spec.shape, spec.dtype
+
+
 def variable_spec(variable: Any) -> VariableSpec:
-    """Describes a variable or the TF1 op that makes one.
-
-    It is a `VariableSpec` (returned as it is), a `tf.Variable`, a
-    `keras.Variable`, or a `tf.Operation` of type `VarHandleOp`, `Variable` or
-    `VariableV2`; else this raises TypeError. The result has no slots.
-
-    Example:
-    >>> variable_spec(tf.Variable(tf.zeros([2, 3]), name="kernel")).shape
-    (2, 3)
-    """
+    """Describes a variable or the TF1 op that makes one, without slots."""
     if isinstance(variable, VariableSpec):
         return variable
     if hasattr(variable, "node_def") and hasattr(variable, "outputs"):
@@ -146,15 +133,7 @@ def creation_spec(
 
     A callable initial value is traced in a scratch graph for its shape and
     dtype; it is not executed, so nothing is allocated and no random state
-    moves. The result has no slots.
-
-    Example:
-    >>> def creator(next_creator, **kwargs):
-    ...     print(creation_spec(**kwargs).shape)
-    ...     return next_creator(**kwargs)
-    >>> with tf.variable_creator_scope(creator):
-    ...     _ = tf.Variable(lambda: tf.zeros([5, 2]))
-    (5, 2)
+    moves.
     """
     if shape is None or dtype is None:
         with tf.__internal__.FuncGraph("initial_value").as_default():
@@ -212,11 +191,7 @@ def describe(
     >>> [(spec.name, spec.num_slots) for spec in describe(model_fn)]
     [('sequential/embedding/embeddings', 1)]
     """
-    if not callable(model_fn):
-        raise TypeError(
-            "Argument `model_fn` must be a callable that returns a Keras "
-            f"model. Received: model_fn={model_fn!r}."
-        )
+    check_callable("model_fn", model_fn)
     policy = keras.config.dtype_policy()
     with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
         specs = thread.submit(_describe, model_fn, policy).result()
