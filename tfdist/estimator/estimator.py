@@ -180,6 +180,8 @@ class Estimator:
         )
         with named(input_fn), session:
             first_step = session.step
+            if config.cluster.is_chief:
+                _log_start(session, max_steps)
             while not session.should_stop():
                 session.run()
                 if session.input_ended and session.step == first_step:
@@ -191,17 +193,17 @@ class Estimator:
     ) -> None:
         """Raises if an input had no batch, not even before a restart."""
         one_pass = session.restored_from and self.config.cluster.dispatcher
-        if session.input_restored or one_pass:
-            _log.warning(
-                "No step was run: the input had been read to its end when %s "
-                "was saved.",
-                session.restored_from,
+        if not (session.input_restored or one_pass):
+            raise ValueError(
+                f"The dataset of input function {described(input_fn)} has no "
+                "batch: no step was run, and nothing is exported. Are its "
+                "files empty, or smaller than one batch with "
+                "drop_remainder=True?"
             )
-            return
-        raise ValueError(
-            f"The dataset of input function {described(input_fn)} has no "
-            "batch: no step was run, and nothing is exported. Are its files "
-            "empty, or smaller than one batch with drop_remainder=True?"
+        _log.warning(
+            "No step was run: the input had been read to its end when %s was "
+            "saved.",
+            session.restored_from,
         )
 
     def _audit(self, input_fn: InputFn) -> None:
@@ -252,8 +254,6 @@ class Estimator:
             hooks=tuple(hooks or ()),
         )
         path = checkpoint_path or self.latest_checkpoint()
-        if path is None or self.config.strategy_name != "ps":
-            return evaluator.evaluate(path)
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             with step_on_workers(
@@ -262,7 +262,8 @@ class Estimator:
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)
 
-        return evaluator.evaluate(path, elsewhere=on_workers)
+        remote = path is not None and self.config.strategy_name == "ps"
+        return evaluator.evaluate(path, on_workers if remote else None)
 
     def predict(
         self,
@@ -296,9 +297,7 @@ class Estimator:
         """
         dataset = without_context(input_fn)()
         path = checkpoint_path or self.latest_checkpoint()
-        here = self.config.strategy_name != "ps"
-        predict = self._predict_here if here else self._predict_on_workers
-        for outputs in predict(dataset, path):
+        for outputs in self._outputs(dataset, path):
             if predict_keys is not None:
                 outputs = _chosen(outputs, predict_keys)
             if not yield_single_examples:
@@ -307,22 +306,19 @@ class Estimator:
             for i in range(len(tf.nest.flatten(outputs)[0])):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
-    def _predict_here(
-        self, dataset: tf.data.Dataset, path: str | None
-    ) -> Iterator[Any]:
+    def _outputs(self, dataset: tf.data.Dataset, path: str | None) -> Iterator:
+        """What the model returns for each batch, as arrays."""
+        if self.config.strategy_name == "ps":
+            with step_on_workers(
+                self.config, self._builder, path, dataset, metrics=False
+            ) as (step, on_each_batch):
+                yield from on_each_batch(step.predict)
+            return
         model = self._restored(path)
         check_batches(model, dataset.element_spec, targets=False)
         call = tf.function(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
-
-    def _predict_on_workers(
-        self, dataset: tf.data.Dataset, path: str | None
-    ) -> Iterator[Any]:
-        with step_on_workers(
-            self.config, self._builder, path, dataset, metrics=False
-        ) as (step, on_each_batch):
-            yield from on_each_batch(step.predict)
 
     def export_saved_model(
         self,
@@ -345,15 +341,9 @@ class Estimator:
         Raises:
             ValueError: there is no checkpoint.
         """
-        if not (checkpoint_path or self.latest_checkpoint()):
-            raise ValueError(
-                f"There is no checkpoint in {self.model_dir!r} to export."
-            )
+        model = self._restored(checkpoint_path or self._checkpoint())
         return export_saved_model(
-            self._restored(checkpoint_path),
-            export_dir_base,
-            serving_model_fn,
-            assets_extra,
+            model, export_dir_base, serving_model_fn, assets_extra
         )
 
     def get_variable_names(self) -> list[str]:
@@ -384,7 +374,6 @@ class Estimator:
         """The model in this process, from a checkpoint if there is one."""
         reset_object_names()
         model = checked_model(self.model_fn())
-        path = path or self.latest_checkpoint()
         if path:
             variables = checkpoints.named_variables(model, optimizer=False)
             checkpoints.restore(path, variables)
@@ -424,6 +413,26 @@ class Estimator:
         else:
             random.seed(seed)
             np.random.seed(seed)
+
+
+def _log_start(
+    session: MonitoredTrainingSession, max_steps: int | None
+) -> None:
+    """Says where training begins, and plainly when there is nothing to do."""
+    step, restored = session.step, session.restored_from
+    if restored is None:
+        _log.info("Training starts from newly initialized variables.")
+    elif max_steps is None or step < max_steps:
+        _log.info("Training continues at step %d from %s.", step, restored)
+    else:
+        _log.warning(
+            "This job is finished already: %s is at step %d, and max_steps is "
+            "%d. No step is run. Raise max_steps to train on, or choose "
+            "another model_dir to train from step 0.",
+            restored,
+            step,
+            max_steps,
+        )
 
 
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -63,8 +64,9 @@ class Evaluator:
 
     Attributes:
         evaluated: Path of the checkpoint evaluated last.
-        metrics: Its metrics.
-        exports: What the exporters then returned.
+        result: Its `metrics`, and the `exports` that the `exporters` (by name)
+            then returned; which `checkpoint` it was, and whether it is the
+            `final` one. So it is published in `<eval_dir>/latest.json`.
     """
 
     def __init__(
@@ -83,15 +85,12 @@ class Evaluator:
         self._hooks = list(hooks)
         self._steps = steps
         self._input_fn = input_fn
-        self._evaluation = Evaluation(model_fn, steps, self._hooks)
+        self._evaluation = Evaluation(model_fn, input_fn, steps, self._hooks)
         self.eval_dir = results.eval_dir(model_dir, name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._writer: EventFile | None = None
         self.evaluated: str | None = None
-        self.metrics: dict[str, float] = {}
-        self.exports: list[str | None] = [None] * len(self._exporters)
-        self._identity: list[str] | None = None
-        self._final = False
+        self.result: dict[str, Any] = {}
         self._damaged: set[str] = set()
 
     def evaluate(
@@ -131,12 +130,21 @@ class Evaluator:
                 "its files hold examples and that `batch(drop_remainder=True)` "
                 "does not drop them all."
             )
-        self.metrics = {**metrics, "global_step": step}
-        self.evaluated, self._identity = path, identity
-        self.exports = [None] * len(self._exporters)
-        self._final = False
-        self._report()
-        return self.metrics
+        self._writer = self._writer or event_file(self.eval_dir)
+        self._writer.write_scalars(metrics, step)
+        self._writer.flush()
+        text = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+        _log.info("Evaluation of step %d: %s", step, text)
+        metrics = {**metrics, "global_step": step}
+        self.evaluated = path
+        self.result = {"metrics": metrics, "checkpoint": identity}
+        self._forget_exports()
+        return metrics
+
+    def _forget_exports(self) -> None:
+        names = [exporter.name for exporter in self._exporters]
+        nothing = {"exports": [None] * len(names), "final": False}
+        self.result.update(nothing, exporters=names)
 
     def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
         """Raises `ValueError` if an evaluation would never end."""
@@ -151,41 +159,23 @@ class Evaluator:
                 "`repeat()`."
             )
 
-    def export(self, is_the_final_export: bool) -> list[str | None]:
-        """Runs the exporters on the evaluated model.
+    def export(self, is_the_final_export: bool) -> None:
+        """Runs the exporters on the evaluated model, and publishes the result.
 
-        Returns:
-            What they return. One that sees no reason to export again what it
-            has exported, before the model was known to be the last, is taken
-            to mean that.
+        One that sees no reason to export again what it has exported, before
+        the model was known to be the last, has exported that.
         """
-        if self._exporters:
-            model = self._evaluation.model(self.evaluated, self._input_fn)
-        self.exports = [
-            exporter.export(
-                model,
+        for i, exporter in enumerate(self._exporters):
+            path = exporter.export(
+                self._evaluation.model(self.evaluated),
                 os.path.join(self._model_dir, "export", exporter.name),
-                self.metrics,
+                self.result["metrics"],
                 is_the_final_export,
             )
-            or earlier
-            for exporter, earlier in zip(
-                self._exporters, self.exports, strict=True
-            )
-        ]
-        self._final = is_the_final_export
-        return self.exports
-
-    def publish(self) -> None:
-        """Leaves the result where the chief and the user find it."""
-        result = {
-            "metrics": self.metrics,
-            "exports": self.exports,
-            "exporters": [exporter.name for exporter in self._exporters],
-            "checkpoint": self._identity,
-            "final": self._final,
-        }
-        results.write_json(self._result_path, result)
+            if path:
+                self.result["exports"][i] = path
+        self.result["final"] = is_the_final_export
+        results.write_json(self._result_path, self.result)
 
     # --- The evaluator task --------------------------------------------------
 
@@ -232,15 +222,12 @@ class Evaluator:
     def _resume(self) -> None:
         """Goes on from what an earlier process of this task published."""
         result = results.read_json(self._result_path)
-        if not result or not result.get("checkpoint"):
+        if not result or not result["checkpoint"]:
             return
-        same = result["exporters"] == [e.name for e in self._exporters]
-        self.metrics = result["metrics"]
-        if same:
-            self.exports = result["exports"]
-        self._final = result["final"] and same
-        self._identity = result["checkpoint"]
-        self.evaluated = os.path.join(self._model_dir, self._identity[0])
+        self.result = result
+        self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
+        if result["exporters"] != [e.name for e in self._exporters]:
+            self._forget_exports()
 
     def _follow(
         self,
@@ -272,11 +259,7 @@ class Evaluator:
             time.sleep(results.poll_secs(self._model_dir))
 
     def _evaluate_newest(self, path: str) -> bool:
-        """Evaluates and exports a checkpoint that is not the last.
-
-        Returns:
-            Whether it could be read.
-        """
+        """Evaluates and exports a checkpoint, if it can be read."""
         try:
             self.evaluate(path)
         except DamagedCheckpointError as error:
@@ -291,7 +274,6 @@ class Evaluator:
                 )
             return False
         self.export(is_the_final_export=False)
-        self.publish()
         return True
 
     def _finish(self, path: str) -> None:
@@ -299,7 +281,7 @@ class Evaluator:
         try:
             if not self._has_evaluated(path):
                 self.evaluate(path)
-            elif self._final:
+            elif self.result["final"]:
                 return
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
@@ -310,25 +292,9 @@ class Evaluator:
                 "argument `checkpoint_path`."
             ) from error.__cause__
         self.export(is_the_final_export=True)
-        self.publish()
 
     def _has_evaluated(self, path: str) -> bool:
-        return (
-            self._identity is not None
-            and self._identity == results.identity_of(path)
-        )
-
-    def _report(self) -> None:
-        step = int(self.metrics["global_step"])
-        scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
-        self._writer = self._writer or event_file(self.eval_dir)
-        self._writer.write_scalars(scalars, step)
-        self._writer.flush()
-        _log.info(
-            "Evaluation of step %d: %s",
-            step,
-            ", ".join(f"{k} {v:.4f}" for k, v in scalars.items()),
-        )
+        return self.result.get("checkpoint") == results.identity_of(path)
 
 
 def _is_last(path: str, last_step: int | None) -> bool:

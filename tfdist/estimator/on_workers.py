@@ -29,10 +29,7 @@ def step_on_workers(
     dataset: tf.data.Dataset,
     metrics: bool,
 ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-    """Gives a step with the weights of checkpoint `path`, if there is one.
-
-    And what yields a function's value for each batch of `dataset`.
-    """
+    """A step, and what yields a function's value for each batch."""
     cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
     probing.wait_until_up(cluster, wait_secs)
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
