@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import keras
 
@@ -21,7 +20,6 @@ from tfdist._tf.arguments import check_at_least, check_callable
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import (
     ServingModelFn,
-    check_serving_model_fn,
     checked_assets,
     export_saved_model,
     list_exports,
@@ -32,16 +30,7 @@ _log = logging.getLogger(__name__)
 _BEST_FILE = "best.json"
 
 
-class CompareFn(Protocol):
-    """See `BestExporter`."""
-
-    def __call__(
-        self,
-        *,
-        best_eval_result: dict[str, float],
-        current_eval_result: dict[str, float],
-    ) -> bool:
-        """Whether the current one is better."""
+CompareFn = Callable[..., bool]
 
 
 class Exporter:
@@ -52,12 +41,10 @@ class Exporter:
     replaces `serving_input_receiver_fn`. There is no `as_text`.
 
     What `export` raises is raised, as there: a model that cannot be served is
-    not kept for the end. Earlier exports stay, and `export_saved_model` leaves
-    nothing half-written. An evaluator task ends with the error; started again
-    it evaluates and exports that checkpoint once more (see
-    `tfdist.estimator.evaluator`), while training goes on. Where the chief
-    evaluates, training ends with the error; started again it goes on from the
-    checkpoint that was evaluated, which is the last one.
+    not kept for the end. Earlier exports stay, and nothing is left half-written.
+    An evaluator task, or a chief that evaluates, ends with the error; started
+    again, the first exports that checkpoint once more while training goes on,
+    and the other trains on from it.
 
     >>> class PrintingExporter(tfdist.Exporter):
     ...     def export(
@@ -94,7 +81,8 @@ class Exporter:
                 "Argument `name` must be a directory name: letters, digits, "
                 f"'_', '-', '.'. Received: name={name!r}."
             )
-        check_serving_model_fn(serving_model_fn)
+        if serving_model_fn is not None:
+            check_callable("serving_model_fn", serving_model_fn)
         self.name = name
         self._serving_model_fn = serving_model_fn
         self._assets_extra = checked_assets(assets_extra)
@@ -187,12 +175,8 @@ class LatestExporter(Exporter):
 def loss_smaller(
     best_eval_result: dict[str, float], current_eval_result: dict[str, float]
 ) -> bool:
-    """Whether the current loss is less than the best: a `compare_fn`.
+    """Whether the current loss is less; NaN is worse than any.
 
-    A loss that is no number is worse than any.
-
-    >>> loss_smaller({"loss": 0.5}, {"loss": 0.4})
-    True
     >>> loss_smaller({"loss": 0.5}, {"loss": 0.5})
     False
 
@@ -203,7 +187,7 @@ def loss_smaller(
         ("best_eval_result", best_eval_result),
         ("current_eval_result", current_eval_result),
     ):
-        if not result or "loss" not in result:
+        if "loss" not in result:
             raise ValueError(
                 f"{name} cannot be empty or no loss is found in it. Received: "
                 f"{name}={result}. Give BestExporter a `compare_fn` that "
@@ -218,12 +202,10 @@ class BestExporter(Exporter):
 
     The first evaluation is always exported. What the best one was is written
     beside the exports (`best.json`), after the export itself: a restarted
-    evaluator, or a job that trains on, goes on comparing with it, and a
-    process that dies in between exports the same model once more, never a
-    worse one. `tf.estimator.BestExporter` read events files for this and
-    forgot after a restart; so there is no `event_file_pattern`. Without an
-    export left beside it the file is ignored: delete the directory
-    `<model_dir>/export/<name>` to begin again.
+    evaluator, or a job that trains on, goes on comparing with it.
+    (`tf.estimator.BestExporter` read events files for this and forgot after a
+    restart; there is no `event_file_pattern`.) Without an export beside it the
+    file is ignored: delete `<model_dir>/export/<name>` to begin again.
 
     >>> exporter = BestExporter(
     ...     "best_auc",
@@ -236,7 +218,7 @@ class BestExporter(Exporter):
         compare_fn: Takes the arguments `best_eval_result` and
             `current_eval_result`, both metrics by name (`global_step` among
             them), and says whether the current one is better. Default:
-            `loss_smaller`.
+            whether its loss is smaller.
         exports_to_keep: How many; `None` keeps all.
         assets_extra: See `Exporter`.
 
@@ -255,7 +237,18 @@ class BestExporter(Exporter):
         assets_extra: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, serving_model_fn, assets_extra)
-        _check_compare_fn(compare_fn)
+        if compare_fn is None:
+            raise ValueError("Argument `compare_fn` must not be None.")
+        check_callable("compare_fn", compare_fn)
+        names = set(inspect.signature(compare_fn).parameters)
+        wanted = {"best_eval_result", "current_eval_result"}
+        if names != wanted:  # They are given by name.
+            raise ValueError(
+                "Argument `compare_fn` must have the arguments "
+                "`best_eval_result` and `current_eval_result`. Missing: "
+                f"{sorted(wanted - names)}; not expected: "
+                f"{sorted(names - wanted)}."
+            )
         check_at_least("exports_to_keep", exports_to_keep, 1)
         self._compare_fn = compare_fn
         self._exports_to_keep = exports_to_keep
@@ -278,18 +271,3 @@ class BestExporter(Exporter):
             {"best_eval_result": numbers},
         )
         _log.info("Best model so far exported to %s: %s", path, eval_result)
-
-
-def _check_compare_fn(compare_fn: CompareFn) -> None:
-    """As `tf.estimator`: it is called with keywords, so names matter."""
-    if compare_fn is None:
-        raise ValueError("Argument `compare_fn` must not be None.")
-    check_callable("compare_fn", compare_fn)
-    names = set(inspect.signature(compare_fn).parameters)
-    wanted = {"best_eval_result", "current_eval_result"}
-    if names != wanted:
-        raise ValueError(
-            "Argument `compare_fn` must have the arguments `best_eval_result` "
-            f"and `current_eval_result`. Missing: {sorted(wanted - names)}; "
-            f"not expected: {sorted(names - wanted)}."
-        )
