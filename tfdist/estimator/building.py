@@ -8,7 +8,6 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -37,12 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Builder:
-    """Makes what is trained, again after each failure.
-
-    Args:
-        model_fn: As of an `Estimator`.
-        config: Which strategy, and how.
-    """
+    """Makes what an `Estimator` trains, again after each failure."""
 
     def __init__(
         self, model_fn: Callable[[], keras.Model], config: RunConfig
@@ -65,12 +59,9 @@ class Builder:
             if not own:
                 _warn_of_other_batches(peers, dataset)
         global_step, model = self.create_variables(strategy)
-        replicas = None
-        if isinstance(strategy, SYNCHRONOUS):
-            replicas = Replicas(strategy, global_step)
         with named(input_fn):
-            step = self._step(
-                model, dataset.element_spec, global_step, replicas
+            step, loop = self._step_and_loop(
+                strategy, model, global_step, dataset, input_fn
             )
         variables = checkpoints.named_variables(model, global_step)
         if isinstance(step, KerasStep):
@@ -78,9 +69,6 @@ class Builder:
         elif isinstance(strategy, tf.distribute.TPUStrategy):
             tpu.check(dataset.element_spec, step.tables)
         _log_placement(variables)
-        loop = self._loop(
-            strategy, step, global_step, dataset, input_fn, replicas
-        )
         return Trainable(loop, global_step, variables, model=model)
 
     def _input_context(
@@ -104,11 +92,8 @@ class Builder:
     ) -> None:
         """Gives every process of an all-reduce job the same random numbers.
 
-        They read the same global batches only if they shuffle them alike.
-
-        Args:
-            peers: The processes.
-            own: Where each reads batches of its own: then they differ.
+        They read the same global batches only if they shuffle them alike; with
+        a context of its `own` each reads others.
         """
         seed = self._config.tf_random_seed
         if seed is None:
@@ -162,58 +147,47 @@ class Builder:
             optimizers.build(model.optimizer, model.trainable_variables)
         return global_step, model
 
-    def _step(
-        self,
-        model: keras.Model,
-        element_spec: Any,
-        global_step: tf.Variable,
-        replicas: Replicas | None,
-    ) -> ModelStep | KerasStep:
-        """A step of a model, by its own `train_step` where that can be."""
-        remote = self._config.strategy_name == "ps"
-        if overrides(model, "train_step") and not (remote or replicas):
-            return KerasStep(model, element_spec, global_step=global_step)
-        return ModelStep(
-            model,
-            element_spec,
-            global_step=global_step,
-            remote=remote,
-            replicas=replicas,
-        )
-
-    def _loop(
+    def _step_and_loop(
         self,
         strategy: tf.distribute.Strategy,
-        step: ModelStep | KerasStep,
+        model: keras.Model,
         global_step: tf.Variable,
         dataset: tf.data.Dataset,
         input_fn: InputFn,
-        replicas: Replicas | None,
-    ) -> Loop:
-        remote = self._config.strategy_name == "ps"
-        if isinstance(step, KerasStep) or not (remote or replicas):
-            return LocalLoop(
-                step, global_step, dataset, self._config.steps_per_dispatch
+    ) -> tuple[ModelStep | KerasStep, Loop]:
+        """A step of a model, by its own `train_step` where that can be."""
+        spec, per_dispatch = (
+            dataset.element_spec,
+            self._config.steps_per_dispatch,
+        )
+        if self._config.strategy_name == "ps":
+            step = ModelStep(model, spec, global_step=global_step, remote=True)
+            return step, CoordinatedLoop(
+                step,
+                global_step,
+                with_context(input_fn),
+                strategy=strategy,
+                num_workers=self._config.cluster.num_workers,
+                steps_per_dispatch=per_dispatch,
+                example=dataset,
             )
-        if replicas:
-            return ReplicatedLoop(
+        if isinstance(strategy, SYNCHRONOUS):
+            replicas = Replicas(strategy, global_step)
+            step = ModelStep(
+                model, spec, global_step=global_step, replicas=replicas
+            )
+            return step, ReplicatedLoop(
                 step,
                 global_step,
                 dataset,
                 strategy=strategy,
                 replicas=replicas,
                 own_batches=takes_context(input_fn),
-                steps_per_dispatch=self._config.steps_per_dispatch,
+                steps_per_dispatch=per_dispatch,
             )
-        return CoordinatedLoop(
-            step,
-            global_step,
-            with_context(input_fn),
-            strategy=strategy,
-            num_workers=self._config.cluster.num_workers,
-            steps_per_dispatch=self._config.steps_per_dispatch,
-            example=dataset,
-        )
+        kind = KerasStep if overrides(model, "train_step") else ModelStep
+        local = kind(model, spec, global_step=global_step)
+        return local, LocalLoop(local, global_step, dataset, per_dispatch)
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> None:

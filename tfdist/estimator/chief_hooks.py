@@ -33,9 +33,6 @@ def chief_hooks(
 
     They act at multiples of their intervals, where TF1 began at step 1: so
     they cut the steps into the same pieces as the checkpoints.
-
-    Raises:
-        ValueError: there are listeners, but no checkpoints.
     """
     directory, every = config.model_dir, config.log_step_count_steps
     hooks: list[SessionRunHook] = [NanTensorHook(None)]

@@ -77,8 +77,7 @@ class Estimator:
             by the evaluator or chief, and `predict_step` by the workers.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
-            a directory of such, or `WarmStartSettings`. Default: they are
-            initialized.
+            a directory of such, or `WarmStartSettings`.
     """
 
     def __init__(
@@ -140,9 +139,9 @@ class Estimator:
         Raises:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
-                checkpoint of another model, with what differs; a model that
-                is not compiled, or does not read what the dataset has; a
-                dataset without any batch (TF trained nothing).
+                checkpoint of another model; a model that is not compiled, or
+                does not read what the dataset has; a dataset without any batch
+                (TF trained nothing).
             NanLossDuringTrainingError: the loss or a weight is not finite.
         """
         if steps is not None and max_steps is not None:
@@ -234,13 +233,12 @@ class Estimator:
         there are hooks.
 
         Args:
-            input_fn: Returns the dataset, one pass over which is an
-                evaluation.
+            input_fn: As for `EvalSpec`.
             steps: Batches to read at most; None for all.
             hooks: As for `EvalSpec`.
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized.
-            name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
+            name: As for `EvalSpec`.
 
         Returns:
             Metric name to value, `loss` and `global_step` among them.
@@ -283,14 +281,12 @@ class Estimator:
                 features are read.
             predict_keys: Of a model whose output is a dictionary, the keys to
                 yield. Default: all.
-            checkpoint_path: Default: the latest; without any, the model as it
-                is initialized.
-            yield_single_examples: Whether to yield an example at a time, else
-                a batch.
+            checkpoint_path: As for `evaluate`.
+            yield_single_examples: Whether to yield an example at a time,
+                without the batch dimension, else a batch.
 
         Yields:
-            What the model returns, as NumPy arrays, without the batch
-            dimension if `yield_single_examples`.
+            What the model returns, as NumPy arrays.
 
         Raises:
             ValueError: the output has no such key.
@@ -327,19 +323,10 @@ class Estimator:
         assets_extra: Mapping[str, str] | None = None,
         checkpoint_path: str | None = None,
     ) -> str:
-        """Exports a checkpoint to `<export_dir_base>/<time>`.
-
-        Args:
-            export_dir_base: Directory of exports.
-            serving_model_fn: As for `tfdist.Exporter`.
-            assets_extra: As for `tfdist.Exporter`.
-            checkpoint_path: Default: the latest.
-
-        Returns:
-            The directory of the SavedModel.
+        """`tfdist.estimator.export_saved_model` of a checkpoint.
 
         Raises:
-            ValueError: there is no checkpoint.
+            ValueError: there is no checkpoint; the default is the latest.
         """
         model = self._restored(checkpoint_path or self._checkpoint())
         return export_saved_model(
@@ -382,11 +369,8 @@ class Estimator:
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.
 
-        Nothing is allocated and no cluster is needed.
-
-        Args:
-            num_ps: Number of parameter servers.
-            **kwargs: As for `tfdist.placement.plan`.
+        Nothing is allocated and no cluster is needed; the arguments are those
+        of `tfdist.placement.plan`.
         """
         return planner.plan(describe(self.model_fn), num_ps, **kwargs)
 
@@ -400,17 +384,12 @@ class Estimator:
         return local_strategy(config.strategy_name)
 
     def _seed(self) -> None:
-        """Seeds what initializes the model.
-
-        On a cluster TensorFlow's global seed stays unset: it would give every
-        worker the same shuffling.
-        """
+        """Seeds what initializes the model."""
         seed = self.config.tf_random_seed
-        if seed is None:
-            return
-        if self.config.cluster.role == "local":
+        if seed is not None and self.config.cluster.role == "local":
             keras.utils.set_random_seed(seed)
-        else:
+        elif seed is not None:
+            # TensorFlow's would give every worker the same shuffling.
             random.seed(seed)
             np.random.seed(seed)
 

@@ -95,11 +95,7 @@ class Evaluation:
     def run(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
-        """Metrics, and the step of the checkpoint.
-
-        Raises:
-            DamagedCheckpointError: `path` cannot be read.
-        """
+        """Metrics, and the step of the checkpoint."""
         step = self._load(path, dataset.element_spec, self._hooks)
         session = self._session
         assert session is not None

@@ -49,18 +49,11 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Evaluates and exports the checkpoints of one job.
 
-    Args:
-        model_fn: Returns the compiled model.
-        input_fn: Returns the dataset, one pass over which is an evaluation.
-        model_dir: Where the checkpoints are.
-        steps: Batches an evaluation reads at most; None for all.
-        name: Results go to `<model_dir>/eval`, or `eval_<name>`.
-        exporters: Run after each evaluation.
-        hooks: Called in each evaluation, as `tf.estimator` did: `begin`,
-            `after_create_session` when the weights are restored, `before_run`
-            and `after_run` around each batch, `end` unless there is an error.
-            Their session is an `EvaluationSession`, their logs are loss and
-            metrics of the batches so far.
+    The arguments are those of an `EvalSpec`, but that `input_fn` has none.
+    Hooks are called in each evaluation, as `tf.estimator` did: `begin`,
+    `after_create_session` when the weights are restored, `before_run` and
+    `after_run` around each batch, `end` unless there is an error. Their session
+    is an `EvaluationSession`, their logs are loss and metrics so far.
 
     Attributes:
         evaluated: Path of the checkpoint evaluated last.
@@ -98,19 +91,14 @@ class Evaluator:
         path: str | None,
         elsewhere: Callable[[tf.data.Dataset], dict[str, float]] | None = None,
     ) -> dict[str, float]:
-        """Metrics of checkpoint `path`, `loss` and `global_step` among them.
+        """Metrics of checkpoint `path`, or of the model as it is initialized.
 
         Args:
-            path: Without one, of the model as it is initialized.
+            path: Of a checkpoint, or None.
             elsewhere: Computes the metrics of the weights in `path`, so that
                 they need not be read here (`MonitoredTrainingSession.evaluate`
                 does it on a cluster's workers). Not if there are hooks, which
                 are to see each batch.
-
-        Raises:
-            DamagedCheckpointError: `path` cannot be read.
-            ValueError: there is no batch, or no end of them; the checkpoint is
-                of another model; a metric has a reserved name.
         """
         dataset = self._input_fn()
         self.check_ends(dataset)
@@ -195,14 +183,10 @@ class Evaluator:
         Args:
             max_steps: Step of the last checkpoint; None for when the chief
                 says that it is done.
-            start_delay_secs: Seconds before the first evaluation.
-            throttle_secs: Least seconds between the starts of two evaluations.
+            start_delay_secs: As of an `EvalSpec`.
+            throttle_secs: As of an `EvalSpec`.
             patience_secs: Seconds to wait for a chief that takes back, as it
                 starts, an end of training that an earlier one has announced.
-
-        Raises:
-            ValueError: `model_dir` cannot be written; the input has no end.
-            Exception: whatever an evaluation or an exporter raises.
         """
         storage.check_writable(self._model_dir)
         failure = os.path.join(self.eval_dir, results.FAILURE_FILE)

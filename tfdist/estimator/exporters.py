@@ -41,8 +41,8 @@ class Exporter:
     replaces `serving_input_receiver_fn`. There is no `as_text`.
 
     What `export` raises is raised, as there: a model that cannot be served is
-    not kept for the end. Earlier exports stay, and nothing is left half-written.
-    An evaluator task, or a chief that evaluates, ends with the error; started
+    not kept for the end. Earlier exports stay, nothing is left half-written. An
+    evaluator task, or a chief that evaluates, ends with the error; started
     again, the first exports that checkpoint once more while training goes on,
     and the other trains on from it.
 

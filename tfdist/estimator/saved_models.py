@@ -186,12 +186,7 @@ def _remove_abandoned(export_path: str) -> None:
 
 
 def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:
-    """Destinations, normalized, to sources.
-
-    Raises:
-        ValueError: a destination is absolute or leads out of `assets.extra`.
-        TypeError: no dictionary of paths.
-    """
+    """Destinations, normalized, to sources."""
     if assets_extra is None:
         return {}
     if not isinstance(assets_extra, Mapping) or not all(

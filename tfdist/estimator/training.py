@@ -61,10 +61,12 @@ def train_and_evaluate(
     >>> metrics["global_step"]
     2
 
-    As `tf.estimator.train_and_evaluate`, in the same order, but:
+    As `tf.estimator.train_and_evaluate`, in the same order, but for what
+    `tfdist.MonitoredTrainingSession` and `tfdist.Exporter` do otherwise and:
 
-    * Workers and parameter servers end by themselves, and so does the evaluator
-      where training ends before `max_steps`.
+    * All tasks end by themselves, an evaluator also where training ends before
+      `max_steps`. It and the chief of a cluster return what a single process
+      does; TF returned None there.
     * The export of the last checkpoint is always the final one; TF told the
       exporters so only at `max_steps`, so that a `FinalExporter` never exported
       when the data ended first. One that was exported before it was known to
@@ -74,15 +76,8 @@ def train_and_evaluate(
       end around no step. TF returned `(None, None)`.
     * A training input without a single batch is an error; TF evaluated and
       exported the model as it was.
-    * What was restored is not saved again at once.
-    * A training hook is called around runs of many steps if it says, by
-      `steps_until_next`, how many.
-    * Exporters get the evaluated model instead of an estimator and the path of
-      a checkpoint.
-    * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
-      which ends an evaluator, and `latest.json` in the evaluation's directory.
-    * The chief of a cluster and the evaluator return what a single process
-      does; TF returned None there.
+    * `training_done.json` is written, which ends an evaluator, and
+      `latest.json` in the evaluation's directory.
 
     Args:
         estimator: The model and configuration.
@@ -90,9 +85,9 @@ def train_and_evaluate(
         eval_spec: What to evaluate on.
 
     Returns:
-        The final metrics and the paths of the last exports, from the chief, the
-        evaluator and a single process; `(None, [])` from the other tasks (and
-        from the chief when the evaluator failed or did not finish in time).
+        The final metrics and the paths of the last exports; `(None, [])` from
+        workers and servers, and from the chief when the evaluator failed or did
+        not finish in time.
 
     Raises:
         TypeError: an argument of another type.
@@ -109,7 +104,7 @@ def train_and_evaluate(
         raise ValueError(
             "`train_and_evaluate` evaluates checkpoints, and there are none. "
             "Set `save_checkpoints_steps` or `save_checkpoints_secs` of the "
-            "RunConfig. Received: None or 0 for both."
+            "RunConfig."
         )
     cluster = estimator.config.cluster
     if cluster.role in ("dispatcher", "data_worker"):
