@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,7 @@ from tfdist.data.input_fns import (
     takes_context,
     without_context,
 )
-from tfdist.estimator.building import Builder
+from tfdist.estimator.building import ModelFn, build
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import step_on_workers
@@ -48,8 +48,6 @@ from tfdist.training.compiled_model import checked_model
 from tfdist.training.loop import metrics_from_states
 
 _log = logging.getLogger(__name__)
-
-ModelFn = Callable[[], keras.Model]
 
 
 class Estimator:
@@ -99,7 +97,6 @@ class Estimator:
         )
         self.model_fn = model_fn
         self.config = config
-        self._builder = Builder(model_fn, config)
 
     @property
     def model_dir(self) -> str:
@@ -164,7 +161,7 @@ class Estimator:
         )
         hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
         session = MonitoredTrainingSession(
-            lambda strategy: self._builder.build(strategy, input_fn),
+            lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,
             hooks=hooks,
             save_checkpoint_secs=None,
@@ -255,7 +252,7 @@ class Estimator:
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             with step_on_workers(
-                self.config, self._builder, path, batches, metrics=True
+                self.model_fn, self.config, path, batches, metrics=True
             ) as (step, on_each_batch):
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)
@@ -306,7 +303,7 @@ class Estimator:
         """What the model returns for each batch, as arrays."""
         if self.config.strategy_name == "ps":
             with step_on_workers(
-                self.config, self._builder, path, dataset, metrics=False
+                self.model_fn, self.config, path, dataset, metrics=False
             ) as (step, on_each_batch):
                 yield from on_each_batch(step.predict)
             return

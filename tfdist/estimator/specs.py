@@ -72,7 +72,7 @@ class RunConfig:
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
             all tasks (`gs://` works).
-        tf_random_seed: Seeds Python, NumPy and the initializers. Default: none.
+        tf_random_seed: Seeds Python, NumPy and the initializers.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
         save_checkpoints_steps: Steps between checkpoints.
         save_checkpoints_secs: Seconds between checkpoints. At most one of the
@@ -81,11 +81,10 @@ class RunConfig:
         keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
             the default, which is over a year: none.
         log_step_count_steps: Steps between progress lines; None for none.
-        steps_per_dispatch: Steps a worker runs per request (decision D4).
-            Default: the `steps_per_execution` of `compile`, if more than 1;
-            else up to ten, fewer for models of many variables. On parameter
-            servers data that end are read one step per request, so that no
-            step at the end is lost.
+        steps_per_dispatch: Steps a worker runs per request. Default: the
+            `steps_per_execution` of `compile`, if more than 1; else up to ten,
+            fewer for models of many variables. On parameter servers data that
+            end are read one step per request.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -95,8 +94,7 @@ class RunConfig:
         audit_input: Whether to look, before training on parameter servers,
             whether two workers read the same examples, and to warn (see
             `python -m tfdist.audit`); it takes as long as four batches.
-            Default: only if the input function takes no `InputContext`, by
-            which a worker would know what to read.
+            Default: only if the input function takes no `InputContext`.
         check_numerics: Whether training ends with an error, instead of a
             checkpoint, once a variable is not finite.
         placement: Which parameter server holds a variable: "round_robin",
@@ -159,29 +157,6 @@ class RunConfig:
         # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
         # sets ends in a slash.
         object.__setattr__(self, "model_dir", path.rstrip("/") or "/")
-        self._resolve_defaults()
-        check_type(
-            "tf_random_seed", self.tf_random_seed, int | np.integer | None
-        )
-        for name, least in (
-            ("save_summary_steps", 0),
-            ("save_checkpoints_steps", 0),
-            ("save_checkpoints_secs", 0),
-            ("keep_checkpoint_max", 0),
-            ("keep_checkpoint_every_n_hours", 1e-9),
-            ("log_step_count_steps", 1),
-            ("steps_per_dispatch", 1),
-            ("session_creation_timeout_secs", 1e-9),
-            ("evaluator_timeout_secs", 0),
-        ):
-            check_at_least(name, getattr(self, name), least)
-        check_type("cluster", self.cluster, Cluster)
-        check_type("audit_input", self.audit_input, bool | None)
-        check_type("check_numerics", self.check_numerics, bool)
-        strategy_lib.check(self.strategy, self.cluster)
-
-    def _resolve_defaults(self) -> None:
-        """Seconds between checkpoints, unless one of the two was given."""
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is USE_DEFAULT and secs is USE_DEFAULT:
             secs = _DEFAULT_SAVE_SECS
@@ -195,6 +170,26 @@ class RunConfig:
             )
         object.__setattr__(self, "save_checkpoints_steps", steps)
         object.__setattr__(self, "save_checkpoints_secs", secs)
+        for name, wanted in (
+            ("tf_random_seed", int | np.integer | None),
+            ("cluster", Cluster),
+            ("audit_input", bool | None),
+            ("check_numerics", bool),
+        ):
+            check_type(name, getattr(self, name), wanted)
+        for name, least in (
+            ("save_summary_steps", 0),
+            ("save_checkpoints_steps", 0),
+            ("save_checkpoints_secs", 0),
+            ("keep_checkpoint_max", 0),
+            ("keep_checkpoint_every_n_hours", 1e-9),
+            ("log_step_count_steps", 1),
+            ("steps_per_dispatch", 1),
+            ("session_creation_timeout_secs", 1e-9),
+            ("evaluator_timeout_secs", 0),
+        ):
+            check_at_least(name, getattr(self, name), least)
+        strategy_lib.check(self.strategy, self.cluster)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which some fields have other values.
