@@ -104,7 +104,7 @@ def train_and_evaluate(
         raise ValueError(
             "`train_and_evaluate` evaluates checkpoints, and there are none. "
             "Set `save_checkpoints_steps` or `save_checkpoints_secs` of the "
-            "RunConfig."
+            "RunConfig. Received: None or 0 for both."
         )
     cluster = estimator.config.cluster
     if cluster.role in ("dispatcher", "data_worker"):
