@@ -175,7 +175,8 @@ def build(
     loss_reduction: str,
 ) -> CannedModel:
     """The compiled model of a linear part, a deep one, or both."""
-    layers, columns, optimizers = [], [], []
+    layers, optimizers = [], []
+    columns: list[Column] = []
     for part in parts:
         layer = part.layer_fn(units=head.units, partitioner=partitioner)
         layers.append(layer)

@@ -84,9 +84,11 @@ class _CannedEstimator(Estimator):
     ) -> None:
         head = self._make_head(**head_arguments)
         canned_model.check_loss(weight_column, loss_reduction)
-        if config is None and model_dir is None:
-            raise ValueError("One of `model_dir` and `config` must be given.")
         if config is None:
+            if model_dir is None:
+                raise ValueError(
+                    "One of `model_dir` and `config` must be given."
+                )
             config = RunConfig(model_dir)
         given = config.replace(model_dir=model_dir or config.model_dir)
         if given.model_dir != config.model_dir:

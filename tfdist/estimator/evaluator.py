@@ -1,9 +1,7 @@
 """Evaluates checkpoints, on a machine of its own (design decision D8).
 
-The evaluator is no member of the training cluster. It rebuilds the model in
-its own process, without a strategy, and reads checkpoints by variable name.
-
-What each failure costs:
+It rebuilds the model in its own process, without a strategy, and reads
+checkpoints by variable name. What each failure costs:
 
 The evaluator dies: started again, it goes on with the newest checkpoint. None
   that it has published is evaluated again; a final export that is missing is
@@ -220,19 +218,22 @@ class Evaluator:
         throttle_secs: float,
         patience_secs: float,
     ) -> None:
-        done_before = results.read_json(results.done_path(self._model_dir))
-        not_before = time.monotonic() + start_delay_secs
-        believe_at = time.monotonic() + patience_secs
+        done_path = results.done_path(self._model_dir)
+        done_before = results.read_json(done_path)
+        start = time.monotonic()
+        not_before = start + start_delay_secs
         while True:
-            done = results.read_json(results.done_path(self._model_dir))
-            new = done != done_before or time.monotonic() >= believe_at
+            now = time.monotonic()
+            done = results.read_json(done_path)
+            new = done != done_before or now >= start + patience_secs
             last_step = done["global_step"] if done and new else max_steps
             paths = checkpoints.listed(self._model_dir)
-            if paths and _is_last(paths[0], last_step):
+            # By its name, for it may be damaged.
+            newest = int(paths[0].rpartition("-")[2]) if paths else -1
+            if last_step is not None and newest >= last_step:
                 self._finish(paths[0])
                 return
             path = next((p for p in paths if p not in self._damaged), None)
-            now = time.monotonic()
             if (
                 path
                 and now >= not_before
@@ -279,8 +280,3 @@ class Evaluator:
 
     def _has_evaluated(self, path: str) -> bool:
         return self.result.get("checkpoint") == results.identity_of(path)
-
-
-def _is_last(path: str, last_step: int | None) -> bool:
-    """Whether checkpoint `path` is the last of the job, by its name."""
-    return last_step is not None and int(path.rpartition("-")[2]) >= last_step

@@ -1,8 +1,4 @@
-"""SavedModels from an evaluated model: `<model_dir>/export/<name>/<time>/`.
-
-When to export and what to keep; `tfdist.estimator.saved_models` does the
-writing.
-"""
+"""When to export an evaluated model, and which exports to keep."""
 
 from __future__ import annotations
 
@@ -146,13 +142,8 @@ class LatestExporter(Exporter):
     >>> exporter = tfdist.LatestExporter("serving", exports_to_keep=2)
 
     Args:
-        name: See `Exporter`.
-        serving_model_fn: See `Exporter`.
-        exports_to_keep: How many; `None` keeps all.
-        assets_extra: See `Exporter`.
-
-    Raises:
-        ValueError: `exports_to_keep` is not positive.
+        name: See `Exporter`, also for its other arguments.
+        exports_to_keep: How many, at least 1; `None` keeps all.
     """
 
     def __init__(
@@ -197,7 +188,7 @@ def loss_smaller(
     return current < best or (math.isnan(best) and not math.isnan(current))
 
 
-class BestExporter(Exporter):
+class BestExporter(LatestExporter):
     """Exports when an evaluation is better than all before, keeps the newest.
 
     The first evaluation is always exported. What the best one was is written
@@ -213,18 +204,15 @@ class BestExporter(Exporter):
     ...         current_eval_result["auc"] > best_eval_result["auc"]))
 
     Args:
-        name: See `Exporter`.
-        serving_model_fn: See `Exporter`.
+        name: See `Exporter`, also for its other arguments.
         compare_fn: Takes the arguments `best_eval_result` and
             `current_eval_result`, both metrics by name (`global_step` among
             them), and says whether the current one is better. Default:
             whether its loss is smaller.
-        exports_to_keep: How many; `None` keeps all.
-        assets_extra: See `Exporter`.
+        exports_to_keep: How many, at least 1; `None` keeps all.
 
     Raises:
-        ValueError: `exports_to_keep` is not positive, `compare_fn` is None or
-            has other arguments.
+        ValueError: `compare_fn` is None or has other arguments.
         TypeError: `compare_fn` is not callable.
     """
 
@@ -236,7 +224,7 @@ class BestExporter(Exporter):
         exports_to_keep: int | None = 5,
         assets_extra: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, serving_model_fn, assets_extra)
+        super().__init__(name, serving_model_fn, exports_to_keep, assets_extra)
         if compare_fn is None:
             raise ValueError("Argument `compare_fn` must not be None.")
         check_callable("compare_fn", compare_fn)
@@ -249,9 +237,7 @@ class BestExporter(Exporter):
                 f"{sorted(wanted - names)}; not expected: "
                 f"{sorted(names - wanted)}."
             )
-        check_at_least("exports_to_keep", exports_to_keep, 1)
         self._compare_fn = compare_fn
-        self._exports_to_keep = exports_to_keep
 
     def _is_due(
         self, export_path: str, eval_result: dict[str, float], at_end: bool

@@ -36,9 +36,9 @@ _METHODS = {
 class Serving:
     """A model as it is served.
 
-    Made of a Keras model by `Serving.of`; written out by hand, it describes
-    what a Keras model cannot: sparse features, defaults of missing ones, or
-    what the classify and regress APIs shall answer.
+    Made of a Keras model by `Serving.of`, or by hand for what that cannot know:
+    sparse features, defaults of missing ones, or what the classify and regress
+    APIs shall answer.
 
     Attributes:
         model: What holds the variables and tables that `predict` uses.
