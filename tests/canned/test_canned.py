@@ -262,12 +262,17 @@ def test_weights_of_keras_and_of_a_column_multiply():
     [
         (lambda: estimators.LinearClassifier([], "m"), "must have columns"),
         (
-            lambda: estimators.LinearClassifier(linear_columns(), "m", 1),
+            lambda: estimators.LinearClassifier(
+                linear_columns(), "m", n_classes=1
+            ),
             "`n_classes` must be an integer of at least 2",
         ),
         (
             lambda: estimators.LinearClassifier(
-                linear_columns(), "m", 3, label_vocabulary=["a", "b"]
+                linear_columns(),
+                "m",
+                n_classes=3,
+                label_vocabulary=["a", "b"],
             ),
             "`label_vocabulary` must be a list of n_classes names",
         ),
@@ -294,7 +299,9 @@ def test_weights_of_keras_and_of_a_column_multiply():
             r"`model_dir` and `config\.model_dir` differ",
         ),
         (
-            lambda: estimators.LinearRegressor(linear_columns(), "m", 0),
+            lambda: estimators.LinearRegressor(
+                linear_columns(), "m", label_dimension=0
+            ),
             "`label_dimension` must be a positive integer",
         ),
         (

@@ -77,7 +77,7 @@ def test_same_numbers_as_input_layer(tmp_path, sparse):
         layer = InputLayer([column], None)
         layer.build()
         np.testing.assert_allclose(
-            layer(features()),
+            layer(batch=batch(column, features())),
             reference([column], features),
             rtol=1e-5,
             err_msg=column.name,

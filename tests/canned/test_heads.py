@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.canned import heads
-from tfdist.canned.heads import BinaryClassHead, MultiClassHead, RegressionHead
+from tfdist.canned.heads import class_head, regression_head
 
 LOGITS = tf.constant([[2.0], [-1.0], [0.0], [-3.0]])
 LABELS = tf.constant([1, 0, 1, 1])
@@ -20,7 +20,7 @@ def results(head, batches):
 
 
 def test_binary_metrics_by_hand():
-    got = results(BinaryClassHead(), [(LABELS, LOGITS, WEIGHTS)])
+    got = results(class_head(), [(LABELS, LOGITS, WEIGHTS)])
     p = tf.sigmoid(LOGITS).numpy()[:, 0]
     losses = -np.log(np.where(LABELS.numpy() == 1, p, 1 - p))
     w = WEIGHTS.numpy()[:, 0]
@@ -50,13 +50,17 @@ def test_binary_metrics_by_hand():
 @pytest.mark.parametrize(
     ("head", "logits", "labels"),
     [
-        (BinaryClassHead(), LOGITS, LABELS),
+        (class_head(), LOGITS, LABELS),
         (
-            MultiClassHead(3),
+            class_head(3),
             tf.random.normal([4, 3]),
             tf.constant([0, 2, 1, 2]),
         ),
-        (RegressionHead(2), tf.random.normal([4, 2]), tf.random.normal([4, 2])),
+        (
+            regression_head(2),
+            tf.random.normal([4, 2]),
+            tf.random.normal([4, 2]),
+        ),
     ],
 )
 def test_metrics_of_parts_add_up_to_those_of_all(head, logits, labels):
@@ -88,7 +92,7 @@ def test_metrics_of_parts_add_up_to_those_of_all(head, logits, labels):
     ],
 )
 def test_loss_of_a_batch(reduction, weights, expected):
-    head = RegressionHead(2)
+    head = regression_head(2)
     logits = tf.constant([[1.0, 2.0], [3.0, 4.0]])
     losses = head.losses(head.labels(tf.zeros([2, 2])), logits)
     weights = None if weights is None else tf.constant(weights)
@@ -97,7 +101,7 @@ def test_loss_of_a_batch(reduction, weights, expected):
 
 def test_weights_of_each_label():
     got = results(
-        RegressionHead(2),
+        regression_head(2),
         [
             (
                 tf.constant([[1.0, 2.0]]),
@@ -111,7 +115,7 @@ def test_weights_of_each_label():
 
 
 def test_predictions_of_two_classes():
-    got = BinaryClassHead(["no", "yes"]).predictions(LOGITS)
+    got = class_head(2, ["no", "yes"]).predictions(LOGITS)
     assert got["classes"][:, 0].numpy().tolist() == [
         b"yes",
         b"no",
@@ -127,7 +131,7 @@ def test_predictions_of_two_classes():
 
 
 def test_predictions_of_classes_without_names():
-    got = MultiClassHead(3).predictions(tf.constant([[0.0, 2.0, 1.0]]))
+    got = class_head(3).predictions(tf.constant([[0.0, 2.0, 1.0]]))
     assert got["classes"].numpy().tolist() == [[b"1"]]
     assert got["all_classes"].numpy().tolist() == [[b"0", b"1", b"2"]]
     assert "logistic" not in got
@@ -136,11 +140,11 @@ def test_predictions_of_classes_without_names():
 @pytest.mark.parametrize(
     ("head", "labels"),
     [
-        (BinaryClassHead(), [1.5]),
-        (BinaryClassHead(), [-1.0]),
-        (BinaryClassHead(["a", "b"]), ["c"]),
-        (MultiClassHead(3), [3]),
-        (MultiClassHead(3, ["a", "b", "c"]), ["d"]),
+        (class_head(), [1.5]),
+        (class_head(), [-1.0]),
+        (class_head(2, ["a", "b"]), ["c"]),
+        (class_head(3), [3]),
+        (class_head(3, ["a", "b", "c"]), ["d"]),
     ],
 )
 def test_label_that_is_no_class(head, labels):
@@ -149,19 +153,19 @@ def test_label_that_is_no_class(head, labels):
 
 
 def test_probabilities_are_labels_of_two_classes():
-    labels = tf.function(BinaryClassHead().labels)(tf.constant([0.25, 1.0]))
+    labels = tf.function(class_head().labels)(tf.constant([0.25, 1.0]))
     assert labels.numpy().tolist() == [[0.25], [1.0]]
 
 
 @pytest.mark.parametrize(
     ("head", "labels", "message"),
     [
-        (BinaryClassHead(), tf.constant(["a"]), "must be strings if"),
-        (BinaryClassHead(["a", "b"]), tf.constant([1]), "must be strings if"),
-        (MultiClassHead(3), tf.constant([1.0]), "must be integers"),
-        (RegressionHead(2), tf.zeros([3]), r"\(batch, 2\)\. Received: \(3,\)"),
-        (RegressionHead(), tf.zeros([3, 2]), r"\(batch, 1\) or \(batch,\)"),
-        (RegressionHead(), tf.sparse.from_dense([[1.0]]), "must be a dense"),
+        (class_head(), tf.constant(["a"]), "must be strings if"),
+        (class_head(2, ["a", "b"]), tf.constant([1]), "must be strings if"),
+        (class_head(3), tf.constant([1.0]), "must be integers"),
+        (regression_head(2), tf.zeros([3]), r"\(batch, 2\)\. Received: \(3,\)"),
+        (regression_head(), tf.zeros([3, 2]), r"\(batch, 1\) or \(batch,\)"),
+        (regression_head(), tf.sparse.from_dense([[1.0]]), "must be a dense"),
     ],
 )
 def test_labels_of_another_form(head, labels, message):
@@ -170,7 +174,7 @@ def test_labels_of_another_form(head, labels, message):
 
 
 def test_metrics_are_named_as_their_keys():
-    for head in (BinaryClassHead(), MultiClassHead(3), RegressionHead()):
+    for head in (class_head(), class_head(3), regression_head()):
         for name, metric in head.metrics().items():
             assert isinstance(metric, keras.Metric)
             assert metric.name == name

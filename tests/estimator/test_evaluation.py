@@ -449,7 +449,7 @@ def test_evaluates_the_last_checkpoint_of_a_finished_job(job):
     assert recorder.calls == [(4, True)]
     assert evaluator.evaluated == path
     result = job.published()
-    assert result["metrics"] == evaluator.metrics
+    assert result["metrics"] == evaluator.result["metrics"]
     assert result["metrics"]["global_step"] == 4
     assert result["exports"] == [f"{job.dir}/export/recorder/1"]
 
@@ -495,8 +495,7 @@ def test_ends_when_the_chief_says_so(job):
     assert job.published()["final"]
 
 
-def test_an_evaluator_that_starts_after_the_end_is_reminded(job, monkeypatch):
-    monkeypatch.setattr(results, "_REMIND_SECS", 0.2)
+def test_an_evaluator_that_starts_after_the_end_is_told_again(job):
     job.save_after(3)
     results.announce_end(job.dir, 3)
     thread = Background(evaluator_task, job, None)
@@ -572,7 +571,7 @@ def test_nothing_is_evaluated_twice(job):
     first = evaluator_task(job, 3, exporters=[Recorder()])
     recorder, batches_seen = Recorder(), Calls()
     again = evaluator_task(job, 3, exporters=[recorder], hooks=[batches_seen])
-    assert (again.metrics, again.exports) == (first.metrics, first.exports)
+    assert again.result == first.result
     assert recorder.calls == batches_seen.calls == []
 
 
@@ -581,15 +580,15 @@ def test_a_missing_final_export_is_made(job):
     path = job.save_after(3)
     dead = evaluator_of(job, exporters=[FinalExporter("final")])
     metrics = dead.evaluate(path)
-    assert dead.export(is_the_final_export=False) == [None]
-    dead.publish()
+    dead.export(is_the_final_export=False)
+    assert dead.result["exports"] == [None]
     batches_seen = Calls()
     again = evaluator_task(
         job, 3, exporters=[FinalExporter("final")], hooks=[batches_seen]
     )
     assert batches_seen.calls == []
-    assert again.metrics == metrics
-    (export,) = again.exports
+    assert again.result["metrics"] == metrics
+    (export,) = again.result["exports"]
     serve = tf.saved_model.load(export).signatures["serving_default"]
     x, _ = next(iter(input_fn()))
     (outputs,) = serve(x).values()
@@ -607,10 +606,9 @@ def test_what_another_exporter_made_is_kept(job):
     evaluator = evaluator_of(job, exporters=[once, final])
     evaluator.evaluate(job.save_after(3))
     evaluator.export(is_the_final_export=False)
-    evaluator.publish()
     evaluator.run_continuously(3, 0.0, 0.0)
     assert once.calls == final.calls == [(3, False), (3, True)]
-    assert evaluator.exports == [
+    assert evaluator.result["exports"] == [
         f"{job.dir}/export/once/1",
         f"{job.dir}/export/final/2",
     ]
@@ -628,14 +626,14 @@ def test_another_job_in_the_directory_is_evaluated(tmp_path):
     """Its checkpoints were deleted, its evaluation was not."""
     old = Job(tmp_path)
     old.save_after(3)
-    before = evaluator_task(old, 3).metrics
+    before = evaluator_task(old, 3).result["metrics"]
     for path in tmp_path.glob("*"):
         if path.is_file():
             path.unlink()
     new = Job(tmp_path, seed=7)
     new.save_after(3)
     assert results.wait_for_result(new.dir, None, 3, 0.1) is None
-    assert evaluator_task(new, 3).metrics["loss"] != before["loss"]
+    assert evaluator_task(new, 3).result["metrics"]["loss"] != before["loss"]
     assert results.wait_for_result(new.dir, None, 3, 0.1)
 
 
@@ -758,7 +756,7 @@ def test_a_chief_does_not_give_up_at_the_first_failure(job, caplog):
     thread = Background(failing_evaluator, job, 2)
     result = results.wait_for_result(job.dir, None, 3, DEADLINE)
     evaluator = thread.get()
-    assert result["metrics"] == evaluator.metrics
+    assert result["metrics"] == evaluator.result["metrics"]
     assert caplog.text.count("may be started again: ValueError: There") >= 1
 
 
@@ -791,7 +789,6 @@ def test_a_result_that_is_not_the_last_is_waited_for(job):
     evaluator.evaluate(path)
     for final in (False, True):
         evaluator.export(final)
-        evaluator.publish()
         result = results.wait_for_result(job.dir, None, 3, 0.1)
         assert (result is not None) == final
 

@@ -103,6 +103,14 @@ def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
         np.testing.assert_allclose(outputs["p"], expected, rtol=1e-5)
 
 
+def test_inputs_of_unknown_length_are_read_from_examples():
+    ids = keras.Input([None], dtype="int32", name="ids")
+    (parse,) = Serving.of(keras.Model(ids, ids)).examples.values()
+    assert isinstance(parse, tf.io.FixedLenSequenceFeature)
+    assert parse.allow_missing
+    assert (parse.shape, parse.dtype) == ([], tf.int64)
+
+
 def test_inputs_that_no_example_holds(tmp_path, caplog):
     inputs = keras.Input([None, None, 3], name="image")
     output = keras.layers.GlobalMaxPooling2D()(inputs)

@@ -14,6 +14,7 @@ Arguments, defaults (those of TF 2.15, also the learning rates), metrics and
 predictions are theirs. Tables of ids, however large, are
 `PartitionedEmbedding`s, split as TF1 split them. What differs:
 
+- arguments after `model_dir` are given by name;
 - of a table, Adam and RMSProp move only the rows that were looked up (see
   `tfdist.training.optimizers`); all other optimizers compute the same;
 - metrics are also computed while training;
@@ -25,44 +26,76 @@ predictions are theirs. Tables of ids, however large, are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+
+import keras
 
 from tfdist.canned import canned_model
-from tfdist.canned.canned_model import (
-    CannedModel,
-    Optimizer,
-    Part,
-    combined_parts,
-    dnn_part,
-    linear_part,
+from tfdist.canned.canned_model import CannedModel, Part
+from tfdist.canned.feature_columns import (
+    Column,
+    Partitioner,
+    checked_columns,
+    is_dense,
 )
-from tfdist.canned.feature_columns import Column, Partitioner
 from tfdist.canned.heads import Head, class_head, regression_head
+from tfdist.canned.networks import DNNModel, LinearModel
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.partitioners import min_max_variable_partitioner
 
+Optimizer: TypeAlias = (
+    str
+    | keras.optimizers.Optimizer
+    | Callable[[], keras.optimizers.Optimizer]
+    | None
+)
+
+_OPTIMIZERS = {
+    "Adagrad": keras.optimizers.Adagrad,
+    "Adam": keras.optimizers.Adam,
+    "Ftrl": keras.optimizers.Ftrl,
+    "RMSProp": keras.optimizers.RMSprop,
+    "SGD": keras.optimizers.SGD,
+}
 # Bytes that a shard of a table has at least; 64 MB as in TF1's canned models.
 _LEAST_SHARD = 64 << 20
 
 
 class _CannedEstimator(Estimator):
-    """A linear part, a deep part or both, under a head."""
+    """Parts under a head, which `head_arguments` describe."""
+
+    _make_head: ClassVar[Callable[..., Head]]
 
     def __init__(
         self,
-        head: Head,
-        parts: Mapping[str, Part],
+        parts: Iterable[Part],
         model_dir: str | None,
-        config: RunConfig | None,
-        warm_start_from: Any,
-        weight_column: Any,
-        loss_reduction: str,
-        partitioner: Partitioner | None,
+        *,
+        config: RunConfig | None = None,
+        warm_start_from: Any = None,
+        weight_column: Any = None,
+        loss_reduction: str = "sum_over_batch_size",
+        partitioner: Partitioner | None = None,
+        **head_arguments: Any,
     ) -> None:
+        head = self._make_head(**head_arguments)
         canned_model.check_loss(weight_column, loss_reduction)
-        config = _config(model_dir, config)
+        if config is None:
+            if model_dir is None:
+                raise ValueError(
+                    "One of `model_dir` and `config` must be given."
+                )
+            config = RunConfig(model_dir)
+        given = config.replace(model_dir=model_dir or config.model_dir)
+        if given.model_dir != config.model_dir:
+            raise ValueError(
+                "`model_dir` and `config.model_dir` differ: "
+                f"{model_dir!r} and {config.model_dir!r}. Give only one."
+            )
         partitioner = partitioner or min_max_variable_partitioner(
             max(config.cluster.num_ps, 1), min_slice_size=_LEAST_SHARD
         )
@@ -75,7 +108,98 @@ class _CannedEstimator(Estimator):
         super().__init__(model_fn, config, warm_start_from)
 
 
-class LinearClassifier(_CannedEstimator):
+class _Linear(_CannedEstimator):
+    def __init__(
+        self,
+        feature_columns: Iterable[Column],
+        model_dir: str | None = None,
+        *,
+        optimizer: Optimizer = "Ftrl",
+        sparse_combiner: str = "sum",
+        **others: Any,
+    ) -> None:
+        columns = _columns("feature_columns", feature_columns)
+        part = _linear_part(columns, optimizer, sparse_combiner, 0.2)
+        super().__init__([part], model_dir, **others)
+
+
+class _DNN(_CannedEstimator):
+    def __init__(
+        self,
+        hidden_units: Iterable[int],
+        feature_columns: Iterable[Column],
+        model_dir: str | None = None,
+        *,
+        optimizer: Optimizer = "Adagrad",
+        activation_fn: Callable | str | None = "relu",
+        dropout: float | None = None,
+        batch_norm: bool = False,
+        input_layer_partitioner: Partitioner | None = None,
+        **others: Any,
+    ) -> None:
+        part = _dnn_part(
+            "",
+            _columns("feature_columns", feature_columns),
+            _optimizer_fn(optimizer or "Adagrad"),
+            hidden_units=hidden_units,
+            activation_fn=activation_fn,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+        super().__init__(
+            [part], model_dir, partitioner=input_layer_partitioner, **others
+        )
+
+
+class _DNNLinearCombined(_CannedEstimator):
+    def __init__(
+        self,
+        model_dir: str | None = None,
+        *,
+        linear_feature_columns: Iterable[Column] | None = None,
+        linear_optimizer: Optimizer = "Ftrl",
+        dnn_feature_columns: Iterable[Column] | None = None,
+        dnn_optimizer: Optimizer = "Adagrad",
+        dnn_hidden_units: Iterable[int] | None = None,
+        dnn_activation_fn: Callable | str | None = "relu",
+        dnn_dropout: float | None = None,
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+        input_layer_partitioner: Partitioner | None = None,
+        **others: Any,
+    ) -> None:
+        parts = []
+        if linear_feature_columns:
+            columns = _columns("linear_feature_columns", linear_feature_columns)
+            rate = min(0.005, 1 / math.sqrt(len(columns)))
+            parts.append(
+                _linear_part(
+                    columns, linear_optimizer, linear_sparse_combiner, rate
+                )
+            )
+        if dnn_feature_columns:
+            parts.append(
+                _dnn_part(
+                    "dnn_",
+                    _columns("dnn_feature_columns", dnn_feature_columns),
+                    _optimizer_fn(dnn_optimizer or "Adagrad", 0.001),
+                    hidden_units=dnn_hidden_units,
+                    activation_fn=dnn_activation_fn,
+                    dropout=dnn_dropout,
+                    batch_norm=batch_norm,
+                )
+            )
+        if not parts:
+            raise ValueError(
+                "Either `linear_feature_columns` or `dnn_feature_columns` must "
+                "have columns."
+            )
+        super().__init__(
+            parts, model_dir, partitioner=input_layer_partitioner, **others
+        )
+
+
+class LinearClassifier(_Linear):
     """A weighted sum of features: logistic regression, or softmax.
 
     As `tf.estimator.LinearClassifier`, without `LinearSDCA`.
@@ -90,21 +214,22 @@ class LinearClassifier(_CannedEstimator):
             a weight for each id, dense ones a weight for each number. All
             weights start at zero.
         model_dir: Directory of the job, if `config` does not say it.
-        n_classes: Number of classes, at least 2.
-        weight_column: Feature with the weights of the examples: its name, or
-            a `numeric_column`. Default: all are 1.
+        n_classes: Number of classes, at least 2. Default: 2.
         label_vocabulary: The names of the classes, if labels are strings.
             Default: labels are integers from 0 (or floats from 0 to 1, for
             two classes).
+        weight_column: Feature with the weights of the examples: its name, or
+            a `numeric_column`. Default: all are 1.
         optimizer: A name ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD"), with
             a learning rate of 0.2; a Keras optimizer; or a function that
             returns one. None for Ftrl with `min(0.2, 1/sqrt(columns))`.
+            Default: "Ftrl".
         config: The configuration.
         warm_start_from: As for `tfdist.Estimator`.
-        loss_reduction: "sum_over_batch_size", or "sum", the default of
+        loss_reduction: "sum_over_batch_size", the default, or "sum", that of
             `tf.compat.v1`.
         sparse_combiner: "sum", "mean" or "sqrtn": how several values of one
-            column are combined.
+            column are combined. Default: "sum".
         partitioner: Splits tables of weights. Default: one shard for each
             parameter server, none smaller than 64 MB.
 
@@ -115,35 +240,10 @@ class LinearClassifier(_CannedEstimator):
         TypeError: an argument of another type.
     """
 
-    def __init__(
-        self,
-        feature_columns: Iterable[Column],
-        model_dir: str | None = None,
-        n_classes: int = 2,
-        weight_column: Any = None,
-        label_vocabulary: Sequence[str] | None = None,
-        optimizer: Optimizer = "Ftrl",
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        sparse_combiner: str = "sum",
-        *,
-        partitioner: Partitioner | None = None,
-    ) -> None:
-        linear = linear_part(feature_columns, optimizer, sparse_combiner)
-        super().__init__(
-            class_head(n_classes, label_vocabulary),
-            {"linear": linear},
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            partitioner,
-        )
+    _make_head = staticmethod(class_head)
 
 
-class LinearRegressor(_CannedEstimator):
+class LinearRegressor(_Linear):
     """A weighted sum of features: least squares.
 
     >>> age = tf.feature_column.numeric_column("age")
@@ -154,39 +254,15 @@ class LinearRegressor(_CannedEstimator):
     arguments and errors are the same, except for:
 
     Args:
-        label_dimension: Labels of an example.
+        label_dimension: Labels of an example. Default: 1.
         weight_column: A `numeric_column` of the shape `(label_dimension,)`
             weighs the labels of an example one by one.
     """
 
-    def __init__(
-        self,
-        feature_columns: Iterable[Column],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: Any = None,
-        optimizer: Optimizer = "Ftrl",
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        sparse_combiner: str = "sum",
-        *,
-        partitioner: Partitioner | None = None,
-    ) -> None:
-        linear = linear_part(feature_columns, optimizer, sparse_combiner)
-        super().__init__(
-            regression_head(label_dimension),
-            {"linear": linear},
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            partitioner,
-        )
+    _make_head = staticmethod(regression_head)
 
 
-class DNNClassifier(_CannedEstimator):
+class DNNClassifier(_DNN):
     """A network of fully connected layers that tells classes apart.
 
     >>> age = tf.feature_column.numeric_column("age")
@@ -194,63 +270,25 @@ class DNNClassifier(_CannedEstimator):
     13
 
     As `tf.estimator.DNNClassifier`. See also `LinearClassifier` for the
-    arguments that are not listed here.
+    arguments and errors that are not listed here.
 
     Args:
         hidden_units: Sizes of the hidden layers.
         feature_columns: Dense columns of `tf.feature_column`; a categorical
             one goes through `embedding_column` or `indicator_column`.
         optimizer: As there; a name means Keras' default learning rate: 0.001,
-            of SGD 0.01 (TF1 had 0.05 for all).
+            of SGD 0.01 (TF1 had 0.05 for all). Default: "Adagrad".
         activation_fn: After each hidden layer: a function or Keras' name.
+            Default: "relu".
         dropout: Part of each hidden layer's outputs that is dropped.
         batch_norm: Whether to normalize after each hidden layer.
         input_layer_partitioner: Splits embeddings; as `partitioner` there.
-
-    Raises:
-        ValueError: as there, or no hidden layer.
-        TypeError: as there.
     """
 
-    def __init__(
-        self,
-        hidden_units: Iterable[int],
-        feature_columns: Iterable[Column],
-        model_dir: str | None = None,
-        n_classes: int = 2,
-        weight_column: Any = None,
-        label_vocabulary: Sequence[str] | None = None,
-        optimizer: Optimizer = "Adagrad",
-        activation_fn: Callable | str | None = "relu",
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        *,
-        input_layer_partitioner: Partitioner | None = None,
-    ) -> None:
-        dnn = dnn_part(
-            feature_columns,
-            optimizer,
-            hidden_units,
-            activation_fn,
-            dropout,
-            batch_norm,
-        )
-        super().__init__(
-            class_head(n_classes, label_vocabulary),
-            {"dnn": dnn},
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            input_layer_partitioner,
-        )
+    _make_head = staticmethod(class_head)
 
 
-class DNNRegressor(_CannedEstimator):
+class DNNRegressor(_DNN):
     """A network of fully connected layers that predicts numbers.
 
     >>> age = tf.feature_column.numeric_column("age")
@@ -261,44 +299,10 @@ class DNNRegressor(_CannedEstimator):
     and errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
-    def __init__(
-        self,
-        hidden_units: Iterable[int],
-        feature_columns: Iterable[Column],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: Any = None,
-        optimizer: Optimizer = "Adagrad",
-        activation_fn: Callable | str | None = "relu",
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        *,
-        input_layer_partitioner: Partitioner | None = None,
-    ) -> None:
-        dnn = dnn_part(
-            feature_columns,
-            optimizer,
-            hidden_units,
-            activation_fn,
-            dropout,
-            batch_norm,
-        )
-        super().__init__(
-            regression_head(label_dimension),
-            {"dnn": dnn},
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            input_layer_partitioner,
-        )
+    _make_head = staticmethod(regression_head)
 
 
-class DNNLinearCombinedClassifier(_CannedEstimator):
+class DNNLinearCombinedClassifier(_DNNLinearCombined):
     """A linear model and a network, trained together: wide and deep.
 
     >>> age = tf.feature_column.numeric_column("age")
@@ -314,70 +318,21 @@ class DNNLinearCombinedClassifier(_CannedEstimator):
 
     As `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two are
     added up, and each has its own optimizer. A part without columns is left
-    out. See also `LinearClassifier` and `DNNClassifier` for the arguments that
-    are not listed here.
+    out; there must be one. Arguments that begin with `dnn_` or `linear_` are
+    those of `DNNClassifier` and `LinearClassifier` for that part, others those
+    of both, except for:
 
     Args:
-        linear_feature_columns: Columns of the linear part.
-        linear_optimizer: Of the linear part; a name means a learning rate of
+        linear_optimizer: A name means a learning rate of
             `min(0.005, 1/sqrt(columns))`.
-        dnn_feature_columns: Dense columns, for the network.
-        dnn_optimizer: Of the network; a name means a learning rate of 0.001.
-        dnn_hidden_units: Sizes of the hidden layers.
-        dnn_activation_fn: After each hidden layer.
-        dnn_dropout: Part of each hidden layer's outputs that is dropped.
-        linear_sparse_combiner: As `sparse_combiner` of `LinearClassifier`.
+        dnn_optimizer: A name means a learning rate of 0.001.
         input_layer_partitioner: Splits the tables of both parts.
-
-    Raises:
-        ValueError: as there, or neither part has a column.
-        TypeError: as there.
     """
 
-    def __init__(
-        self,
-        model_dir: str | None = None,
-        linear_feature_columns: Iterable[Column] | None = None,
-        linear_optimizer: Optimizer = "Ftrl",
-        dnn_feature_columns: Iterable[Column] | None = None,
-        dnn_optimizer: Optimizer = "Adagrad",
-        dnn_hidden_units: Iterable[int] | None = None,
-        dnn_activation_fn: Callable | str | None = "relu",
-        dnn_dropout: float | None = None,
-        n_classes: int = 2,
-        weight_column: Any = None,
-        label_vocabulary: Sequence[str] | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        linear_sparse_combiner: str = "sum",
-        *,
-        input_layer_partitioner: Partitioner | None = None,
-    ) -> None:
-        super().__init__(
-            class_head(n_classes, label_vocabulary),
-            combined_parts(
-                linear_feature_columns,
-                linear_optimizer,
-                linear_sparse_combiner,
-                dnn_feature_columns,
-                dnn_optimizer,
-                dnn_hidden_units,
-                dnn_activation_fn,
-                dnn_dropout,
-                batch_norm,
-            ),
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            input_layer_partitioner,
-        )
+    _make_head = staticmethod(class_head)
 
 
-class DNNLinearCombinedRegressor(_CannedEstimator):
+class DNNLinearCombinedRegressor(_DNNLinearCombined):
     """A linear model and a network, trained together, that predict numbers.
 
     >>> age = tf.feature_column.numeric_column("age")
@@ -392,58 +347,75 @@ class DNNLinearCombinedRegressor(_CannedEstimator):
     `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
-    def __init__(
-        self,
-        model_dir: str | None = None,
-        linear_feature_columns: Iterable[Column] | None = None,
-        linear_optimizer: Optimizer = "Ftrl",
-        dnn_feature_columns: Iterable[Column] | None = None,
-        dnn_optimizer: Optimizer = "Adagrad",
-        dnn_hidden_units: Iterable[int] | None = None,
-        dnn_activation_fn: Callable | str | None = "relu",
-        dnn_dropout: float | None = None,
-        label_dimension: int = 1,
-        weight_column: Any = None,
-        config: RunConfig | None = None,
-        warm_start_from: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        linear_sparse_combiner: str = "sum",
-        *,
-        input_layer_partitioner: Partitioner | None = None,
-    ) -> None:
-        super().__init__(
-            regression_head(label_dimension),
-            combined_parts(
-                linear_feature_columns,
-                linear_optimizer,
-                linear_sparse_combiner,
-                dnn_feature_columns,
-                dnn_optimizer,
-                dnn_hidden_units,
-                dnn_activation_fn,
-                dnn_dropout,
-                batch_norm,
-            ),
-            model_dir,
-            config,
-            warm_start_from,
-            weight_column,
-            loss_reduction,
-            input_layer_partitioner,
-        )
+    _make_head = staticmethod(regression_head)
 
 
-def _config(model_dir: str | None, config: RunConfig | None) -> RunConfig:
-    if config is None:
-        if model_dir is None:
-            raise ValueError("One of `model_dir` and `config` must be given.")
-        return RunConfig(model_dir)
-    if model_dir is not None and RunConfig(model_dir).model_dir != (
-        config.model_dir
-    ):
+def _columns(name: str, columns: Iterable[Column]) -> tuple[Column, ...]:
+    checked = checked_columns(name, columns)
+    if not checked:
+        raise ValueError(f"Argument `{name}` must have columns.")
+    return checked
+
+
+def _linear_part(
+    columns: tuple[Column, ...],
+    optimizer: Optimizer,
+    sparse_combiner: str,
+    learning_rate: float,
+) -> Part:
+    if optimizer is None:
+        optimizer = "Ftrl"
+        learning_rate = min(learning_rate, 1 / math.sqrt(len(columns)))
+    return Part(
+        partial(LinearModel, columns, sparse_combiner=sparse_combiner),
+        columns,
+        _optimizer_fn(optimizer, learning_rate),
+    )
+
+
+def _dnn_part(
+    prefix: str,
+    columns: tuple[Column, ...],
+    optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+    *,
+    hidden_units: Iterable[int] | None,
+    **network: Any,
+) -> Part:
+    """A deep part; the names of its arguments begin with `prefix`."""
+    for column in columns:
+        if not is_dense(column):
+            raise ValueError(
+                f"Argument `{prefix}feature_columns` must have dense columns. "
+                f"Received the categorical column {column.name!r}: put it into "
+                "an embedding_column or indicator_column."
+            )
+    sizes = list(hidden_units or ())
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(
-            "`model_dir` and `config.model_dir` differ: "
-            f"{model_dir!r} and {config.model_dir!r}. Give only one."
+            f"Argument `{prefix}hidden_units` must have positive integers. "
+            f"Received: {prefix}hidden_units={hidden_units}."
         )
-    return config
+    layer_fn = partial(DNNModel, columns, hidden_units=sizes, **network)
+    return Part(layer_fn, columns, optimizer_fn)
+
+
+def _optimizer_fn(
+    optimizer: Any, learning_rate: float | None = None
+) -> Callable[[], keras.optimizers.Optimizer]:
+    """Makes a new optimizer for each model; the rate is of one by name."""
+    if isinstance(optimizer, str):
+        if optimizer not in _OPTIMIZERS:
+            raise ValueError(
+                f"Unsupported optimizer name: {optimizer!r}. Supported names "
+                f"are: {tuple(_OPTIMIZERS)}."
+            )
+        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+        return partial(_OPTIMIZERS[optimizer], **rate)
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return partial(type(optimizer).from_config, optimizer.get_config())
+    if not callable(optimizer):
+        raise TypeError(
+            "An optimizer must be a name, a keras.optimizers.Optimizer or a "
+            f"function that returns one. Received: {optimizer!r}."
+        )
+    return optimizer

@@ -52,53 +52,41 @@ _VALUE_BY_VALUE = {
 }
 
 
-def checked_columns(name: str, columns: Any) -> tuple[Column, ...]:
-    """The columns, ordered by their names, as TF ordered them.
+# Options of an embedding, and the only values that tables can have.
+_OPTIONS = {"ckpt_to_load_from": None, "max_norm": None, "trainable": True}
 
-    Args:
-        name: Of the argument, for errors.
-        columns: A column or several.
+
+def checked_columns(name: str, columns: Any) -> tuple[Column, ...]:
+    """Argument `name`, a column or several, ordered by name, as TF did.
 
     Raises:
         TypeError: something else than a column of `tf.feature_column`.
         ValueError: two columns of one name, or an option that has no
             counterpart.
     """
-    if _class(columns) in _CLASSES:
-        columns = [columns]
-    columns = list(columns or ())
+    columns = [columns] if _class(columns) in _CLASSES else list(columns or ())
     for column in columns:
-        _check(name, column)
-    names = [column.name for column in columns]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"Argument `{name}` must have columns of different names. "
-            f"Received: {sorted(names)}."
-        )
-    return tuple(sorted(columns, key=lambda column: column.name))
-
-
-def _check(name: str, column: Any) -> None:
-    if _class(column) not in _CLASSES:
-        raise TypeError(
-            f"Argument `{name}` must hold columns of `tf.feature_column`, none "
-            "of a sequence and none with a shared embedding (which TF 2.21 "
-            f"makes only in a graph). Received: {column!r} of type "
-            f"{_class(column)}."
-        )
-    if _class(column) == "EmbeddingColumn":
-        supported = {
-            "ckpt_to_load_from": None,
-            "max_norm": None,
-            "trainable": True,
-        }
-        for option, value in supported.items():
-            if getattr(column, option) != value:
+        if _class(column) not in _CLASSES:
+            raise TypeError(
+                f"Argument `{name}` must hold columns of `tf.feature_column`, "
+                "none of a sequence and none with a shared embedding (which TF "
+                f"2.21 makes only in a graph). Received: {column!r} of type "
+                f"{_class(column)}."
+            )
+        for option, value in _OPTIONS.items():
+            if getattr(column, option, value) != value:
                 raise ValueError(
                     f"Column {column.name!r} has {option}="
                     f"{getattr(column, option)!r}, which tfdist's tables do "
                     "not support."
                 )
+    names = sorted(column.name for column in columns)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Argument `{name}` must have columns of different names. "
+            f"Received: {names}."
+        )
+    return tuple(sorted(columns, key=lambda column: column.name))
 
 
 def _class(column: Any) -> str:
@@ -137,21 +125,21 @@ class Lookup:
     """What a vocabulary column takes for its lookup table."""
 
     def __init__(self, column: Column) -> None:
-        self._column = column
+        self._buckets = column.num_oov_buckets
+        self._default = np.int64(column.default_value)
         self._vocabulary = Vocabulary(_words(column))
 
     def lookup(self, words: tf.SparseTensor) -> tf.SparseTensor:
         """Ids of words; of others the default, or a bucket after the words."""
-        ids = self._vocabulary.ids(words.values)
-        buckets = self._column.num_oov_buckets
-        if buckets:
-            others = words.values
-            if others.dtype != tf.string:
-                others = tf.strings.as_string(others)
-            others = tf.strings.to_hash_bucket_fast(others, buckets)
+        ids, others = self._vocabulary.ids(words.values), self._default
+        if self._buckets:
+            values = words.values
+            if values.dtype != tf.string:
+                values = tf.strings.as_string(values)
+            others = tf.strings.to_hash_bucket_fast(values, self._buckets)
             others += len(self._vocabulary)
-        else:
-            others = np.int64(self._column.default_value)
+        elif others == -1:
+            return words.with_values(ids)
         return words.with_values(tf.where(ids < 0, others, ids))
 
 
@@ -160,10 +148,6 @@ class Batch:
 
     For a column it is both the `FeatureTransformationCache` (`get`) and the
     `StateManager` with its tables (`has_resource`, `get_resource`).
-
-    Args:
-        features: By name.
-        vocabularies: From `read_vocabularies`.
     """
 
     def __init__(
@@ -277,7 +261,7 @@ class Batch:
             tf.reduce_all(same),
             [f"Column {column.name} needs a weight for each of its values."],
         )
-        with tf.control_dependencies([check] if check is not None else []):
+        with tf.control_dependencies([check]):
             return ids, ids.with_values(tf.cast(values, tf.float32))
 
 
@@ -294,17 +278,9 @@ def look_up(
     ids: tf.Tensor | tf.SparseTensor,
     weights: tf.SparseTensor | None = None,
 ) -> tf.Tensor:
-    """Combines the rows of each example's ids; zeros where it has none.
+    """The combined rows of what `Batch.ids` gives; zeros for no id.
 
     As in TF, what is not summed leaves out ids whose weight is not positive.
-
-    Args:
-        table: With a combiner.
-        ids: From `Batch.ids`.
-        weights: From `Batch.ids`.
-
-    Returns:
-        `(batch, table.output_dim)`.
     """
     if isinstance(ids, tf.Tensor):
         return table(tf.maximum(ids, 0), tf.cast(ids >= 0, tf.float32))

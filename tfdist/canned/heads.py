@@ -48,13 +48,48 @@ class Head:
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[Any, ...]]:
+    ) -> dict[str, tuple[tf.Tensor, ...]]:
         """What to update each metric with: values, or labels and values."""
         raise NotImplementedError
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
         """Predictions by name, each `(batch, n)`."""
         raise NotImplementedError
+
+
+class _ClassHead(Head):
+    """Classes, which have names or numbers from 0."""
+
+    classification = ("all_classes", "probabilities")
+
+    def __init__(self, n_classes: int, names: Sequence[str] | None) -> None:
+        self._names = [str(i) for i in range(n_classes)]
+        self._vocabulary = None
+        if names is not None:
+            self._names, self._vocabulary = list(names), Vocabulary(names)
+
+    def _ids(self, y: tf.Tensor) -> tf.Tensor:
+        """Numbers as they are, strings as places in the vocabulary."""
+        labels = _column(y, 1)
+        if (labels.dtype == tf.string) != (self._vocabulary is not None):
+            raise ValueError(
+                "Labels must be strings if there is a `label_vocabulary`, else "
+                f"numbers. Received labels of type {labels.dtype.name}."
+            )
+        return self._vocabulary.ids(labels) if self._vocabulary else labels
+
+    def _classes(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What is predicted of `(batch, classes)`."""
+        class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
+        every = tf.ones_like(logits, tf.int32) * tf.range(len(self._names))
+        names = tf.constant(self._names)
+        return {
+            "probabilities": tf.nn.softmax(logits),
+            "class_ids": class_ids,
+            "classes": tf.gather(names, class_ids),
+            "all_class_ids": every,
+            "all_classes": tf.gather(names, every),
+        }
 
 
 class _AccuracyBaseline(keras.metrics.Mean):
@@ -65,16 +100,10 @@ class _AccuracyBaseline(keras.metrics.Mean):
         return keras.ops.maximum(mean, 1.0 - mean)
 
 
-class BinaryClassHead(Head):
-    """Two classes, one logit: logistic regression.
-
-    Args:
-        label_vocabulary: The two classes, if labels are strings. Else labels
-            are numbers from 0 to 1.
-    """
+class _BinaryHead(_ClassHead):
+    """Two classes, one logit; labels are `(batch, 1)`, numbers from 0 to 1."""
 
     units = 1
-    classification = ("all_classes", "probabilities")
     regression = "logistic"
     _metrics: ClassVar = {
         "accuracy": keras.metrics.Mean,
@@ -88,22 +117,16 @@ class BinaryClassHead(Head):
         "recall": keras.metrics.Recall,
     }
 
-    def __init__(self, label_vocabulary: Sequence[str] | None = None) -> None:
-        self._classes = _Classes(2, label_vocabulary)
-
     def labels(self, y: tf.Tensor) -> tf.Tensor:
-        """float32 `(batch, 1)`."""
-        labels = tf.cast(self._classes.ids(_column(y, 1)), tf.float32)
+        labels = tf.cast(self._ids(y), tf.float32)
         return _in_range(labels, (labels >= 0) & (labels <= 1), "[0, 1]")
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        """Cross entropy, `(batch, 1)`."""
         return tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[Any, ...]]:
-        """See `Head`."""
+    ) -> dict[str, tuple[tf.Tensor, ...]]:
         logistic = tf.sigmoid(logits)
         # As the argmax of (0, logit): a logit of 0 is class 0.
         class_ids = tf.cast(logits > 0, tf.float32)
@@ -120,37 +143,28 @@ class BinaryClassHead(Head):
         }
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """See `Head`."""
         two = tf.concat([tf.zeros_like(logits), logits], axis=1)
         return {
             "logits": logits,
             "logistic": tf.sigmoid(logits),
-            "probabilities": tf.nn.softmax(two),
-            **self._classes.predictions(two),
+            **self._classes(two),
         }
 
 
-class MultiClassHead(Head):
-    """One of several classes, a logit for each: softmax.
+class _MultiClassHead(_ClassHead):
+    """One of several classes, a logit for each; labels are int64 `(batch, 1)`.
 
-    Args:
-        n_classes: How many.
-        label_vocabulary: Their names, if labels are strings. Else labels are
-            integers from 0.
+    Losses too are `(batch, 1)`.
     """
 
-    classification = ("all_classes", "probabilities")
     _metrics = dict.fromkeys(("accuracy", "average_loss"), keras.metrics.Mean)
 
-    def __init__(
-        self, n_classes: int, label_vocabulary: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, n_classes: int, names: Sequence[str] | None) -> None:
+        super().__init__(n_classes, names)
         self.units = n_classes
-        self._classes = _Classes(n_classes, label_vocabulary)
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
-        """int64 `(batch, 1)`."""
-        labels = self._classes.ids(_column(y, 1))
+        labels = self._ids(y)
         if not labels.dtype.is_integer:
             raise ValueError(
                 "Labels of a classifier with n_classes > 2 must be integers, "
@@ -158,12 +172,10 @@ class MultiClassHead(Head):
                 f"{labels.dtype.name}."
             )
         labels = tf.cast(labels, tf.int64)
-        return _in_range(
-            labels, (labels >= 0) & (labels < self.units), f"[0, {self.units})"
-        )
+        inside = (labels >= 0) & (labels < self.units)
+        return _in_range(labels, inside, f"[0, {self.units})")
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        """Cross entropy, `(batch, 1)`."""
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
             labels[:, 0], logits
         )
@@ -171,50 +183,37 @@ class MultiClassHead(Head):
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[Any, ...]]:
-        """See `Head`."""
-        hits = tf.argmax(logits, axis=1)[:, tf.newaxis] == labels
+    ) -> dict[str, tuple[tf.Tensor, ...]]:
+        class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
         return {
-            "accuracy": (tf.cast(hits, tf.float32),),
+            "accuracy": (tf.cast(class_ids == labels, tf.float32),),
             "average_loss": (self.losses(labels, logits),),
         }
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """See `Head`."""
-        return {
-            "logits": logits,
-            "probabilities": tf.nn.softmax(logits),
-            **self._classes.predictions(logits),
-        }
+        return {"logits": logits, **self._classes(logits)}
 
 
-class RegressionHead(Head):
-    """Numbers, with the squared error.
-
-    Args:
-        label_dimension: How many for an example.
-    """
+class _RegressionHead(Head):
+    """Numbers and their squared errors: all `(batch, label_dimension)`."""
 
     regression = "predictions"
     _metrics = dict.fromkeys(
         ("average_loss", "label/mean", "prediction/mean"), keras.metrics.Mean
     )
 
-    def __init__(self, label_dimension: int = 1) -> None:
+    def __init__(self, label_dimension: int) -> None:
         self.units = label_dimension
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
-        """float32 `(batch, label_dimension)`."""
         return tf.cast(_column(y, self.units), tf.float32)
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        """Squared errors, `(batch, label_dimension)`."""
         return tf.math.squared_difference(logits, labels)
 
     def values(
         self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[Any, ...]]:
-        """See `Head`."""
+    ) -> dict[str, tuple[tf.Tensor, ...]]:
         return {
             "average_loss": (self.losses(labels, logits),),
             "label/mean": (labels,),
@@ -222,16 +221,13 @@ class RegressionHead(Head):
         }
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """See `Head`."""
         return {"predictions": logits}
 
 
-def class_head(n_classes: int, label_vocabulary: Sequence[str] | None) -> Head:
-    """The head of a classifier.
-
-    Raises:
-        ValueError: fewer than two classes, or another number of names.
-    """
+def class_head(
+    n_classes: int = 2, label_vocabulary: Sequence[str] | None = None
+) -> Head:
+    """The head of a classifier."""
     if not isinstance(n_classes, int) or n_classes < 2:
         raise ValueError(
             "Argument `n_classes` must be an integer of at least 2. Received: "
@@ -246,33 +242,22 @@ def class_head(n_classes: int, label_vocabulary: Sequence[str] | None) -> Head:
             f"Received: n_classes={n_classes}, label_vocabulary="
             f"{label_vocabulary!r}."
         )
-    if n_classes == 2:
-        return BinaryClassHead(label_vocabulary)
-    return MultiClassHead(n_classes, label_vocabulary)
+    kind = _BinaryHead if n_classes == 2 else _MultiClassHead
+    return kind(n_classes, label_vocabulary)
 
 
-def regression_head(label_dimension: int) -> Head:
-    """The head of a regressor.
-
-    Raises:
-        ValueError: `label_dimension` is not positive.
-    """
+def regression_head(label_dimension: int = 1) -> Head:
+    """The head of a regressor."""
     check_positive("label_dimension", label_dimension)
-    return RegressionHead(label_dimension)
+    return _RegressionHead(label_dimension)
 
 
 def update(
     metrics: Metrics,
-    values: dict[str, tuple[Any, ...]],
+    values: Mapping[str, tuple[tf.Tensor, ...]],
     weights: tf.Tensor | None,
 ) -> None:
-    """Updates metrics with weighted values.
-
-    Args:
-        metrics: From `Head.metrics`.
-        values: From `Head.values`.
-        weights: float32, `(batch, 1)` or of the form of the labels.
-    """
+    """Updates metrics; weights are `(batch, 1)` or of the labels' form."""
     for name, arguments in values.items():
         sample_weight = weights
         if weights is not None:
@@ -285,51 +270,12 @@ def update(
 def total_loss(
     losses: tf.Tensor, weights: tf.Tensor | None, reduction: str
 ) -> tf.Tensor:
-    """The loss of a batch.
-
-    Args:
-        losses: From `Head.losses`.
-        weights: As for `update`.
-        reduction: "sum", or "sum_over_batch_size": over the number of losses,
-            whatever their weights.
-    """
+    """The loss of a batch: the sum, or that over the number of losses."""
     weighted = losses if weights is None else losses * weights
     total = tf.reduce_sum(weighted)
     if reduction == "sum":
         return total
     return total / tf.cast(tf.size(losses), total.dtype)
-
-
-class _Classes:
-    """Ids and names of the classes."""
-
-    def __init__(self, count: int, names: Sequence[str] | None) -> None:
-        self._names = [str(i) for i in range(count)] if names is None else names
-        self._vocabulary = None if names is None else Vocabulary(names)
-
-    def ids(self, labels: tf.Tensor) -> tf.Tensor:
-        """Numbers as they are, strings as places in the vocabulary."""
-        if (labels.dtype == tf.string) != (self._vocabulary is not None):
-            raise ValueError(
-                "Labels must be strings if there is a `label_vocabulary`, else "
-                f"numbers. Received labels of type {labels.dtype.name}."
-            )
-        if self._vocabulary is None:
-            return labels
-        return self._vocabulary.ids(labels)
-
-    def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """What a classifier says besides probabilities."""
-        count = len(self._names)
-        class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
-        every = tf.ones_like(logits, tf.int32) * tf.range(count)
-        names = tf.constant(self._names)
-        return {
-            "class_ids": class_ids,
-            "classes": tf.gather(names, class_ids),
-            "all_class_ids": every,
-            "all_classes": tf.gather(names, every),
-        }
 
 
 def _column(y: Any, size: int) -> tf.Tensor:

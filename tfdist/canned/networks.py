@@ -15,7 +15,6 @@ from tfdist.canned import feature_columns
 from tfdist.canned.feature_columns import (
     Batch,
     Column,
-    Features,
     Partitioner,
     dense_size,
     is_categorical,
@@ -28,21 +27,13 @@ _BATCH_NORM_MOMENTUM = 0.999
 
 
 class InputLayer(keras.layers.Layer):
-    """Columns side by side, in the order of their names.
-
-    What `tf.keras.layers.DenseFeatures` was.
-
-    Args:
-        columns: Dense columns from `feature_columns.checked_columns`.
-        partitioner: Splits the tables of embeddings.
-    """
+    """Dense columns side by side: what `tf.keras.layers.DenseFeatures` was."""
 
     def __init__(
         self, columns: Sequence[Column], partitioner: Partitioner | None
     ) -> None:
         super().__init__(name="input_layer")
         self._columns = tuple(columns)
-        self._vocabularies = feature_columns.read_vocabularies(columns)
         self._tables = {
             column.name: feature_columns.embedding(column, partitioner)
             for column in columns
@@ -55,9 +46,9 @@ class InputLayer(keras.layers.Layer):
         for table in self._tables.values():
             table.build()
 
-    def call(self, features: Features) -> tf.Tensor:
+    def call(self, batch: Batch) -> tf.Tensor:
         """The numbers, float32 `(batch, size)`."""
-        batch, parts = Batch(features, self._vocabularies), []
+        parts = []
         for column in self._columns:
             table = self._tables.get(column.name)
             if table is None:
@@ -71,13 +62,7 @@ class InputLayer(keras.layers.Layer):
 class LinearModel(keras.layers.Layer):
     """A weighted sum of features for each unit, and a bias; zeros at first.
 
-    Args:
-        columns: From `feature_columns.checked_columns`. The weights of one
-            that gives ids are a table.
-        units: Sums for an example.
-        partitioner: Splits the tables.
-        sparse_combiner: "sum", "mean" or "sqrtn": how the weights of several
-            ids of one column are combined.
+    The weights of a column that gives ids are a table.
     """
 
     def __init__(
@@ -90,7 +75,6 @@ class LinearModel(keras.layers.Layer):
         super().__init__(name="linear")
         self._units = units
         self._categorical = [c for c in columns if is_categorical(c)]
-        self._vocabularies = feature_columns.read_vocabularies(columns)
         self._tables = [
             PartitionedEmbedding(
                 column.num_buckets,
@@ -123,9 +107,8 @@ class LinearModel(keras.layers.Layer):
             shape=(self._units,), initializer="zeros", name="bias_weights"
         )
 
-    def call(self, features: Features) -> tf.Tensor:
+    def call(self, batch: Batch) -> tf.Tensor:
         """The sums, float32 `(batch, units)`."""
-        batch = Batch(features, self._vocabularies)
         parts = [
             feature_columns.look_up(table, *batch.ids(column))
             for column, table in zip(
@@ -145,15 +128,6 @@ class DNNModel(keras.layers.Layer):
     """Hidden layers over dense columns, then one linear layer.
 
     A hidden layer is: weights, activation, dropout, batch normalization.
-
-    Args:
-        columns: Dense columns from `feature_columns.checked_columns`.
-        units: Numbers for an example.
-        partitioner: Splits the tables of embeddings.
-        hidden_units: Sizes of the hidden layers.
-        activation_fn: After each hidden layer.
-        dropout: Part of each hidden layer's outputs that is dropped.
-        batch_norm: Whether to normalize after each hidden layer.
     """
 
     def __init__(
@@ -194,11 +168,9 @@ class DNNModel(keras.layers.Layer):
             layer.build((None, size))
             size = getattr(layer, "units", size)
 
-    def call(
-        self, features: Features, training: bool | None = None
-    ) -> tf.Tensor:
+    def call(self, batch: Batch, training: bool | None = None) -> tf.Tensor:
         """The numbers, float32 `(batch, units)`."""
-        values = self._input_layer(features)
+        values = self._input_layer(batch=batch)
         for layer in self._hidden:
             # Keras hands `training` on to the layers that take it.
             values = layer(values)

@@ -8,7 +8,6 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,8 +15,7 @@ import tensorflow as tf
 from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import tpu
-from tfdist.cluster.peers import Peers
-from tfdist.cluster.peers import names as task_names
+from tfdist.cluster.peers import Peers, names
 from tfdist.cluster.strategies import SYNCHRONOUS
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import RunConfig
@@ -35,185 +33,152 @@ from tfdist.training.step import ModelStep
 
 _log = logging.getLogger(__name__)
 
+ModelFn = Callable[[], keras.Model]
 
-class Builder:
-    """Makes what is trained, again after each failure.
 
-    Args:
-        model_fn: As of an `Estimator`.
-        config: Which strategy, and how.
-    """
-
-    def __init__(
-        self, model_fn: Callable[[], keras.Model], config: RunConfig
-    ) -> None:
-        self._model_fn = model_fn
-        self._config = config
-
-    def build(
-        self, strategy: tf.distribute.Strategy, input_fn: InputFn
-    ) -> Trainable:
-        """Everything that training needs, made in the strategy's scope."""
-        context = self._input_context(strategy)
-        peers, own = None, takes_context(input_fn)
-        if self._config.strategy_name == "multi_worker_mirrored":
-            peers = Peers(self._config.cluster)
-            self._seed_alike(peers, context if own else None)
+def build(
+    model_fn: ModelFn,
+    config: RunConfig,
+    strategy: tf.distribute.Strategy,
+    input_fn: InputFn,
+) -> Trainable:
+    """Everything that training needs, made in the strategy's scope."""
+    if config.strategy_name == "multi_worker_mirrored":
+        dataset = _same_as_others(model_fn, config, strategy, input_fn)
+    else:
+        context = tf.distribute.InputContext(
+            num_replicas_in_sync=strategy.num_replicas_in_sync
+        )
         dataset = with_context(input_fn)(context)
-        if peers:
-            self._check_same_program(peers, strategy, dataset)
-            if not own:
-                _warn_of_other_batches(peers, dataset)
-        global_step, model = self.create_variables(strategy)
-        replicas = None
-        if isinstance(strategy, SYNCHRONOUS):
-            replicas = Replicas(strategy, global_step)
-        with named(input_fn):
-            step = self._step(
-                model, dataset.element_spec, global_step, replicas
-            )
-        variables = checkpoints.named_variables(model, global_step)
-        if isinstance(step, KerasStep):
-            variables = step.variables(variables)
-        elif isinstance(strategy, tf.distribute.TPUStrategy):
-            tpu.check(dataset.element_spec, step.tables)
-        _log_placement(variables)
-        loop = self._loop(
-            strategy, step, global_step, dataset, input_fn, replicas
+    global_step, model = create_variables(model_fn, config, strategy)
+    with named(input_fn):
+        step, loop = _step_and_loop(
+            config, strategy, model, global_step, dataset, input_fn
         )
-        return Trainable(loop, global_step, variables, model=model)
+    variables = checkpoints.named_variables(model, global_step)
+    if isinstance(step, KerasStep):
+        variables = step.variables(variables)
+    elif isinstance(strategy, tf.distribute.TPUStrategy):
+        tpu.check(dataset.element_spec, step.tables)
+    _log_placement(variables)
+    return Trainable(loop, global_step, variables, model=model)
 
-    def _input_context(
-        self, strategy: tf.distribute.Strategy
-    ) -> tf.distribute.InputContext:
-        """Which part of the data this process reads, where it trains itself."""
-        cluster, several = self._config.cluster, {}
-        if self._config.strategy_name == "multi_worker_mirrored":
-            tasks = task_names(cluster)
-            own = f"{cluster.task_type}:{cluster.task_index}"
-            several = {
-                "num_input_pipelines": len(tasks),
-                "input_pipeline_id": tasks.index(own),
-            }
-        return tf.distribute.InputContext(
-            num_replicas_in_sync=strategy.num_replicas_in_sync, **several
+
+def create_variables(
+    model_fn: ModelFn, config: RunConfig, strategy: tf.distribute.Strategy
+) -> tuple[tf.Variable, keras.Model]:
+    """The step counter, on the first server as in TF1, and the model."""
+    num_ps, placement = config.cluster.num_ps, config.placement
+    specs: Sequence[VariableSpec] = ()
+    if num_ps and placement != "round_robin":
+        specs = describe(model_fn)
+    if isinstance(placement, str):
+        placement = placement_by_name(placement, specs, num_ps or 1)
+    with placed_scope(strategy, num_ps=num_ps):
+        global_step = tf.Variable(
+            0,
+            dtype=tf.int64,
+            trainable=False,
+            name="global_step",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
+    reset_object_names()
+    with placed_scope(
+        strategy, num_ps=num_ps, placement=placement, specs=specs
+    ):
+        model = checked_model(model_fn())
+        for variable in model.variables:
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                raise ValueError(
+                    f"The model function has returned model {model.name!r} "
+                    f"with variable {variable.path!r}, which it did not make: "
+                    "the variables of a model that was made elsewhere are not "
+                    "where the strategy needs them. Make the model, and all of "
+                    "its layers, inside the model function."
+                )
+        optimizers.build(model.optimizer, model.trainable_variables)
+    return global_step, model
 
-    def _seed_alike(
-        self, peers: Peers, own: tf.distribute.InputContext | None
-    ) -> None:
-        """Gives every process of an all-reduce job the same random numbers.
 
-        They read the same global batches only if they shuffle them alike.
-
-        Args:
-            peers: The processes.
-            own: Where each reads batches of its own: then they differ.
-        """
-        seed = self._config.tf_random_seed
-        if seed is None:
-            seed = random.SystemRandom().randrange(1 << 30)
-        seed = int(peers.broadcast_from_leader("seed", str(seed), lambda: None))
-        keras.utils.set_random_seed(seed)
-        if own:
-            tf.random.set_seed(seed + own.input_pipeline_id)
-
-    def _check_same_program(
-        self,
-        peers: Peers,
-        strategy: tf.distribute.Strategy,
-        dataset: tf.data.Dataset,
-    ) -> None:
-        """Raises if another process of an all-reduce job does other things."""
-        program = {
-            "number of replicas": str(len(strategy.extended.worker_devices)),
-            "batch": str(dataset.element_spec),
-            "steps_per_dispatch": str(self._config.steps_per_dispatch),
-        }
-        for spec in describe(self._model_fn):
-            program[f"variable {spec.name}"] = f"{spec.dtype} {spec.shape}"
-        peers.check_same_program(program, lambda: None)
-
-    def create_variables(
-        self, strategy: tf.distribute.Strategy
-    ) -> tuple[tf.Variable, keras.Model]:
-        """The step counter, on the first server as in TF1, and the model."""
-        num_ps = self._config.cluster.num_ps
-        placement = self._config.placement
-        specs: Sequence[VariableSpec] = ()
-        if num_ps and placement != "round_robin":
-            specs = describe(self._model_fn)
-        if isinstance(placement, str):
-            placement = placement_by_name(placement, specs, num_ps or 1)
-        with placed_scope(strategy, num_ps=num_ps):
-            global_step = tf.Variable(
-                0,
-                dtype=tf.int64,
-                trainable=False,
-                name="global_step",
-                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            )
-        reset_object_names()
-        with placed_scope(
-            strategy, num_ps=num_ps, placement=placement, specs=specs
-        ):
-            model = checked_model(self._model_fn())
-            _check_made_here(strategy, model)
-            optimizers.build(model.optimizer, model.trainable_variables)
-        return global_step, model
-
-    def _step(
-        self,
-        model: keras.Model,
-        element_spec: Any,
-        global_step: tf.Variable,
-        replicas: Replicas | None,
-    ) -> ModelStep | KerasStep:
-        """A step of a model, by its own `train_step` where that can be."""
-        remote = self._config.strategy_name == "ps"
-        if overrides(model, "train_step") and not (remote or replicas):
-            return KerasStep(model, element_spec, global_step=global_step)
-        return ModelStep(
-            model,
-            element_spec,
-            global_step=global_step,
-            remote=remote,
-            replicas=replicas,
-        )
-
-    def _loop(
-        self,
-        strategy: tf.distribute.Strategy,
-        step: ModelStep | KerasStep,
-        global_step: tf.Variable,
-        dataset: tf.data.Dataset,
-        input_fn: InputFn,
-        replicas: Replicas | None,
-    ) -> Loop:
-        remote = self._config.strategy_name == "ps"
-        if isinstance(step, KerasStep) or not (remote or replicas):
-            return LocalLoop(
-                step, global_step, dataset, self._config.steps_per_dispatch
-            )
-        if replicas:
-            return ReplicatedLoop(
-                step,
-                global_step,
-                dataset,
-                strategy=strategy,
-                replicas=replicas,
-                own_batches=takes_context(input_fn),
-                steps_per_dispatch=self._config.steps_per_dispatch,
-            )
-        return CoordinatedLoop(
+def _step_and_loop(
+    config: RunConfig,
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    global_step: tf.Variable,
+    dataset: tf.data.Dataset,
+    input_fn: InputFn,
+) -> tuple[ModelStep | KerasStep, Loop]:
+    """A step of a model, by its own `train_step` where that can be."""
+    spec, per_dispatch = dataset.element_spec, config.steps_per_dispatch
+    if config.strategy_name == "ps":
+        step = ModelStep(model, spec, global_step=global_step, remote=True)
+        return step, CoordinatedLoop(
             step,
             global_step,
             with_context(input_fn),
             strategy=strategy,
-            num_workers=self._config.cluster.num_workers,
-            steps_per_dispatch=self._config.steps_per_dispatch,
+            num_workers=config.cluster.num_workers,
+            steps_per_dispatch=per_dispatch,
             example=dataset,
         )
+    if isinstance(strategy, SYNCHRONOUS):
+        replicas = Replicas(strategy, global_step)
+        step = ModelStep(
+            model, spec, global_step=global_step, replicas=replicas
+        )
+        return step, ReplicatedLoop(
+            step,
+            global_step,
+            dataset,
+            strategy=strategy,
+            replicas=replicas,
+            own_batches=takes_context(input_fn),
+            steps_per_dispatch=per_dispatch,
+        )
+    kind = KerasStep if overrides(model, "train_step") else ModelStep
+    local = kind(model, spec, global_step=global_step)
+    return local, LocalLoop(local, global_step, dataset, per_dispatch)
+
+
+def _same_as_others(
+    model_fn: ModelFn,
+    config: RunConfig,
+    strategy: tf.distribute.Strategy,
+    input_fn: InputFn,
+) -> tf.data.Dataset:
+    """The dataset of one process of an all-reduce job.
+
+    They read the same global batches only if they shuffle them alike; if
+    `input_fn` takes a context, each reads batches of its own.
+
+    Raises:
+        ValueError: the processes do not run the same program.
+    """
+    peers, tasks = Peers(config.cluster), names(config.cluster)
+    index, own = tasks.index(peers.name), takes_context(input_fn)
+    seed = config.tf_random_seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(1 << 30)
+    seed = int(peers.broadcast_from_leader("seed", str(seed), lambda: None))
+    keras.utils.set_random_seed(seed)
+    if own:
+        tf.random.set_seed(seed + index)
+    dataset = with_context(input_fn)(
+        tf.distribute.InputContext(
+            len(tasks), index, strategy.num_replicas_in_sync
+        )
+    )
+    program = {
+        "number of replicas": str(len(strategy.extended.worker_devices)),
+        "batch": str(dataset.element_spec),
+        "steps_per_dispatch": str(config.steps_per_dispatch),
+    }
+    for spec in describe(model_fn):
+        program[f"variable {spec.name}"] = f"{spec.dtype} {spec.shape}"
+    peers.check_same_program(program, lambda: None)
+    if not own:
+        _warn_of_other_batches(peers, dataset)
+    return dataset
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> None:
@@ -256,18 +221,3 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
             ", ".join(differ),
             peers.name,
         )
-
-
-def _check_made_here(
-    strategy: tf.distribute.Strategy, model: keras.Model
-) -> None:
-    """Raises `ValueError` for a model that another call has made."""
-    for variable in model.variables:
-        if not strategy.extended.variable_created_in_scope(variable.value):
-            raise ValueError(
-                f"The model function has returned model {model.name!r} with "
-                f"variable {variable.path!r}, which it did not make: the "
-                "variables of a model that was made elsewhere are not where "
-                "the strategy needs them. Make the model, and all of its "
-                "layers, inside the model function."
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,7 @@ from tfdist.data.input_fns import (
     takes_context,
     without_context,
 )
-from tfdist.estimator.building import Builder
+from tfdist.estimator.building import ModelFn, build
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import step_on_workers
@@ -48,8 +48,6 @@ from tfdist.training.compiled_model import checked_model
 from tfdist.training.loop import metrics_from_states
 
 _log = logging.getLogger(__name__)
-
-ModelFn = Callable[[], keras.Model]
 
 
 class Estimator:
@@ -77,8 +75,7 @@ class Estimator:
             by the evaluator or chief, and `predict_step` by the workers.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
-            a directory of such, or `WarmStartSettings`. Default: they are
-            initialized.
+            a directory of such, or `WarmStartSettings`.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class Estimator:
         )
         self.model_fn = model_fn
         self.config = config
-        self._builder = Builder(model_fn, config)
 
     @property
     def model_dir(self) -> str:
@@ -140,9 +136,9 @@ class Estimator:
         Raises:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
-                checkpoint of another model, with what differs; a model that
-                is not compiled, or does not read what the dataset has; a
-                dataset without any batch (TF trained nothing).
+                checkpoint of another model; a model that is not compiled, or
+                does not read what the dataset has; a dataset without any batch
+                (TF trained nothing).
             NanLossDuringTrainingError: the loss or a weight is not finite.
         """
         if steps is not None and max_steps is not None:
@@ -165,7 +161,7 @@ class Estimator:
         )
         hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
         session = MonitoredTrainingSession(
-            lambda strategy: self._builder.build(strategy, input_fn),
+            lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,
             hooks=hooks,
             save_checkpoint_secs=None,
@@ -180,6 +176,8 @@ class Estimator:
         )
         with named(input_fn), session:
             first_step = session.step
+            if config.cluster.is_chief:
+                _log_start(session, max_steps)
             while not session.should_stop():
                 session.run()
                 if session.input_ended and session.step == first_step:
@@ -191,17 +189,17 @@ class Estimator:
     ) -> None:
         """Raises if an input had no batch, not even before a restart."""
         one_pass = session.restored_from and self.config.cluster.dispatcher
-        if session.input_restored or one_pass:
-            _log.warning(
-                "No step was run: the input had been read to its end when %s "
-                "was saved.",
-                session.restored_from,
+        if not (session.input_restored or one_pass):
+            raise ValueError(
+                f"The dataset of input function {described(input_fn)} has no "
+                "batch: no step was run, and nothing is exported. Are its "
+                "files empty, or smaller than one batch with "
+                "drop_remainder=True?"
             )
-            return
-        raise ValueError(
-            f"The dataset of input function {described(input_fn)} has no "
-            "batch: no step was run, and nothing is exported. Are its files "
-            "empty, or smaller than one batch with drop_remainder=True?"
+        _log.warning(
+            "No step was run: the input had been read to its end when %s was "
+            "saved.",
+            session.restored_from,
         )
 
     def _audit(self, input_fn: InputFn) -> None:
@@ -232,13 +230,12 @@ class Estimator:
         there are hooks.
 
         Args:
-            input_fn: Returns the dataset, one pass over which is an
-                evaluation.
+            input_fn: As for `EvalSpec`.
             steps: Batches to read at most; None for all.
             hooks: As for `EvalSpec`.
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized.
-            name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
+            name: As for `EvalSpec`.
 
         Returns:
             Metric name to value, `loss` and `global_step` among them.
@@ -252,17 +249,16 @@ class Estimator:
             hooks=tuple(hooks or ()),
         )
         path = checkpoint_path or self.latest_checkpoint()
-        if path is None or self.config.strategy_name != "ps":
-            return evaluator.evaluate(path)
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             with step_on_workers(
-                self.config, self._builder, path, batches, metrics=True
+                self.model_fn, self.config, path, batches, metrics=True
             ) as (step, on_each_batch):
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)
 
-        return evaluator.evaluate(path, elsewhere=on_workers)
+        remote = path is not None and self.config.strategy_name == "ps"
+        return evaluator.evaluate(path, on_workers if remote else None)
 
     def predict(
         self,
@@ -282,23 +278,19 @@ class Estimator:
                 features are read.
             predict_keys: Of a model whose output is a dictionary, the keys to
                 yield. Default: all.
-            checkpoint_path: Default: the latest; without any, the model as it
-                is initialized.
-            yield_single_examples: Whether to yield an example at a time, else
-                a batch.
+            checkpoint_path: As for `evaluate`.
+            yield_single_examples: Whether to yield an example at a time,
+                without the batch dimension, else a batch.
 
         Yields:
-            What the model returns, as NumPy arrays, without the batch
-            dimension if `yield_single_examples`.
+            What the model returns, as NumPy arrays.
 
         Raises:
             ValueError: the output has no such key.
         """
         dataset = without_context(input_fn)()
         path = checkpoint_path or self.latest_checkpoint()
-        here = self.config.strategy_name != "ps"
-        predict = self._predict_here if here else self._predict_on_workers
-        for outputs in predict(dataset, path):
+        for outputs in self._outputs(dataset, path):
             if predict_keys is not None:
                 outputs = _chosen(outputs, predict_keys)
             if not yield_single_examples:
@@ -307,22 +299,19 @@ class Estimator:
             for i in range(len(tf.nest.flatten(outputs)[0])):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
-    def _predict_here(
-        self, dataset: tf.data.Dataset, path: str | None
-    ) -> Iterator[Any]:
+    def _outputs(self, dataset: tf.data.Dataset, path: str | None) -> Iterator:
+        """What the model returns for each batch, as arrays."""
+        if self.config.strategy_name == "ps":
+            with step_on_workers(
+                self.model_fn, self.config, path, dataset, metrics=False
+            ) as (step, on_each_batch):
+                yield from on_each_batch(step.predict)
+            return
         model = self._restored(path)
         check_batches(model, dataset.element_spec, targets=False)
         call = tf.function(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
-
-    def _predict_on_workers(
-        self, dataset: tf.data.Dataset, path: str | None
-    ) -> Iterator[Any]:
-        with step_on_workers(
-            self.config, self._builder, path, dataset, metrics=False
-        ) as (step, on_each_batch):
-            yield from on_each_batch(step.predict)
 
     def export_saved_model(
         self,
@@ -331,29 +320,14 @@ class Estimator:
         assets_extra: Mapping[str, str] | None = None,
         checkpoint_path: str | None = None,
     ) -> str:
-        """Exports a checkpoint to `<export_dir_base>/<time>`.
-
-        Args:
-            export_dir_base: Directory of exports.
-            serving_model_fn: As for `tfdist.Exporter`.
-            assets_extra: As for `tfdist.Exporter`.
-            checkpoint_path: Default: the latest.
-
-        Returns:
-            The directory of the SavedModel.
+        """`tfdist.estimator.export_saved_model` of a checkpoint.
 
         Raises:
-            ValueError: there is no checkpoint.
+            ValueError: there is no checkpoint; the default is the latest.
         """
-        if not (checkpoint_path or self.latest_checkpoint()):
-            raise ValueError(
-                f"There is no checkpoint in {self.model_dir!r} to export."
-            )
+        model = self._restored(checkpoint_path or self._checkpoint())
         return export_saved_model(
-            self._restored(checkpoint_path),
-            export_dir_base,
-            serving_model_fn,
-            assets_extra,
+            model, export_dir_base, serving_model_fn, assets_extra
         )
 
     def get_variable_names(self) -> list[str]:
@@ -384,7 +358,6 @@ class Estimator:
         """The model in this process, from a checkpoint if there is one."""
         reset_object_names()
         model = checked_model(self.model_fn())
-        path = path or self.latest_checkpoint()
         if path:
             variables = checkpoints.named_variables(model, optimizer=False)
             checkpoints.restore(path, variables)
@@ -393,11 +366,8 @@ class Estimator:
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.
 
-        Nothing is allocated and no cluster is needed.
-
-        Args:
-            num_ps: Number of parameter servers.
-            **kwargs: As for `tfdist.placement.plan`.
+        Nothing is allocated and no cluster is needed; the arguments are those
+        of `tfdist.placement.plan`.
         """
         return planner.plan(describe(self.model_fn), num_ps, **kwargs)
 
@@ -411,19 +381,34 @@ class Estimator:
         return local_strategy(config.strategy_name)
 
     def _seed(self) -> None:
-        """Seeds what initializes the model.
-
-        On a cluster TensorFlow's global seed stays unset: it would give every
-        worker the same shuffling.
-        """
+        """Seeds what initializes the model."""
         seed = self.config.tf_random_seed
-        if seed is None:
-            return
-        if self.config.cluster.role == "local":
+        if seed is not None and self.config.cluster.role == "local":
             keras.utils.set_random_seed(seed)
-        else:
+        elif seed is not None:
+            # TensorFlow's would give every worker the same shuffling.
             random.seed(seed)
             np.random.seed(seed)
+
+
+def _log_start(
+    session: MonitoredTrainingSession, max_steps: int | None
+) -> None:
+    """Says where training begins, and plainly when there is nothing to do."""
+    step, restored = session.step, session.restored_from
+    if restored is None:
+        _log.info("Training starts from newly initialized variables.")
+    elif max_steps is None or step < max_steps:
+        _log.info("Training continues at step %d from %s.", step, restored)
+    else:
+        _log.warning(
+            "This job is finished already: %s is at step %d, and max_steps is "
+            "%d. No step is run. Raise max_steps to train on, or choose "
+            "another model_dir to train from step 0.",
+            restored,
+            step,
+            max_steps,
+        )
 
 
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.hooks.runner import HookRunner
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
-from tfdist.training.step import ModelStep, States
+from tfdist.training.step import ModelStep
 
 _GRACE_SECS = 120.0
 
@@ -68,49 +68,43 @@ class EvaluationSession:
 class Evaluation:
     """Evaluates a model with the weights of one checkpoint after another.
 
-    Args:
-        model_fn: Returns the compiled model; called once.
-        steps: Batches an evaluation reads at most; None for all.
-        hooks: As of an `Evaluator`.
+    The model is made once. The arguments are those of an `Evaluator`.
     """
-
-    _step: ModelStep | KerasStep
 
     def __init__(
         self,
         model_fn: Callable[[], keras.Model],
+        input_fn: Callable[[], tf.data.Dataset],
         steps: int | None,
         hooks: Sequence[Hook],
     ) -> None:
         self._model_fn = model_fn
+        self._input_fn = input_fn
         self._steps = steps
         self._hooks = hooks
-        self._is_built = False
-        self._loaded: str | None = None
+        self._step: ModelStep | KerasStep | None = None
+        self._session: EvaluationSession | None = None
 
-    def model(
-        self, path: str | None, input_fn: Callable[[], tf.data.Dataset]
-    ) -> keras.Model:
+    def model(self, path: str | None) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
-        if not self._is_built or self._loaded != path:
-            self._build(input_fn().element_spec)
-            self._load(path)
-        return self._step.model
+        if self._session is None or self._session.restored_from != path:
+            self._load(path, self._input_fn().element_spec)
+        assert self._session is not None
+        return self._session.model
 
     def run(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
-        """Metrics, and the step of the checkpoint.
-
-        Raises:
-            DamagedCheckpointError: `path` cannot be read.
-        """
-        self._build(dataset.element_spec)
-        for hook in self._hooks:
-            hook.begin()
-        session = self._load(path)
-        states, batches = self._step.zero_states(), iter(dataset)
+        """Metrics, and the step of the checkpoint."""
+        step = self._load(path, dataset.element_spec, self._hooks)
+        session = self._session
+        assert session is not None
+        states, batches = step.zero_states(), iter(dataset)
         coord = tf.train.Coordinator()
+
+        def metrics() -> dict[str, float]:
+            return step.result(step.pack(states).numpy())
+
         try:
             for hook in self._hooks:
                 hook.after_create_session(session, coord)
@@ -121,27 +115,33 @@ class Evaluation:
                     or session.should_stop()
                     or coord.should_stop()
                 ):
-                    states = self._run_batch(batches, states, session)
+                    around = HookRunner(self._hooks, session)
+                    states = self._evaluate_batch(next(batches), states)
+                    session.step += 1
+                    around.end(metrics() if self._hooks else {})
+                    if around.stop_requested:
+                        session.request_stop()
             for hook in self._hooks:
                 hook.end(session)
         finally:
             coord.request_stop()
         coord.join(stop_grace_period_secs=_GRACE_SECS)
-        return self._metrics(states), int(session.global_step)
+        return metrics(), int(session.global_step)
 
-    def _build(self, element_spec: Any) -> None:
-        if self._is_built:
-            return
-        reset_object_names()
-        model = checked_model(self._model_fn())
-        own = overrides(model, "test_step")
-        self._step = (KerasStep if own else ModelStep)(model, element_spec)
-        self._evaluate_batch = tf.function(
-            self._step.evaluate, reduce_retracing=True
-        )
-        self._is_built = True
-
-    def _load(self, path: str | None) -> EvaluationSession:
+    def _load(
+        self, path: str | None, element_spec: Any, hooks: Sequence[Hook] = ()
+    ) -> ModelStep | KerasStep:
+        """The step, with the weights of `path` and a new session."""
+        if self._step is None:
+            reset_object_names()
+            model = checked_model(self._model_fn())
+            own = overrides(model, "test_step")
+            self._step = (KerasStep if own else ModelStep)(model, element_spec)
+            self._evaluate_batch = tf.function(
+                self._step.evaluate, reduce_retracing=True
+            )
+        for hook in hooks:
+            hook.begin()
         model, global_step = self._step.model, 0
         variables = checkpoints.named_variables(model, optimizer=False)
         if path:
@@ -155,22 +155,5 @@ class Evaluation:
                     f"Checkpoint {path} is damaged or gone. TensorFlow says: "
                     + str(error).partition("\n")[0]
                 ) from error
-        self._loaded = path
-        return EvaluationSession(model, variables, global_step, path)
-
-    def _run_batch(
-        self,
-        batches: tf.data.Iterator,
-        states: States,
-        session: EvaluationSession,
-    ) -> States:
-        around = HookRunner(self._hooks, session)
-        states = self._evaluate_batch(next(batches), states)
-        session.step += 1
-        around.end(self._metrics(states) if self._hooks else {})
-        if around.stop_requested:
-            session.request_stop()
-        return states
-
-    def _metrics(self, states: States) -> dict[str, float]:
-        return self._step.result(self._step.pack(states).numpy())
+        self._session = EvaluationSession(model, variables, global_step, path)
+        return self._step

@@ -1,9 +1,7 @@
 """Evaluates checkpoints, on a machine of its own (design decision D8).
 
-The evaluator is no member of the training cluster. It rebuilds the model in
-its own process, without a strategy, and reads checkpoints by variable name.
-
-What each failure costs:
+It rebuilds the model in its own process, without a strategy, and reads
+checkpoints by variable name. What each failure costs:
 
 The evaluator dies: started again, it goes on with the newest checkpoint. None
   that it has published is evaluated again; a final export that is missing is
@@ -27,6 +25,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -48,23 +47,17 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Evaluates and exports the checkpoints of one job.
 
-    Args:
-        model_fn: Returns the compiled model.
-        input_fn: Returns the dataset, one pass over which is an evaluation.
-        model_dir: Where the checkpoints are.
-        steps: Batches an evaluation reads at most; None for all.
-        name: Results go to `<model_dir>/eval`, or `eval_<name>`.
-        exporters: Run after each evaluation.
-        hooks: Called in each evaluation, as `tf.estimator` did: `begin`,
-            `after_create_session` when the weights are restored, `before_run`
-            and `after_run` around each batch, `end` unless there is an error.
-            Their session is an `EvaluationSession`, their logs are loss and
-            metrics of the batches so far.
+    The arguments are those of an `EvalSpec`, but that `input_fn` has none.
+    Hooks are called in each evaluation, as `tf.estimator` did: `begin`,
+    `after_create_session` when the weights are restored, `before_run` and
+    `after_run` around each batch, `end` unless there is an error. Their session
+    is an `EvaluationSession`, their logs are loss and metrics so far.
 
     Attributes:
         evaluated: Path of the checkpoint evaluated last.
-        metrics: Its metrics.
-        exports: What the exporters then returned.
+        result: Its `metrics`, and the `exports` that the `exporters` (by name)
+            then returned; which `checkpoint` it was, and whether it is the
+            `final` one. So it is published in `<eval_dir>/latest.json`.
     """
 
     def __init__(
@@ -83,15 +76,12 @@ class Evaluator:
         self._hooks = list(hooks)
         self._steps = steps
         self._input_fn = input_fn
-        self._evaluation = Evaluation(model_fn, steps, self._hooks)
+        self._evaluation = Evaluation(model_fn, input_fn, steps, self._hooks)
         self.eval_dir = results.eval_dir(model_dir, name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._writer: EventFile | None = None
         self.evaluated: str | None = None
-        self.metrics: dict[str, float] = {}
-        self.exports: list[str | None] = [None] * len(self._exporters)
-        self._identity: list[str] | None = None
-        self._final = False
+        self.result: dict[str, Any] = {}
         self._damaged: set[str] = set()
 
     def evaluate(
@@ -99,19 +89,14 @@ class Evaluator:
         path: str | None,
         elsewhere: Callable[[tf.data.Dataset], dict[str, float]] | None = None,
     ) -> dict[str, float]:
-        """Metrics of checkpoint `path`, `loss` and `global_step` among them.
+        """Metrics of checkpoint `path`, or of the model as it is initialized.
 
         Args:
-            path: Without one, of the model as it is initialized.
+            path: Of a checkpoint, or None.
             elsewhere: Computes the metrics of the weights in `path`, so that
                 they need not be read here (`MonitoredTrainingSession.evaluate`
                 does it on a cluster's workers). Not if there are hooks, which
                 are to see each batch.
-
-        Raises:
-            DamagedCheckpointError: `path` cannot be read.
-            ValueError: there is no batch, or no end of them; the checkpoint is
-                of another model; a metric has a reserved name.
         """
         dataset = self._input_fn()
         self.check_ends(dataset)
@@ -131,12 +116,21 @@ class Evaluator:
                 "its files hold examples and that `batch(drop_remainder=True)` "
                 "does not drop them all."
             )
-        self.metrics = {**metrics, "global_step": step}
-        self.evaluated, self._identity = path, identity
-        self.exports = [None] * len(self._exporters)
-        self._final = False
-        self._report()
-        return self.metrics
+        self._writer = self._writer or event_file(self.eval_dir)
+        self._writer.write_scalars(metrics, step)
+        self._writer.flush()
+        text = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+        _log.info("Evaluation of step %d: %s", step, text)
+        metrics = {**metrics, "global_step": step}
+        self.evaluated = path
+        self.result = {"metrics": metrics, "checkpoint": identity}
+        self._forget_exports()
+        return metrics
+
+    def _forget_exports(self) -> None:
+        names = [exporter.name for exporter in self._exporters]
+        nothing = {"exports": [None] * len(names), "final": False}
+        self.result.update(nothing, exporters=names)
 
     def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
         """Raises `ValueError` if an evaluation would never end."""
@@ -151,41 +145,23 @@ class Evaluator:
                 "`repeat()`."
             )
 
-    def export(self, is_the_final_export: bool) -> list[str | None]:
-        """Runs the exporters on the evaluated model.
+    def export(self, is_the_final_export: bool) -> None:
+        """Runs the exporters on the evaluated model, and publishes the result.
 
-        Returns:
-            What they return. One that sees no reason to export again what it
-            has exported, before the model was known to be the last, is taken
-            to mean that.
+        One that sees no reason to export again what it has exported, before
+        the model was known to be the last, has exported that.
         """
-        if self._exporters:
-            model = self._evaluation.model(self.evaluated, self._input_fn)
-        self.exports = [
-            exporter.export(
-                model,
+        for i, exporter in enumerate(self._exporters):
+            path = exporter.export(
+                self._evaluation.model(self.evaluated),
                 os.path.join(self._model_dir, "export", exporter.name),
-                self.metrics,
+                self.result["metrics"],
                 is_the_final_export,
             )
-            or earlier
-            for exporter, earlier in zip(
-                self._exporters, self.exports, strict=True
-            )
-        ]
-        self._final = is_the_final_export
-        return self.exports
-
-    def publish(self) -> None:
-        """Leaves the result where the chief and the user find it."""
-        result = {
-            "metrics": self.metrics,
-            "exports": self.exports,
-            "exporters": [exporter.name for exporter in self._exporters],
-            "checkpoint": self._identity,
-            "final": self._final,
-        }
-        results.write_json(self._result_path, result)
+            if path:
+                self.result["exports"][i] = path
+        self.result["final"] = is_the_final_export
+        results.write_json(self._result_path, self.result)
 
     # --- The evaluator task --------------------------------------------------
 
@@ -205,14 +181,10 @@ class Evaluator:
         Args:
             max_steps: Step of the last checkpoint; None for when the chief
                 says that it is done.
-            start_delay_secs: Seconds before the first evaluation.
-            throttle_secs: Least seconds between the starts of two evaluations.
+            start_delay_secs: As of an `EvalSpec`.
+            throttle_secs: As of an `EvalSpec`.
             patience_secs: Seconds to wait for a chief that takes back, as it
                 starts, an end of training that an earlier one has announced.
-
-        Raises:
-            ValueError: `model_dir` cannot be written; the input has no end.
-            Exception: whatever an evaluation or an exporter raises.
         """
         storage.check_writable(self._model_dir)
         failure = os.path.join(self.eval_dir, results.FAILURE_FILE)
@@ -232,15 +204,12 @@ class Evaluator:
     def _resume(self) -> None:
         """Goes on from what an earlier process of this task published."""
         result = results.read_json(self._result_path)
-        if not result or not result.get("checkpoint"):
+        if not result or not result["checkpoint"]:
             return
-        same = result["exporters"] == [e.name for e in self._exporters]
-        self.metrics = result["metrics"]
-        if same:
-            self.exports = result["exports"]
-        self._final = result["final"] and same
-        self._identity = result["checkpoint"]
-        self.evaluated = os.path.join(self._model_dir, self._identity[0])
+        self.result = result
+        self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
+        if result["exporters"] != [e.name for e in self._exporters]:
+            self._forget_exports()
 
     def _follow(
         self,
@@ -249,19 +218,22 @@ class Evaluator:
         throttle_secs: float,
         patience_secs: float,
     ) -> None:
-        done_before = results.read_json(results.done_path(self._model_dir))
-        not_before = time.monotonic() + start_delay_secs
-        believe_at = time.monotonic() + patience_secs
+        done_path = results.done_path(self._model_dir)
+        done_before = results.read_json(done_path)
+        start = time.monotonic()
+        not_before = start + start_delay_secs
         while True:
-            done = results.read_json(results.done_path(self._model_dir))
-            new = done != done_before or time.monotonic() >= believe_at
+            now = time.monotonic()
+            done = results.read_json(done_path)
+            new = done != done_before or now >= start + patience_secs
             last_step = done["global_step"] if done and new else max_steps
             paths = checkpoints.listed(self._model_dir)
-            if paths and _is_last(paths[0], last_step):
+            # By its name, for it may be damaged.
+            newest = int(paths[0].rpartition("-")[2]) if paths else -1
+            if last_step is not None and newest >= last_step:
                 self._finish(paths[0])
                 return
             path = next((p for p in paths if p not in self._damaged), None)
-            now = time.monotonic()
             if (
                 path
                 and now >= not_before
@@ -272,11 +244,7 @@ class Evaluator:
             time.sleep(results.poll_secs(self._model_dir))
 
     def _evaluate_newest(self, path: str) -> bool:
-        """Evaluates and exports a checkpoint that is not the last.
-
-        Returns:
-            Whether it could be read.
-        """
+        """Evaluates and exports a checkpoint, if it can be read."""
         try:
             self.evaluate(path)
         except DamagedCheckpointError as error:
@@ -291,7 +259,6 @@ class Evaluator:
                 )
             return False
         self.export(is_the_final_export=False)
-        self.publish()
         return True
 
     def _finish(self, path: str) -> None:
@@ -299,7 +266,7 @@ class Evaluator:
         try:
             if not self._has_evaluated(path):
                 self.evaluate(path)
-            elif self._final:
+            elif self.result["final"]:
                 return
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
@@ -310,27 +277,6 @@ class Evaluator:
                 "argument `checkpoint_path`."
             ) from error.__cause__
         self.export(is_the_final_export=True)
-        self.publish()
 
     def _has_evaluated(self, path: str) -> bool:
-        return (
-            self._identity is not None
-            and self._identity == results.identity_of(path)
-        )
-
-    def _report(self) -> None:
-        step = int(self.metrics["global_step"])
-        scalars = {k: v for k, v in self.metrics.items() if k != "global_step"}
-        self._writer = self._writer or event_file(self.eval_dir)
-        self._writer.write_scalars(scalars, step)
-        self._writer.flush()
-        _log.info(
-            "Evaluation of step %d: %s",
-            step,
-            ", ".join(f"{k} {v:.4f}" for k, v in scalars.items()),
-        )
-
-
-def _is_last(path: str, last_step: int | None) -> bool:
-    """Whether checkpoint `path` is the last of the job, by its name."""
-    return last_step is not None and int(path.rpartition("-")[2]) >= last_step
+        return self.result.get("checkpoint") == results.identity_of(path)

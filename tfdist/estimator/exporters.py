@@ -1,8 +1,4 @@
-"""SavedModels from an evaluated model: `<model_dir>/export/<name>/<time>/`.
-
-When to export and what to keep; `tfdist.estimator.saved_models` does the
-writing.
-"""
+"""When to export an evaluated model, and which exports to keep."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import keras
 
@@ -21,7 +16,6 @@ from tfdist._tf.arguments import check_at_least, check_callable
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import (
     ServingModelFn,
-    check_serving_model_fn,
     checked_assets,
     export_saved_model,
     list_exports,
@@ -32,16 +26,7 @@ _log = logging.getLogger(__name__)
 _BEST_FILE = "best.json"
 
 
-class CompareFn(Protocol):
-    """See `BestExporter`."""
-
-    def __call__(
-        self,
-        *,
-        best_eval_result: dict[str, float],
-        current_eval_result: dict[str, float],
-    ) -> bool:
-        """Whether the current one is better."""
+CompareFn = Callable[..., bool]
 
 
 class Exporter:
@@ -52,12 +37,10 @@ class Exporter:
     replaces `serving_input_receiver_fn`. There is no `as_text`.
 
     What `export` raises is raised, as there: a model that cannot be served is
-    not kept for the end. Earlier exports stay, and `export_saved_model` leaves
-    nothing half-written. An evaluator task ends with the error; started again
-    it evaluates and exports that checkpoint once more (see
-    `tfdist.estimator.evaluator`), while training goes on. Where the chief
-    evaluates, training ends with the error; started again it goes on from the
-    checkpoint that was evaluated, which is the last one.
+    not kept for the end. Earlier exports stay, nothing is left half-written. An
+    evaluator task, or a chief that evaluates, ends with the error; started
+    again, the first exports that checkpoint once more while training goes on,
+    and the other trains on from it.
 
     >>> class PrintingExporter(tfdist.Exporter):
     ...     def export(
@@ -94,7 +77,8 @@ class Exporter:
                 "Argument `name` must be a directory name: letters, digits, "
                 f"'_', '-', '.'. Received: name={name!r}."
             )
-        check_serving_model_fn(serving_model_fn)
+        if serving_model_fn is not None:
+            check_callable("serving_model_fn", serving_model_fn)
         self.name = name
         self._serving_model_fn = serving_model_fn
         self._assets_extra = checked_assets(assets_extra)
@@ -158,13 +142,8 @@ class LatestExporter(Exporter):
     >>> exporter = tfdist.LatestExporter("serving", exports_to_keep=2)
 
     Args:
-        name: See `Exporter`.
-        serving_model_fn: See `Exporter`.
-        exports_to_keep: How many; `None` keeps all.
-        assets_extra: See `Exporter`.
-
-    Raises:
-        ValueError: `exports_to_keep` is not positive.
+        name: See `Exporter`, also for its other arguments.
+        exports_to_keep: How many, at least 1; `None` keeps all.
     """
 
     def __init__(
@@ -187,12 +166,8 @@ class LatestExporter(Exporter):
 def loss_smaller(
     best_eval_result: dict[str, float], current_eval_result: dict[str, float]
 ) -> bool:
-    """Whether the current loss is less than the best: a `compare_fn`.
+    """Whether the current loss is less; NaN is worse than any.
 
-    A loss that is no number is worse than any.
-
-    >>> loss_smaller({"loss": 0.5}, {"loss": 0.4})
-    True
     >>> loss_smaller({"loss": 0.5}, {"loss": 0.5})
     False
 
@@ -203,7 +178,7 @@ def loss_smaller(
         ("best_eval_result", best_eval_result),
         ("current_eval_result", current_eval_result),
     ):
-        if not result or "loss" not in result:
+        if "loss" not in result:
             raise ValueError(
                 f"{name} cannot be empty or no loss is found in it. Received: "
                 f"{name}={result}. Give BestExporter a `compare_fn` that "
@@ -213,17 +188,15 @@ def loss_smaller(
     return current < best or (math.isnan(best) and not math.isnan(current))
 
 
-class BestExporter(Exporter):
+class BestExporter(LatestExporter):
     """Exports when an evaluation is better than all before, keeps the newest.
 
     The first evaluation is always exported. What the best one was is written
     beside the exports (`best.json`), after the export itself: a restarted
-    evaluator, or a job that trains on, goes on comparing with it, and a
-    process that dies in between exports the same model once more, never a
-    worse one. `tf.estimator.BestExporter` read events files for this and
-    forgot after a restart; so there is no `event_file_pattern`. Without an
-    export left beside it the file is ignored: delete the directory
-    `<model_dir>/export/<name>` to begin again.
+    evaluator, or a job that trains on, goes on comparing with it.
+    (`tf.estimator.BestExporter` read events files for this and forgot after a
+    restart; there is no `event_file_pattern`.) Without an export beside it the
+    file is ignored: delete `<model_dir>/export/<name>` to begin again.
 
     >>> exporter = BestExporter(
     ...     "best_auc",
@@ -231,18 +204,15 @@ class BestExporter(Exporter):
     ...         current_eval_result["auc"] > best_eval_result["auc"]))
 
     Args:
-        name: See `Exporter`.
-        serving_model_fn: See `Exporter`.
+        name: See `Exporter`, also for its other arguments.
         compare_fn: Takes the arguments `best_eval_result` and
             `current_eval_result`, both metrics by name (`global_step` among
             them), and says whether the current one is better. Default:
-            `loss_smaller`.
-        exports_to_keep: How many; `None` keeps all.
-        assets_extra: See `Exporter`.
+            whether its loss is smaller.
+        exports_to_keep: How many, at least 1; `None` keeps all.
 
     Raises:
-        ValueError: `exports_to_keep` is not positive, `compare_fn` is None or
-            has other arguments.
+        ValueError: `compare_fn` is None or has other arguments.
         TypeError: `compare_fn` is not callable.
     """
 
@@ -254,11 +224,20 @@ class BestExporter(Exporter):
         exports_to_keep: int | None = 5,
         assets_extra: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, serving_model_fn, assets_extra)
-        _check_compare_fn(compare_fn)
-        check_at_least("exports_to_keep", exports_to_keep, 1)
+        super().__init__(name, serving_model_fn, exports_to_keep, assets_extra)
+        if compare_fn is None:
+            raise ValueError("Argument `compare_fn` must not be None.")
+        check_callable("compare_fn", compare_fn)
+        names = set(inspect.signature(compare_fn).parameters)
+        wanted = {"best_eval_result", "current_eval_result"}
+        if names != wanted:  # They are given by name.
+            raise ValueError(
+                "Argument `compare_fn` must have the arguments "
+                "`best_eval_result` and `current_eval_result`. Missing: "
+                f"{sorted(wanted - names)}; not expected: "
+                f"{sorted(names - wanted)}."
+            )
         self._compare_fn = compare_fn
-        self._exports_to_keep = exports_to_keep
 
     def _is_due(
         self, export_path: str, eval_result: dict[str, float], at_end: bool
@@ -278,18 +257,3 @@ class BestExporter(Exporter):
             {"best_eval_result": numbers},
         )
         _log.info("Best model so far exported to %s: %s", path, eval_result)
-
-
-def _check_compare_fn(compare_fn: CompareFn) -> None:
-    """As `tf.estimator`: it is called with keywords, so names matter."""
-    if compare_fn is None:
-        raise ValueError("Argument `compare_fn` must not be None.")
-    check_callable("compare_fn", compare_fn)
-    names = set(inspect.signature(compare_fn).parameters)
-    wanted = {"best_eval_result", "current_eval_result"}
-    if names != wanted:
-        raise ValueError(
-            "Argument `compare_fn` must have the arguments `best_eval_result` "
-            f"and `current_eval_result`. Missing: {sorted(wanted - names)}; "
-            f"not expected: {sorted(names - wanted)}."
-        )

@@ -15,7 +15,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.cluster import probing
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.strategies import parameter_server_strategy
-from tfdist.estimator.building import Builder
+from tfdist.estimator.building import ModelFn, create_variables
 from tfdist.estimator.specs import RunConfig
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
@@ -23,20 +23,17 @@ from tfdist.training.workers import Workers
 
 @contextlib.contextmanager
 def step_on_workers(
+    model_fn: ModelFn,
     config: RunConfig,
-    builder: Builder,
     path: str | None,
     dataset: tf.data.Dataset,
     metrics: bool,
 ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-    """Gives a step with the weights of checkpoint `path`, if there is one.
-
-    And what yields a function's value for each batch of `dataset`.
-    """
+    """A step, and what yields a function's value for each batch."""
     cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
     probing.wait_until_up(cluster, wait_secs)
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
-    global_step, model = builder.create_variables(strategy)
+    global_step, model = create_variables(model_fn, config, strategy)
     if path:
         variables = checkpoints.named_variables(model, optimizer=False)
         checkpoints.restore(path, variables)

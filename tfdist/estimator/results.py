@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -24,8 +23,6 @@ RESULT_FILE = "latest.json"
 FAILURE_FILE = "failure.json"
 POLL_SECS = 0.5
 STORE_POLL_SECS = 5.0  # Of an object store, which is paid by the request.
-# Seconds between the chief's reminders, while it waits, that it is done.
-_REMIND_SECS = 5.0
 # When a waiting chief gives a failing evaluator up. The launcher starts one
 # again after 1, 2, 4 s, Kubernetes after 10, 20, 40 s.
 _MOST_FAILURES = 3
@@ -64,47 +61,46 @@ def wait_for_result(
 ) -> dict[str, Any] | None:
     """Waits until the evaluator has published its last result and exports.
 
-    Repeats meanwhile that training is over: an evaluator that starts only now
-    cannot tell an announcement it finds from one of an earlier job.
-
-    Args:
-        model_dir: Where the checkpoints are.
-        name: Name of the evaluation.
-        step: The last step of the job.
-        timeout_secs: Seconds to wait at most. It is less when the evaluator
-            fails: see the top of this module.
+    Says meanwhile, again and again, that training is over, at `step`: an
+    evaluator that starts only now cannot tell an announcement it finds from one
+    of an earlier job.
 
     Returns:
-        `{"metrics": ..., "exports": ..., ...}` of the newest checkpoint, or
-        None, with a warning that says why, if there is none.
+        What the evaluator called `name` has published, or None, with a warning
+        that says why, if it does not come within `timeout_secs`, or fails too
+        often or for too long.
     """
     directory = eval_dir(model_dir, name)
     newest = tf.train.latest_checkpoint(model_dir)
     wanted = newest and identity_of(newest)
-    failures = Failures()
-    start, reminders, problem = time.monotonic(), 0, None
+    start = failed_at = time.monotonic()
+    failure, failures, problem = None, 0, ""
+    _log.info("Waiting for the evaluator's result of step %d.", step)
     while not problem:
+        announce_end(model_dir, step)
         result = read_json(os.path.join(directory, RESULT_FILE))
-        if result and _is_final_of(result, wanted):
-            announce_end(model_dir, step)
+        if result and result["final"] and result["checkpoint"] == wanted:
             return result
-        waited = time.monotonic() - start
-        failure = read_json(os.path.join(directory, FAILURE_FILE))
-        if failure and failures.are_too_many(failure, waited):
-            problem = f"The evaluator failed: {failure['error']}"
-        elif waited >= timeout_secs:
+        found = read_json(os.path.join(directory, FAILURE_FILE))
+        now = time.monotonic()
+        if found and found != failure:
+            failure, failures, failed_at = found, failures + 1, now
+            _log.warning(
+                "The evaluator failed, and may be started again: %s",
+                found["error"],
+            )
+        given_up = (
+            failures >= _MOST_FAILURES or now - failed_at >= _COME_BACK_SECS
+        )
+        if found and given_up:
+            problem = f"The evaluator failed: {found['error']}"
+        elif now - start >= timeout_secs:
             problem = (
                 f"It did not come within {timeout_secs:g} s; "
                 "RunConfig(evaluator_timeout_secs=...) sets the limit."
             )
-        elif waited >= (reminders + 1) * _REMIND_SECS:
-            announce_end(model_dir, step)
-            if reminders % 6 == 0:
-                _log.info(
-                    "Waiting for the evaluator's result of step %d.", step
-                )
-            reminders += 1
-        time.sleep(poll_secs(model_dir))
+        else:
+            time.sleep(poll_secs(model_dir))
     _log.warning(
         "The job ends without the evaluator's result of step %d and the final "
         "exports. %s",
@@ -112,39 +108,6 @@ def wait_for_result(
         problem,
     )
     return None
-
-
-class Failures:
-    """The errors that an evaluator leaves while the chief waits for it."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, Any] | None = None
-        self._count = 0
-        self._since = 0.0
-
-    def are_too_many(self, failure: dict[str, Any], now: float) -> bool:
-        """Whether the chief need not wait any longer.
-
-        >>> failures = Failures()
-        >>> first = {"error": "ValueError: no batch", "time": 1}
-        >>> [failures.are_too_many(first, now) for now in (0, 59, 60)]
-        [False, False, True]
-
-        Args:
-            failure: What the evaluator left.
-            now: Seconds on any clock.
-        """
-        if failure != self._last:
-            self._last, self._since = failure, now
-            self._count += 1
-            _log.warning(
-                "The evaluator failed, and may be started again: %s",
-                failure["error"],
-            )
-        return (
-            self._count >= _MOST_FAILURES
-            or now - self._since >= _COME_BACK_SECS
-        )
 
 
 def write_json(path: str, value: object) -> None:
@@ -169,8 +132,3 @@ def identity_of(path: str) -> list[str]:
     except tf.errors.NotFoundError:
         digest = ""
     return [os.path.basename(path), digest]
-
-
-def _is_final_of(result: Mapping[str, Any], identity: list[str] | None) -> bool:
-    """Whether a published result is the last one, of that checkpoint."""
-    return result.get("final", False) and result["checkpoint"] == identity

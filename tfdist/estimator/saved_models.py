@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import uuid
 from collections.abc import Callable, Mapping
 
 import keras
@@ -27,7 +28,6 @@ ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
 
 # Seconds after which a temporary directory belongs to a process that died.
 _ABANDONED_SECS = 3600
-_ATTEMPTS = 10
 _NUMBER = r"\d{10}"
 _LAST_FILE = "saved_model.pb"
 
@@ -61,10 +61,10 @@ def export_saved_model(
 
     Raises:
         FileNotFoundError: a source of `assets_extra` does not exist.
-        RuntimeError: other processes took ten numbers in a row.
         TypeError: `serving_model_fn` returned something else.
     """
-    check_serving_model_fn(serving_model_fn)
+    if serving_model_fn is not None:
+        check_callable("serving_model_fn", serving_model_fn)
     assets_extra = checked_assets(assets_extra)
     for source in assets_extra.values():
         if not tf.io.gfile.exists(source):
@@ -73,7 +73,9 @@ def export_saved_model(
             )
     served = _served(model, serving_model_fn)
     _remove_abandoned(export_dir_base)
-    temporary = _unused_directory(export_dir_base)
+    name = f"temp-{int(time.time()):010d}-{uuid.uuid4().hex}"
+    temporary = os.path.join(export_dir_base, name)
+    storage.make_directory(temporary)
     try:
         for destination, source in assets_extra.items():
             target = os.path.join(temporary, "assets.extra", destination)
@@ -119,7 +121,7 @@ def _served(
     elif callable(getattr(model, "serving", None)):
         served = model.serving()
     if isinstance(served, keras.Model):
-        if serving.describes_itself(served):
+        if serving.symbolic_inputs(served) is not None:
             return Serving.of(served)
         serving.warn_of_no_examples(served, "it does not know its inputs")
     elif not isinstance(served, Serving):
@@ -136,47 +138,26 @@ def _names(path: str) -> list[str]:
     return [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
 
 
-def _next_number(export_path: str) -> int:
-    """Seconds since the epoch, as TensorFlow Serving wants its versions.
+def _publish(temporary: str, export_path: str) -> str:
+    """Gives a complete export the time as its number, or the next free one.
 
-    Always later than any other, for the latest is the one that is served.
+    It is greater than any other, for the latest is the one that is served.
     """
     names = _names(export_path)
     numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
-    return max([int(time.time()), *(number + 1 for number in numbers)])
-
-
-def _unused_directory(export_path: str) -> str:
-    """A new directory of a name that no server reads."""
-    number = _next_number(export_path)
-    while True:
-        path = os.path.join(export_path, f"temp-{number:010d}")
-        if not tf.io.gfile.exists(path):
-            storage.make_directory(path)
-            return path
-        number += 1
-
-
-def _publish(temporary: str, export_path: str) -> str:
-    """Gives a complete export the next number."""
-    for _ in range(_ATTEMPTS):
-        number = _next_number(export_path)
-        final = os.path.join(export_path, f"{number:010d}")
-        if storage.is_object_store(final):
-            _move_files(temporary, final)
-            return final
-        try:
-            tf.io.gfile.rename(temporary, final)
-        except tf.errors.OpError:
-            # Another process may have taken the number: then take the next.
-            if not tf.io.gfile.exists(final):
-                raise
-            continue
+    number = max([int(time.time()), *(n + 1 for n in numbers)])
+    final = os.path.join(export_path, f"{number:010d}")
+    if storage.is_object_store(final):
+        _move_files(temporary, final)
         return final
-    raise RuntimeError(
-        f"No number was free under {export_path!r} in {_ATTEMPTS} attempts: "
-        "other processes export there. Give each exporter its own name."
-    )
+    try:
+        tf.io.gfile.rename(temporary, final)
+    except tf.errors.OpError:
+        if not tf.io.gfile.exists(final):
+            raise
+        # Another process has just taken it.
+        return _publish(temporary, export_path)
+    return final
 
 
 def _move_files(temporary: str, final: str) -> None:
@@ -197,26 +178,15 @@ def _move_files(temporary: str, final: str) -> None:
 def _remove_abandoned(export_path: str) -> None:
     """Removes what processes left that died while they exported."""
     for name in _names(export_path):
-        match = re.fullmatch(rf"(?:temp-)?({_NUMBER})", name)
-        if match and int(match[1]) < time.time() - _ABANDONED_SECS:
+        match = re.fullmatch(rf"({_NUMBER})|temp-({_NUMBER})(-\w+)?", name)
+        if match and int(match[1] or match[2]) < time.time() - _ABANDONED_SECS:
             path = os.path.join(export_path, name)
-            if name.startswith("temp-") or not _is_complete(path):
+            if match[2] or not _is_complete(path):
                 storage.remove_tree(path)
 
 
-def check_serving_model_fn(serving_model_fn: ServingModelFn | None) -> None:
-    """Raises `TypeError` unless it is None or can be called."""
-    if serving_model_fn is not None:
-        check_callable("serving_model_fn", serving_model_fn)
-
-
 def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:
-    """Destinations, normalized, to sources.
-
-    Raises:
-        ValueError: a destination is absolute or leads out of `assets.extra`.
-        TypeError: no dictionary of paths.
-    """
+    """Destinations, normalized, to sources."""
     if assets_extra is None:
         return {}
     if not isinstance(assets_extra, Mapping) or not all(

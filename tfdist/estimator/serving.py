@@ -36,9 +36,9 @@ _METHODS = {
 class Serving:
     """A model as it is served.
 
-    Made of a Keras model by `Serving.of`; written out by hand, it describes
-    what a Keras model cannot: sparse features, defaults of missing ones, or
-    what the classify and regress APIs shall answer.
+    Made of a Keras model by `Serving.of`, or by hand for what that cannot know:
+    sparse features, defaults of missing ones, or what the classify and regress
+    APIs shall answer.
 
     Attributes:
         model: What holds the variables and tables that `predict` uses.
@@ -89,73 +89,51 @@ class Serving:
         Raises:
             ValueError: the model does not know its inputs.
         """
-        structure = _symbols(model)
+        structure = symbolic_inputs(model)
+        if structure is None:
+            raise ValueError(
+                f"Model {model.name!r} does not say what its inputs are: it is "
+                "neither functional nor sequential."
+            )
         # Names: the keys of a dictionary, else those of the inputs.
-        symbols = (
-            structure
-            if isinstance(structure, dict)
-            else {s.name: s for s in tf.nest.flatten(structure)}
-        )
+        by_key = isinstance(structure, dict)
+        flat = tf.nest.flatten(structure)
+        symbols = structure if by_key else {s.name: s for s in flat}
         inputs = {
             name: tf.TensorSpec([None, *s.shape[1:]], s.dtype, name=name)
             for name, s in symbols.items()
         }
 
         def predict(tensors: Tensors) -> Tensors:
-            if isinstance(structure, dict):
-                outputs = model(dict(tensors), training=False)
-            else:
+            values: Any = dict(tensors)
+            if not by_key:
                 flat = [tensors[name] for name in symbols]
-                packed = tf.nest.pack_sequence_as(structure, flat)
-                outputs = model(packed, training=False)
+                values = tf.nest.pack_sequence_as(structure, flat)
+            outputs = model(values, training=False)
             if isinstance(outputs, Mapping):
                 return outputs
             flat = tf.nest.flatten(outputs)
             return {f"output_{i}": value for i, value in enumerate(flat)}
 
-        made = {
-            "model": model,
-            "inputs": inputs,
-            "predict": predict,
-            "examples": feature_spec(inputs),
-        }
-        return cls(**{**made, **kwargs})
+        kwargs.setdefault("predict", predict)
+        kwargs.setdefault("examples", _feature_spec(inputs))
+        return cls(**{"model": model, "inputs": inputs, **kwargs})
 
 
-def describes_itself(model: keras.Model) -> bool:
-    """Whether a model knows its inputs: a functional or sequential one does."""
-    if isinstance(model, keras.Sequential):
-        return True
-    try:
-        return model.input is not None
-    except (AttributeError, ValueError):
-        return False
-
-
-def _symbols(model: keras.Model) -> Any:
-    """The symbolic inputs, in the structure in which the model takes them."""
-    if not describes_itself(model):
-        raise ValueError(
-            f"Model {model.name!r} does not say what its inputs are: it is "
-            "neither functional nor sequential."
-        )
+def symbolic_inputs(model: keras.Model) -> Any:
+    """In the structure in which a model takes them; None: it knows none."""
     if isinstance(model, keras.Sequential):
         return model.inputs[0]
-    return model.input
+    try:
+        return model.input
+    except (AttributeError, ValueError):
+        return None
 
 
-def feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
-    """How to read tensors of these shapes and types from `tf.Example`s.
+def _feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
+    """How to read such tensors from `tf.Example`s, none of them missing.
 
-    Without defaults: an example in which a feature is missing is an error.
-
-    >>> feature_spec({"a": tf.TensorSpec([None, None], tf.int32)})
-    {'a': FixedLenSequenceFeature(shape=[], dtype=tf.int64, \
-allow_missing=True, default_value=None)}
-
-    Returns:
-        As for `tf.io.parse_example`; None if a dimension other than the
-        first two is unknown.
+    None if a dimension other than the first two is unknown: they cannot be.
     """
     spec = {}
     for name, tensor in inputs.items():
@@ -179,26 +157,18 @@ def write(serving: Serving, path: str) -> None:
     """Writes a SavedModel that TensorFlow Serving's C++ loader reads.
 
     `tf.saved_model.save(keras_model)` loads in Python and fails there.
-
-    Args:
-        serving: What to write.
-        path: Directory; files of a SavedModel in it are replaced.
     """
+    endpoints = _endpoints(serving)
     archive = keras.export.ExportArchive()
     archive.track(serving.model)
-    endpoints = _endpoints(serving)
     for name, (function, spec) in endpoints.items():
         archive.add_endpoint(name, function, input_signature=[spec])
     # Keras lets `serving_default` be the first of them.
     archive.write_out(path, verbose=False)
-    default = next(iter(endpoints))
-    methods = {
-        name: method for name, method in _METHODS.items() if name in endpoints
-    }
-    if default in methods:
-        methods["serving_default"] = methods[default]
+    methods = {name: _METHODS[name] for name in endpoints if name in _METHODS}
     if methods:
         # `tf.saved_model.save` calls every signature a predict signature.
+        methods["serving_default"] = next(iter(methods.values()))
         utils = tf.compat.v1.saved_model.signature_def_utils
         updater = utils.MethodNameUpdater(path)
         for name, method in methods.items():
@@ -208,31 +178,31 @@ def write(serving: Serving, path: str) -> None:
 
 def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
     """Name to function and input; the default one first."""
-    endpoints = {}
+    endpoints: dict[str, tuple[Callable, Any]] = {}
     # Traced once, for all that take strings.
     predict = tf.function(
         lambda strings: dict(serving.predict(_parse(serving, strings))),
         autograph=False,
     )
 
-    def picked(**names: str) -> tuple[Callable, Any]:
+    def add(name: str, **outputs: str) -> None:
         def function(strings: tf.Tensor) -> Tensors:
-            outputs = predict(strings)
-            return {key: outputs[name] for key, name in names.items()}
+            predicted = predict(strings)
+            return {key: predicted[name] for key, name in outputs.items()}
 
-        return function, _strings("inputs")
+        endpoints[name] = function, _strings("inputs")
 
     if serving.classification:
         classes, scores = serving.classification
-        endpoints["classification"] = picked(classes=classes, scores=scores)
+        add("classification", classes=classes, scores=scores)
     if serving.regression:
-        endpoints["regression"] = picked(outputs=serving.regression)
+        add("regression", outputs=serving.regression)
     endpoints["serve"] = (
         lambda tensors: dict(serving.predict(tensors)),
         dict(serving.inputs),
     )
     if serving.examples:
-        endpoints["predict"] = (predict, _strings("examples"))
+        endpoints["predict"] = predict, _strings("examples")
     else:
         warn_of_no_examples(serving.model, "its inputs have unknown dimensions")
     return endpoints
@@ -259,7 +229,5 @@ def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:
     parsed = tf.io.parse_example(strings, dict(serving.examples))
     return {
         name: tf.cast(value, serving.inputs[name].dtype)
-        if value.dtype != serving.inputs[name].dtype
-        else value
         for name, value in parsed.items()
     }

@@ -59,11 +59,9 @@ class RunConfig:
       each task of a cluster would have got a temporary directory of its own.)
     * `session_creation_timeout_secs` is ten minutes instead of two hours.
     * Which task this is comes from `cluster`, which reads the environment:
-      `tfdist.Cluster` says what is accepted. A blank `TF_CONFIG` is none; an
-      evaluator needs no cluster, may stand beside a `master`, and has the index
-      0; `cluster_spec` never holds it; `master` is called `chief`; other jobs
-      are refused. There is no `master`, `evaluation_master`, `device_filters`
-      and `service`, for there is no session that they configured.
+      `tfdist.Cluster` says what is accepted. There is no `master`,
+      `evaluation_master`, `device_filters`, `service` and
+      `global_id_in_cluster`.
     * What is ignored is neither checked nor kept. A value of a wrong type and
       a field that does not exist are `TypeError`s.
 
@@ -74,21 +72,19 @@ class RunConfig:
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
             all tasks (`gs://` works).
-        tf_random_seed: Seeds Python, NumPy and the initializers. Default: none.
+        tf_random_seed: Seeds Python, NumPy and the initializers.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
         save_checkpoints_steps: Steps between checkpoints.
-        save_checkpoints_secs: Seconds between checkpoints. Default: 600, unless
-            the other is given. At most one of the two; None or 0: there are no
-            checkpoints, and `train_and_evaluate` refuses the configuration.
+        save_checkpoints_secs: Seconds between checkpoints. At most one of the
+            two. Default: 600 s. None or 0: there are no checkpoints.
         keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
             the default, which is over a year: none.
         log_step_count_steps: Steps between progress lines; None for none.
-        steps_per_dispatch: Steps a worker runs per request (decision D4).
-            Default: the `steps_per_execution` of `compile`, if more than 1;
-            else up to ten, fewer for models of many variables. On parameter
-            servers data that end are read one step per request, so that no
-            step at the end is lost.
+        steps_per_dispatch: Steps a worker runs per request. Default: the
+            `steps_per_execution` of `compile`, if more than 1; else up to ten,
+            fewer for models of many variables. On parameter servers data that
+            end are read one step per request.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -98,8 +94,7 @@ class RunConfig:
         audit_input: Whether to look, before training on parameter servers,
             whether two workers read the same examples, and to warn (see
             `python -m tfdist.audit`); it takes as long as four batches.
-            Default: only if the input function takes no `InputContext`, by
-            which a worker would know what to read.
+            Default: only if the input function takes no `InputContext`.
         check_numerics: Whether training ends with an error, instead of a
             checkpoint, once a variable is not finite.
         placement: Which parameter server holds a variable: "round_robin",
@@ -154,11 +149,34 @@ class RunConfig:
     def __post_init__(self, *without_meaning: Any) -> None:
         names = (*_IGNORED, *_REFUSED)
         _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
-        object.__setattr__(self, "model_dir", _directory(self.model_dir))
-        self._resolve_defaults()
-        check_type(
-            "tf_random_seed", self.tf_random_seed, int | np.integer | None
-        )
+        check_type("model_dir", self.model_dir, str | os.PathLike)
+        path = os.fspath(self.model_dir)
+        if not path:
+            raise ValueError("Argument `model_dir` must not be empty.")
+        storage.check_no_pattern(path)
+        # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
+        # sets ends in a slash.
+        object.__setattr__(self, "model_dir", path.rstrip("/") or "/")
+        steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is USE_DEFAULT and secs is USE_DEFAULT:
+            secs = _DEFAULT_SAVE_SECS
+        steps = None if steps is USE_DEFAULT else steps
+        secs = None if secs is USE_DEFAULT else secs
+        if steps is not None and secs is not None:
+            raise ValueError(
+                "Only one of `save_checkpoints_steps` and "
+                f"`save_checkpoints_secs` can be set. Received: {steps} and "
+                f"{secs}."
+            )
+        object.__setattr__(self, "save_checkpoints_steps", steps)
+        object.__setattr__(self, "save_checkpoints_secs", secs)
+        for name, wanted in (
+            ("tf_random_seed", int | np.integer | None),
+            ("cluster", Cluster),
+            ("audit_input", bool | None),
+            ("check_numerics", bool),
+        ):
+            check_type(name, getattr(self, name), wanted)
         for name, least in (
             ("save_summary_steps", 0),
             ("save_checkpoints_steps", 0),
@@ -171,27 +189,7 @@ class RunConfig:
             ("evaluator_timeout_secs", 0),
         ):
             check_at_least(name, getattr(self, name), least)
-        check_type("cluster", self.cluster, Cluster)
-        check_type("audit_input", self.audit_input, bool | None)
-        check_type("check_numerics", self.check_numerics, bool)
         strategy_lib.check(self.strategy, self.cluster)
-
-    def _resolve_defaults(self) -> None:
-        """Seconds between checkpoints, unless one of the two was given."""
-        steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
-        if steps is USE_DEFAULT and secs is USE_DEFAULT:
-            secs = _DEFAULT_SAVE_SECS
-        steps = None if steps is USE_DEFAULT else steps
-        secs = None if secs is USE_DEFAULT else secs
-        if steps is not None and secs is not None:
-            raise ValueError(
-                "Only one of `save_checkpoints_steps` and "
-                "`save_checkpoints_secs` can be set. Received: "
-                f"save_checkpoints_steps={steps}, "
-                f"save_checkpoints_secs={secs}."
-            )
-        object.__setattr__(self, "save_checkpoints_steps", steps)
-        object.__setattr__(self, "save_checkpoints_secs", secs)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which some fields have other values.
@@ -258,14 +256,6 @@ class RunConfig:
         return sum(len(self._tasks.get(job, ())) for job in ("chief", "worker"))
 
     @property
-    def global_id_in_cluster(self) -> int | None:
-        """This task's place among chief, workers and ps; None: it is none."""
-        if not self.cluster.trains:
-            return None
-        tasks = [(job, i) for job, ids in self._tasks.items() for i in ids]
-        return tasks.index((self.task_type, self.task_id)) if tasks else 0
-
-    @property
     def _tasks(self) -> dict[str, dict[int, str]]:
         """Job to its addresses by index, as this task may see them."""
         return self.cluster.training_spec() if self.cluster.trains else {}
@@ -285,10 +275,9 @@ class TrainSpec:
             argument without a default, which then gets the
             `tf.distribute.InputContext` that says which part of the data the
             calling worker shall read. With replicas in sync, the batches of a
-            function without one are global batches: every process reads the
-            same (tfdist seeds them alike), and each replica gets its share.
-            Those of a function with one are a replica's
-            (`get_per_replica_batch_size`).
+            function without one are global batches, which every process reads
+            alike (tfdist seeds them); those of a function with one are a
+            replica's (`get_per_replica_batch_size`).
         max_steps: Step at which training ends; None: when the data ends.
         hooks: Run after tfdist's own; those written for TF1 that touch no
             graph run as they are.
@@ -360,21 +349,13 @@ class EvalSpec:
         if isinstance(self.exporters, Exporter):
             object.__setattr__(self, "exporters", (self.exporters,))
         _make_tuple(self, "exporters", Exporter)
-        _check_names(self.exporters)
-
-
-def _directory(path: str | os.PathLike) -> str:
-    """A path to which `/name` can be appended, also on `gs://`.
-
-    There `a//b` is another object than `a/b`, and what Vertex AI sets ends in
-    a slash.
-    """
-    check_type("model_dir", path, str | os.PathLike)
-    path = os.fspath(path)
-    if not path:
-        raise ValueError("Argument `model_dir` must not be empty.")
-    storage.check_no_pattern(path)
-    return path.rstrip("/") or "/"
+        names = [getattr(e, "name", None) for e in self.exporters]
+        strings = all(name and isinstance(name, str) for name in names)
+        if not strings or len(set(names)) != len(names):
+            raise ValueError(
+                "Argument `exporters` must have unique names, which are "
+                f"strings. Received: names={names}."
+            )
 
 
 def _refuse_or_ignore(fields: dict[str, Any]) -> None:
@@ -407,13 +388,3 @@ def _make_tuple(spec: Any, name: str, wanted: type) -> None:
     for value in values:
         check_type(name, value, wanted)
     object.__setattr__(spec, name, values)
-
-
-def _check_names(exporters: tuple[Exporter, ...]) -> None:
-    names = [getattr(exporter, "name", None) for exporter in exporters]
-    strings = all(name and isinstance(name, str) for name in names)
-    if not strings or len(set(names)) != len(names):
-        raise ValueError(
-            "Argument `exporters` must have unique names, which are strings. "
-            f"Received: names={names}."
-        )

@@ -1,8 +1,7 @@
 """`train_and_evaluate`: one program, every task of a job.
 
-The top of tfdist. Which part of the job this process does is read from the
-environment (`Cluster.from_env()`), as `tf.estimator` did; the parts themselves
-are the layers below, each usable alone.
+Which part of the job this process does is read from the environment
+(`Cluster.from_env()`), as `tf.estimator` did.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_type
@@ -61,10 +61,12 @@ def train_and_evaluate(
     >>> metrics["global_step"]
     2
 
-    As `tf.estimator.train_and_evaluate`, in the same order, but:
+    As `tf.estimator.train_and_evaluate`, in the same order, but for what
+    `tfdist.MonitoredTrainingSession` and `tfdist.Exporter` do otherwise and:
 
-    * Workers and parameter servers end by themselves, and so does the evaluator
-      where training ends before `max_steps`.
+    * All tasks end by themselves, an evaluator also where training ends before
+      `max_steps`. It and the chief of a cluster return what a single process
+      does; TF returned None there.
     * The export of the last checkpoint is always the final one; TF told the
       exporters so only at `max_steps`, so that a `FinalExporter` never exported
       when the data ended first. One that was exported before it was known to
@@ -74,15 +76,8 @@ def train_and_evaluate(
       end around no step. TF returned `(None, None)`.
     * A training input without a single batch is an error; TF evaluated and
       exported the model as it was.
-    * What was restored is not saved again at once.
-    * A training hook is called around runs of many steps if it says, by
-      `steps_until_next`, how many.
-    * Exporters get the evaluated model instead of an estimator and the path of
-      a checkpoint.
-    * `graph.pbtxt` and `.meta` files are not written; `training_done.json` is,
-      which ends an evaluator, and `latest.json` in the evaluation's directory.
-    * The chief of a cluster and the evaluator return what a single process
-      does; TF returned None there.
+    * `training_done.json` is written, which ends an evaluator, and
+      `latest.json` in the evaluation's directory.
 
     Args:
         estimator: The model and configuration.
@@ -90,9 +85,9 @@ def train_and_evaluate(
         eval_spec: What to evaluate on.
 
     Returns:
-        The final metrics and the paths of the last exports, from the chief, the
-        evaluator and a single process; `(None, [])` from the other tasks (and
-        from the chief when the evaluator failed or did not finish in time).
+        The final metrics and the paths of the last exports; `(None, [])` from
+        workers and servers, and from the chief when the evaluator failed or did
+        not finish in time.
 
     Raises:
         TypeError: an argument of another type.
@@ -139,6 +134,7 @@ def train_and_evaluate(
         hooks=eval_spec.hooks,
         exporters=eval_spec.exporters,
     )
+    result: dict[str, Any] | None
     if cluster.role == "evaluator":
         evaluator.run_continuously(
             train_spec.max_steps,
@@ -146,12 +142,15 @@ def train_and_evaluate(
             eval_spec.throttle_secs,
             estimator.config.session_creation_timeout_secs,
         )
-        return evaluator.metrics, evaluator.exports
-    result = _train_and_evaluate(estimator, train_spec, eval_spec, evaluator)
-    if on_ps:
-        # Only now: after an error the servers wait for the chief's restart.
-        servers.release(cluster)
-    return result
+        result = evaluator.result
+    else:
+        result = _train_and_evaluate(
+            estimator, train_spec, eval_spec, evaluator
+        )
+        if on_ps:
+            # Only now: after an error the servers wait for a restart.
+            servers.release(cluster)
+    return (result["metrics"], result["exports"]) if result else (None, [])
 
 
 def _end_of_training(model_dir: str) -> Callable[[], bool]:
@@ -166,8 +165,8 @@ def _train_and_evaluate(
     train_spec: TrainSpec,
     eval_spec: EvalSpec,
     evaluator: Evaluator,
-) -> tuple[dict[str, float] | None, list[str | None]]:
-    """The chief's part."""
+) -> dict[str, Any] | None:
+    """The chief's part; returns the last result, if there is one."""
     config = estimator.config
     separate = config.cluster.has_evaluator
     storage.check_writable(config.model_dir)
@@ -177,7 +176,7 @@ def _train_and_evaluate(
         listeners.append(
             _EvaluateAfterSave(
                 evaluator,
-                eval_spec,
+                eval_spec.throttle_secs,
                 train_spec.max_steps,
                 has_workers=config.strategy_name == "ps",
             )
@@ -193,15 +192,14 @@ def _train_and_evaluate(
     assert path is not None  # Training ends with one.
     last_step = checkpoints.step_of(path)
     results.announce_end(config.model_dir, last_step)
-    if separate:
-        result = results.wait_for_result(
-            config.model_dir,
-            eval_spec.name,
-            last_step,
-            config.evaluator_timeout_secs,
-        )
-        return (result["metrics"], result["exports"]) if result else (None, [])
-    return evaluator.metrics, evaluator.exports
+    if not separate:
+        return evaluator.result
+    return results.wait_for_result(
+        config.model_dir,
+        eval_spec.name,
+        last_step,
+        config.evaluator_timeout_secs,
+    )
 
 
 class _EvaluateAfterSave(CheckpointSaverListener):
@@ -210,14 +208,14 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     def __init__(
         self,
         evaluator: Evaluator,
-        eval_spec: EvalSpec,
+        throttle_secs: float,
         max_steps: int | None,
         has_workers: bool,
     ) -> None:
         self._evaluator = evaluator
-        self._has_workers = has_workers
+        self._throttle_secs = throttle_secs
         self._max_steps = max_steps
-        self._throttle_secs = eval_spec.throttle_secs
+        self._has_workers = has_workers
         self._not_before = 0.0
         self._exported_the_last = False
 
@@ -258,5 +256,4 @@ class _EvaluateAfterSave(CheckpointSaverListener):
                 path, elsewhere=session.evaluate if elsewhere else None
             )
         self._evaluator.export(is_the_final_export=is_the_last)
-        self._evaluator.publish()
         self._exported_the_last = is_the_last

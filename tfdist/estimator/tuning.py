@@ -1,9 +1,8 @@
 """What a trial of a hyperparameter tuning job tells Vertex AI.
 
-The service gives each trial other flags, and afterwards reads its metrics from
-a file on the chief's machine, one JSON object a line, as Google's
-`cloudml-hypertune` writes it: every value a string but the time. So the chief
-reports, also where an evaluator on another machine has computed the metrics.
+The service reads a trial's metrics from a file on the chief's machine, one JSON
+object a line, as Google's `cloudml-hypertune` writes it: every value a string
+but the time. So the chief reports, also what an evaluator has computed.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def report_metrics(
 
     Args:
         metrics: What `tfdist.train_and_evaluate` returns: name to value, with
-            `global_step` among them. All are written; the service picks the
-            one that the job is tuned for. One that is no finite number is left
-            out, with a warning: a trial without its metric counts as failed.
+            `global_step` among them. One that is no finite number is left out,
+            with a warning: a trial without its metric counts as failed.
         path: A local file; the service sets CLOUD_ML_HP_METRIC_FILE.
         trial: Its number; the service sets CLOUD_ML_TRIAL_ID.
     """

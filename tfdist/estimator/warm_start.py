@@ -29,8 +29,7 @@ class WarmStartSettings:
     'old_job'
 
     Attributes:
-        ckpt_to_initialize_from: Path of a checkpoint, or of a directory, whose
-            latest one is meant.
+        ckpt_to_initialize_from: A checkpoint, or a directory with some.
         vars_to_warm_start: Regular expression that a trainable variable's name
             must match somewhere, or a list of such. Slots and counters are
             never taken. Default: all.
@@ -56,11 +55,7 @@ class WarmStartSettings:
 
 
 class WarmStartHook(SessionRunHook):
-    """Takes the weights when a job begins; a job that goes on has its own.
-
-    Args:
-        settings: Which weights from where; a path takes all.
-    """
+    """Takes the weights when a job begins; a job that goes on has its own."""
 
     def __init__(self, settings: WarmStartSettings | str) -> None:
         if isinstance(settings, str):
@@ -68,12 +63,7 @@ class WarmStartHook(SessionRunHook):
         self._settings = settings
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Assigns the weights, unless the session was restored.
-
-        Raises:
-            ValueError: there is no checkpoint, no variable matches, or the
-                checkpoint lacks one or has it in another shape.
-        """
+        """Assigns the weights, unless the session was restored."""
         if session.restored_from is not None:
             return
         settings = self._settings
