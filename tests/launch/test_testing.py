@@ -81,10 +81,7 @@ def wait_until_up(job):
         ({"kind": "cut_network", "task": "ps:0"}, "None for .cut_network."),
         ({"kind": "kill", "task": "ps:0"}, "Exactly one of"),
         ({"task": "ps:0", "at_step": 1, "at_secs": 1}, "Exactly one of"),
-        (
-            {"kind": "restart", "task": "ps:0", "at_step": 1, "for_secs": 2},
-            'use "kill"',
-        ),
+        ({"kind": "cut_network", "at_step": 1}, "when the network is mended"),
     ],
 )
 def test_contradictory_faults(arguments, message):
@@ -122,7 +119,7 @@ def test_random_faults(when):
     times = [getattr(fault, name) for fault in faults]
     assert times == sorted(times)
     assert (times[0], times[-1]) == pytest.approx((low, high), abs=0.05)
-    lengths = [f.for_secs for f in faults if f.kind != "restart"]
+    lengths = [f.for_secs for f in faults]
     assert 1 <= min(lengths) < 1.1
     assert 1.9 < max(lengths) <= 2
 
@@ -183,9 +180,6 @@ def test_every_task_gets_its_place(tmp_path):
                 }.items()
             }
         assert job.exit_codes() == {t: [0] * (t == "chief:0") for t in ports}
-        assert 1e6 < job.rss("ps:0") < 1e9
-        with pytest.raises(NotRunningError, match="chief:0 is not running"):
-            job.rss("chief:0")
     assert len(set(ports.values())) == 5
     assert_nothing_left(job)
     assert (tmp_path / "logs" / "worker-0.log").read_text().startswith("up")
@@ -242,7 +236,7 @@ from tfdist.launch import testing
 with testing.LocalCluster(["sleep", "99"]) as cluster:
     print(cluster.private)
     try:
-        cluster.cut_network()
+        cluster.cut_network(for_secs=1)
     except RuntimeError as error:
         print(error)
 """
@@ -258,7 +252,7 @@ def test_a_system_that_refuses_a_private_network():
     )
     if done.returncode == 77:
         pytest.skip("this system has no user namespaces to take away")
-    assert "refuses a private network (unshare: No space left" in done.stderr
+    assert "refuses a private network (No space left" in done.stderr
     assert "authenticate nobody" in done.stderr
     assert done.stdout.startswith("False\nThe cluster is in the host's network")
     assert done.returncode == 0
@@ -301,9 +295,8 @@ sys.exit(3)
 """
     with cluster(script, workers=1) as job:
         job.wait_for_line("worker:0", "the last words")
-        with pytest.raises(TimeoutError, match=r"within 0.2 s\.") as raised:
+        with pytest.raises(TimeoutError, match=r"within 0.2 s\."):
             job.wait_for_line("worker:0", "nothing", timeout_secs=0.2)
-        assert raised.value.__notes__[1].endswith("\n    the last words")
         with pytest.raises(
             RuntimeError, match=r"chief:0 ended \(exit code 3\)"
         ):
@@ -317,7 +310,7 @@ sys.exit(3)
 def test_a_job_that_does_not_end():
     with (
         cluster(SLEEP) as job,
-        pytest.raises(TimeoutError, match="The job did not end within"),
+        pytest.raises(TimeoutError, match="did not come to the end of the job"),
     ):
         job.wait(timeout_secs=0.1)
 
@@ -363,7 +356,7 @@ def test_kill(job):
     assert injection is job.injections[-1]
     assert injection.secs > 0
     assert dataclasses.replace(injection, secs=0) == testing.Injection(
-        "kill", "worker:0", pid, signal.SIGKILL, None, 0, "SIGKILL"
+        "kill", "worker:0", pid, None, 0, "SIGKILL"
     )
     with pytest.raises(NotRunningError, match="is not running: SIGKILL"):
         job.kill("worker:0")
@@ -375,7 +368,7 @@ def test_freeze_and_resume(job):
     assert state(pid) == "T"
     with pytest.raises(NotRunningError, match="frozen already"):
         job.freeze("ps:0")
-    assert job.resume("ps:0").signal is signal.SIGCONT
+    assert job.resume("ps:0").effect == "no thread stopped"
     assert state(pid) in ("R", "S")
     job.freeze("ps:0", for_secs=0.1)
     wait_until(lambda: state(pid) in ("R", "S"))
@@ -391,7 +384,8 @@ def test_a_frozen_task_dies(job):
 
 def test_restart(job):
     before, port = job.pid("ps:0"), job.ports()["ps:0"]
-    assert job.restart("ps:0").pid == before
+    job.kill("ps:0", for_secs=0.0)
+    wait_until(lambda: job.pid("ps:0"))
     after = job.pid("ps:0")
     assert after not in (before, None)
     assert job.ports()["ps:0"] == port
@@ -417,7 +411,7 @@ while True: {SLEEP}
 
 
 def test_unknown_tasks(job):
-    for method in (job.kill, job.freeze, job.terminate, job.restart, job.pid):
+    for method in (job.kill, job.freeze, job.terminate, job.pid):
         with pytest.raises(ValueError, match="Received: task='worker:9'"):
             method("worker:9")
 
@@ -484,7 +478,7 @@ def test_absent_and_additional_tasks():
             for name in ("chief:0", *names)
         }
         ports = job.ports()
-        with pytest.raises(ValueError, match="Received: job='master'"):
+        with pytest.raises(ValueError, match="master"):
             job.add_task("master")
     assert told["chief:2"] == told["chief:0"]
     assert told["chief:1"]["task"] == told["chief:0"]["task"]
@@ -527,20 +521,19 @@ def test_a_network_that_is_cut_and_mended():
         if not job.private:
             pytest.skip("this system has no private network to cut")
         job.wait_until_step(3)
-        job.cut_network()
+        job.cut_network(for_secs=1)
         step = job.wait_until_step(job.step)
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             time.sleep(0.02)
             assert job.step <= step + 1  # Its line was on the way.
-        job.mend_network()
         job.wait_until_step(step + 5)
         step = job.step
         job.cut_network(for_secs=0.2)
         job.wait_until_step(step + 5)
         assert job.exit_codes() == {"chief:0": [], "worker:0": []}
         kinds = [injection.kind for injection in job.injections]
-        assert kinds == ["cut_network", "mend_network", "cut_network"]
+        assert kinds == ["cut_network", "cut_network"]
 
 
 # --- Runs with faults --------------------------------------------------------
@@ -548,7 +541,7 @@ def test_a_network_that_is_cut_and_mended():
 
 def test_a_run_with_faults():
     faults = [
-        Fault("restart", "ps:0", at_secs=0.3),
+        Fault("kill", "ps:0", at_secs=0.3, for_secs=0.0),
         Fault("kill", "worker:0", at_step=20, for_secs=0.2),
         Fault("freeze", "worker:1", at_step=20, for_secs=0.2),
         Fault("freeze", "chief:0", at_step=25, for_secs=0.2),
@@ -590,7 +583,7 @@ def test_random_faults_are_survived():
             3,
             8,
             ["ps:0", "worker:0", "worker:1"],
-            kinds=("kill", "freeze", "restart", "terminate"),
+            kinds=("kill", "freeze", "terminate"),
             at_step=(5, 30),
             for_secs=(0.05, 0.2),
         )
@@ -697,13 +690,13 @@ def test_a_killed_supervisor_leaves_no_task():
         wait_until_up(job)
         pids = [job.pid(task) for task in job.ports()]
         job.freeze("worker:0")
-        os.kill(job._supervisor.process.pid, signal.SIGKILL)
+        os.kill(job._client.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="supervising process has died"):
             job.kill("chief:0")
         with pytest.raises(RuntimeError, match="ended with SIGKILL"):
             job.close()
         wait_until(lambda: {state(pid) for pid in pids} == {None})
-        job._supervisor.process.returncode = 0  # For the end of the block.
+        job._client.process.returncode = 0  # For the end of the block.
 
 
 @pytest.mark.parametrize("what", ["port", "file"])
@@ -763,7 +756,6 @@ def becomes(job, state, inject):
 
 
 def test_a_frozen_tensorflow_server(tensorflow):
-    assert tensorflow.rss("ps:0") > 50e6
     assert becomes(tensorflow, "FROZEN", tensorflow.freeze)
     assert becomes(tensorflow, "LIVE", tensorflow.resume)
 
@@ -774,7 +766,7 @@ def test_a_killed_tensorflow_server(tensorflow):
 
 @pytest.mark.slow
 def test_a_restarted_tensorflow_server(tensorflow):
-    assert becomes(tensorflow, "LIVE", tensorflow.restart)
+    assert becomes(tensorflow, "LIVE", tensorflow.start)
     assert becomes(tensorflow, "DEAD", tensorflow.terminate)
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tensorflow as tf
 
@@ -68,9 +69,11 @@ class Memory(threading.Thread):
         while not self._stopped.wait(1.0):
             for task in TASKS:
                 pid = self._job.pid(task)
+                if pid is None:
+                    continue
                 try:
-                    rss = self._job.rss(task)
-                except (RuntimeError, OSError):
+                    rss = psutil.Process(pid).memory_info().rss
+                except psutil.Error:
                     continue  # It is down just now.
                 self.samples.setdefault((task, pid), []).append(rss)
 

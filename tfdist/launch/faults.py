@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KINDS = ("kill", "freeze", "terminate", "restart", "cut_network")
+KINDS = ("kill", "freeze", "terminate", "cut_network")
 """The kinds of faults, each a method of `LocalCluster`."""
+
+
+class NotRunningError(RuntimeError):
+    """A fault was to be injected into a task that is dead or frozen already."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Fault:
             `LocalCluster.run`.
         for_secs: how long the task is frozen or down, or the network cut.
             Default: for ever, except that the cluster's `restart_secs` says
-            when a dead task is started again. Not for "restart".
+            when a dead task is started again. Needed by "cut_network".
 
     Raises:
         ValueError: if these contradict each other.
@@ -41,26 +44,19 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
-                f"Argument `kind` must be one of {', '.join(KINDS)}. "
-                f"Received: kind={self.kind!r}"
-            )
-        if (self.task is None) != (self.kind == "cut_network"):
-            raise ValueError(
+            problem = f"Argument `kind` must be one of {', '.join(KINDS)}."
+        elif (self.task is None) != (self.kind == "cut_network"):
+            problem = (
                 'Argument `task` must be "job:index", and None for '
-                f'"cut_network" alone. Received: kind={self.kind!r}, '
-                f"task={self.task!r}"
+                '"cut_network" alone.'
             )
-        if (self.at_step is None) == (self.at_secs is None):
-            raise ValueError(
-                "Exactly one of `at_step` and `at_secs` must be given. "
-                f"Received: at_step={self.at_step}, at_secs={self.at_secs}"
-            )
-        if self.kind == "restart" and self.for_secs is not None:
-            raise ValueError(
-                'A "restart" takes no time; for a pause, use "kill" with '
-                f"`for_secs`. Received: for_secs={self.for_secs}"
-            )
+        elif (self.at_step is None) == (self.at_secs is None):
+            problem = "Exactly one of `at_step` and `at_secs` must be given."
+        elif self.kind == "cut_network" and self.for_secs is None:
+            problem = "Argument `for_secs` must say when the network is mended."
+        else:
+            return
+        raise ValueError(f"{problem} Received: {self}")
 
     def is_due(self, step: int | None, secs: float) -> bool:
         """Whether it is to happen by now.
@@ -99,7 +95,7 @@ def random_faults(
         seed: of the draw.
         count: how many.
         tasks: the tasks to choose from.
-        kinds: the kinds to choose from.
+        kinds: likewise, of `KINDS`.
         at_step: first and last step at which they may happen.
         at_secs: or first and last moment, in seconds from the start of the run.
         for_secs: least and greatest number of seconds that each lasts.
@@ -126,14 +122,13 @@ def random_faults(
             draw() * (at_step[1] - at_step[0] + 1)
         )
         secs = at_secs and _between(*at_secs, draw())
-        length = _between(*for_secs, draw())
         faults.append(
             Fault(
                 kind,
                 None if kind == "cut_network" else task,
                 at_step=step,
                 at_secs=secs,
-                for_secs=None if kind == "restart" else length,
+                for_secs=_between(*for_secs, draw()),
             )
         )
     return sorted(faults, key=lambda f: (f.at_step or 0, f.at_secs or 0))
@@ -148,11 +143,9 @@ class Injection:
     """What was done to a task, and what it came to.
 
     Attributes:
-        kind: one of `KINDS`, "resume" or "mend_network".
+        kind: one of `KINDS`, or "resume".
         task: "job:index"; None for the network.
-        pid: the process it was done to; None for the network, and for the
-            "restart" of a task that was down.
-        signal: the signal that was sent; None for the network.
+        pid: the process it was done to; None for the network.
         step: what the chief's progress said then; None before it said any.
         secs: seconds from the start of the cluster.
         effect: the proof, in words: "SIGKILL", "every thread stopped", ...
@@ -161,7 +154,6 @@ class Injection:
     kind: str
     task: str | None
     pid: int | None
-    signal: signal.Signals | None
     step: int | None
     secs: float
     effect: str
