@@ -30,7 +30,6 @@ class Client:
 
     Attributes:
         last_status: What was known of the tasks at the end; None before.
-        is_temporary: Whether `close` removes the folder.
     """
 
     def __init__(
@@ -92,14 +91,11 @@ class Client:
         """What is known of a task."""
         return find_task(self.status(), task)
 
-    def output(self, task: str, offset: int = 0) -> bytes:
+    def output(self, task: str) -> str:
         """What a task's processes have written; empty after `close`."""
         path = self.log_dir / log_name(task)
-        if not path.exists():
-            return b""
-        with path.open("rb") as log:
-            log.seek(offset)
-            return log.read()
+        written = path.read_bytes() if path.exists() else b""
+        return written.decode(errors="replace")
 
     def close(self) -> None:
         """Has all tasks killed, and waits for the end of the process.

@@ -179,13 +179,9 @@ class Task:
         """The last lines of a process that has ended; closes `output`.
 
         It does not wait for the pipe's end, for a daemon that left the
-        process's session may hold it open.
+        process's session may hold it open. One read has all that a pipe holds.
         """
-        lines: list[bytes] = []
-        for _ in range(64):  # More than a pipe holds.
-            if not (more := self.read()):
-                break
-            lines += more
+        lines = self.read() or []
         self.output.close()
         return lines + self._lines.flush()
 

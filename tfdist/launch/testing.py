@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TAIL_LINES = 15
+_CHIEF = "chief:0"
 _END_OF_JOB = "the end of the job"
 
 
@@ -118,7 +119,6 @@ class LocalCluster:
         self._started_at = time.monotonic()
         self._step_pattern = re.compile(step_pattern, re.MULTILINE)
         self._step: int | None = None
-        self._step_offset = 0
         self._client = Client(cwd, log_dir)
         self._ask = self._client.ask
         self.log_dir = self._client.log_dir
@@ -165,27 +165,22 @@ class LocalCluster:
         """
         self._client.close()
 
-    # --- Looking -------------------------------------------------------------
-
     def pid(self, task: str) -> int | None:
         """The task's process id; None while it is down."""
         return self._client.status_of(task).pid
 
     def ports(self) -> dict[str, int]:
         """The port of each task, on 127.0.0.1 of the cluster's network."""
-        return {
-            name: status.port for name, status in self._client.status().items()
-        }
+        tasks = self._client.status().items()
+        return {name: status.port for name, status in tasks}
 
     def exit_codes(self) -> dict[str, list[int]]:
         """How each process of each task ended, in order; -n for signal n.
 
         `close` adds the -9 of what ran until then.
         """
-        return {
-            name: list(status.exit_codes)
-            for name, status in self._client.status().items()
-        }
+        tasks = self._client.status().items()
+        return {name: list(status.exit_codes) for name, status in tasks}
 
     def output(self, task: str) -> str:
         """All that the task's processes have written, to either stream.
@@ -193,20 +188,15 @@ class LocalCluster:
         Empty after `close()` if `log_dir` was a temporary one.
         """
         self._client.status_of(task)
-        return self._client.output(task).decode(errors="replace")
+        return self._client.output(task)
 
     @property
     def step(self) -> int | None:
         """The step in the chief's latest progress line; None before any."""
-        new = self._client.output("chief:0", self._step_offset)
-        lines = new[: new.rfind(b"\n") + 1]
-        self._step_offset += len(lines)
-        text = lines.decode(errors="replace")
-        for match in self._step_pattern.finditer(text):
+        lines = self._client.output(_CHIEF).rpartition("\n")[0]
+        for match in self._step_pattern.finditer(lines):
             self._step = int(match[1])
         return self._step
-
-    # --- Waiting -------------------------------------------------------------
 
     def wait_until_step(self, step: int, *, timeout_secs: float = 60.0) -> int:
         """Waits until the chief's progress says `step` or more; returns that.
@@ -220,7 +210,7 @@ class LocalCluster:
             now = self.step
             return now if now is not None and now >= step else None
 
-        return self._wait("chief:0", reached, f"step {step}", timeout_secs)
+        return self._wait(_CHIEF, reached, f"step {step}", timeout_secs)
 
     def wait_for_line(
         self,
@@ -263,12 +253,10 @@ class LocalCluster:
         """
 
         def ended() -> int | None:
-            chief = self._client.status_of("chief:0")
+            chief = self._client.status_of(_CHIEF)
             return chief.exit_codes[-1] if chief.is_over else None
 
-        return self._wait("chief:0", ended, _END_OF_JOB, timeout_secs)
-
-    # --- Faults --------------------------------------------------------------
+        return self._wait(_CHIEF, ended, _END_OF_JOB, timeout_secs)
 
     def kill(self, task: str, *, for_secs: float | None = None) -> Injection:
         """Kills a task, frozen or not, with SIGKILL; returns when it is dead.
@@ -335,15 +323,11 @@ class LocalCluster:
 
         Args:
             job: "chief", "worker", "ps" or "evaluator".
-            address_of: The task whose address it takes. Default: one of its
-                own.
+            address_of: The task whose address it takes. Default: its own.
             command: What it runs. Default: what the others run.
 
         Returns:
             Its name here, such as "chief:1".
-
-        Raises:
-            ValueError: There is no such job or task.
         """
         return self._ask("add_task", job, address_of, command and list(command))
 
@@ -377,14 +361,13 @@ class LocalCluster:
             RuntimeError: It ends before every fault was injected, or a fault
                 has no effect.
         """
-        for fault in faults:
-            if fault.task is not None:
-                self._client.status_of(fault.task)
+        for task in filter(None, (fault.task for fault in faults)):
+            self._client.status_of(task)
         start = time.monotonic()
         pending, done = list(faults), []
 
         def ended() -> bool | None:
-            over = self._client.status_of("chief:0").is_over
+            over = self._client.status_of(_CHIEF).is_over
             for fault in tuple(pending):
                 if fault.is_due(self.step, time.monotonic() - start):
                     where = () if fault.task is None else (fault.task,)
@@ -394,15 +377,13 @@ class LocalCluster:
                         pending.remove(fault)
             return over or None
 
-        self._wait("chief:0", ended, _END_OF_JOB, timeout_secs)
+        self._wait(_CHIEF, ended, _END_OF_JOB, timeout_secs)
         if pending:
             raise RuntimeError(
                 "The job ended before these faults could be injected: "
                 + ", ".join(map(str, pending))
             )
         return done
-
-    # --- Inside --------------------------------------------------------------
 
     def _inject(self, kind: str, task: str | None, *args: Any) -> Injection:
         moment = self.step, time.monotonic() - self._started_at
