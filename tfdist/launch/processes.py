@@ -25,9 +25,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
 
+PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
+"""What TensorFlow recommends for every task of a job with servers."""
+
 # Asks glibc for huge pages: a step touches rows all over a large table, and
 # with small pages each costs a walk through page tables that fit no cache.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 # What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL, and
 # the "error" (303) that this machine has no GPU driver.
@@ -130,9 +133,9 @@ class Task:
     def start(self) -> None:
         """Starts the process, from the launcher's main thread."""
         environment = {
-            "GRPC_FAIL_FAST": "use_caller",  # What TensorFlow recommends.
+            **PS_JOB_ENV,
             "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
-            **(_HUGE_PAGES if self.job == "ps" else {}),
+            **(PS_ENV if self.job == "ps" else {}),
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": self.tf_config,

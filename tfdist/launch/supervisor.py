@@ -160,14 +160,17 @@ class Supervisor:
         for task in self.tasks.values():
             self.reap(task)
 
+    def _all_are_dead(self) -> bool:
+        for task in self.tasks.values():
+            task.poll()
+        return all(task.pid is None for task in self.tasks.values())
+
     def kill_all(self) -> None:
         """Kills every task and waits until it is gone."""
         for task in self.tasks.values():
             self.cancel(task, *list(task.planned))
             task.stop(signal.SIGKILL)
-        for task in self.tasks.values():
-            if task.pid is not None:
-                wait_until(lambda task=task: task.poll() is not None, task.name)
+        wait_until(self._all_are_dead, "every task to die")
         for holder in self._ports:
             holder.close()
 

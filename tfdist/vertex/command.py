@@ -38,6 +38,15 @@ from tfdist.vertex.jobs import Job, Machine, check
 from tfdist.vertex.tuning import Tuning, parameter
 
 
+_MACHINES = {
+    "machine": "what computes the gradients",
+    "chief_machine": "the chief, where there are parameter servers",
+    "ps_machine": "parameter servers",
+    "evaluator_machine": "the evaluator",
+    "reduction_machine": "reduction servers",
+}
+
+
 def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
     """Adds the flags that are fields of a dataclass, made by `jobs.flag`."""
     for field in dataclasses.fields(described_by):
@@ -46,17 +55,16 @@ def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
             continue
         name, default = options.pop("name", field.name), field.default
         options |= {"dest": field.name, "default": default}
-        shown = default
         if default is dataclasses.MISSING:
-            options["default"] = shown = None
+            options["default"] = None
         elif default is False:
             options["action"] = "store_true"
         elif isinstance(default, int):
             options |= {"type": count_flag, "metavar": "N"}
         elif isinstance(default, tuple):
             options |= {"action": "append", "default": [], "metavar": "VALUE"}
-        if shown not in (None, False, ()):
-            options["help"] += f" ({shown})"
+        if options["default"]:
+            options["help"] += " (%(default)s)"
         parser.add_argument(f"--{name}", **options)
 
 
@@ -69,21 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(parser, Job)
     add = parser.add_argument
-    for name, text in {
-        "machine": "of what computes the gradients",
-        "chief_machine": "of the chief, where there are parameter servers",
-        "ps_machine": "of parameter servers",
-        "evaluator_machine": "of the evaluator",
-        "reduction_machine": "of reduction servers",
-    }.items():
-        default: Machine = getattr(Job, name)
-        add(
-            f"--{name}",
-            type=_machine,
-            default=default,
-            metavar="TYPE",
-            help=f"{text} ({default.machine_type})",
-        )
+    for name, text in _MACHINES.items():
+        default = getattr(Job, name).machine_type
+        text = f"of {text} (%(default)s)"
+        add(f"--{name}", default=default, metavar="TYPE", help=text)
+    many: dict[str, Any] = {"action": "append", "default": []}
     accelerator: dict[str, Any] = {"type": _accelerator, "default": {}}
     accelerator["metavar"] = "TYPE[:N]"
     text = "on each --machine, such as NVIDIA_TESLA_T4:2 or TPU_V3:8"
@@ -91,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--evaluator_accelerator", **accelerator, help="on the evaluator")
     add("--tpu_topology", metavar="TOPOLOGY", help="of a TPU v5e, as 2x2")
     add("--boot_disk_gb", type=int, metavar="GB", help="of --machine (100)")
-    text = "a variable of every task, NAME=VALUE; can be repeated"
-    add("--env", action="append", default=[], type=_variable, help=text)
+    text = "a variable of every task; can be repeated"
+    add("--env", **many, metavar="NAME=VALUE", help=text)
     add("args", nargs="*", help=argparse.SUPPRESS)
     text = "such as 90m, 12h or 3d (7d)"
     add("--timeout", dest="timeout_secs", type=_seconds, help=text)
@@ -106,23 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "only checks the YAML of a job that was written by hand"
     add("--check", metavar="FILE", help=text)
 
-    tuning = parser.add_argument_group("hyperparameter tuning")
-    add_flags(tuning, Tuning)
-    tuning.add_argument(
-        "--parameter",
-        dest="parameters",
-        action="append",
-        default=[],
-        type=_parameter,
-        help="a flag of the trainer: name=double:MIN:MAX[:log], "
+    add_flags(parser, Tuning)
+    text = (
+        "a flag of the trainer to tune: name=double:MIN:MAX[:log], "
         "name=int:MIN:MAX, name=discrete:1,2,4 or name=categorical:a|b; can be "
-        "repeated",
+        "repeated"
     )
+    add("--parameter", dest="parameters", **many, metavar="SPEC", help=text)
     return parser
-
-
-def _machine(text: str) -> Machine:
-    return Machine(machine_type=text)
 
 
 def _accelerator(text: str) -> dict[str, Any]:
@@ -150,22 +139,6 @@ def _seconds(text: str) -> int:
     return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(
-            f"must be NAME=VALUE. Received: {text!r}"
-        )
-    return name, value
-
-
-def _parameter(text: str) -> dict[str, Any]:
-    try:
-        return parameter(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-
-
 def _job(options: argparse.Namespace) -> Job:
     """The job that the flags describe, which are called as its fields."""
     if not options.base_output_dir:
@@ -173,18 +146,21 @@ def _job(options: argparse.Namespace) -> Job:
             "--base_output_dir=gs://bucket/folder is needed: the tasks share "
             "checkpoints there, and what is on a machine goes with it."
         )
-    values = vars(options) | {
-        "env": dict(options.env),
-        "machine": dataclasses.replace(
-            options.machine,
-            **options.accelerator,
-            tpu_topology=options.tpu_topology,
-            boot_disk_gb=options.boot_disk_gb,
-        ),
-        "evaluator_machine": dataclasses.replace(
-            options.evaluator_machine, **options.evaluator_accelerator
-        ),
-    }
+    values = vars(options)
+    if wrong := [text for text in options.env if "=" not in text]:
+        raise ValueError(f"--env must be NAME=VALUE. Received: {wrong[0]!r}")
+    values["env"] = dict(text.split("=", 1) for text in options.env)
+    for name in _MACHINES:
+        values[name] = Machine(machine_type=values[name])
+    values["evaluator_machine"] = dataclasses.replace(
+        values["evaluator_machine"], **options.evaluator_accelerator
+    )
+    values["machine"] = dataclasses.replace(
+        values["machine"],
+        **options.accelerator,
+        tpu_topology=options.tpu_topology,
+        boot_disk_gb=options.boot_disk_gb,
+    )
     return Job(**{f.name: values[f.name] for f in dataclasses.fields(Job)})
 
 
@@ -197,8 +173,10 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
         )
     if not options.metric:
         return None
+    values = vars(options)
+    values["parameters"] = list(map(parameter, options.parameters))
     names = [field.name for field in dataclasses.fields(Tuning)]
-    return Tuning(**{name: getattr(options, name) for name in names})
+    return Tuning(**{name: values[name] for name in names})
 
 
 def _check_file(path: str) -> None:
@@ -213,11 +191,7 @@ def _check_file(path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.vertex --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A job that is wrong exits with 2 and a message.
+    Returns 0; a job that is wrong exits with 2 and a message.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()

@@ -16,15 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster.spec import REDUCTION_SERVERS
+from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
 from tfdist.vertex.checks import problems_of_job, rules_broken_by
 
 REDUCTION_SERVER_IMAGE = (
     "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 )
-# What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
-# for large tables.
-PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
-PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:

@@ -30,8 +30,9 @@ from typing import Any
 import yaml
 
 from tfdist.cluster.spec import Cluster
+from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
 from tfdist.vertex.command import add_flags
-from tfdist.vertex.jobs import PS_ENV, PS_JOB_ENV, Tasks, as_list, flag, given
+from tfdist.vertex.jobs import Tasks, as_list, flag, given
 
 _PORT = 2222
 _LABEL = "tfdist-job"
@@ -266,11 +267,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.kubernetes --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A job that is wrong exits with 2 and a message.
+    Returns 0; a job that is wrong exits with 2 and a message.
     """
     parser = _parser()
     options = vars(parser.parse_args(argv))
