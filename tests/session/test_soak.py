@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import sys
 import threading
@@ -14,9 +15,9 @@ import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import (
+    Fault,
     LocalCluster,
     assert_nothing_left,
-    random_faults,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +47,17 @@ def cluster(model_dir):
 
 
 def faults():
-    return random_faults(
-        SEED,
-        NUM_FAULTS,
-        TASKS,
-        kinds=("kill", "freeze"),
-        at_step=(200, MAX_STEPS - 500),
-        for_secs=(3.0, 25.0),
-    )
+    draw = random.Random(SEED)
+    drawn = [
+        Fault(
+            draw.choice(("kill", "freeze")),
+            draw.choice(TASKS),
+            at_step=draw.randint(200, MAX_STEPS - 500),
+            for_secs=draw.uniform(3.0, 25.0),
+        )
+        for _ in range(NUM_FAULTS)
+    ]
+    return sorted(drawn, key=lambda fault: fault.at_step)
 
 
 class Memory(threading.Thread):

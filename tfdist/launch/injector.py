@@ -95,12 +95,6 @@ class Injector(Supervisor):
         if pause is not None:
             self.restart_later(task, pause)
 
-    def start(self, task: Task) -> None:
-        """Starts a task; a first chief begins the job."""
-        if task.name == "chief:0":
-            self._job_is_over = False
-        super().start(task)
-
     # --- Requests ------------------------------------------------------------
 
     def set_up(

@@ -27,7 +27,6 @@ from tfdist.launch.faults import KINDS as KINDS
 from tfdist.launch.faults import Fault as Fault
 from tfdist.launch.faults import Injection as Injection
 from tfdist.launch.faults import NotRunningError as NotRunningError
-from tfdist.launch.faults import random_faults as random_faults
 from tfdist.launch.network import EXPOSED, port_is_taken
 from tfdist.launch.processes import all_processes, how_it_ended
 from tfdist.launch.supervisor import PROOF_SECS, task_ids
@@ -349,7 +348,7 @@ class LocalCluster:
     ) -> list[Injection]:
         """Injects faults while the job runs; returns when it has ended.
 
-        A fault waits for its step or its moment, and then, if its task is down
+        A fault waits for its step, and then, if its task is down
         or frozen, until it is up again. A "terminate" holds up the faults after
         it until its task has ended.
 
@@ -361,19 +360,17 @@ class LocalCluster:
             RuntimeError: It ends before every fault was injected, or a fault
                 has no effect.
         """
-        for task in filter(None, (fault.task for fault in faults)):
-            self._client.status_of(task)
-        start = time.monotonic()
+        for fault in faults:
+            self._client.status_of(fault.task)
         pending, done = list(faults), []
 
         def ended() -> bool | None:
             over = self._client.status_of(_CHIEF).is_over
             for fault in tuple(pending):
-                if fault.is_due(self.step, time.monotonic() - start):
-                    where = () if fault.task is None else (fault.task,)
+                if fault.is_due(self.step):
                     inject = getattr(self, fault.kind)
                     with contextlib.suppress(NotRunningError):
-                        done.append(inject(*where, for_secs=fault.for_secs))
+                        done.append(inject(fault.task, for_secs=fault.for_secs))
                         pending.remove(fault)
             return over or None
 

@@ -37,7 +37,6 @@ from tfdist.vertex.job_file import gcloud_command, to_yaml
 from tfdist.vertex.jobs import Job, Machine, check
 from tfdist.vertex.tuning import Tuning, parameter
 
-
 _MACHINES = {
     "machine": "what computes the gradients",
     "chief_machine": "the chief, where there are parameter servers",
