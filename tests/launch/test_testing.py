@@ -637,6 +637,24 @@ def test_a_killed_supervisor_leaves_no_task():
         job._client.process.returncode = 0  # For the end of the block.
 
 
+def test_an_interrupted_request_ends_the_cluster():
+    with cluster(SLEEP) as job:
+        wait_until_up(job)
+        pid, supervisor = job.pid("chief:0"), job._client.process.pid
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            os.kill(supervisor, signal.SIGSTOP)  # It does not answer.
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                job.ports()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            os.kill(supervisor, signal.SIGCONT)
+        wait_until(lambda: state(pid) is None)
+        with pytest.raises(RuntimeError, match="The cluster is closed"):
+            job.ports()
+
+
 @pytest.mark.parametrize("what", ["port", "file"])
 def test_what_is_left_is_found(what):
     with cluster(SLEEP, network="host") as job:

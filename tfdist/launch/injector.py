@@ -59,7 +59,7 @@ class Injector(Supervisor):
     def __init__(self, caller: Connection) -> None:
         super().__init__()
         self._caller = caller
-        # Of each task, and for its next end alone, where a fault said so.
+        # Of single tasks; and for their next end alone, as a fault said.
         self._restart_secs: dict[str, float | None] = {}
         self._down_secs: dict[str, float | None] = {}
         self._private = False
@@ -87,7 +87,7 @@ class Injector(Supervisor):
         pause = self._down_secs.pop(task.name, None)
         if wants_restart(task.job, exit_code):
             if pause is None and not self._job_is_over:
-                pause = self._restart_secs[task.name]
+                pause = self._restart_secs.get(task.name, self._default)
         elif task.name == "chief:0":
             self._job_is_over = True
             for other in self.tasks.values():
@@ -108,7 +108,7 @@ class Injector(Supervisor):
     ) -> str:
         """Starts the cluster; returns why it has no private network."""
         self._command, self._log_dir = command, log_dir
-        self._default_restart_secs = restart_secs
+        self._default = restart_secs
         refusal = ""
         if private:
             try:
@@ -149,7 +149,6 @@ class Injector(Supervisor):
         path = self._log_dir / log_name(task.name)
         task.stdout = path.open("wb", buffering=0)
         self.tasks[task.name] = task
-        self._restart_secs[task.name] = self._default_restart_secs
 
     def status(self) -> dict[str, Status]:
         """What is known of every task."""

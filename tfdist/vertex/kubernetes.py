@@ -248,7 +248,11 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
     return head + body
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; see `python -m tfdist.kubernetes --help`.
+
+    Returns 0; a job that is wrong exits with 2 and a message.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tfdist.kubernetes",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",
@@ -261,15 +265,6 @@ def _parser() -> argparse.ArgumentParser:
         "--kind", choices=("plain", "tfjob"), default="plain", help=text
     )
     parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.kubernetes --help`.
-
-    Returns 0; a job that is wrong exits with 2 and a message.
-    """
-    parser = _parser()
     options = vars(parser.parse_args(argv))
     kind = options.pop("kind")
     try:
