@@ -109,20 +109,11 @@ def reserve_ports(count: int) -> list[socket.socket]:
         if len(reserved) == count:
             break
         with contextlib.suppress(OSError):  # It is taken.
-            reserved.append(_bind(port, reuse=False))
+            reserved.append(_bind(port))
     return reserved
 
 
-def port_is_taken(port: int) -> bool:
-    """Whether some process listens on `port`, on any address."""
-    try:
-        _bind(port, reuse=True).close()
-    except OSError:
-        return True
-    return False
-
-
-def _bind(port: int, *, reuse: bool) -> socket.socket:
+def _bind(port: int) -> socket.socket:
     """A socket bound to `port` on every address of the machine."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -130,7 +121,6 @@ def _bind(port: int, *, reuse: bool) -> socket.socket:
     try:
         if dual:
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         holder.bind(("", port))
     except OSError:
         holder.close()
