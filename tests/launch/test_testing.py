@@ -19,7 +19,6 @@ from tfdist.launch.testing import (
     LocalCluster,
     NotRunningError,
     assert_nothing_left,
-    random_faults,
 )
 
 # Faults at times of their own, which a busy machine would shift.
@@ -73,65 +72,16 @@ def wait_until_up(job):
 # --- Faults as data ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kind": "explode"}, "must be one of kill, freeze, .*'explode'"),
-        ({"kind": "kill", "at_step": 1}, "task=None"),
-        ({"kind": "cut_network", "task": "ps:0"}, "None for .cut_network."),
-        ({"kind": "kill", "task": "ps:0"}, "Exactly one of"),
-        ({"task": "ps:0", "at_step": 1, "at_secs": 1}, "Exactly one of"),
-        (
-            {"kind": "restart", "task": "ps:0", "at_step": 1, "for_secs": 2},
-            'use "kill"',
-        ),
-    ],
-)
-def test_contradictory_faults(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Fault(**{"kind": "kill", **arguments})
+def test_a_kind_of_fault_that_is_none():
+    with pytest.raises(ValueError, match=r"one of kill, freeze, .*'explode'"):
+        Fault("explode", "ps:0", at_step=1)
 
 
 @pytest.mark.parametrize(
-    ("when", "step", "secs", "due"),
-    [
-        ({"at_step": 5}, None, 99.0, False),
-        ({"at_step": 5}, 4, 99.0, False),
-        ({"at_step": 5}, 5, 0.0, True),
-        ({"at_step": 0}, 0, 0.0, True),
-        ({"at_secs": 5}, 99, 4.9, False),
-        ({"at_secs": 5}, None, 5.0, True),
-    ],
+    ("step", "due"), [(None, False), (4, False), (5, True), (6, True)]
 )
-def test_when_a_fault_is_due(when, step, secs, due):
-    assert Fault("kill", "ps:0", **when).is_due(step, secs) is due
-
-
-@pytest.mark.parametrize(
-    "when", [{"at_step": (10, 12)}, {"at_secs": (0.5, 2.0)}]
-)
-def test_random_faults(when):
-    tasks = ["ps:0", "worker:0", "chief:0"]
-    arguments = {"kinds": testing.KINDS, "for_secs": (1, 2), **when}
-    faults = random_faults(7, 200, tasks, **arguments)
-    assert faults == random_faults(7, 200, tasks, **arguments)
-    assert faults != random_faults(8, 200, tasks, **arguments)
-    assert {f.task for f in faults} == {None, *tasks}
-    assert {f.kind for f in faults} == set(testing.KINDS)
-    ((name, (low, high)),) = when.items()
-    times = [getattr(fault, name) for fault in faults]
-    assert times == sorted(times)
-    assert (times[0], times[-1]) == pytest.approx((low, high), abs=0.05)
-    lengths = [f.for_secs for f in faults if f.kind != "restart"]
-    assert 1 <= min(lengths) < 1.1
-    assert 1.9 < max(lengths) <= 2
-
-
-@pytest.mark.parametrize("choices", [{"tasks": []}, {"kinds": "kill"}])
-def test_nothing_to_choose_from(choices):
-    arguments = {"tasks": ["ps:0"], "at_step": (1, 2), **choices}
-    with pytest.raises(ValueError, match="must be a list with at least one"):
-        random_faults(0, 1, **arguments)
+def test_when_a_fault_is_due(step, due):
+    assert Fault("kill", "ps:0", at_step=5).is_due(step) is due
 
 
 # --- The cluster -------------------------------------------------------------
@@ -183,9 +133,6 @@ def test_every_task_gets_its_place(tmp_path):
                 }.items()
             }
         assert job.exit_codes() == {t: [0] * (t == "chief:0") for t in ports}
-        assert 1e6 < job.rss("ps:0") < 1e9
-        with pytest.raises(NotRunningError, match="chief:0 is not running"):
-            job.rss("chief:0")
     assert len(set(ports.values())) == 5
     assert_nothing_left(job)
     assert (tmp_path / "logs" / "worker-0.log").read_text().startswith("up")
@@ -242,7 +189,7 @@ from tfdist.launch import testing
 with testing.LocalCluster(["sleep", "99"]) as cluster:
     print(cluster.private)
     try:
-        cluster.cut_network()
+        cluster.cut_network(for_secs=1)
     except RuntimeError as error:
         print(error)
 """
@@ -258,7 +205,7 @@ def test_a_system_that_refuses_a_private_network():
     )
     if done.returncode == 77:
         pytest.skip("this system has no user namespaces to take away")
-    assert "refuses a private network (unshare: No space left" in done.stderr
+    assert "refuses a private network (No space left" in done.stderr
     assert "authenticate nobody" in done.stderr
     assert done.stdout.startswith("False\nThe cluster is in the host's network")
     assert done.returncode == 0
@@ -301,9 +248,8 @@ sys.exit(3)
 """
     with cluster(script, workers=1) as job:
         job.wait_for_line("worker:0", "the last words")
-        with pytest.raises(TimeoutError, match=r"within 0.2 s\.") as raised:
+        with pytest.raises(TimeoutError, match=r"within 0.2 s\."):
             job.wait_for_line("worker:0", "nothing", timeout_secs=0.2)
-        assert raised.value.__notes__[1].endswith("\n    the last words")
         with pytest.raises(
             RuntimeError, match=r"chief:0 ended \(exit code 3\)"
         ):
@@ -317,7 +263,7 @@ sys.exit(3)
 def test_a_job_that_does_not_end():
     with (
         cluster(SLEEP) as job,
-        pytest.raises(TimeoutError, match="The job did not end within"),
+        pytest.raises(TimeoutError, match="did not come to the end of the job"),
     ):
         job.wait(timeout_secs=0.1)
 
@@ -363,7 +309,7 @@ def test_kill(job):
     assert injection is job.injections[-1]
     assert injection.secs > 0
     assert dataclasses.replace(injection, secs=0) == testing.Injection(
-        "kill", "worker:0", pid, signal.SIGKILL, None, 0, "SIGKILL"
+        "kill", "worker:0", pid, None, 0, "SIGKILL"
     )
     with pytest.raises(NotRunningError, match="is not running: SIGKILL"):
         job.kill("worker:0")
@@ -375,7 +321,7 @@ def test_freeze_and_resume(job):
     assert state(pid) == "T"
     with pytest.raises(NotRunningError, match="frozen already"):
         job.freeze("ps:0")
-    assert job.resume("ps:0").signal is signal.SIGCONT
+    assert job.resume("ps:0").effect == "no thread stopped"
     assert state(pid) in ("R", "S")
     job.freeze("ps:0", for_secs=0.1)
     wait_until(lambda: state(pid) in ("R", "S"))
@@ -391,7 +337,8 @@ def test_a_frozen_task_dies(job):
 
 def test_restart(job):
     before, port = job.pid("ps:0"), job.ports()["ps:0"]
-    assert job.restart("ps:0").pid == before
+    job.kill("ps:0", for_secs=0.0)
+    wait_until(lambda: job.pid("ps:0"))
     after = job.pid("ps:0")
     assert after not in (before, None)
     assert job.ports()["ps:0"] == port
@@ -417,7 +364,7 @@ while True: {SLEEP}
 
 
 def test_unknown_tasks(job):
-    for method in (job.kill, job.freeze, job.terminate, job.restart, job.pid):
+    for method in (job.kill, job.freeze, job.terminate, job.pid):
         with pytest.raises(ValueError, match="Received: task='worker:9'"):
             method("worker:9")
 
@@ -484,7 +431,7 @@ def test_absent_and_additional_tasks():
             for name in ("chief:0", *names)
         }
         ports = job.ports()
-        with pytest.raises(ValueError, match="Received: job='master'"):
+        with pytest.raises(ValueError, match="master"):
             job.add_task("master")
     assert told["chief:2"] == told["chief:0"]
     assert told["chief:1"]["task"] == told["chief:0"]["task"]
@@ -527,20 +474,19 @@ def test_a_network_that_is_cut_and_mended():
         if not job.private:
             pytest.skip("this system has no private network to cut")
         job.wait_until_step(3)
-        job.cut_network()
+        job.cut_network(for_secs=1)
         step = job.wait_until_step(job.step)
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             time.sleep(0.02)
             assert job.step <= step + 1  # Its line was on the way.
-        job.mend_network()
         job.wait_until_step(step + 5)
         step = job.step
         job.cut_network(for_secs=0.2)
         job.wait_until_step(step + 5)
         assert job.exit_codes() == {"chief:0": [], "worker:0": []}
         kinds = [injection.kind for injection in job.injections]
-        assert kinds == ["cut_network", "mend_network", "cut_network"]
+        assert kinds == ["cut_network", "cut_network"]
 
 
 # --- Runs with faults --------------------------------------------------------
@@ -548,7 +494,7 @@ def test_a_network_that_is_cut_and_mended():
 
 def test_a_run_with_faults():
     faults = [
-        Fault("restart", "ps:0", at_secs=0.3),
+        Fault("kill", "ps:0", at_step=6, for_secs=0.0),
         Fault("kill", "worker:0", at_step=20, for_secs=0.2),
         Fault("freeze", "worker:1", at_step=20, for_secs=0.2),
         Fault("freeze", "chief:0", at_step=25, for_secs=0.2),
@@ -576,26 +522,11 @@ def test_a_run_with_faults():
             for fault in faults
             if (fault.kind, fault.task) == (injection.kind, injection.task)
         }
-        assert at_step is None or injection.step >= at_step
+        assert injection.step >= at_step
     # Those of one step come together; the second for one task waits for it.
     first = [d for d in done if d.task in ("worker:0", "worker:1")]
     assert first[1].secs - first[0].secs < 0.2
     assert first[2].secs - first[0].secs >= 0.2
-    assert_nothing_left(job)
-
-
-def test_random_faults_are_survived():
-    with cluster(COUNT, ps=1, workers=2, restart_secs=0.1) as job:
-        faults = random_faults(
-            3,
-            8,
-            ["ps:0", "worker:0", "worker:1"],
-            kinds=("kill", "freeze", "restart", "terminate"),
-            at_step=(5, 30),
-            for_secs=(0.05, 0.2),
-        )
-        assert len(job.run(faults, timeout_secs=DEADLINE)) == 8
-        assert job.wait(timeout_secs=0) == 0
     assert_nothing_left(job)
 
 
@@ -697,31 +628,41 @@ def test_a_killed_supervisor_leaves_no_task():
         wait_until_up(job)
         pids = [job.pid(task) for task in job.ports()]
         job.freeze("worker:0")
-        os.kill(job._supervisor.process.pid, signal.SIGKILL)
+        os.kill(job._client.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="supervising process has died"):
             job.kill("chief:0")
         with pytest.raises(RuntimeError, match="ended with SIGKILL"):
             job.close()
         wait_until(lambda: {state(pid) for pid in pids} == {None})
-        job._supervisor.process.returncode = 0  # For the end of the block.
+        job._client.process.returncode = 0  # For the end of the block.
 
 
-@pytest.mark.parametrize("what", ["port", "file"])
-def test_what_is_left_is_found(what):
-    with cluster(SLEEP, network="host") as job:
-        port = job.ports()["chief:0"]
+def test_an_interrupted_request_ends_the_cluster():
+    with cluster(SLEEP) as job:
+        wait_until_up(job)
+        pid, supervisor = job.pid("chief:0"), job._client.process.pid
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            os.kill(supervisor, signal.SIGSTOP)  # It does not answer.
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                job.ports()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            os.kill(supervisor, signal.SIGCONT)
+        wait_until(lambda: state(pid) is None)
+        with pytest.raises(RuntimeError, match="The cluster is closed"):
+            job.ports()
+
+
+def test_a_file_that_is_left_is_found():
+    with cluster(SLEEP) as job:
+        pass
     assert_nothing_left(job)
-    if what == "port":
-        with (
-            socket.create_server(("127.0.0.1", port)),
-            pytest.raises(AssertionError, match=rf"ports \[{port}\]"),
-        ):
-            assert_nothing_left(job)
-    else:
-        job.log_dir.mkdir()
-        with pytest.raises(AssertionError, match=f"{job.log_dir} is left"):
-            assert_nothing_left(job)
-        job.log_dir.rmdir()
+    job.log_dir.mkdir()
+    with pytest.raises(AssertionError, match=f"{job.log_dir} is left"):
+        assert_nothing_left(job)
+    job.log_dir.rmdir()
 
 
 # --- A real TensorFlow server ------------------------------------------------
@@ -763,7 +704,6 @@ def becomes(job, state, inject):
 
 
 def test_a_frozen_tensorflow_server(tensorflow):
-    assert tensorflow.rss("ps:0") > 50e6
     assert becomes(tensorflow, "FROZEN", tensorflow.freeze)
     assert becomes(tensorflow, "LIVE", tensorflow.resume)
 
@@ -773,8 +713,9 @@ def test_a_killed_tensorflow_server(tensorflow):
 
 
 @pytest.mark.slow
-def test_a_restarted_tensorflow_server(tensorflow):
-    assert becomes(tensorflow, "LIVE", tensorflow.restart)
+def test_a_terminated_tensorflow_server(tensorflow):
+    if tensorflow.pid("ps:0") is None:
+        assert becomes(tensorflow, "LIVE", tensorflow.start)
     assert becomes(tensorflow, "DEAD", tensorflow.terminate)
 
 

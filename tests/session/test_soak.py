@@ -2,20 +2,22 @@
 
 import itertools
 import json
+import random
 import re
 import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import (
+    Fault,
     LocalCluster,
     assert_nothing_left,
-    random_faults,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -45,14 +47,17 @@ def cluster(model_dir):
 
 
 def faults():
-    return random_faults(
-        SEED,
-        NUM_FAULTS,
-        TASKS,
-        kinds=("kill", "freeze"),
-        at_step=(200, MAX_STEPS - 500),
-        for_secs=(3.0, 25.0),
-    )
+    draw = random.Random(SEED)
+    drawn = [
+        Fault(
+            draw.choice(("kill", "freeze")),
+            draw.choice(TASKS),
+            at_step=draw.randint(200, MAX_STEPS - 500),
+            for_secs=draw.uniform(3.0, 25.0),
+        )
+        for _ in range(NUM_FAULTS)
+    ]
+    return sorted(drawn, key=lambda fault: fault.at_step)
 
 
 class Memory(threading.Thread):
@@ -68,9 +73,11 @@ class Memory(threading.Thread):
         while not self._stopped.wait(1.0):
             for task in TASKS:
                 pid = self._job.pid(task)
+                if pid is None:
+                    continue
                 try:
-                    rss = self._job.rss(task)
-                except (RuntimeError, OSError):
+                    rss = psutil.Process(pid).memory_info().rss
+                except psutil.Error:
                     continue  # It is down just now.
                 self.samples.setdefault((task, pid), []).append(rss)
 

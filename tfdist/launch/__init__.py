@@ -2,8 +2,8 @@
 
 Read in this order: `command` (`python -m tfdist.launch`), `supervisor` (the
 parent of the tasks), `processes` (a task), `network` (theirs); `testing` (a
-cluster under test: kill, freeze, cut off), `watched`, `injector` (its
-supervisor), `logs`, `faults`.
+cluster under test: kill, freeze, cut off), `faults`, `client`, `injector` (its
+supervisor, in a process apart).
 """
 
 import lazy_loader

@@ -26,21 +26,14 @@ promises:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import BinaryIO
 
 from tfdist.launch import network
 from tfdist.launch.processes import Task, how_it_ended
-from tfdist.launch.supervisor import (
-    Supervisor,
-    Verdict,
-    restart_decision,
-    task_ids,
-)
+from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
 _TERM_SECS = 10.0
@@ -56,47 +49,33 @@ def shell_exit_code(exit_code: int) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-class Console:
-    """Where all output goes, a whole line at a time."""
+def show(name: str, line: bytes) -> None:
+    """Writes a whole line behind the name of the task it comes from."""
+    sys.stdout.buffer.write(b"[%b] %b\n" % (name.encode(), line))
+    sys.stdout.buffer.flush()
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
 
-    def line(self, name: str, text: bytes) -> None:
-        """Writes one line behind the name of the task it comes from."""
-        self._stream.write(b"[%b] %b\n" % (name.encode(), text))
-        self._stream.flush()
-
-    def say(self, text: str) -> None:
-        """Writes one line of the launcher's own."""
-        self.line("launch", text.encode())
+def say(text: str) -> None:
+    """Writes one line of the launcher's own."""
+    show("launch", text.encode())
 
 
 class Launcher(Supervisor):
-    """Runs one cluster to its end, and shows what its tasks print.
+    """Runs the cluster of `options` to its end, and shows what it prints."""
 
-    Args:
-        options: See `parse_options`.
-        console: Where to show it.
-        where: The network, in words.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, console: Console, where: str
-    ) -> None:
-        tasks = task_ids(
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        for job, index in task_ids(
             options.ps,
             options.workers,
             options.evaluator,
             options.data_workers,
-        )
-        super().__init__(
-            [Task(job, index, options.command) for job, index in tasks]
-        )
+        ):
+            task = Task(job, index, options.command)
+            self.tasks[task.name] = task
         self._options = options
-        self._console = console
-        self._say = console.say
-        self._where = where
+        others = "ps" if options.ps else "worker"
+        self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
         self._stopping = self._interrupted = False
 
@@ -104,11 +83,18 @@ class Launcher(Supervisor):
         """Starts the cluster, waits for its end; returns the exit code."""
         self.run()
         for task in self.tasks.values():
-            self._say(task.summary())
+            say(task.summary())
         return 1 if self._exit_code is None else self._exit_code
 
     def begin(self) -> None:
         """Starts every task."""
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum == signal.SIGHUP and (
+                signal.getsignal(signum) == signal.SIG_IGN
+            ):
+                continue  # nohup: the user wants to outlive the terminal.
+            self.loop.add_signal_handler(signum, self._interrupt, signum)
+        where = enter_network(self._options.network)
         cluster = self.place_tasks()
         for task in self.tasks.values():
             self.start(task)
@@ -116,7 +102,7 @@ class Launcher(Supervisor):
             f"{task.name} pid {task.pid} port {task.port}"
             for task in self.tasks.values()
         )
-        self._say(f"{cluster.shape} in {self._where} network: {pids}")
+        say(f"{cluster.shape} in {where} network: {pids}")
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
@@ -128,45 +114,38 @@ class Launcher(Supervisor):
         if lines is None:
             self.loop.remove_reader(task.output)
         for line in lines or ():
-            self._console.line(task.name, line)
+            show(task.name, line)
 
     def on_end(self, task: Task, exit_code: int) -> None:
         """Says, and does, what the end of a task means for the job."""
         self.loop.remove_reader(task.output)
         for line in task.read_rest():
-            self._console.line(task.name, line)
+            show(task.name, line)
         if not self._stopping:
             self._decide(task, exit_code)
         self._end_if_over()
 
     def _decide(self, task: Task, exit_code: int) -> None:
-        others = "ps" if self._options.ps else "worker"
-        verdict = restart_decision(
-            task.job,
-            exit_code,
-            task.restarts,
-            self._options.max_restarts,
-            needed=("chief", others, "dispatcher", "data_worker"),
-        )
-        said = f"{task.name}: {how_it_ended(exit_code)}"
-        if verdict is Verdict.RESTART:
+        ended = f"{task.name}: {how_it_ended(exit_code)}"
+        failed = wants_restart(task.job, exit_code)
+        if failed and task.restarts < self._options.max_restarts:
             pause = backoff_secs(task.restarts)
-            self._say(f"{said}; started again in {pause:g} s.")
+            say(f"{ended}; started again in {pause:g} s.")
             self.restart_later(task, pause)
-        elif verdict is Verdict.GIVE_UP:
-            self._say(f"{said}; out of restarts. The job goes on.")
-        elif verdict is Verdict.END_JOB and task.job == "chief":
-            self._say(f"{said}. The job ends.")
+        elif task.job == "chief":
+            say(f"{ended}. The job ends.")
             self._exit_code = shell_exit_code(exit_code)
             self._stop(0.0 if exit_code else self._options.grace_secs)
-        elif verdict is Verdict.END_JOB:
-            self._say(f"{said}; out of restarts. The job ends.")
+        elif failed and task.job in self._needed:
+            say(f"{ended}; out of restarts. The job ends.")
             self._exit_code = 1
             self._stop()
+        elif failed:
+            say(f"{ended}; out of restarts. The job goes on.")
 
-    def on_signal(self, signum: signal.Signals) -> None:
+    def _interrupt(self, signum: signal.Signals) -> None:
         """Ends the job at the user's wish; kills it at the second Ctrl-C."""
-        self._say(f"{signum.name}: ending every task.")
+        say(f"{signum.name}: ending every task.")
         if self._exit_code is None:
             self._exit_code = 128 + signum
         self._stop()
@@ -224,7 +203,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--grace_secs",
-        type=_seconds,
+        type=float,
         default=15.0,
         metavar="SECONDS",
         help="for the others to end by themselves after the chief succeeded "
@@ -246,15 +225,6 @@ def count_flag(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(
-        f"must be seconds, 0 or more. Received: {text!r}"
-    )
-
-
 def _complete(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
@@ -269,6 +239,11 @@ def _complete(
             "--ps needs --workers: parameter servers hold the variables, "
             f"workers train them. Received: --ps={options.ps} --workers=0"
         )
+    if not 0 <= options.grace_secs < float("inf"):
+        parser.error(
+            "--grace_secs must be seconds, 0 or more. "
+            f"Received: {options.grace_secs}"
+        )
     if options.module:
         program = ["-m", *program]
     elif not os.path.exists(program[0]):
@@ -278,20 +253,20 @@ def _complete(
     options.command = [sys.executable, *program]
 
 
-def enter_network(mode: str, console: Console) -> str:
+def enter_network(mode: str) -> str:
     """Enters the network of `--network`; says which it is."""
     if mode == "host":
-        console.say(f"The host's network: {network.EXPOSED}.")
+        say(f"The host's network: {network.EXPOSED}.")
         return "the host's"
     try:
         network.enter_private_network()
     except OSError as error:
-        console.say(
+        say(
             f"The system refuses a private network ({error}); going on in the "
             f"host's: {network.EXPOSED}."
         )
         return "the host's"
-    console.say(
+    say(
         "A private network: nothing outside can reach the tasks, and they can "
         "reach neither gs:// nor any other machine. For those: --network=host."
     )
@@ -304,10 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     May move the calling process into another network for good.
     """
     options = parse_options(argv)
-    console = Console(sys.stdout.buffer)
     try:
-        where = enter_network(options.network, console)
-        return Launcher(options, console, where).run_to_end()
+        return Launcher(options).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.

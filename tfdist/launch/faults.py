@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import random
-import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-KINDS = ("kill", "freeze", "terminate", "restart", "cut_network")
+KINDS = ("kill", "freeze", "terminate")
 """The kinds of faults, each a method of `LocalCluster`."""
+
+
+class NotRunningError(RuntimeError):
+    """A fault was to be injected into a task that is dead or frozen already."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something bad that is to happen to a task, at a step or at a moment.
+    """Something bad that is to happen to a task at a step.
 
-    >>> Fault("freeze", "ps:0", at_step=100, for_secs=5).is_due(99, secs=7.0)
+    >>> Fault("freeze", "ps:0", at_step=100, for_secs=5).is_due(99)
     False
 
     Attributes:
         kind: one of `KINDS`.
-        task: "job:index"; None for "cut_network" alone.
+        task: "job:index".
         at_step: it happens when the chief's progress says this step, or a
             later one; so it is as precise as those lines are frequent.
-        at_secs: or it happens this many seconds after the start of
-            `LocalCluster.run`.
-        for_secs: how long the task is frozen or down, or the network cut.
-            Default: for ever, except that the cluster's `restart_secs` says
-            when a dead task is started again. Not for "restart".
+        for_secs: how long the task is frozen or down. Default: for ever, except
+            that the cluster's `restart_secs` says when a dead task is started
+            again.
 
     Raises:
-        ValueError: if these contradict each other.
+        ValueError: if there is no such kind.
     """
 
     kind: str
-    task: str | None = None
-    at_step: int | None = None
-    at_secs: float | None = None
+    task: str
+    at_step: int
     for_secs: float | None = None
 
     def __post_init__(self) -> None:
@@ -45,102 +43,10 @@ class Fault:
                 f"Argument `kind` must be one of {', '.join(KINDS)}. "
                 f"Received: kind={self.kind!r}"
             )
-        if (self.task is None) != (self.kind == "cut_network"):
-            raise ValueError(
-                'Argument `task` must be "job:index", and None for '
-                f'"cut_network" alone. Received: kind={self.kind!r}, '
-                f"task={self.task!r}"
-            )
-        if (self.at_step is None) == (self.at_secs is None):
-            raise ValueError(
-                "Exactly one of `at_step` and `at_secs` must be given. "
-                f"Received: at_step={self.at_step}, at_secs={self.at_secs}"
-            )
-        if self.kind == "restart" and self.for_secs is not None:
-            raise ValueError(
-                'A "restart" takes no time; for a pause, use "kill" with '
-                f"`for_secs`. Received: for_secs={self.for_secs}"
-            )
 
-    def is_due(self, step: int | None, secs: float) -> bool:
-        """Whether it is to happen by now.
-
-        Args:
-            step: what the chief's progress says; None before it says any.
-            secs: seconds since the start of the run.
-        """
-        if self.at_secs is not None:
-            return secs >= self.at_secs
-        assert self.at_step is not None
+    def is_due(self, step: int | None) -> bool:
+        """Whether it is to happen when the chief's progress says `step`."""
         return step is not None and step >= self.at_step
-
-
-def random_faults(
-    seed: int,
-    count: int,
-    tasks: Sequence[str],
-    *,
-    kinds: Sequence[str] = ("kill", "freeze"),
-    at_step: tuple[int, int] | None = None,
-    at_secs: tuple[float, float] | None = None,
-    for_secs: tuple[float, float] = (1.0, 5.0),
-) -> list[Fault]:
-    """Draws faults, the same for a seed on every machine and Python.
-
-    Two may come at the same time, and at the same task.
-
-    >>> for fault in random_faults(1, 3, ["ps:0", "worker:0"], at_step=(0, 90)):
-    ...     print(fault.at_step, fault.kind, fault.task, fault.for_secs)
-    59 kill ps:0 4.15
-    69 kill worker:0 2.02
-    76 kill ps:0 2.73
-
-    Args:
-        seed: of the draw.
-        count: how many.
-        tasks: the tasks to choose from.
-        kinds: the kinds to choose from.
-        at_step: first and last step at which they may happen.
-        at_secs: or first and last moment, in seconds from the start of the run.
-        for_secs: least and greatest number of seconds that each lasts.
-
-    Returns:
-        The faults, the earliest first.
-
-    Raises:
-        ValueError: as `Fault`, or if there is nothing to choose from.
-    """
-    for name, choices in (("tasks", tasks), ("kinds", kinds)):
-        if isinstance(choices, str) or not choices:
-            raise ValueError(
-                f"Argument `{name}` must be a list with at least one entry. "
-                f"Received: {name}={choices!r}"
-            )
-    # Of all its methods, only random() is the same in every Python.
-    draw = random.Random(seed).random
-    faults = []
-    for _ in range(count):
-        kind = kinds[int(draw() * len(kinds))]
-        task = tasks[int(draw() * len(tasks))]
-        step = at_step and at_step[0] + int(
-            draw() * (at_step[1] - at_step[0] + 1)
-        )
-        secs = at_secs and _between(*at_secs, draw())
-        length = _between(*for_secs, draw())
-        faults.append(
-            Fault(
-                kind,
-                None if kind == "cut_network" else task,
-                at_step=step,
-                at_secs=secs,
-                for_secs=None if kind == "restart" else length,
-            )
-        )
-    return sorted(faults, key=lambda f: (f.at_step or 0, f.at_secs or 0))
-
-
-def _between(low: float, high: float, share: float) -> float:
-    return round(low + share * (high - low), 2)
 
 
 @dataclass(frozen=True)
@@ -148,11 +54,9 @@ class Injection:
     """What was done to a task, and what it came to.
 
     Attributes:
-        kind: one of `KINDS`, "resume" or "mend_network".
+        kind: one of `KINDS`, "resume" or "cut_network".
         task: "job:index"; None for the network.
-        pid: the process it was done to; None for the network, and for the
-            "restart" of a task that was down.
-        signal: the signal that was sent; None for the network.
+        pid: the process it was done to; None for the network.
         step: what the chief's progress said then; None before it said any.
         secs: seconds from the start of the cluster.
         effect: the proof, in words: "SIGKILL", "every thread stopped", ...
@@ -161,7 +65,6 @@ class Injection:
     kind: str
     task: str | None
     pid: int | None
-    signal: signal.Signals | None
     step: int | None
     secs: float
     effect: str

@@ -1,15 +1,15 @@
 """The network of a local cluster: one of its own, and ports that are free.
 
 TensorFlow's servers authenticate nobody, listen on every interface and execute
-any graph they are sent. So a local cluster gets a network of its own (a Linux
-network namespace with nothing but a loopback interface), and ports that nobody
-else is given by chance. Linux only.
+any graph they are sent. So a local cluster gets a Linux network namespace with
+nothing but a loopback interface, and ports that nobody else is given by chance.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import random
@@ -43,23 +43,39 @@ def enter_private_network() -> None:
     first: a system may grant the namespace and refuse to bring up loopback.
 
     Raises:
-        OSError: the system refuses; this process is still where it was.
+        OSError: The system refuses; this process is still where it was.
     """
     refusals = []
     for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET):
-        refusals.append(_refusal_in_child(flags))
-        if not refusals[-1]:
+        refusal = _refusal_in_child(flags)
+        if not refusal:
             return _unshare_network(flags)
+        refusals.append(os.strerror(refusal))
     raise OSError("; ".join(dict.fromkeys(refusals)))
+
+
+def _refusal_in_child(flags: int) -> int:
+    """The `errno` with which `_unshare_network` fails; 0 if it succeeds."""
+    child = os.fork()
+    if child == 0:
+        status = errno.EINVAL
+        try:
+            _unshare_network(flags)
+            status = 0
+        except OSError as error:
+            status = error.errno or status
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _unshare_network(flags: int) -> None:
     """Enters the namespaces of `flags` and brings up loopback there."""
     uid, gid = os.geteuid(), os.getegid()
     if not hasattr(_libc, "unshare"):
-        raise OSError("this system has no network namespaces")
+        raise OSError(errno.ENOSYS, "this system has no network namespaces")
     if _libc.unshare(flags) != 0:
-        raise OSError(f"unshare: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), "unshare")
     if flags & _CLONE_NEWUSER:
         # The kernel takes a group map from the unprivileged only after this.
         Path("/proc/self/setgroups").write_text("deny")
@@ -82,60 +98,22 @@ def set_loopback(*, up: bool) -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, request)
 
 
-def _refusal_in_child(flags: int) -> str:
-    """Why `_unshare_network(flags)` fails; empty when it succeeds."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _unshare_network(flags)
-            status = 0
-        except OSError as error:
-            os.write(write_end, str(error).encode())
-        finally:
-            os._exit(status)
-    os.close(write_end)
-    with open(read_end, "rb") as pipe:
-        message = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    return message or ("" if status == 0 else f"the trial ended with {status}")
-
-
 def reserve_ports(count: int) -> list[socket.socket]:
     """Binds `count` free ports, so that nobody else chooses them.
 
-    The sockets do not listen and allow their address to be reused, as
-    TensorFlow's servers do: those can listen there meanwhile.
-
-    Returns:
-        Bound sockets, for the caller to close; `socket.getsockname()[1]` is the
-        port.
-
-    Raises:
-        OSError: There are not that many free ports.
+    The sockets, which the caller closes, do not listen and allow their address
+    to be reused: TensorFlow's servers, which do too, can listen there.
     """
     reserved: list[socket.socket] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         if len(reserved) == count:
-            return reserved
+            break
         with contextlib.suppress(OSError):  # It is taken.
-            reserved.append(_bind(port, reuse=False))
-    for holder in reserved:
-        holder.close()
-    raise OSError(f"found fewer than {count} free ports")
+            reserved.append(_bind(port))
+    return reserved
 
 
-def port_is_taken(port: int) -> bool:
-    """Whether some process listens on `port`, on any address."""
-    try:
-        _bind(port, reuse=True).close()
-    except OSError:
-        return True
-    return False
-
-
-def _bind(port: int, *, reuse: bool) -> socket.socket:
+def _bind(port: int) -> socket.socket:
     """A socket bound to `port` on every address of the machine."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -143,7 +121,6 @@ def _bind(port: int, *, reuse: bool) -> socket.socket:
     try:
         if dual:
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         holder.bind(("", port))
     except OSError:
         holder.close()

@@ -25,9 +25,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
 
+PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
+"""What TensorFlow recommends for every task of a job with servers."""
+
 # Asks glibc for huge pages: a step touches rows all over a large table, and
 # with small pages each costs a walk through page tables that fit no cache.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 # What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL, and
 # the "error" (303) that this machine has no GPU driver.
@@ -74,49 +77,37 @@ def how_it_ended(exit_code: int) -> str:
 
 
 class LineCutter:
-    """Cuts the output of a task into lines.
+    """Cuts output into lines; of one with carriage returns, the last state.
 
-    Of a line that was overwritten with carriage returns, the last state is
-    kept.
-
-    Attributes:
-        drop_banner: Whether to leave out the information that TensorFlow
-            prints while it is loaded, deaf to TF_CPP_MIN_LOG_LEVEL.
+    With `drop_banner`, what TensorFlow prints while it is loaded is left out.
     """
 
-    def __init__(self) -> None:
-        self.drop_banner = False
+    def __init__(self, drop_banner: bool = False) -> None:
+        self._drop_banner = drop_banner
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Takes what was read; returns the lines complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if self.drop_banner:
+        if self._drop_banner:
             lines = [line for line in lines if not _BANNER.match(line)]
         if len(self._rest) > _MAX_LINE:
-            lines += self.flush()
-        return [_last_state(line) for line in lines]
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
 
     def flush(self) -> list[bytes]:
         """Returns the unterminated line at the end, if there is one."""
-        rest, self._rest = _last_state(self._rest), b""
-        return [rest] if rest else []
-
-
-def _last_state(line: bytes) -> bytes:
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+        return self.feed(b"\n") if self._rest else []
 
 
 class Task:
     """One process of a cluster, through all its restarts.
 
     Attributes:
-        name: "job:index".
         tf_config: The `TF_CONFIG` of its next start.
         port: Where it listens.
-        stdout: Where both its streams go from the next start on: a pipe
-            (default) or an open file.
-        output: The reading end of that pipe; not there before the first start.
+        stdout: Where both its streams go: a pipe (default) or an open file.
+        output: The reading end of that pipe.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
         restarts: How often it was started again by itself.
@@ -136,22 +127,21 @@ class Task:
         self.planned: dict[str, TimerHandle] = {}
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._lines = LineCutter()
         self._stopped = False
         self._started_at = self._ended_at = 0.0
 
     def start(self) -> None:
         """Starts the process, from the launcher's main thread."""
         environment = {
-            "GRPC_FAIL_FAST": "use_caller",  # What TensorFlow recommends.
+            **PS_JOB_ENV,
             "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
-            **(_HUGE_PAGES if self.job == "ps" else {}),
+            **(PS_ENV if self.job == "ps" else {}),
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": self.tf_config,
         }
         environment.pop("CLUSTER_SPEC", None)
-        self._lines.drop_banner = environment["TF_CPP_MIN_LOG_LEVEL"] != "0"
+        self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
         launcher = os.getpid()
         self._process = subprocess.Popen(
             self._command,
@@ -192,13 +182,9 @@ class Task:
         """The last lines of a process that has ended; closes `output`.
 
         It does not wait for the pipe's end, for a daemon that left the
-        process's session may hold it open.
+        process's session may hold it open. One read has all that a pipe holds.
         """
-        lines: list[bytes] = []
-        for _ in range(64):  # More than a pipe holds.
-            if not (more := self.read()):
-                break
-            lines += more
+        lines = self.read() or []
         self.output.close()
         return lines + self._lines.flush()
 
@@ -218,10 +204,6 @@ class Task:
         self._ended_at = time.monotonic()
         self._process = None
         return self.exit_codes[-1]
-
-    def has_ended(self) -> bool:
-        """Whether no process is left; reaps one that has ended."""
-        return self.poll() is not None or self.pid is None
 
     def signal(self, signum: Signals) -> None:
         """Sends a signal to the process, which must run, and its children."""

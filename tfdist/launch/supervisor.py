@@ -1,17 +1,16 @@
 """The parent of a cluster's tasks: one process, one thread, one event loop.
 
-`Supervisor` starts tasks, notices their ends and does what is planned for
-them. What follows from an end or a signal is decided by the two kinds of it:
-`Launcher` (the command line) and `Injector` (`tfdist.launch.testing`).
+`Supervisor` starts tasks, notices their ends and does what is planned for them.
+What follows from an end is decided by the two kinds of it: `Launcher` (the
+command line) and `Injector` (`tfdist.launch.testing`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tfdist._tf.waiting import wait_for
@@ -22,42 +21,20 @@ from tfdist.launch.processes import Task
 PROOF_SECS = 10.0
 """For a signal to have its effect."""
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+def wants_restart(job: str, exit_code: int) -> bool:
+    """Whether a task that ended so is to be started again.
 
-class Verdict(enum.Enum):
-    """What becomes of the job when one of its tasks has ended."""
+    One that failed; a chief only after what Vertex AI and Kubeflow retry:
 
-    DONE = "the task is done"
-    RESTART = "the task is started again"
-    GIVE_UP = "the job goes on without the task"
-    END_JOB = "the job ends"
-
-
-def restart_decision(
-    job: str,
-    exit_code: int,
-    restarts: int,
-    max_restarts: float,
-    needed: Sequence[str] = ("chief", "ps"),
-) -> Verdict:
-    """Decides what the end of a task means.
-
-    >>> restart_decision("worker", 1, restarts=0, max_restarts=3).name
-    'RESTART'
-    >>> restart_decision("chief", 1, restarts=0, max_restarts=3).name
-    'END_JOB'
-
-    An `exit_code` of -n is signal n. No task of the `needed` jobs can be done
-    without.
+    >>> wants_restart("worker", 1), wants_restart("chief", 1)
+    (True, False)
+    >>> wants_restart("chief", -9), wants_restart("chief", 143)
+    (True, True)
     """
-    if job == "chief" and 0 <= exit_code < 128:
-        return Verdict.END_JOB
-    if exit_code == 0:
-        return Verdict.DONE
-    if restarts < max_restarts:
-        return Verdict.RESTART
-    return Verdict.END_JOB if job in needed else Verdict.GIVE_UP
+    if job == "chief":
+        return not 0 <= exit_code < 128
+    return exit_code != 0
 
 
 def task_ids(
@@ -78,31 +55,23 @@ def task_ids(
 class Supervisor:
     """Runs the tasks of a cluster, from the main thread, until it is stopped.
 
-    Subclasses implement `begin`, `on_end` and `on_signal`.
-
-    Args:
-        tasks: Those of the cluster's spec.
-
     Attributes:
         tasks: All tasks by name.
         loop: The event loop. An error in what it calls ends `run`.
     """
 
-    def __init__(self, tasks: Sequence[Task] = ()) -> None:
-        self.tasks = {task.name: task for task in tasks}
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task] = {}
         self.loop = asyncio.new_event_loop()
         self._ports: list[socket.socket] = []
         self._error: BaseException | None = None
 
     def begin(self) -> None:
         """Called first, in the event loop."""
+        raise NotImplementedError
 
     def on_end(self, task: Task, exit_code: int) -> None:
         """Called when a task's process has ended."""
-        raise NotImplementedError
-
-    def on_signal(self, signum: signal.Signals) -> None:
-        """Called when this process is told to end."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -113,11 +82,6 @@ class Supervisor:
         """
         self.loop.set_exception_handler(self._fail)
         self.loop.add_signal_handler(signal.SIGCHLD, self._reap_all)
-        for signum in _STOP_SIGNALS:
-            ignored = signal.getsignal(signum) == signal.SIG_IGN
-            if signum == signal.SIGHUP and ignored:
-                continue  # nohup: the user wants to outlive the terminal.
-            self.loop.add_signal_handler(signum, self.on_signal, signum)
         self.loop.call_soon(self.begin)
         try:
             self.loop.run_forever()
@@ -196,22 +160,26 @@ class Supervisor:
         for task in self.tasks.values():
             self.reap(task)
 
+    def _all_are_dead(self) -> bool:
+        for task in self.tasks.values():
+            task.poll()
+        return all(task.pid is None for task in self.tasks.values())
+
     def kill_all(self) -> None:
         """Kills every task and waits until it is gone."""
         for task in self.tasks.values():
             self.cancel(task, *list(task.planned))
             task.stop(signal.SIGKILL)
-        for task in self.tasks.values():
-            wait_until(task.has_ended, task.name)
+        wait_until(self._all_are_dead, "every task to die")
         for holder in self._ports:
             holder.close()
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Waits for the effect of a signal.
 
     Raises:
         RuntimeError: It has none.
     """
-    if not wait_for(lambda: bool(condition()), PROOF_SECS, poll_secs=0.002):
+    if not wait_for(condition, PROOF_SECS, poll_secs=0.002):
         raise RuntimeError(f"Waited {PROOF_SECS:g} s in vain for {what}.")

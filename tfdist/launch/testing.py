@@ -7,60 +7,50 @@
         cluster.freeze("ps:0", for_secs=40)
         assert cluster.wait(timeout_secs=300) == 0
 
-* The tasks are processes, the faults signals: SIGKILL, SIGSTOP, SIGTERM. A
-  method that injects one returns when its effect is proven, or raises.
-* What dies may be started again after a pause, at the same address, as
-  Kubernetes and Vertex AI do.
-* Faults are data: a list of `Fault`s, or `random_faults` of a seed, that `run`
-  injects while the job runs.
-* The cluster has a network of its own where the system allows it; the calling
-  process stays where it is. One small process in between enters that network
-  and is the parent of all tasks (`tfdist.launch.injector`).
-* Nothing is left: when the block ends, or the caller dies, every task is
-  killed, with its children, frozen or not.
-
-Linux only. TensorFlow is not imported.
+Nothing is left: when the block ends, or the caller dies, every task is killed,
+with its children, frozen or not. Linux only. TensorFlow is not imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import signal
+import logging
+import os
+import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
+from tfdist._tf.waiting import wait_for
+from tfdist.launch.client import Client
 from tfdist.launch.faults import KINDS as KINDS
 from tfdist.launch.faults import Fault as Fault
 from tfdist.launch.faults import Injection as Injection
-from tfdist.launch.faults import random_faults as random_faults
-from tfdist.launch.injector import NotRunningError as NotRunningError
-from tfdist.launch.network import port_is_taken
+from tfdist.launch.faults import NotRunningError as NotRunningError
+from tfdist.launch.network import EXPOSED
 from tfdist.launch.processes import all_processes, how_it_ended
-from tfdist.launch.supervisor import PROOF_SECS
-from tfdist.launch.watched import WatchedCluster
+from tfdist.launch.supervisor import PROOF_SECS, task_ids
 
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "restart": signal.SIGKILL,
-    "freeze": signal.SIGSTOP,
-    "resume": signal.SIGCONT,
-    "terminate": signal.SIGTERM,
-}
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TAIL_LINES = 15
+_CHIEF = "chief:0"
+_END_OF_JOB = "the end of the job"
 
 
-class LocalCluster(WatchedCluster):
+class LocalCluster:
     """A chief, workers, parameter servers and an evaluator on this machine.
 
     They run from the construction to `close()`, or to the end of the `with`
     block. An exception that leaves the block gets the last lines of every task
     as a note.
 
-    Where a method takes a `task`, that is "job:index"; a ValueError says that
-    there is none of that name. A method that injects a fault returns an
-    `Injection` when it has had its effect, and raises a `NotRunningError` if
-    the task is down or frozen already, a RuntimeError if there is no effect.
+    A `task` is "job:index"; a ValueError says that there is none of that name.
+    A method that injects a fault returns an `Injection` when it has had its
+    effect, and raises a `NotRunningError` if the task is down or frozen
+    already, a RuntimeError if there is no effect.
 
     The job ends when its chief, "chief:0", exits with a code below 128. From
     then on nothing is started again by itself; what still runs does so until
@@ -99,6 +89,174 @@ class LocalCluster(WatchedCluster):
         OSError: The tasks cannot be started.
     """
 
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        ps: int = 0,
+        workers: int = 0,
+        evaluator: bool = False,
+        data_workers: int = 0,
+        absent: Sequence[str] = (),
+        restart_secs: float | None = None,
+        network: str = "private",
+        log_dir: str | os.PathLike[str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        step_pattern: str = r"^step +(\d+)\b",
+    ) -> None:
+        if isinstance(command, str) or not command:
+            raise ValueError(
+                "Argument `command` must be a list of the program and its "
+                f"arguments. Received: command={command!r}"
+            )
+        if network not in ("private", "host"):
+            raise ValueError(
+                'Argument `network` must be "private" or "host". '
+                f"Received: network={network!r}"
+            )
+        self.injections: list[Injection] = []
+        self._started_at = time.monotonic()
+        self._step_pattern = re.compile(step_pattern, re.MULTILINE)
+        self._step: int | None = None
+        self._client = Client(cwd, log_dir)
+        self._ask = self._client.ask
+        self.log_dir = self._client.log_dir
+        try:
+            refusal = self._ask(
+                "set_up",
+                task_ids(ps, workers, evaluator, data_workers),
+                list(command),
+                tuple(absent),
+                restart_secs,
+                network == "private",
+                self.log_dir,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.private = network == "private" and not refusal
+        if refusal:
+            _log.warning(
+                "The system refuses a private network (%s). The cluster is in "
+                "the host's: %s.",
+                refusal,
+                EXPOSED,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, BaseException):
+            with contextlib.suppress(RuntimeError):  # It must not hide `error`.
+                for task, status in self._client.status().items():
+                    lines = self.output(task).splitlines()[-_TAIL_LINES:]
+                    error.add_note("\n    ".join([f"{task}: {status}", *lines]))
+        self.close()
+
+    def close(self) -> None:
+        """Kills every task and what it started; waits until they are gone.
+
+        May be called again.
+
+        Raises:
+            RuntimeError: Something could not be killed.
+        """
+        self._client.close()
+
+    def pid(self, task: str) -> int | None:
+        """The task's process id; None while it is down."""
+        return self._client.status_of(task).pid
+
+    def ports(self) -> dict[str, int]:
+        """The port of each task, on 127.0.0.1 of the cluster's network."""
+        tasks = self._client.status().items()
+        return {name: status.port for name, status in tasks}
+
+    def exit_codes(self) -> dict[str, list[int]]:
+        """How each process of each task ended, in order; -n for signal n.
+
+        `close` adds the -9 of what ran until then.
+        """
+        tasks = self._client.status().items()
+        return {name: list(status.exit_codes) for name, status in tasks}
+
+    def output(self, task: str) -> str:
+        """All that the task's processes have written, to either stream.
+
+        Empty after `close()` if `log_dir` was a temporary one.
+        """
+        self._client.status_of(task)
+        return self._client.output(task)
+
+    @property
+    def step(self) -> int | None:
+        """The step in the chief's latest progress line; None before any."""
+        lines = self._client.output(_CHIEF).rpartition("\n")[0]
+        for match in self._step_pattern.finditer(lines):
+            self._step = int(match[1])
+        return self._step
+
+    def wait_until_step(self, step: int, *, timeout_secs: float = 60.0) -> int:
+        """Waits until the chief's progress says `step` or more; returns that.
+
+        Raises:
+            TimeoutError: It does not in time.
+            RuntimeError: The job ends before.
+        """
+
+        def reached() -> int | None:
+            now = self.step
+            return now if now is not None and now >= step else None
+
+        return self._wait(_CHIEF, reached, f"step {step}", timeout_secs)
+
+    def wait_for_line(
+        self,
+        task: str,
+        pattern: str,
+        *,
+        count: int = 1,
+        timeout_secs: float = 60.0,
+    ) -> re.Match[str]:
+        """Waits for a line of output; returns the match.
+
+        Args:
+            task: "job:index".
+            pattern: Regular expression, searched in whole lines of all the
+                task's processes together.
+            count: Which occurrence to wait for; after a restart, the second.
+            timeout_secs: For how long. Default: 60.
+
+        Raises:
+            TimeoutError: It does not come in time.
+            RuntimeError: The task ends for good without it.
+        """
+
+        def found() -> re.Match[str] | None:
+            lines = self.output(task).rpartition("\n")[0]
+            matches = list(re.finditer(pattern, lines, re.MULTILINE))
+            return matches[count - 1] if len(matches) >= count else None
+
+        what = f"{pattern!r}" + (f", {count} times" if count > 1 else "")
+        return self._wait(task, found, what, timeout_secs)
+
+    def wait(self, *, timeout_secs: float) -> int:
+        """Waits for the end of the job; returns the chief's exit code.
+
+        -n stands for signal n, which ends the job only where `restart_secs` is
+        None. The others still run; see `exit_codes`.
+
+        Raises:
+            TimeoutError: It does not end in time.
+        """
+
+        def ended() -> int | None:
+            chief = self._client.status_of(_CHIEF)
+            return chief.exit_codes[-1] if chief.is_over else None
+
+        return self._wait(_CHIEF, ended, _END_OF_JOB, timeout_secs)
+
     def kill(self, task: str, *, for_secs: float | None = None) -> Injection:
         """Kills a task, frozen or not, with SIGKILL; returns when it is dead.
 
@@ -127,20 +285,11 @@ class LocalCluster(WatchedCluster):
     ) -> Injection:
         """Tells a task to end (SIGTERM), as a scheduler does that preempts it.
 
-        Returns when it has ended; the effect says how.
-
-        Args:
-            task: "job:index".
-            grace_secs: Seconds after which it is killed if it is still there,
-                as Kubernetes does. Default: 30.
-            for_secs: Seconds from its end after which it is started again.
-                Default: what `restart_secs` and its exit code say.
+        Returns when it has ended; the effect says how. It is killed after
+        `grace_secs` (default: 30), and started again `for_secs` after its end.
+        Default: what `restart_secs` and its exit code say.
         """
         return self._inject("terminate", task, grace_secs, for_secs)
-
-    def restart(self, task: str) -> Injection:
-        """Kills a task if it runs, and starts it at once at its address."""
-        return self._inject("restart", task)
 
     def start(self, task: str) -> int:
         """Starts a task that is down or was absent; returns its process id.
@@ -173,84 +322,59 @@ class LocalCluster(WatchedCluster):
 
         Args:
             job: "chief", "worker", "ps" or "evaluator".
-            address_of: The task whose address it takes as its own. Default: an
-                address of its own.
+            address_of: The task whose address it takes. Default: its own.
             command: What it runs. Default: what the others run.
 
         Returns:
             Its name here, such as "chief:1".
-
-        Raises:
-            ValueError: There is no such job or task.
         """
-        if job not in ("chief", "worker", "ps", "evaluator"):
-            raise ValueError(
-                'Argument `job` must be "chief", "worker", "ps" or '
-                f'"evaluator". Received: job={job!r}'
-            )
         return self._ask("add_task", job, address_of, command and list(command))
 
-    def cut_network(self, *, for_secs: float | None = None) -> Injection:
-        """Cuts every task off from every other, and from itself.
+    def cut_network(self, *, for_secs: float) -> Injection:
+        """Cuts every task off from every other, and from itself, for a while.
 
         Takes the loopback interface of the private network down: what is sent
         is lost, without an error, as with an unplugged cable. TCP connections
         survive a cut that is short enough for them. A single task cannot be
         cut off from the rest; `freeze` comes nearest.
 
-        The network is mended after `for_secs`. Default: at `mend_network`.
-
         Raises:
             RuntimeError: In the host's network, which is not ours to cut.
         """
         return self._inject("cut_network", None, for_secs)
-
-    def mend_network(self) -> Injection:
-        """Ends what `cut_network` began."""
-        return self._inject("mend_network", None)
 
     def run(
         self, faults: Sequence[Fault], *, timeout_secs: float
     ) -> list[Injection]:
         """Injects faults while the job runs; returns when it has ended.
 
-        A fault waits for its step or its moment, and then, if its task is down
+        A fault waits for its step, and then, if its task is down
         or frozen, until it is up again. A "terminate" holds up the faults after
         it until its task has ended.
-
-        Args:
-            faults: What is to happen.
-            timeout_secs: Seconds from now until the end of the job.
 
         Returns:
             What was injected, in order. `wait` has the exit code.
 
         Raises:
-            TimeoutError: The job does not end in time.
+            TimeoutError: The job does not end in `timeout_secs` from now.
             RuntimeError: It ends before every fault was injected, or a fault
                 has no effect.
         """
         for fault in faults:
-            if fault.task is not None:
-                self._status_of(fault.task)
-        start = time.monotonic()
+            self._client.status_of(fault.task)
         pending, done = list(faults), []
 
-        def ended() -> bool:
-            over = self._status_of("chief:0").is_over
+        def ended() -> bool | None:
+            over = self._client.status_of(_CHIEF).is_over
             for fault in tuple(pending):
-                if fault.is_due(self.step, time.monotonic() - start):
-                    where = [] if fault.task is None else [fault.task]
-                    how = {"for_secs": fault.for_secs}
-                    if fault.for_secs is None:
-                        how.clear()
+                if fault.is_due(self.step):
+                    inject = getattr(self, fault.kind)
                     with contextlib.suppress(NotRunningError):
-                        inject = getattr(self, fault.kind)
-                        done.append(inject(*where, **how))
+                        done.append(inject(fault.task, for_secs=fault.for_secs))
                         pending.remove(fault)
-            return over
+            return over or None
 
-        self._wait(ended, "The job did not end", timeout_secs)
+        self._wait(_CHIEF, ended, _END_OF_JOB, timeout_secs)
         if pending:
             raise RuntimeError(
                 "The job ended before these faults could be injected: "
@@ -263,36 +387,57 @@ class LocalCluster(WatchedCluster):
         target = () if task is None else (task,)
         pid, effect = self._ask(kind, *target, *args)
         if task and kind == "terminate":
-            what, limit = f"{task} (pid {pid}) did not end", args[0]
-            ended = functools.partial(self._how_ended, task, effect)
-            effect = self._wait(ended, what, limit + PROOF_SECS)
-        signum = _SIGNALS.get(kind) if pid is not None else None
-        injection = Injection(kind, task, pid, signum, *moment, effect)
+            index = effect
+
+            def ended() -> str | None:
+                codes = self._client.status_of(task).exit_codes[index:]
+                return how_it_ended(codes[0]) if codes else None
+
+            limit = args[0] + PROOF_SECS
+            effect = self._wait(task, ended, f"the end of pid {pid}", limit)
+        injection = Injection(kind, task, pid, *moment, effect)
         self.injections.append(injection)
         return injection
 
-    def _how_ended(self, task: str, index: int) -> str | None:
-        codes = self._status_of(task).exit_codes
-        return how_it_ended(codes[index]) if len(codes) > index else None
+    def _wait(
+        self,
+        task: str,
+        condition: Callable[[], T | None],
+        what: str,
+        timeout_secs: float,
+    ) -> T:
+        """Waits for something that only a task that lives can bring."""
+
+        def came() -> T | None:
+            # Asked for before its output is read, which is then complete.
+            status = self._client.status_of(task)
+            found = condition()
+            if found is None and status.is_over:
+                ended = how_it_ended(status.exit_codes[-1])
+                raise RuntimeError(f"{task} ended ({ended}) without {what}.")
+            return found
+
+        found = wait_for(came, timeout_secs, poll_secs=0.05)
+        if found is None:
+            raise TimeoutError(
+                f"{task} did not come to {what} within {timeout_secs:g} s."
+            )
+        return found
 
 
 def assert_nothing_left(cluster: LocalCluster) -> None:
-    """Asserts that a closed cluster left no process, port or file behind.
+    """Asserts that a closed cluster left no process and no file behind.
 
     Raises:
         AssertionError: It did; the message names it.
     """
-    status = cluster._last_status
+    status = cluster._client.last_status
     assert status is not None, "The cluster is not closed."
     # Each task leads a session, and all it started belong to it. (The
     # supervisor itself saw to those that left theirs.)
     sessions = {pid for task in status.values() for pid in task.pids}
-    sessions.add(cluster._supervisor.process.pid)
+    sessions.add(cluster._client.process.pid)
     left = [pid for pid, _, session in all_processes() if session in sessions]
     assert not left, f"Processes {left} are left."
-    # A private network is gone with the last process in it.
-    ports = [] if cluster.private else [t.port for t in status.values()]
-    taken = [port for port in ports if port_is_taken(port)]
-    assert not taken, f"Something still listens on the ports {taken}."
-    if cluster._logs.is_temporary:
+    if cluster._client.is_temporary:
         assert not cluster.log_dir.exists(), f"{cluster.log_dir} is left."

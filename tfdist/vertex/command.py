@@ -37,6 +37,35 @@ from tfdist.vertex.job_file import gcloud_command, to_yaml
 from tfdist.vertex.jobs import Job, Machine, check
 from tfdist.vertex.tuning import Tuning, parameter
 
+_MACHINES = {
+    "machine": "what computes the gradients",
+    "chief_machine": "the chief, where there are parameter servers",
+    "ps_machine": "parameter servers",
+    "evaluator_machine": "the evaluator",
+    "reduction_machine": "reduction servers",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
+    """Adds the flags that are fields of a dataclass, made by `jobs.flag`."""
+    for field in dataclasses.fields(described_by):
+        options: dict[str, Any] = dict(field.metadata)
+        if not options:
+            continue
+        name, default = options.pop("name", field.name), field.default
+        options |= {"dest": field.name, "default": default}
+        if default is dataclasses.MISSING:
+            options["default"] = None
+        elif default is False:
+            options["action"] = "store_true"
+        elif isinstance(default, int):
+            options |= {"type": count_flag, "metavar": "N"}
+        elif isinstance(default, tuple):
+            options |= {"action": "append", "default": [], "metavar": "VALUE"}
+        if options["default"]:
+            options["help"] += " (%(default)s)"
+        parser.add_argument(f"--{name}", **options)
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -45,95 +74,54 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints the YAML of a job on Vertex AI.",
         allow_abbrev=False,
     )
-    count: dict[str, Any] = {"type": count_flag, "metavar": "N"}
-    machine: dict[str, Any] = {"default": "n1-standard-4", "metavar": "TYPE"}
-    accelerator: dict[str, Any] = {"type": _accelerator, "metavar": "TYPE[:N]"}
+    add_flags(parser, Job)
+    add = parser.add_argument
+    for name, text in _MACHINES.items():
+        default = getattr(Job, name).machine_type
+        text = f"of {text} (%(default)s)"
+        add(f"--{name}", default=default, metavar="TYPE", help=text)
     many: dict[str, Any] = {"action": "append", "default": []}
-
-    add = parser.add_argument_group("the cluster").add_argument
-    add("--workers", default=0, **count, help="workers, beside the chief (0)")
-    add("--ps", default=0, **count, help="parameter servers (0)")
-    add("--evaluator", action="store_true", help="adds an evaluator")
-    text = "reduction servers, for all-reduce of GPUs (0)"
-    add("--reduction_servers", default=0, **count, help=text)
-
-    add = parser.add_argument_group("its machines").add_argument
-    text = "of what computes the gradients (n1-standard-4)"
-    add("--machine", **machine, help=text)
-    text = "on each of those, such as NVIDIA_TESLA_T4:2 or TPU_V3:8"
-    add("--accelerator", **accelerator, default=(None, 0), help=text)
+    accelerator: dict[str, Any] = {"type": _accelerator, "default": {}}
+    accelerator["metavar"] = "TYPE[:N]"
+    text = "on each --machine, such as NVIDIA_TESLA_T4:2 or TPU_V3:8"
+    add("--accelerator", **accelerator, help=text)
+    add("--evaluator_accelerator", **accelerator, help="on the evaluator")
     add("--tpu_topology", metavar="TOPOLOGY", help="of a TPU v5e, as 2x2")
-    add("--boot_disk_gb", type=int, metavar="GB", help="of those (100)")
-    text = "of the chief, where there are parameter servers"
-    add("--chief_machine", **machine, help=text)
-    add("--ps_machine", **machine, help="of parameter servers (n1-standard-4)")
-    add("--evaluator_machine", **machine, help="of the evaluator")
-    text = "on the evaluator"
-    add("--evaluator_accelerator", **accelerator, default=(None, 0), help=text)
-    machine["default"] = "n1-highcpu-16"
-    text = "of reduction servers (n1-highcpu-16)"
-    add("--reduction_machine", **machine, help=text)
-
-    add = parser.add_argument_group("what they run").add_argument
-    add("--image", metavar="URI", help="container image of every task")
-    add("--evaluator_image", metavar="URI", help="another for the evaluator")
-    text = "instead of --image: a gs:// sdist or wheel; can be repeated"
-    add("--package", dest="packages", **many, metavar="URI", help=text)
-    text = "with --package: an image with Python 3.11 or later"
-    add("--executor_image", metavar="URI", help=text)
-    add("--module", default="trainer.task", help="what is run (trainer.task)")
+    add("--boot_disk_gb", type=int, metavar="GB", help="of --machine (100)")
     text = "a variable of every task; can be repeated"
-    add("--env", **many, type=_variable, metavar="NAME=VALUE", help=text)
+    add("--env", **many, metavar="NAME=VALUE", help=text)
     add("args", nargs="*", help=argparse.SUPPRESS)
-
-    add = parser.add_argument_group("the job").add_argument
-    text = "gs:// folder of checkpoints, summaries and exports"
-    add("--base_output_dir", metavar="URI", help=text)
-    add("--name", default="tfdist", help="shown by the console (tfdist)")
-    add("--region", default="us-central1", help="(us-central1)")
-    add("--spot", action="store_true", help="cheaper VMs that may be taken")
     text = "such as 90m, 12h or 3d (7d)"
-    add(
-        "--timeout",
-        dest="timeout_secs",
-        type=_seconds,
-        metavar="TIME",
-        help=text,
-    )
+    add("--timeout", dest="timeout_secs", type=_seconds, help=text)
     add(
         "--restart_job_on_worker_restart",
         action=argparse.BooleanOptionalAction,
-        help="(for all-reduce only)",
+        help="one restart restarts all tasks (for all-reduce only)",
     )
-    add("--disable_retries", action="store_true", help="of a failed job")
-    add("--service_account", metavar="EMAIL", help="whose rights it has")
-    add("--network", metavar="NAME", help="projects/NUMBER/global/networks/...")
-    text = "projects/NUMBER/locations/REGION/tensorboards/ID"
-    add("--tensorboard", metavar="NAME", help=text)
+    add("--name", default="tfdist", help="shown by the console (tfdist)")
+    add("--region", default="us-central1", help="(us-central1)")
     text = "only checks the YAML of a job that was written by hand"
     add("--check", metavar="FILE", help=text)
 
-    add = parser.add_argument_group("hyperparameter tuning").add_argument
-    add("--metric", metavar="NAME", help="what the trainer reports")
-    add("--goal", choices=("maximize", "minimize"), default="maximize")
+    add_flags(parser, Tuning)
     text = (
-        "a flag of the trainer: name=double:MIN:MAX[:log], name=int:MIN:MAX, "
-        "name=discrete:1,2,4 or name=categorical:a|b; can be repeated"
+        "a flag of the trainer to tune: name=double:MIN:MAX[:log], "
+        "name=int:MIN:MAX, name=discrete:1,2,4 or name=categorical:a|b; can be "
+        "repeated"
     )
-    add("--parameter", **many, type=_parameter, metavar="SPEC", help=text)
-    add("--max_trials", **count, default=10, help="(10)")
-    add("--parallel_trials", **count, default=2, help="(2)")
-    add("--algorithm", choices=("grid", "random"), help="(Bayesian)")
+    add("--parameter", dest="parameters", **many, metavar="SPEC", help=text)
     return parser
 
 
-def _accelerator(text: str) -> tuple[str, int]:
+def _accelerator(text: str) -> dict[str, Any]:
+    """The fields of a `Machine` for "NVIDIA_TESLA_T4:2"."""
     match = re.fullmatch(r"([A-Z][A-Z0-9_]*)(?::([1-9][0-9]*))?", text)
     if not match:
         raise argparse.ArgumentTypeError(
             f"must be like NVIDIA_TESLA_T4:2. Received: {text!r}"
         )
-    return match[1], int(match[2] or 1)
+    count = int(match[2] or 1)
+    return {"accelerator_type": match[1], "accelerator_count": count}
 
 
 def _seconds(text: str) -> int:
@@ -150,22 +138,6 @@ def _seconds(text: str) -> int:
     return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(
-            f"must be NAME=VALUE. Received: {text!r}"
-        )
-    return name, value
-
-
-def _parameter(text: str) -> dict[str, Any]:
-    try:
-        return parameter(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-
-
 def _job(options: argparse.Namespace) -> Job:
     """The job that the flags describe, which are called as its fields."""
     if not options.base_output_dir:
@@ -173,20 +145,18 @@ def _job(options: argparse.Namespace) -> Job:
             "--base_output_dir=gs://bucket/folder is needed: the tasks share "
             "checkpoints there, and what is on a machine goes with it."
         )
-    values = vars(options) | {"env": dict(options.env)}
-    for role in ("chief_machine", "ps_machine", "reduction_machine"):
-        values[role] = Machine(machine_type=values[role])
-    gpu, count = options.evaluator_accelerator
-    values["evaluator_machine"] = Machine(
-        machine_type=options.evaluator_machine,
-        accelerator_type=gpu,
-        accelerator_count=count,
+    values = vars(options)
+    if wrong := [text for text in options.env if "=" not in text]:
+        raise ValueError(f"--env must be NAME=VALUE. Received: {wrong[0]!r}")
+    values["env"] = dict(text.split("=", 1) for text in options.env)
+    for name in _MACHINES:
+        values[name] = Machine(machine_type=values[name])
+    values["evaluator_machine"] = dataclasses.replace(
+        values["evaluator_machine"], **options.evaluator_accelerator
     )
-    gpu, count = options.accelerator
-    values["machine"] = Machine(
-        machine_type=options.machine,
-        accelerator_type=gpu,
-        accelerator_count=count,
+    values["machine"] = dataclasses.replace(
+        values["machine"],
+        **options.accelerator,
         tpu_topology=options.tpu_topology,
         boot_disk_gb=options.boot_disk_gb,
     )
@@ -195,22 +165,17 @@ def _job(options: argparse.Namespace) -> Job:
 
 def _tuning(options: argparse.Namespace) -> Tuning | None:
     """What the flags vary, if anything."""
-    if not options.metric and not options.parameter:
-        return None
-    if not options.metric or not options.parameter:
+    if bool(options.metric) != bool(options.parameters):
         raise ValueError(
             "--metric and --parameter belong together. Received: "
-            f"metric={options.metric!r}, {len(options.parameter)} parameters."
+            f"metric={options.metric!r}, {len(options.parameters)} parameters."
         )
-    algorithm = options.algorithm and f"{options.algorithm}_search".upper()
-    return Tuning(
-        metric=options.metric,
-        parameters=options.parameter,
-        goal=options.goal.upper(),
-        max_trials=options.max_trials,
-        parallel_trials=options.parallel_trials,
-        algorithm=algorithm,
-    )
+    if not options.metric:
+        return None
+    values = vars(options)
+    values["parameters"] = list(map(parameter, options.parameters))
+    names = [field.name for field in dataclasses.fields(Tuning)]
+    return Tuning(**{name: values[name] for name in names})
 
 
 def _check_file(path: str) -> None:
@@ -225,11 +190,7 @@ def _check_file(path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; see `python -m tfdist.vertex --help`.
 
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A job that is wrong exits with 2 and a message.
+    Returns 0; a job that is wrong exits with 2 and a message.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()

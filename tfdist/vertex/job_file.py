@@ -15,16 +15,10 @@ from tfdist.vertex.jobs import REDUCTION_SERVER_IMAGE, given
 def gcloud_command(
     spec: Mapping[str, Any], *, region: str, name: str, file: str = "job.yaml"
 ) -> list[str]:
-    """The command that submits a job.
+    """The command that submits a job which a `Job` or `Tuning` made.
 
     gcloud refuses a `--config` in which a worker pool is left out between two
     others. It takes such pools as flags, which can say less.
-
-    Args:
-        spec: A `CustomJobSpec` or `HyperparameterTuningJob`.
-        region: Where it runs, such as "us-central1".
-        name: Under which the console shows it.
-        file: Where the YAML of `spec` is.
 
     Raises:
         ValueError: The flags cannot say what `spec` does.
@@ -38,14 +32,9 @@ def gcloud_command(
     if all(pools):
         return command
     command += [f"--worker-pool-spec={_pool_flag(pool)}" for pool in pools]
-    first = pools[0]["containerSpec"]
-    if any(
-        p["containerSpec"].get("args") != first.get("args") for p in pools if p
-    ):
-        raise ValueError("gcloud gives every worker pool the same args.")
-    for flag in ("command", "args"):
-        if first.get(flag):
-            command.append(f"--{flag}={_list_flag(first[flag])}")
+    for flag in ("command", "args"):  # The same in every pool.
+        if values := pools[0]["containerSpec"].get(flag):
+            command.append(f"--{flag}={_list_flag(values)}")
     return command
 
 
@@ -89,14 +78,7 @@ def to_yaml(
     made_by: Sequence[str],
     submit: Sequence[str],
 ) -> str:
-    """The job file: comments that say what it is, then the YAML.
-
-    Args:
-        spec: A `CustomJobSpec` or `HyperparameterTuningJob`.
-        shape: Its tasks in words.
-        made_by: The command that made it.
-        submit: The command that submits it.
-    """
+    """The job file: comments that say what it is, then the YAML."""
     lines = [f"# {shape}. Made by:", *_comment(made_by)]
     lines += ["# Submit it with:", *_comment(submit)]
     pools = spec.get("trialJobSpec", spec)["workerPoolSpecs"]

@@ -16,15 +16,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster.spec import REDUCTION_SERVERS
+from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
 from tfdist.vertex.checks import problems_of_job, rules_broken_by
 
 REDUCTION_SERVER_IMAGE = (
     "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 )
-# What `tfdist.launch` sets as well: TensorFlow's recommendation, and huge pages
-# for large tables.
-PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
-PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def flag(default: Any, text: str, **options: Any) -> Any:
+    """A field that is a flag of the command as well; `text` is its help.
+
+    The `options` are those of argparse that the default does not tell.
+    """
+    metadata = {"help": text, **options}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,40 +71,47 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class Tasks:
+    """What a job is on either service: its tasks, and what they run."""
+
+    workers: int = flag(0, "workers, beside the chief")
+    ps: int = flag(0, "parameter servers")
+    evaluator: bool = flag(False, "adds an evaluator")
+    image: str | None = flag(None, "container image of every task")
+    module: str = flag("trainer.task", "what is run: python -m MODULE")
+    args: Sequence[str] = ()
+    service_account: str | None = flag(None, "whose rights the tasks have")
+
+    def __post_init__(self) -> None:
+        if self.ps and not self.workers:
+            raise ValueError(
+                "Argument `ps` needs `workers`: parameter servers hold the "
+                "variables, workers train them. Received: "
+                f"ps={self.ps}, workers=0."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(Tasks):
     """A job on Vertex AI, in tfdist's terms.
 
+    Fields are flags of `python -m tfdist.vertex`, whose help tells what they
+    are. More is to be said of these:
+
     Attributes:
-        base_output_dir: `gs://` folder: the service makes AIP_MODEL_DIR and its
-            like of it, from which `trainer.task` takes `--model_dir`.
-        workers: Workers beside the chief.
-        ps: Parameter servers.
-        evaluator: Whether there is an evaluator.
-        reduction_servers: For all-reduce between machines with GPUs.
+        workers, ps, evaluator: The tasks beside the chief.
+        base_output_dir: The service makes AIP_MODEL_DIR and its like of it,
+            from which `trainer.task` takes `--model_dir`.
         machine: What the gradients are computed on: the workers, and without
             parameter servers the chief.
         chief_machine: Of the chief of a job with parameter servers, who only
             coordinates.
-        ps_machine: Of each parameter server.
-        evaluator_machine: Of the evaluator.
-        reduction_machine: Of each reduction server.
-        image: Container image of every task. Either it or `packages`.
-        evaluator_image: Default: `image`.
-        packages: `gs://` sdists or wheels, installed in order.
-        executor_image: Where they are installed, with Python 3.11 or later.
-        module: What is run: `python -m <module>`.
         args: Flags of the trainer, the same for every task.
         env: Variables of every task.
-        spot: Spot VMs, cheaper and taken away at any time; the job is then
-            started again and goes on from its last checkpoint.
         timeout_secs: Default: the service's, seven days.
         restart_job_on_worker_restart: Whether one restart restarts all tasks.
             Default: for all-reduce, where the others cannot go on; tfdist's
             parameter-server jobs can.
-        disable_retries: Whether the service must not retry a failed job.
-        service_account: Whose rights the tasks have. Default: the service's.
-        network: VPC to peer with, projects/NUMBER/global/networks/NAME.
-        tensorboard: Instance that shows the summaries meanwhile.
 
     Raises:
         ValueError: Arguments contradict each other.
@@ -112,33 +125,38 @@ class Job:
     [1, 4, 2]
     """
 
-    base_output_dir: str
-    workers: int = 0
-    ps: int = 0
-    evaluator: bool = False
-    reduction_servers: int = 0
+    base_output_dir: str = flag(
+        dataclasses.MISSING, "gs:// folder of checkpoints, summaries, exports"
+    )
+    reduction_servers: int = flag(0, "reduction servers, for GPUs' all-reduce")
     machine: Machine = Machine()
     chief_machine: Machine = Machine()
     ps_machine: Machine = Machine()
     evaluator_machine: Machine = Machine()
     reduction_machine: Machine = Machine(machine_type="n1-highcpu-16")
-    image: str | None = None
-    evaluator_image: str | None = None
-    packages: Sequence[str] = ()
-    executor_image: str | None = None
-    module: str = "trainer.task"
-    args: Sequence[str] = ()
+    evaluator_image: str | None = flag(None, "another image for the evaluator")
+    packages: Sequence[str] = flag(
+        (),
+        "instead of an image: a gs:// sdist or wheel; can be repeated",
+        name="package",
+    )
+    executor_image: str | None = flag(
+        None, "for packages: an image with Python 3.11 or later"
+    )
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    spot: bool = False
+    spot: bool = flag(
+        False, "cheaper VMs that may be taken away; the job then starts again"
+    )
     timeout_secs: int | None = None
     restart_job_on_worker_restart: bool | None = None
-    disable_retries: bool = False
-    service_account: str | None = None
-    network: str | None = None
-    tensorboard: str | None = None
+    disable_retries: bool = flag(False, "the service does not retry the job")
+    network: str | None = flag(None, "projects/NUMBER/global/networks/NAME")
+    tensorboard: str | None = flag(
+        None, "projects/NUMBER/locations/REGION/tensorboards/ID"
+    )
 
     def __post_init__(self) -> None:
-        check_ps(self.workers, self.ps)
+        super().__post_init__()
         if self.reduction_servers and (self.ps or not self.workers):
             raise ValueError(
                 "Argument `reduction_servers` needs `workers` and excludes "
@@ -272,15 +290,6 @@ class Job:
                 **run,
             }
         return pool
-
-
-def check_ps(workers: int, ps: int) -> None:
-    """Raises a `ValueError` if there are parameter servers and no workers."""
-    if ps and not workers:
-        raise ValueError(
-            "Argument `ps` needs `workers`: parameter servers hold the "
-            f"variables, workers train them. Received: ps={ps}, workers=0."
-        )
 
 
 def checked(spec: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from typing import Any
 import yaml
 
 from tfdist.cluster.spec import Cluster
-from tfdist.launch.command import count_flag
-from tfdist.vertex.jobs import PS_ENV, PS_JOB_ENV, as_list, check_ps, given
+from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
+from tfdist.vertex.command import add_flags
+from tfdist.vertex.jobs import Tasks, as_list, flag, given
 
 _PORT = 2222
 _LABEL = "tfdist-job"
@@ -40,7 +41,6 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # Exit codes of a mistake, after which another try is no use.
 _PERMANENT = [1, 2]
 _NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
 _TFJOB_ROLES = {
     "chief": ("Chief", "ExitCode"),
     "worker": ("Worker", "ExitCode"),
@@ -50,56 +50,32 @@ _TFJOB_ROLES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job on Kubernetes.
+class Job(Tasks):
+    """A job on Kubernetes; its fields are flags of the command.
 
-    Attributes:
-        name: Of the job and the beginning of its pods' names.
-        image: Container image of every task.
-        workers: Workers beside the chief.
-        ps: Parameter servers.
-        evaluator: Whether there is an evaluator.
-        namespace: Where it runs.
-        module: What is run: `python -m <module>`.
-        args: Flags of the trainer, the same for every task. They must name a
-            `model_dir` that all pods share.
-        gpus: On each task that computes gradients: the workers, and without
-            parameter servers the chief.
-        cpu: What each task asks for, such as "4" or "500m".
-        memory: Likewise, such as "16Gi".
-        service_account: Whose rights the pods have (Workload Identity).
-        max_restarts: How often the pods of a role may fail.
+    Its `args`, flags of the trainer, must name a `model_dir` that all pods
+    share.
     """
 
-    name: str
-    image: str
-    workers: int = 0
-    ps: int = 0
-    evaluator: bool = False
-    namespace: str = "default"
-    module: str = "trainer.task"
-    args: Sequence[str] = ()
-    gpus: int = 0
-    cpu: str | None = None
-    memory: str | None = None
-    service_account: str | None = None
-    max_restarts: int = 6
+    name: str = flag("tfdist", "of the job and its pods")
+    namespace: str = flag("default", "where it runs")
+    gpus: int = flag(0, "GPUs of each task that computes gradients")
+    cpu: str | None = flag(None, "what each task asks for, such as 4 or 500m")
+    memory: str | None = flag(None, "what each task asks for, such as 16Gi")
+    max_restarts: int = flag(6, "how often the pods of a role may fail")
 
     def __post_init__(self) -> None:
-        check_ps(self.workers, self.ps)
-        for key, pattern, wanted in (
-            ("name", _NAME, "at most 40 small letters, digits and dashes"),
-            ("namespace", _NAME, "at most 40 small letters, digits and dashes"),
-            ("cpu", _QUANTITY, "a quantity, such as 4 or 500m"),
-            ("memory", _QUANTITY, "a quantity, such as 16Gi"),
-            ("image", r"\S+", "a container image"),
-        ):
-            value = getattr(self, key)
-            if value is not None and not re.fullmatch(pattern, value):
-                raise ValueError(
-                    f"Argument `{key}` must be {wanted}. "
-                    f"Received: {key}={value!r}."
-                )
+        super().__post_init__()
+        if not self.image:
+            raise ValueError(
+                "Argument `image` must name the container image of the tasks. "
+                f"Received: image={self.image!r}."
+            )
+        if not re.fullmatch(_NAME, self.name):  # It begins each host name.
+            raise ValueError(
+                "Argument `name` must be at most 40 small letters, digits and "
+                f"dashes. Received: name={self.name!r}."
+            )
 
     @property
     def replicas(self) -> dict[str, int]:
@@ -272,44 +248,23 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
     return head + body
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; see `python -m tfdist.kubernetes --help`.
+
+    Returns 0; a job that is wrong exits with 2 and a message.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tfdist.kubernetes",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",
         description="Prints the YAML of a job on Kubernetes.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    count: dict[str, Any] = {"type": count_flag, "metavar": "N"}
-    add("--kind", choices=("plain", "tfjob"), default="plain", help="(plain)")
-    add("--workers", default=0, **count, help="workers, beside the chief (0)")
-    add("--ps", default=0, **count, help="parameter servers (0)")
-    add("--evaluator", action="store_true", help="adds an evaluator")
-    text = "GPUs of each task that computes gradients (0)"
-    add("--gpus", default=0, **count, help=text)
-    text = "how often the pods of a role may fail (6)"
-    add("--max_restarts", default=6, **count, help=text)
-    add("--image", required=True, help="container image of every task")
-    add("--name", default="tfdist", help="of the job and its pods (tfdist)")
-    add("--namespace", default="default", help="(default)")
-    add("--module", default="trainer.task", help="what is run (trainer.task)")
-    add("--cpu", help="what each task asks for, such as 4")
-    add("--memory", help="what each task asks for, such as 16Gi")
-    add("--service_account", metavar="NAME", help="whose rights it has")
-    add("args", nargs="*", help=argparse.SUPPRESS)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.kubernetes --help`.
-
-    Args:
-        argv: Arguments. Default: those of the process.
-
-    Returns:
-        0. A job that is wrong exits with 2 and a message.
-    """
-    parser = _parser()
+    add_flags(parser, Job)
+    text = "plain: for Kubernetes itself; tfjob: for the training operator v1"
+    parser.add_argument(
+        "--kind", choices=("plain", "tfjob"), default="plain", help=text
+    )
+    parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))
     kind = options.pop("kind")
     try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.vertex.jobs import Job, checked, given
+from tfdist.vertex.jobs import Job, checked, flag, given
 
 _SCALES = {
     "linear": "UNIT_LINEAR_SCALE",
@@ -15,18 +15,26 @@ _SCALES = {
 }
 
 
+_RANGES: Mapping[str, tuple[str, Callable[[str], float]]] = {
+    "double": ("doubleValueSpec", float),
+    "int": ("integerValueSpec", int),
+}
+
+
+def _algorithm(text: str) -> str:
+    """The service's name of "grid" or "random"."""
+    return f"{text.upper().removesuffix('_SEARCH')}_SEARCH"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
     """What a hyperparameter tuning job varies.
 
+    The other fields below are flags of `python -m tfdist.vertex`.
+
     Attributes:
-        metric: Name under which the trainer reports it.
-        goal: "MAXIMIZE" or "MINIMIZE".
         parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
             Each trial gets its values as flags, `--name=value`.
-        max_trials: How many trials there are.
-        parallel_trials: How many of them at once.
-        algorithm: "GRID_SEARCH" or "RANDOM_SEARCH". Default: Bayesian.
 
     Example:
     >>> trial = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out")
@@ -35,12 +43,24 @@ class Tuning:
     10
     """
 
-    metric: str
+    metric: str = flag(
+        dataclasses.MISSING, "the name under which the trainer reports it"
+    )
     parameters: Sequence[Mapping[str, Any]]
-    goal: str = "MAXIMIZE"
-    max_trials: int = 10
-    parallel_trials: int = 2
-    algorithm: str | None = None
+    goal: str = flag(
+        "MAXIMIZE",
+        "what is wanted of it",
+        type=str.upper,
+        choices=("MAXIMIZE", "MINIMIZE"),
+    )
+    max_trials: int = flag(10, "trials in all")
+    parallel_trials: int = flag(2, "trials at once")
+    algorithm: str | None = flag(
+        None,
+        "Bayesian without",
+        type=_algorithm,
+        choices=("GRID_SEARCH", "RANDOM_SEARCH"),
+    )
 
     def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
         """The `HyperparameterTuningJob`, each of whose trials is a job.
@@ -88,18 +108,16 @@ def parameter(text: str) -> dict[str, Any]:
     result: dict[str, Any] = {"parameterId": name}
     try:
         if kind == "categorical":
-            return {
-                **result,
-                "categoricalValueSpec": {"values": values.split("|")},
-            }
-        if kind == "discrete":
+            result["categoricalValueSpec"] = {"values": values.split("|")}
+        elif kind == "discrete":
             numbers = sorted(map(float, values.split(",")))
-            return {**result, "discreteValueSpec": {"values": numbers}}
-        low, high, scale = (*values.split(":"), "linear")[:3]
-        number = {"double": float, "int": int}[kind]
-        key = "doubleValueSpec" if kind == "double" else "integerValueSpec"
-        result[key] = {"minValue": number(low), "maxValue": number(high)}
-        return {**result, "scaleType": _SCALES[scale]}
+            result["discreteValueSpec"] = {"values": numbers}
+        else:
+            key, number = _RANGES[kind]
+            low, high, scale = (*values.split(":"), "linear")[:3]
+            result[key] = {"minValue": number(low), "maxValue": number(high)}
+            result["scaleType"] = _SCALES[scale]
+        return result
     except (KeyError, ValueError):
         raise ValueError(
             "Argument `parameter` must be name=double:MIN:MAX[:log], "

@@ -1,0 +1,124 @@
+"""The injector's process and what its tasks write, seen by their caller."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from tfdist.launch.injector import Status, find_task, log_name
+from tfdist.launch.processes import how_it_ended
+
+_CLOSE_SECS = 30.0
+
+
+class Client:
+    """Starts a process with an `Injector`, and has requests answered by it.
+
+    It ends, and with it all tasks, when the process that made it has ended.
+
+    Args:
+        cwd: Its working directory, and that of the tasks.
+        log_dir: Folder of what it and they write. Default: a temporary one,
+            which `close` removes.
+
+    Attributes:
+        last_status: What was known of the tasks at the end; None before.
+    """
+
+    def __init__(
+        self,
+        cwd: str | os.PathLike[str] | None,
+        log_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        self.last_status: dict[str, Status] | None = None
+        self.is_temporary = log_dir is None
+        if log_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")
+            log_dir = self._temporary.name
+        self.log_dir = Path(log_dir).absolute()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        # Without a preexec_fn, so safe whatever threads the caller has; in a
+        # session of its own, so that Ctrl-C is the caller's to act on.
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._connection, theirs = multiprocessing.Pipe()
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            "from tfdist.launch.injector import serve; serve(int(sys.argv[1]))"
+        )
+        self._log = self.log_dir / "supervisor.log"
+        with theirs, self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the `Injector`; raises what it raised."""
+        try:
+            with self._lock:
+                self._connection.send((method, args))
+                answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                "The cluster is closed, or its supervising process has died. "
+                f"It said: {self._said()}"
+            ) from error
+        except BaseException:  # Interrupted: its answer would be the next's.
+            self._connection.close()
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def status(self) -> dict[str, Status]:
+        """What is known of every task, also after `close`."""
+        return self.last_status or self.ask("status")
+
+    def status_of(self, task: str) -> Status:
+        """What is known of a task."""
+        return find_task(self.status(), task)
+
+    def output(self, task: str) -> str:
+        """What a task's processes have written; empty after `close`."""
+        path = self.log_dir / log_name(task)
+        written = path.read_bytes() if path.exists() else b""
+        return written.decode(errors="replace")
+
+    def close(self) -> None:
+        """Has all tasks killed, and waits for the end of the process.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        if self.last_status is None:
+            with contextlib.suppress(RuntimeError):  # Its exit code tells.
+                self.last_status = self.ask("close")
+        self._connection.close()
+        try:
+            code = self.process.wait(_CLOSE_SECS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # The kernel then kills its children.
+            code = self.process.wait()
+        if code:
+            raise RuntimeError(
+                f"The supervising process ended with {how_it_ended(code)}. "
+                f"It said: {self._said()}"
+            )
+        if self.is_temporary:
+            self._temporary.cleanup()
+
+    def _said(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
