@@ -347,10 +347,10 @@ def test_transform_sees_labels(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_epochs": 0}, ValueError, "`num_epochs` must be positive"),
+        ({"num_epochs": 0}, ValueError, "`num_epochs` must be at least 1"),
         ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
         ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
-        ({"batch_size": 0}, ValueError, "`batch_size` must be positive"),
+        ({"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
         ({"cache": 7}, TypeError, "`cache` must be True.*cache=7"),
         ({"cache": "a"}, TypeError, "copy the files there.*cache='a'"),
         ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),

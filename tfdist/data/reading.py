@@ -22,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_at_least
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
 from tfdist.data.worker_context import first_pass, read_by_all
@@ -78,17 +79,15 @@ class ReadOptions:
         transform: a function of the parsed examples, which must treat each
             example by itself: it gets more than one batch at once. Use
             `dataset.map` for one that does not. Random numbers in it are not
-            part of the saved position of the input: a resumed job reads the
-            same examples and draws other numbers.
+            part of the saved position of the input.
         check_gzip: whether to decompress gzip files once before reading, since
             TensorFlow does not notice a truncated one. Default: True if they
             have at most 1 GiB together.
-        cache: whether to keep the records that this worker reads in memory
-            (`tf.data.Dataset.cache`), so that remote or compressed files are
-            read only once. Then the worker keeps the share of its first pass:
+        cache: whether to keep the records that this worker reads in memory, as
+            they are in the files, so that remote or compressed files are read
+            only once. Then the worker keeps the share of its first pass:
             nobody else reads it if the worker dies. The records are part of
-            each saved position of the input. They are cached before they are
-            shuffled, parsed and transformed.
+            each saved position of the input.
 
     Raises:
         TypeError: `cache` is not a bool.
@@ -110,12 +109,7 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"Argument `{name}` must be positive. "
-                    f"Received: {name}={value}."
-                )
+            check_at_least(name, getattr(self, name), 1)
         if self.shard_by not in (None, "file", "example"):
             raise ValueError(
                 'Argument `shard_by` must be "file" or "example". '
@@ -147,27 +141,15 @@ def batches(
 ) -> tf.data.Dataset:
     """Batches of one worker's share of the records.
 
-    Args:
-        files: where the records are.
-        parse: from a vector of records to examples.
-        batch_size: examples in a batch.
-        options: all else.
-
-    Returns:
-        A dataset of what `parse` and `options.transform` return, which
-        `tf.distribute` does not shard again.
-
     Raises:
         ValueError: `batch_size` is not positive, or there is no example for an
             endless dataset.
     """
-    if batch_size < 1:
-        raise ValueError(
-            "Argument `batch_size` must be positive. "
-            f"Received: batch_size={batch_size}."
-        )
+    check_at_least("batch_size", batch_size, 1)
     deterministic = options.deterministic
-    seed = _seed(options)
+    seed = options.seed
+    if seed is None:
+        seed = tf.compat.v1.get_seed(None)[0]
     if deterministic is None:
         deterministic = seed is not None or not options.shuffle
     if seed is None:
@@ -200,6 +182,7 @@ def batches(
         )
     settings = tf.data.Options()
     settings.deterministic = deterministic
+    # The records are dealt already.
     settings.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )
@@ -232,54 +215,32 @@ def shards_by_file(
     return least > 0 and (least + bool(rest)) / least <= _UNEVEN
 
 
-def _seed(options: ReadOptions) -> int | None:
-    if options.seed is not None:
-        return options.seed
-    return tf.compat.v1.get_seed(None)[0]
-
-
 def _record_bytes(files: Files, endless: bool) -> int:
     """Mean length of some records; refuses endless reading of no records."""
-    starts = tf.data.Dataset.from_tensor_slices(files.sources).flat_map(
-        lambda *source: files.read(*source).take(16)
+    records = tf.data.Dataset.range(len(files.paths)).flat_map(
+        lambda i: read_blocks(files, i, _BLOCKS[0]).unbatch().take(16)
     )
     lengths = []
     with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        for record in starts.take(48).as_numpy_iterator():
+        for record, _ in records.take(48).as_numpy_iterator():
             lengths.append(len(record))
-    # These may all be headers and blank lines.
-    if endless and len(lengths) < 48 and _are_empty(files):
-        raise ValueError(
-            f"There is no example in the {len(files.paths)} files to read (the "
-            f"first is {files.paths[0]}). Check their names and contents."
-        )
+        if endless and not lengths:
+            raise ValueError(
+                f"There is no example in the {len(files.paths)} files to read "
+                f"(the first is {files.paths[0]}). Check their names and "
+                "contents."
+            )
     return 1 + sum(lengths) // max(1, len(lengths))
 
 
-def _are_empty(files: Files) -> bool:
-    """Whether all files can be read and none has a record."""
-    sources = tf.data.Dataset.from_tensor_slices(
-        (list(files.paths), files.sources)
-    )
-    records = sources.enumerate().flat_map(
-        lambda i, at: read_blocks(files, _BLOCKS[0], i, at[0], at[1], 1, 0)
-    )
-    with contextlib.suppress(tf.errors.OpError):
-        return not any(True for _ in records.unbatch().take(1))
-    return False
-
-
 def _file_bytes(files: Files) -> int:
-    """Mean size of the first files, uncompressed; `_MOST_SKIPPED` at most."""
-    lengths = [0]
+    """Size of the first file, uncompressed; `_MOST_SKIPPED` at most."""
+    path = files.paths[0]
     with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        lengths = [
-            # Text is compressed to a quarter or so.
-            tf.io.gfile.stat(path).length
-            * (4 if record_files.compression(path) else 1)
-            for path in files.paths[:3]
-        ]
-    return min(sum(lengths) // len(lengths), _MOST_SKIPPED)
+        # Text is compressed to a quarter or so.
+        times = 4 if record_files.compression(path) else 1
+        return min(tf.io.gfile.stat(path).length * times, _MOST_SKIPPED)
+    return 0
 
 
 def _passes(
@@ -365,10 +326,8 @@ def _blocks(
         most = tf.where(again, tf.constant(in_a_file, tf.int64), 0)
 
     def read(index: tf.Tensor) -> tf.data.Dataset:
-        path = tf.gather(list(files.paths), index)
-        source = tuple(tf.gather(column, index) for column in files.sources)
         offset = (turn - index) % every
-        blocks = read_blocks(files, block, index, path, source, every, offset)
+        blocks = read_blocks(files, index, block, every, offset)
         if most is not None:
             blocks = _begun_elsewhere(blocks, most, [seed + number, index])
         return blocks
