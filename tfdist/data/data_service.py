@@ -51,6 +51,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
 from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
@@ -159,8 +160,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
         is_over: Whether training has ended.
 
     Raises:
-        RuntimeError: The server could not start; most often another process
-            uses its port.
+        RuntimeError: The server could not start.
         TimeoutError: There is no dispatcher.
         SystemExit: with code 143, after SIGTERM.
     """
@@ -244,20 +244,18 @@ def _wait_until_up(
     if data_workers:
         for index, address in enumerate(cluster.data_workers):
             tasks[f"data_worker:{index}"] = address
-    deadline = time.monotonic() + timeout_secs
-    while True:
-        tasks = {t: a for t, a in tasks.items() if not _listens(a)}
-        if not tasks:
-            return
-        if time.monotonic() >= deadline:
-            missing = ", ".join(f"{t} at {a}" for t, a in tasks.items())
-            raise TimeoutError(
-                f"{len(tasks)} task(s) of the tf.data service did not come up "
-                f"within {timeout_secs:g} s: {missing}. Start them with the "
-                "same cluster in TF_CONFIG and check that the addresses are "
-                "right and can be reached from here."
-            )
-        time.sleep(_POLL_SECS)
+
+    def missing() -> dict[str, str]:
+        return {t: a for t, a in tasks.items() if not _listens(a)}
+
+    if not wait_for(lambda: not missing(), timeout_secs, _POLL_SECS):
+        listed = ", ".join(f"{t} at {a}" for t, a in missing().items())
+        raise TimeoutError(
+            f"The tf.data service did not come up within {timeout_secs:g} s. "
+            f"Missing: {listed}. Start its tasks with the same cluster in "
+            "TF_CONFIG and check that the addresses are right and can be "
+            "reached from here."
+        )
 
 
 def _listens(address: str) -> bool:
@@ -272,8 +270,8 @@ def _listens(address: str) -> bool:
 def _wait_until_leader_is_gone(cluster: Cluster, timeout_secs: float) -> None:
     """Waits for the chief, or worker 0 where there is none."""
     leader = next(iter(cluster.tasks.values()), {}).get(0)
-    deadline = time.monotonic() + timeout_secs
-    while leader and probing.probe(leader) is probing.TaskState.LIVE:
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(_POLL_SECS)
+    wait_for(
+        lambda: not leader or probing.probe(leader) != probing.TaskState.LIVE,
+        timeout_secs,
+        _POLL_SECS,
+    )

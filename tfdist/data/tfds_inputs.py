@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,26 +219,15 @@ def _tfds_parser(
             f"Argument `as_supervised` needs a label, and {info.full_name} "
             f"names none. Its features: {sorted(info.features)}."
         )
-    leaves = dict(_leaves(features))
-    many_at_once = all(map(_is_fixed, leaves.values()))
+    decode: Any = features.deserialize_example
+    spec = features.get_tensor_spec()
+    is_plain = _is_plain(features)
 
     def parse(records: tf.Tensor) -> Any:
-        if many_at_once:
-            stored = {key: _stored(leaf) for key, leaf in leaves.items()}
-            parsed = tf.io.parse_example(records, stored)
-            examples = tf.nest.pack_sequence_as(
-                features.get_tensor_spec(),
-                [
-                    tf.cast(parsed[key], leaf.get_tensor_info().tf_dtype)
-                    for key, leaf in leaves.items()
-                ],
-            )
+        if is_plain:
+            examples = tf.vectorized_map(decode, records)
         else:
-            examples = tf.map_fn(
-                features.deserialize_example,
-                records,
-                fn_output_signature=features.get_tensor_spec(),
-            )
+            examples = tf.map_fn(decode, records, fn_output_signature=spec)
         if not as_supervised:
             return examples
         return tuple(
@@ -249,27 +238,13 @@ def _tfds_parser(
     return parse
 
 
-def _leaves(features: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key in the records and feature, in the order of `tf.nest`."""
-    for name, feature in sorted(features.items()):
-        if hasattr(feature, "items"):
-            yield from _leaves(feature, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", feature
+def _is_plain(feature: Any) -> bool:
+    """Whether it is of numbers and strings, without images and sequences."""
+    import tensorflow_datasets as tfds
 
-
-def _is_fixed(feature: Any) -> bool:
-    """Whether it is stored as it is given: no image, no sequence."""
-    given, stored = feature.get_tensor_info(), feature.get_serialized_info()
-    if isinstance(given, Mapping) or isinstance(stored, Mapping):
+    if isinstance(feature, tfds.features.FeaturesDict):
+        return all(map(_is_plain, feature.values()))
+    if not isinstance(feature, tfds.features.Tensor):
         return False
-    same = (stored.shape, stored.tf_dtype) == (given.shape, given.tf_dtype)
-    return same and None not in given.shape
-
-
-def _stored(feature: Any) -> tf.io.FixedLenFeature:
-    info = feature.get_tensor_info()
-    dtype = tf.as_dtype(info.tf_dtype)
-    if dtype != tf.string:
-        dtype = tf.float32 if dtype.is_floating else tf.int64
-    return tf.io.FixedLenFeature(info.shape, dtype)
+    given, stored = feature.get_tensor_info(), feature.get_serialized_info()
+    return stored.shape == given.shape and None not in given.shape
