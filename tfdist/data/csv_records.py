@@ -93,9 +93,11 @@ class Layout:
             )
             with tf.control_dependencies([checked]):
                 # One search in all lines costs a tenth of one in each.
-                text = held + tf.strings.reduce_join(lines)
+                is_plain = (held == "") & tf.strings.regex_full_match(
+                    tf.strings.reduce_join(lines), '[^"]*'
+                )
             lines, numbers, held = tf.cond(
-                tf.strings.regex_full_match(text, '[^"]*'),
+                is_plain,
                 lambda: (lines, numbers, ""),
                 lambda: _joined(lines, numbers, held),
             )

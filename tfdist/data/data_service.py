@@ -14,27 +14,24 @@ end with the job.
 
 Each batch is handed out once. The dispatcher assigns to the data workers one
 element at a time of the dataset's source: a file for `read_csv` and the other
-readers, an example for `Dataset.from_tensor_slices`. So:
+readers, an example for `Dataset.from_tensor_slices`. So without a failure each
+example is trained on once per epoch. What is lost when a process dies:
 
-No failure: each example is trained on once per epoch.
-A worker dies: the batch it trained on and those on their way to it are lost,
-  two per data worker; with a `map` after `one_pass`, which TensorFlow runs
-  ahead, one more. The restarted worker continues.
-The chief or a ps dies: the pass continues where it was, with the weights of the
-  last checkpoint. Lost are the batches since then, and for each worker as many
-  as if it had died. So is it if any process of an all-reduce job dies.
-A data worker dies: what it has taken and not handed out is lost; of files all
-  that it reads at once or has shuffled the names of; with `shuffle=False` the
-  one it reads and at most the next. After 30 s the pass ends without it.
-The dispatcher dies: nothing is lost. Its journal in `<model_dir>/data_service`
-  tells the next process what was handed out.
-All are restarted: the sum of these. But if the data workers then have other
-  addresses, as after each start of `tfdist.launch`, the pass starts again, with
-  a warning: what the checkpoint has seen is repeated.
+A worker: the batch it trained on and those on their way to it, two per data
+  worker; with a `map` after `one_pass`, which TensorFlow runs ahead, one more.
+The chief or a ps, or any process of an all-reduce job: the batches since the
+  last checkpoint, and for each worker as many as if it had died.
+A data worker: what it has taken and not handed out; of files all that it reads
+  at once or has shuffled the names of; with `shuffle=False` the one it reads
+  and at most the next. After 30 s the pass ends without it.
+The dispatcher: nothing. Its journal in `<model_dir>/data_service` tells the
+  next process what was handed out.
+All: the sum of these. But if the data workers then have other addresses, as
+  after each start of `tfdist.launch`, the pass starts again, with a warning:
+  what the checkpoint has seen is repeated. Nothing else is ever repeated.
 
-Nothing else is ever repeated. A job that ends deletes the journal, so the next
-one in its directory makes its own pass. If you change the data of a job that
-has not ended, delete the journal too.
+A job that ends deletes the journal, so the next one in its directory makes its
+own pass. If you change the data of a job that has not ended, delete it too.
 """
 
 from __future__ import annotations

@@ -72,13 +72,6 @@ def read_tfds(
             "`builder.download_and_prepare()`."
         )
     parts = builder.info.splits[split].file_instructions
-    paths = [str(part.filename) for part in parts]
-    skips = [part.skip for part in parts]
-    # Negative: all that follow.
-    takes = [
-        part.take if part.take >= 0 else part.examples_in_shard - part.skip
-        for part in parts
-    ]
     read = {
         tfds.core.FileFormat.TFRECORD: _tfrecords,
         tfds.core.FileFormat.ARRAY_RECORD: _array_records,
@@ -91,9 +84,14 @@ def read_tfds(
         )
     if read is _array_records:
         _check_index(reading)
+    paths = [str(part.filename) for part in parts]
+    stops = [
+        part.skip + part.take if part.take >= 0 else part.examples_in_shard
+        for part in parts
+    ]
     files = Files(
         paths,
-        (paths, np.array(skips, np.int64), np.array(takes, np.int64)),
+        (paths, _int64([part.skip for part in parts]), _int64(stops)),
         read,
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
@@ -136,10 +134,10 @@ def read_array_records(
     reading = ReadOptions(**options)
     _check_index(reading)
     paths = record_files.match(file_pattern)
-    counts = [_reader(path).num_records() for path in paths]
+    stops = [_reader(path).num_records() for path in paths]
     files = Files(
         paths,
-        (paths, np.zeros(len(paths), np.int64), np.array(counts, np.int64)),
+        (paths, _int64([0] * len(paths)), _int64(stops)),
         _array_records,
         expected=expected_example(features),
     )
@@ -156,22 +154,25 @@ def _check_index(reading: ReadOptions) -> None:
         )
 
 
+def _int64(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
 def _tfrecords(
-    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor
 ) -> tf.data.Dataset:
-    return tf.data.TFRecordDataset(path).skip(skip).take(take)
+    return tf.data.TFRecordDataset(path).take(stop).skip(start)
 
 
 def _array_records(
-    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor
 ) -> tf.data.Dataset:
-    def chunk(start: tf.Tensor) -> tf.Tensor:
-        stop = tf.minimum(start + _CHUNK, skip + take)
-        records = tf.numpy_function(_chunk, [path, start, stop], tf.string)
+    def chunk(first: tf.Tensor) -> tf.Tensor:
+        end = tf.minimum(first + _CHUNK, stop)
+        records = tf.numpy_function(_chunk, [path, first, end], tf.string)
         return tf.ensure_shape(records, [None])
 
-    starts = tf.data.Dataset.range(skip, skip + take, _CHUNK)
-    return starts.map(chunk).unbatch()
+    return tf.data.Dataset.range(start, stop, _CHUNK).map(chunk).unbatch()
 
 
 _reading = threading.Lock()
