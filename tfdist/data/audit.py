@@ -16,7 +16,6 @@ import argparse
 import collections
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,11 +107,11 @@ class Audit:
                 f"Nobody reads {len(self.unread)} of {len(self.known)} "
                 "examples."
             )
-        low = [i for i, spread in enumerate(self.spread) if spread < 0.1]
+        low = [str(i) for i, spread in enumerate(self.spread) if spread < 0.1]
         if low:
             found.append(
-                f"Worker {', '.join(map(str, low))} reads in the order of the "
-                "files: a batch has what is adjacent there. Shuffle."
+                f"Worker {', '.join(low)} reads in the order of the files: a "
+                "batch has what is adjacent there. Shuffle."
             )
         return found
 
@@ -147,12 +146,9 @@ class Audit:
         return "\n".join(lines + [f"problem: {p}" for p in self.problems()])
 
     def _pairs(self, share: Callable[[Batches, Batches], float]) -> np.ndarray:
-        shares = np.eye(len(self.batches))
-        for i, j in itertools.combinations(range(len(self.batches)), 2):
-            shares[i, j] = shares[j, i] = share(
-                self.batches[i], self.batches[j]
-            )
-        return shares
+        return np.array(
+            [[share(a, b) for a in self.batches] for b in self.batches]
+        )
 
 
 def audit(
@@ -239,15 +235,7 @@ def check_workers_differ(
 
 
 def fingerprints(batch: Any) -> np.ndarray:
-    """int64 `(batch,)`: equal numbers for equal examples.
-
-    Args:
-        batch: a structure of tensors (also sparse or ragged) whose first
-            dimension is the batch.
-
-    Raises:
-        ValueError: one of them is a scalar.
-    """
+    """int64 `(batch,)`: equal numbers for equal examples."""
     columns = [_rows(tensor) for tensor in tf.nest.flatten(batch)]
     digests = b"".join(
         hashlib.blake2b(b"".join(parts), digest_size=8).digest()

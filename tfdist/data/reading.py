@@ -4,7 +4,7 @@
           -> shuffle -> parse many at once -> batches
 
 It consists of TensorFlow operations only, so a parameter-server job can build
-it on the chief and run it on its workers, where the worker's index is a tensor.
+it on the chief and run it on its workers, whose index is a tensor.
 
 The examples are dealt to the workers again in each pass: in a pass no two
 workers read the same example, and in `n` passes each of `n` workers reads
@@ -124,17 +124,6 @@ class ReadOptions:
                 f"training. Received: cache={self.cache!r}."
             )
 
-    @property
-    def num_workers(self) -> int:
-        """How many pipelines share the records."""
-        return self.context.num_input_pipelines if self.context else 1
-
-    @property
-    def worker(self) -> tf.Tensor:
-        """Which of them this one is, int64."""
-        index = self.context.input_pipeline_id if self.context else 0
-        return tf.cast(index, tf.int64)
-
 
 def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
@@ -247,32 +236,92 @@ def _passes(
     files: Files, options: ReadOptions, size: int, seed: int
 ) -> tf.data.Dataset:
     """A worker's (record, place) of all passes."""
-    first = tf.cast(first_pass(options.context), tf.int64)
+    context = options.context or tf.distribute.InputContext()
+    worker = tf.cast(context.input_pipeline_id, tf.int64)
+    first = tf.cast(first_pass(context), tf.int64)
     passes = tf.data.Dataset.counter(first)
-    passes = passes.take(
-        -1 if options.num_epochs is None else options.num_epochs
-    )
+    if options.num_epochs is not None:
+        passes = passes.take(options.num_epochs)
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
-    own_seed = seed + 1_000_003 * options.worker
+    own_seed = seed + 1_000_003 * worker
     buffer = options.shuffle_buffer_size or min(
         _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
+
+    def dealt(number: tf.Tensor) -> tf.data.Dataset:
+        return _dealt(files, options, size, worker, own_seed, number)
+
     cached = None
     if options.cache:
-        cached = _blocks(files, options, size, own_seed, first).cache()
+        cached = dealt(first).cache()
     else:
-        read_by_all(options.context)
+        read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
-        blocks = cached
-        if blocks is None:
-            blocks = _blocks(files, options, size, own_seed, number)
+        blocks = dealt(number) if cached is None else cached
         if not options.shuffle:
             return blocks.unbatch()
         seed = own_seed + 15_485_863 * number
         return _shuffled(blocks.unbatch(), buffer, seed)
 
     return passes.flat_map(_as_written(records))
+
+
+def _dealt(
+    files: Files,
+    options: ReadOptions,
+    size: int,
+    worker: tf.Tensor,
+    seed: tf.Tensor,
+    number: tf.Tensor,
+) -> tf.data.Dataset:
+    """A worker's blocks of (record, place) in the pass of a number."""
+    context = options.context or tf.distribute.InputContext()
+    workers = context.num_input_pipelines
+    # In as many consecutive passes as workers, each worker has each turn once.
+    turn = (worker + number) % workers
+    by_file = shards_by_file(len(files.paths), workers, options.shard_by)
+    own = tf.range(len(files.paths), dtype=tf.int64)
+    shuffled = tf.random.experimental.stateless_shuffle
+    if by_file and workers > 1:
+        if options.shuffle:
+            # The same for all workers, whatever their seeds.
+            own = shuffled(own, [options.seed or 0, number // workers])
+        own = own[turn::workers]
+    cycle_length = 1
+    if options.shuffle:
+        own = shuffled(own, [seed, number])
+        cycle_length = min(options.num_parallel_reads, len(files.paths))
+    block = max(
+        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
+    )
+    every = 1 if by_file else workers
+    first, most = first_pass(context), None
+    if options.shuffle and (tf.is_tensor(first) or first > 0):
+        # Or workers that are often started again would never come to the end
+        # of a large file.
+        begins_again = (number == first) & (number > 0)
+        most = (
+            _file_bytes(files)
+            // (block * size)
+            * tf.cast(begins_again, tf.int64)
+        )
+
+    def read(index: tf.Tensor) -> tf.data.Dataset:
+        offset = (turn - index) % every
+        blocks = read_blocks(files, index, block, every, offset)
+        if most is None:
+            return blocks
+        skipped = tf.random.stateless_uniform(
+            [], [seed + number, index], maxval=most + 1, dtype=tf.int64
+        )
+        return blocks.skip(skipped).concatenate(blocks.take(skipped))
+
+    return tf.data.Dataset.from_tensor_slices(own).interleave(
+        _as_written(read),
+        cycle_length=cycle_length,
+        num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
+    )
 
 
 def _shuffled(
@@ -289,66 +338,3 @@ def _shuffled(
         output_shapes=[[], []],
     )
     return tf.data.experimental.from_variant(variant, records.element_spec)
-
-
-def _blocks(
-    files: Files,
-    options: ReadOptions,
-    size: int,
-    seed: tf.Tensor,
-    number: tf.Tensor,
-) -> tf.data.Dataset:
-    """A worker's blocks of (record, place) in one pass."""
-    workers = options.num_workers
-    # In as many consecutive passes as workers, each worker has each turn once.
-    turn = (options.worker + number) % workers
-    by_file = shards_by_file(len(files.paths), workers, options.shard_by)
-    own = tf.range(len(files.paths), dtype=tf.int64)
-    shuffled = tf.random.experimental.stateless_shuffle
-    if by_file and workers > 1:
-        if options.shuffle:
-            # The same for all workers, whatever their seeds.
-            own = shuffled(own, [options.seed or 0, number // workers])
-        own = own[turn::workers]
-    cycle_length = 1
-    if options.shuffle:
-        own = shuffled(own, [seed, number])
-        cycle_length = min(options.num_parallel_reads, len(files.paths))
-    block = max(
-        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
-    )
-    # By example, a worker keeps every n-th record.
-    every = 1 if by_file else workers
-    first, most = first_pass(options.context), None
-    if options.shuffle and (tf.is_tensor(first) or first > 0):
-        in_a_file = _file_bytes(files) // (block * size)
-        again = (number == first) & (number > 0)
-        most = tf.where(again, tf.constant(in_a_file, tf.int64), 0)
-
-    def read(index: tf.Tensor) -> tf.data.Dataset:
-        offset = (turn - index) % every
-        blocks = read_blocks(files, index, block, every, offset)
-        if most is not None:
-            blocks = _begun_elsewhere(blocks, most, [seed + number, index])
-        return blocks
-
-    return tf.data.Dataset.from_tensor_slices(own).interleave(
-        _as_written(read),
-        cycle_length=cycle_length,
-        block_length=1,
-        num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
-    )
-
-
-def _begun_elsewhere(
-    blocks: tf.data.Dataset, most: tf.Tensor, seed: list[tf.Tensor]
-) -> tf.data.Dataset:
-    """The blocks of a file, the first ones (at most `most`) moved to the end.
-
-    Without it, workers that are often restarted would never come to the end
-    of a large file.
-    """
-    skipped = tf.random.stateless_uniform(
-        [], seed, maxval=most + 1, dtype=tf.int64
-    )
-    return blocks.skip(skipped).concatenate(blocks.take(skipped))

@@ -116,9 +116,9 @@ def read_array_records(
 
     Args:
         file_pattern: as in `tfdist.read_csv`, but local.
-        features: as in `tfdist.read_tfrecords`.
+        features: as in `tfdist.read_tfrecords`, like all that follow.
         batch_size: examples in a batch.
-        label_key: as in `tfdist.read_tfrecords`.
+        label_key: the feature with the labels. Default: no labels.
         **options: those of `ReadOptions`.
 
     Returns:
