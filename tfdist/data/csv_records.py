@@ -216,6 +216,7 @@ def infer(
             )
         known = _by_name(origin, names, column_defaults)
         lines = (itertools.islice(_lines(p), skip, None) for p in paths[start:])
+        told: Iterator[str]
         if num_rows_for_inference is None:
             told = itertools.chain.from_iterable(lines)
         else:

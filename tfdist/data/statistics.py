@@ -43,7 +43,7 @@ from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
 
-# Numbers of a feature that are kept, for quantiles: 16 MB.
+# Numbers of a feature that are kept, for quantiles: 16 to 32 MB.
 MOST_KEPT = 1_000_000
 _POLL_SECS = 1.0
 
@@ -213,9 +213,8 @@ class NumberStatistics:
         column of zeros with few exceptions is cut where the exceptions are.
 
         Returns:
-            Ascending numbers that occur in the data; each is the lower end of
-            a bucket, as in `keras.layers.Discretization`. Fewer than
-            `num_buckets`.
+            Fewer than `num_buckets` numbers of the data, ascending; each is the
+            lower end of a bucket, as in `keras.layers.Discretization`.
 
         Raises:
             ValueError: `num_buckets` is less than 2.
