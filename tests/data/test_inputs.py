@@ -61,19 +61,23 @@ def column(dataset, name="x"):
     return np.concatenate(parts).tolist() if parts else []
 
 
-def of_worker(input_fn, worker, workers, as_tensor):
-    """A worker's dataset, with its index as the strategies give it."""
+def of_workers(input_fn, workers, as_tensor):
+    """Each worker's dataset, with its index as the strategies give it."""
 
     def dataset(worker):
         return input_fn(tf.distribute.InputContext(workers, worker, workers))
 
     if not as_tensor:
-        return dataset(worker)
+        return [dataset(worker) for worker in range(workers)]
     spec = dataset(0).element_spec
     # As a parameter-server job has it: traced once, the index a tensor.
     traced = tf.function(lambda i: tf.data.experimental.to_variant(dataset(i)))
-    variant = traced(tf.constant(worker, tf.int64))
-    return tf.data.experimental.from_variant(variant, spec)
+    return [
+        tf.data.experimental.from_variant(
+            traced(tf.constant(worker, tf.int64)), spec
+        )
+        for worker in range(workers)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +95,7 @@ def shares(paths, workers, as_tensor=False, **options):
             paths, FEATURES, 4, context=context, num_epochs=1, **options
         )
 
-    return [
-        column(of_worker(input_fn, worker, workers, as_tensor))
-        for worker in range(workers)
-    ]
+    return [column(d) for d in of_workers(input_fn, workers, as_tensor)]
 
 
 CASES = [(1, 2, False), (3, 2, True), (16, 3, True)]
@@ -135,7 +136,7 @@ def test_the_lecture_s_mistake(tmp_path, num_files):
         files = tf.data.TFRecordDataset(paths).shuffle(100).batch(4)
         return files.map(lambda r: tf.io.parse_example(r, FEATURES))
 
-    first, second = (column(of_worker(input_fn, w, 2, False)) for w in (0, 1))
+    first, second = map(column, of_workers(input_fn, 2, False))
     assert first == second
     first, second = shares(paths, 2)
     assert not set(first) & set(second)
@@ -183,10 +184,7 @@ def one_of_the_passes(paths, number, workers, as_tensor=False, **options):
         assert not context.fixed_share
         return dataset
 
-    return [
-        column(of_worker(input_fn, worker, workers, as_tensor))
-        for worker in range(workers)
-    ]
+    return [column(d) for d in of_workers(input_fn, workers, as_tensor)]
 
 
 @pytest.mark.parametrize(
@@ -347,10 +345,10 @@ def test_transform_sees_labels(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_epochs": 0}, ValueError, "`num_epochs` must be positive"),
+        ({"num_epochs": 0}, ValueError, "`num_epochs` must be at least 1"),
         ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
         ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
-        ({"batch_size": 0}, ValueError, "`batch_size` must be positive"),
+        ({"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
         ({"cache": 7}, TypeError, "`cache` must be True.*cache=7"),
         ({"cache": "a"}, TypeError, "copy the files there.*cache='a'"),
         ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),
@@ -481,7 +479,7 @@ def test_csv_with_long_quotes_across_blocks(tmp_path):
     def input_fn(context):
         return readers.read_csv(path, 50, num_epochs=1, context=context)
 
-    found = [column(of_worker(input_fn, w, 3, False)) for w in range(3)]
+    found = [column(d) for d in of_workers(input_fn, 3, False)]
     assert sorted(itertools.chain(*found)) == list(range(700))
     assert {len(share) for share in found} == {233, 234}
     (features,) = rows(path, transform=lambda f: f, select_columns=["s"])[:1]

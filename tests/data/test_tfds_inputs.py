@@ -20,7 +20,8 @@ class Boats(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
     code_path = None
     BUILDER_CONFIGS: ClassVar = [
-        tfds.core.BuilderConfig(name=name) for name in ("plain", "pictures")
+        tfds.core.BuilderConfig(name=name)
+        for name in ("plain", "pictures", "ports")
     ]
 
     def _info(self):
@@ -32,6 +33,9 @@ class Boats(tfds.core.GeneratorBasedBuilder):
         }
         if self.builder_config.name == "pictures":
             features["photo"] = tfds.features.Image(shape=(2, 1, 3))
+        if self.builder_config.name == "ports":
+            port = tfds.features.FeaturesDict({"name": np.str_})
+            features["ports"] = tfds.features.Sequence(port, length=2)
         return tfds.core.DatasetInfo(
             builder=self,
             features=tfds.features.FeaturesDict(features),
@@ -52,6 +56,8 @@ class Boats(tfds.core.GeneratorBasedBuilder):
             }
             if self.builder_config.name == "pictures":
                 features["photo"] = np.full((2, 1, 3), i, np.uint8)
+            if self.builder_config.name == "ports":
+                features["ports"] = [{"name": f"a{i}"}, {"name": "b"}]
             yield i, features
 
 
@@ -73,6 +79,7 @@ def flat(dataset):
     [
         ("plain", "tfrecord"),
         ("pictures", "tfrecord"),
+        ("ports", "tfrecord"),
         ("plain", "array_record"),
     ],
 )

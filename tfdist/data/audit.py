@@ -3,31 +3,30 @@
     python -m tfdist.audit --workers=4 --input=package.module:input_fn
 
 runs the pipeline of each of four workers in this process and prints how many
-examples two of them share, at the same step and in a whole pass, which examples
-nobody reads, and how well they are shuffled. "Even with a well-shuffled data
-set on disk, if all your workers are loading straight from it, they will be
-seeing the same batch at the same time and produce the same gradients": that is
-a row of 100 % here, and exit code 1.
+examples two of them share, at the same step and in all they read, which
+examples nobody reads, and how well they are shuffled. "Even with a
+well-shuffled data set on disk, if all your workers are loading straight from
+it, they will be seeing the same batch at the same time and produce the same
+gradients": that is a row of 100 % here, and exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
-import itertools
-import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.fingerprints import fingerprints
+from tfdist._tf.arguments import check_at_least, load_function
 from tfdist.data.input_fns import InputFn, described, with_context
 
 # Two workers that share more than this at the same step do the same work.
-MOST_SHARED = 0.5
+_MOST_SHARED = 0.5
 # An endless dataset is read until a batch has nothing new, or so far.
 _MOST_BATCHES = 10_000
 
@@ -38,12 +37,11 @@ Batches = list[np.ndarray]  # An int64 for each example of each batch.
 class Audit:
     """What several workers read.
 
-    Equal examples, or examples with an equal `key`, have equal numbers.
-
     Attributes:
         input_fn: the name of the input function.
-        batches: the batches of each worker: a number for each example.
-        known: all examples, in order if `in_order`.
+        batches: the batches of each worker: an int64 for each example, the same
+            for equal examples.
+        known: the numbers of all examples, in order if `in_order`.
         in_order: whether `known` has the order of the files.
     """
 
@@ -68,27 +66,6 @@ class Audit:
         )
 
     @property
-    def repeated(self) -> int:
-        """How many examples are read again within the first pass.
-
-        A pass is an equal number of examples of each worker, as many as there
-        are in all.
-        """
-        share = len(self.known) // len(self.batches)
-        first = np.concatenate([_all(each)[:share] for each in self.batches])
-        return len(first) - len(np.unique(first))
-
-    @property
-    def alone(self) -> np.ndarray:
-        """`(workers,)`: the share of all examples that a worker ever reads.
-
-        1 if the examples are dealt again in each pass.
-        """
-        return np.array(
-            [np.isin(self.known, _all(each)).mean() for each in self.batches]
-        )
-
-    @property
     def unread(self) -> np.ndarray:
         """Places in `known` of the examples that no worker reads."""
         read = np.concatenate([_all(batches) for batches in self.batches])
@@ -101,10 +78,12 @@ class Audit:
         0 in the order of the files, 1 in a random order. NaN if the order of
         the files is not known.
         """
+        place = {example: i for i, example in enumerate(self.known.tolist())}
         spreads = []
-        for places in self.places():
+        for batches in self.batches:
+            read = [place[e] for e in _all(batches).tolist() if e in place]
             # Ranks among the worker's own examples.
-            own, ranks = np.unique(places, return_inverse=True)
+            own, ranks = np.unique(read, return_inverse=True)
             if not self.in_order or len(own) < 3:
                 spreads.append(float("nan"))
                 continue
@@ -114,35 +93,25 @@ class Audit:
             spreads.append(float((distance - 1) / (random - 1)))
         return spreads
 
-    def places(self) -> list[np.ndarray]:
-        """For each worker, the place in `known` of each example it reads."""
-        place = {example: i for i, example in enumerate(self.known.tolist())}
-        return [
-            np.array(
-                [place[e] for e in _all(batches).tolist() if e in place], int
-            )
-            for batches in self.batches
-        ]
-
     def problems(self) -> list[str]:
         """What is wrong, a sentence each; empty if all is well."""
         found = []
         shared = np.triu(self.at_the_same_step, 1)
         one, other = map(int, np.unravel_index(shared.argmax(), shared.shape))
-        if shared[one, other] >= MOST_SHARED:
+        if shared[one, other] >= _MOST_SHARED:
             found.append(
                 _same_examples(self.input_fn, one, other, shared[one, other])
             )
         if len(self.unread):
             found.append(
                 f"Nobody reads {len(self.unread)} of {len(self.known)} "
-                f"examples{self._which()}."
+                "examples."
             )
-        low = [i for i, spread in enumerate(self.spread) if spread < 0.1]
+        low = [str(i) for i, spread in enumerate(self.spread) if spread < 0.1]
         if low:
             found.append(
-                f"Worker {', '.join(map(str, low))} reads in the order of the "
-                "files: a batch has what is adjacent there. Shuffle."
+                f"Worker {', '.join(low)} reads in the order of the files: a "
+                "batch has what is adjacent there. Shuffle."
             )
         return found
 
@@ -153,53 +122,33 @@ class Audit:
             "",
             "worker   batches  examples  distinct  shuffled",
         ]
+        spreads = self.spread
         for i, batches in enumerate(self.batches):
-            read, spread = _all(batches), self.spread[i]
-            shown = "?" if np.isnan(spread) else f"{min(spread, 1):.0%}"
+            read = _all(batches)
+            shown = "?" if np.isnan(spreads[i]) else f"{min(spreads[i], 1):.0%}"
             lines.append(
                 f"{i:>6} {len(batches):>9} {len(read):>9} "
                 f"{len(np.unique(read)):>9} {shown:>9}"
             )
-        workers = range(len(self.batches))
         for title, shares in (
             ("shared at the same step", self.at_the_same_step),
             ("shared in all that was read", self.in_all),
         ):
             lines += ["", title]
-            lines.append("worker" + "".join(f"{i:>7}" for i in workers))
-            for i in workers:
-                cells = [f"{share:.0%}" for share in shares[i]]
+            for i, row in enumerate(shares):
+                cells = [f"{share:.0%}" for share in row]
                 cells[i] = "-"
                 lines.append(f"{i:>6}" + "".join(f"{c:>7}" for c in cells))
         lines += [
             "",
-            f"read by nobody: {len(self.unread)} of "
-            f"{len(self.known)}{self._which()}",
-            f"read twice in the first pass: {self.repeated}",
-            "share of all examples that a worker reads in the end: "
-            + ", ".join(f"{share:.0%}" for share in self.alone),
+            f"read by nobody: {len(self.unread)} of {len(self.known)}",
         ]
         return "\n".join(lines + [f"problem: {p}" for p in self.problems()])
 
     def _pairs(self, share: Callable[[Batches, Batches], float]) -> np.ndarray:
-        shares = np.eye(len(self.batches))
-        for i, j in itertools.combinations(range(len(self.batches)), 2):
-            shares[i, j] = shares[j, i] = share(
-                self.batches[i], self.batches[j]
-            )
-        return shares
-
-    def _which(self) -> str:
-        """The places of unread examples, such as " (places 3-4, 9)"."""
-        if not self.in_order or not len(self.unread):
-            return ""
-        gaps = np.flatnonzero(np.diff(self.unread) > 1) + 1
-        runs = np.split(self.unread, gaps)
-        shown = [
-            f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}"
-            for run in runs[:5]
-        ] + ["..."] * (len(runs) > 5)
-        return f" (places {', '.join(shown)})"
+        return np.array(
+            [[share(a, b) for a in self.batches] for b in self.batches]
+        )
 
 
 def audit(
@@ -208,7 +157,6 @@ def audit(
     num_batches: int | None = None,
     *,
     in_order: InputFn | None = None,
-    key: str | None = None,
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> Audit:
@@ -225,8 +173,6 @@ def audit(
         in_order: an input function that gives every example once, in the order
             of the files, to judge the shuffling by. Default: the order is not
             known, and the examples are those that a single worker reads.
-        key: the feature that identifies an example. Default: all features and
-            labels together.
         index_as_tensor: whether the function is traced once for all workers,
             with the worker's index a tensor, as under a parameter-server
             strategy, or called for each, as under all others.
@@ -237,30 +183,19 @@ def audit(
         An `Audit`: `print(audit(...).table())`.
 
     Raises:
-        ValueError: a number is not positive, `key` is not a feature, or the
-            dataset has no batches.
+        ValueError: a number is not positive, or the dataset has no batches.
     """
-    for name, value in (
-        ("num_workers", num_workers),
-        ("num_batches", num_batches),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(
-                f"Argument `{name}` must be positive. Received: {name}={value}."
-            )
-    with _seeded(seed) as set_seed:
-        workers = range(num_workers)
-        found = tuple(
-            _read(dataset, num_batches, key)
-            for dataset in _datasets(
-                input_fn, num_workers, workers, index_as_tensor, set_seed
-            )
-        )
-        set_seed()
-        every = with_context(in_order or input_fn)(_context(1, 0))
-        known = _all(_read(every, None, key))
+    check_at_least("num_workers", num_workers, 1)
+    check_at_least("num_batches", num_batches, 1)
+    found = _read_workers(
+        input_fn, num_workers, num_workers, num_batches, index_as_tensor, seed
+    )
+    (every,) = _read_workers(in_order or input_fn, 1, 1, None, False, seed)
+    known = _all(every)
     first = np.sort(np.unique(known, return_index=True)[1])
-    return Audit(described(input_fn), found, known[first], in_order is not None)
+    return Audit(
+        described(input_fn), tuple(found), known[first], in_order is not None
+    )
 
 
 def check_workers_differ(
@@ -289,20 +224,43 @@ def check_workers_differ(
     """
     if num_workers < 2:
         return None
-    with _seeded(seed) as set_seed:
-        first, second = (
-            _read(dataset, 2, None)
-            for dataset in _datasets(
-                input_fn, num_workers, (0, 1), index_as_tensor, set_seed
-            )
-        )
-    # If all examples are equal they prove nothing.
-    if len(np.unique(_all(first))) < 2:
-        return None
+    first, second = _read_workers(
+        input_fn, num_workers, 2, 2, index_as_tensor, seed
+    )
     shared = _shared_by_step(first, second)
-    if shared < MOST_SHARED:
+    # If all examples are equal they prove nothing.
+    if shared < _MOST_SHARED or len(np.unique(_all(first))) < 2:
         return None
     return _same_examples(described(input_fn), 0, 1, shared)
+
+
+def fingerprints(batch: Any) -> np.ndarray:
+    """int64 `(batch,)`: equal numbers for equal examples."""
+    columns = [_rows(tensor) for tensor in tf.nest.flatten(batch)]
+    digests = b"".join(
+        hashlib.blake2b(b"".join(parts), digest_size=8).digest()
+        for parts in zip(*columns, strict=True)
+    )
+    return np.frombuffer(digests, np.int64)
+
+
+def _rows(tensor: Any) -> list[bytes]:
+    """The bytes of each example in a tensor."""
+    if not tensor.shape.rank:
+        raise ValueError(
+            "The dataset must give batches: tensors whose first dimension is "
+            f"the batch. Received: {tensor!r}. Use `dataset.batch(...)`."
+        )
+    if isinstance(tensor, tf.Tensor):
+        values = tensor.numpy().reshape(len(tensor), -1)
+        if tensor.dtype != tf.string:
+            return [row.tobytes() for row in np.ascontiguousarray(values)]
+        return [repr(row).encode() for row in values.tolist()]
+    rows = tf.data.Dataset.from_tensor_slices(tensor)
+    parts = (tf.nest.flatten(row, expand_composites=True) for row in rows)
+    return [
+        repr([part.numpy().tolist() for part in row]).encode() for row in parts
+    ]
 
 
 def _same_examples(input_fn: str, one: int, other: int, share: float) -> str:
@@ -316,66 +274,51 @@ def _same_examples(input_fn: str, one: int, other: int, share: float) -> str:
     )
 
 
-def _context(workers: int, worker: int) -> tf.distribute.InputContext:
-    return tf.distribute.InputContext(workers, worker, 1)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[Callable[[], None]]:
-    """Yields a function that seeds TensorFlow as in a fresh process."""
+def _read_workers(
+    input_fn: InputFn,
+    num_workers: int,
+    num_read: int,
+    num_batches: int | None,
+    index_as_tensor: bool,
+    seed: int | None,
+) -> list[Batches]:
+    """What the first workers read, each as in a process of its own."""
+    call = with_context(input_fn)
     before = tf.compat.v1.get_seed(None)[0]
-    wanted = before if seed is None else seed
+    seed = before if seed is None else seed
 
-    def set_seed() -> None:
-        if wanted is not None:
-            tf.random.set_seed(wanted)
-
-    try:
-        yield set_seed
-    finally:
+    def make(worker: int | tf.Tensor) -> tf.data.Dataset:
         if seed is not None:
+            tf.random.set_seed(seed)
+        return call(tf.distribute.InputContext(num_workers, worker, 1))
+
+    def read(worker: int) -> Batches:
+        dataset = make(worker)
+        if index_as_tensor:
+            variant = traced(tf.constant(worker, tf.int64))
+            spec = dataset.element_spec
+            dataset = tf.data.experimental.from_variant(variant, spec)
+        return _read(dataset, num_batches)
+
+    traced = tf.function(
+        lambda worker: tf.data.experimental.to_variant(make(worker)),
+        autograph=False,
+    )
+    try:
+        return [read(worker) for worker in range(num_read)]
+    finally:
+        if seed != before:
             tf.random.set_seed(before)
 
 
-def _datasets(
-    input_fn: InputFn,
-    num_workers: int,
-    workers: Sequence[int],
-    index_as_tensor: bool,
-    set_seed: Callable[[], None],
-) -> Iterator[tf.data.Dataset]:
-    """The dataset of each worker, made as in a process of its own."""
-    call = with_context(input_fn)
-
-    def make(worker: int | tf.Tensor) -> tf.data.Dataset:
-        return call(_context(num_workers, worker))
-
-    if index_as_tensor:
-        set_seed()
-        spec = make(0).element_spec
-        traced = tf.function(
-            lambda worker: tf.data.experimental.to_variant(make(worker)),
-            autograph=False,
-        )
-    for worker in workers:
-        set_seed()
-        if index_as_tensor:
-            variant = traced(tf.constant(worker, tf.int64))
-            yield tf.data.experimental.from_variant(variant, spec)
-        else:
-            yield make(worker)
-
-
-def _read(
-    dataset: tf.data.Dataset, num_batches: int | None, key: str | None
-) -> Batches:
+def _read(dataset: tf.data.Dataset, num_batches: int | None) -> Batches:
     """The examples of each batch."""
     found: Batches = []
     seen: set[int] = set()
     stale = 0
     length = int(dataset.cardinality())
     for batch in dataset.take(num_batches or _MOST_BATCHES):
-        examples = fingerprints(batch, key)
+        examples = fingerprints(batch)
         found.append(examples)
         stale += seen.issuperset(examples.tolist())
         seen.update(examples.tolist())
@@ -404,16 +347,6 @@ def _shared(one: np.ndarray, other: np.ndarray) -> float:
     return common.total() / max(1, min(len(one), len(other)))
 
 
-def _load(flag: str, target: str) -> InputFn:
-    try:
-        return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"Flag --{flag} must be package.module:function. "
-            f"Received: --{flag}={target} ({error})."
-        ) from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if there is a problem, else 0."""
     parser = argparse.ArgumentParser(
@@ -425,7 +358,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workers", type=int, default=2)
     add("--batches", type=int, help="of each worker; default: all")
     add("--in_order", help="package.module:function: all examples, once")
-    add("--key", help="feature that identifies an example")
     add(
         "--index_as_tensor",
         action="store_true",
@@ -433,15 +365,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--seed", type=int, help="tf_random_seed of the RunConfig")
     args = parser.parse_args(argv)
+    in_order = args.in_order
     try:
         found = audit(
-            _load("input", args.input),
+            load_function("input", args.input),
             args.workers,
             args.batches,
-            in_order=None
-            if args.in_order is None
-            else _load("in_order", args.in_order),
-            key=args.key,
+            in_order=in_order and load_function("in_order", in_order),
             index_as_tensor=args.index_as_tensor,
             seed=args.seed,
         )

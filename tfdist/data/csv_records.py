@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.blocks import State, check, where
+from tfdist.data import record_files
+from tfdist.data.blocks import check
 
 # A quoted field longer than this lacks its closing quote.
 _LONGEST_RECORD = 1 << 20
@@ -28,17 +30,16 @@ class Layout:
     """The columns of CSV files and how they are written.
 
     Attributes:
-        names: of all columns, in the order of the files.
-        defaults: for each column a default, or a dtype if it is required.
+        columns: the default of each by its name, in the order of the files; a
+            dtype if the column is required.
         header: whether the first line of a file names the columns.
-        origin: the file whose header they are from.
-        field_delim: as in `tf.io.decode_csv`, like the following.
-        use_quote_delim: See `field_delim`.
-        na_value: See `field_delim`.
+        origin: the file that tells the columns.
+        field_delim: as in `tf.io.decode_csv`.
+        use_quote_delim: as in `tf.io.decode_csv`.
+        na_value: as in `tf.io.decode_csv`.
     """
 
-    names: tuple[str, ...]
-    defaults: tuple[Any, ...]
+    columns: dict[str, Any]
     header: bool
     origin: str
     field_delim: str
@@ -48,63 +49,65 @@ class Layout:
     def parse(self, records: tf.Tensor) -> dict[str, tf.Tensor]:
         """The columns of a vector of records."""
         # All of them: with `select_cols` a line with too many fields passes.
-        columns = tf.io.decode_csv(
+        values = tf.io.decode_csv(
             records,
-            [_record_default(default) for default in self.defaults],
+            [_record_default(default) for default in self.columns.values()],
             field_delim=self.field_delim,
             use_quote_delim=self.use_quote_delim,
             na_value=self.na_value,
         )
-        return dict(zip(self.names, columns, strict=True))
+        return dict(zip(self.columns, values, strict=True))
 
     def __str__(self) -> str:
         fields = []
-        for name, default in zip(self.names, self.defaults, strict=True):
+        for name, default in self.columns.items():
             required = ", required" if isinstance(default, tf.DType) else ""
             dtype = _record_default(default).dtype.name
             fields.append(f"{name} ({dtype}{required})")
         return f"{len(fields)} fields: {', '.join(fields)}"
 
-    def frame(
+    def split(
         self,
-        state: State,
         lines: tf.Tensor,
-        numbers: tf.Tensor,
+        number: tf.Tensor,
+        held: tf.Tensor,
         path: tf.Tensor,
-        ended: tf.Tensor,
-    ) -> tuple[State, tf.Tensor, tf.Tensor]:
-        """Makes records of lines; see `blocks.Files.frame`."""
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Makes records of lines; see `blocks.Files.split`."""
+        ended = tf.size(lines) == 0
+        numbers = number + tf.range(tf.size(lines, tf.int64))
         lines, numbers = tf.cond(
-            (state.lines == 0) & ~ended,
+            (number == 0) & ~ended,
             lambda: self._without_header(lines, numbers, path),
             lambda: (lines, numbers),
         )
         if self.use_quote_delim:
+            too_long = tf.strings.length(held) > _LONGEST_RECORD
             checked = check(
-                (state.held == "")
-                | ~(ended | (tf.strings.length(state.held) > _LONGEST_RECORD)),
-                where(path, "line", state.held_number),
+                (held == "") | ~(ended | too_long),
+                path,
+                "line",
+                number - _count(held, "\n"),
                 "a quote is opened there and not closed in the next "
                 f"{_LONGEST_RECORD >> 20} MB, or to the end of the file",
             )
             with tf.control_dependencies([checked]):
                 # One search in all lines costs a tenth of one in each.
-                is_plain = (state.held == "") & tf.strings.regex_full_match(
+                is_plain = (held == "") & tf.strings.regex_full_match(
                     tf.strings.reduce_join(lines), '[^"]*'
                 )
-                held, held_number, lines, numbers = tf.cond(
-                    is_plain,
-                    lambda: (state.held, state.held_number, lines, numbers),
-                    lambda: _joined(state, lines, numbers),
-                )
-            state = state._replace(held=held, held_number=held_number)
+            lines, numbers, held = tf.cond(
+                is_plain,
+                lambda: (lines, numbers, ""),
+                lambda: _joined(lines, numbers, held),
+            )
         filled = lines != ""
         lines, numbers = tf.cond(
             tf.reduce_all(filled),
             lambda: (lines, numbers),
             lambda: (lines[filled], numbers[filled]),
         )
-        return state, lines, numbers
+        return lines, numbers, held
 
     def _without_header(
         self, lines: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
@@ -112,10 +115,12 @@ class Layout:
         first = tf.strings.regex_replace(lines[0], f"^{_BOM}", "")
         if not self.header:
             return tf.concat([[first], lines[1:]], 0), numbers
-        header = self.field_delim.join(self.names)
+        header = self.field_delim.join(self.columns)
         checked = check(
             _without_quotes(first) == _without_quotes(header),
-            where(path, "line", numbers[0]),
+            path,
+            "line",
+            numbers[0],
             f"expected the header of {self.origin}, {header}. Received: ",
             tf.strings.substr(first, 0, 1000),
         )
@@ -128,28 +133,29 @@ def _without_quotes(header: tf.Tensor | str) -> tf.Tensor:
 
 
 def _joined(
-    state: State, lines: tf.Tensor, numbers: tf.Tensor
-) -> tuple[tf.Tensor, ...]:
-    """(held, held_number, records, numbers): lines joined inside quotes."""
-    before = tf.cast(state.held != "", tf.int32)
-    quotes = tf.strings.length(lines) - tf.strings.length(
-        tf.strings.regex_replace(lines, '"', "")
-    )
-    # What is held has an opened quote.
-    odd = tf.concat([tf.ones([before], tf.int32), quotes % 2], 0)
-    lines = tf.concat([tf.fill([before], state.held), lines], 0)
-    numbers = tf.concat([tf.fill([before], state.held_number), numbers], 0)
+    lines: tf.Tensor, numbers: tf.Tensor, held: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Records, their numbers, and what is held: lines joined inside quotes."""
+    lines = tf.concat([[held + lines[0]], lines[1:]], 0)
+    numbers = tf.concat([[numbers[0] - _count(held, "\n")], numbers[1:]], 0)
+    quotes = _count(lines, '"')
     # A line begins a record if all quotes before it are closed.
-    begins = tf.cumsum(odd, exclusive=True) % 2 == 0
+    begins = tf.cumsum(quotes, exclusive=True) % 2 == 0
     ids = tf.cumsum(tf.cast(begins, tf.int32)) - 1
-    records = tf.strings.unsorted_segment_join(
-        lines, ids, ids[-1] + 1, separator="\n"
+    records = tf.strings.unsorted_segment_join(lines, ids, ids[-1] + 1, "\n")
+    whole = tf.size(records, tf.int64) - tf.reduce_sum(quotes) % 2
+    return (
+        records[:whole],
+        tf.boolean_mask(numbers, begins)[:whole],
+        tf.strings.reduce_join(records[whole:] + "\n"),
     )
-    numbers = tf.boolean_mask(numbers, begins)
-    return tf.cond(
-        tf.reduce_sum(odd) % 2 == 1,
-        lambda: (records[-1], numbers[-1], records[:-1], numbers[:-1]),
-        lambda: ("", tf.constant(0, tf.int64), records, numbers),
+
+
+def _count(text: tf.Tensor, char: str) -> tf.Tensor:
+    """How often a character is in each text, int64."""
+    others = tf.strings.regex_replace(text, char, "")
+    return tf.cast(
+        tf.strings.length(text) - tf.strings.length(others), tf.int64
     )
 
 
@@ -165,62 +171,75 @@ def _record_default(default: Any) -> tf.Tensor:
 
 
 def infer(
-    path: str,
-    lines: Iterable[str],
+    paths: Sequence[str],
     *,
-    names: Sequence[str] | None,
-    defaults: Mapping[str, Any] | Sequence[Any] | None,
-    field_delim: str,
-    use_quote_delim: bool,
-    na_value: str,
+    column_names: Sequence[str] | None = None,
+    column_defaults: Mapping[str, Any] | Sequence[Any] | None = None,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    num_rows_for_inference: int | None = 1000,
 ) -> Layout:
-    """The layout of CSV files.
-
-    Args:
-        path: of the first file, for errors.
-        lines: the header, unless `names` are given, and the rows that tell
-            the types.
-        names: of the columns. Default: from the header.
-        defaults: of all columns, in order, or of some, by name. Default: as
-            `read_csv` says.
-        field_delim: as in `Layout`.
-        use_quote_delim: as in `Layout`.
-        na_value: as in `Layout`.
+    """The layout of CSV files; the arguments are those of `read_csv`.
 
     Raises:
-        ValueError: there is no header, names repeat, or `defaults` do not fit.
+        ValueError: there is no header, names repeat, or defaults do not fit.
     """
-    rows = csv.reader(
-        lines,
-        delimiter=field_delim,
-        quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
-    )
-    header = names is None
-    if names is None:
-        row = next(rows, None)
-        if row is None:
-            raise ValueError(
-                f"{path}, line 1: expected a header with the names of the "
-                "columns. Received: an empty file."
-            )
-        names = [name.strip() for name in row]
-    if len(set(names)) < len(names) or "" in names:
-        raise ValueError(
-            f"{path}: the names of the columns must be different and not "
-            f"empty. Received: {list(names)}."
+
+    def rows(lines: Iterator[str]) -> Iterator[list[str]]:
+        return csv.reader(
+            lines,
+            delimiter=field_delim,
+            quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
         )
-    known = _by_name(path, names, defaults)
-    free = [i for i, name in enumerate(names) if name not in known]
-    known |= {names[i]: d for i, d in _inferred(rows, names, free, na_value)}
+
+    skip = int(column_names is None)
+    with tf.init_scope():
+        # The first file that is not empty tells.
+        filled = (i for i, path in enumerate(paths) if any(_lines(path)))
+        start = next(filled, 0)
+        origin = paths[start]
+        header = next(rows(_lines(origin)), None)
+        if column_names is not None:
+            names = list(column_names)
+        elif not header:
+            raise ValueError(
+                f"{origin}, line 1: expected a header with the names of the "
+                "columns. Received: an empty line."
+            )
+        else:
+            names = [name.strip() for name in header]
+        if len(set(names)) < len(names) or "" in names:
+            raise ValueError(
+                f"{origin}: the names of the columns must be different and not "
+                f"empty. Received: {names}."
+            )
+        known = _by_name(origin, names, column_defaults)
+        lines = (itertools.islice(_lines(p), skip, None) for p in paths[start:])
+        told: Iterator[str]
+        if num_rows_for_inference is None:
+            told = itertools.chain.from_iterable(lines)
+        else:
+            told = itertools.islice(next(lines), num_rows_for_inference)
+        inferred = _inferred(rows(told), names, set(known), na_value)
     return Layout(
-        tuple(names),
-        tuple(known[name] for name in names),
-        header=header,
-        origin=path,
+        {name: (inferred | known)[name] for name in names},
+        header=column_names is None,
+        origin=origin,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,
         na_value=na_value,
     )
+
+
+def _lines(path: str) -> Iterator[str]:
+    """The lines of a file, without a byte order mark."""
+    start = _BOM
+    lines = tf.data.TextLineDataset(path, record_files.compression(path))
+    for block in lines.batch(256).as_numpy_iterator():
+        for line in block.tolist():
+            yield line.decode(errors="replace").removeprefix(start)
+            start = ""
 
 
 def _by_name(
@@ -247,45 +266,41 @@ def _by_name(
 
 
 def _inferred(
-    rows: Iterator[Sequence[str]],
+    rows: Iterator[list[str]],
     names: Sequence[str],
-    columns: Sequence[int],
+    known: set[str],
     na_value: str,
-) -> Iterator[tuple[int, Any]]:
-    """(column, default) of each of the columns."""
-    integers, numbers = set(columns), set(columns)
+) -> dict[str, Any]:
+    """The defaults of the other columns."""
+    kinds = {name: 0 for name in names if name not in known}
     present = set()
     # Reading the file will name the line of a quote that is not closed.
     with contextlib.suppress(csv.Error):
         for row in rows:
-            if len(row) != len(names):
+            if not kinds or len(row) != len(names):
                 continue
-            for i in tuple(numbers):
-                value = row[i]
-                if value in ("", na_value):
-                    integers.discard(i)
+            for name, value in zip(names, row, strict=True):
+                if kinds.get(name, 2) == 2:
                     continue
-                present.add(i)
-                if i in integers and not _is_int(value):
-                    integers.discard(i)
-                if i not in integers and not _is_float(value):
-                    numbers.discard(i)
-    for i in columns:
-        is_number = i in numbers and i in present
-        default = tf.int64 if i in integers else math.nan
-        yield i, default if is_number else ""
+                if value in ("", na_value):
+                    kinds[name] = 1
+                    continue
+                present.add(name)
+                kinds[name] = max(kinds[name], _kind(value))
+    defaults = (tf.int64, math.nan, "")
+    return {
+        name: defaults[kind if name in present else 2]
+        for name, kind in kinds.items()
+    }
 
 
-def _is_int(text: str) -> bool:
-    try:
-        return -(2**63) <= int(text) < 2**63 and "_" not in text
-    except ValueError:
-        return False
-
-
-def _is_float(text: str) -> bool:
-    try:
+def _kind(text: str) -> int:
+    """0: an int64, 1: another number, 2: a string."""
+    if "_" in text:
+        return 2
+    with contextlib.suppress(ValueError):
+        return int(not -(2**63) <= int(text) < 2**63)
+    with contextlib.suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return "_" not in text
+        return 1
+    return 2

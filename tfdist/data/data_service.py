@@ -14,27 +14,24 @@ end with the job.
 
 Each batch is handed out once. The dispatcher assigns to the data workers one
 element at a time of the dataset's source: a file for `read_csv` and the other
-readers, an example for `Dataset.from_tensor_slices`. So:
+readers, an example for `Dataset.from_tensor_slices`. So without a failure each
+example is trained on once per epoch. What is lost when a process dies:
 
-No failure: each example is trained on once per epoch.
-A worker dies: the batch it trained on and those on their way to it are lost,
-  two per data worker; with a `map` after `one_pass`, which TensorFlow runs
-  ahead, one more. The restarted worker continues.
-The chief or a ps dies: the pass continues where it was, with the weights of the
-  last checkpoint. Lost are the batches since then, and for each worker as many
-  as if it had died. So is it if any process of an all-reduce job dies.
-A data worker dies: what it has taken and not handed out is lost; of files all
-  that it reads at once or has shuffled the names of; with `shuffle=False` the
-  one it reads and at most the next. After 30 s the pass ends without it.
-The dispatcher dies: nothing is lost. Its journal in `<model_dir>/data_service`
-  tells the next process what was handed out.
-All are restarted: the sum of these. But if the data workers then have other
-  addresses, as after each start of `tfdist.launch`, the pass starts again, with
-  a warning: what the checkpoint has seen is repeated.
+A worker: the batch it trained on and those on their way to it, two per data
+  worker; with a `map` after `one_pass`, which TensorFlow runs ahead, one more.
+The chief or a ps, or any process of an all-reduce job: the batches since the
+  last checkpoint, and for each worker as many as if it had died.
+A data worker: what it has taken and not handed out; of files all that it reads
+  at once or has shuffled the names of; with `shuffle=False` the one it reads
+  and at most the next. After 30 s the pass ends without it.
+The dispatcher: nothing. Its journal in `<model_dir>/data_service` tells the
+  next process what was handed out.
+All: the sum of these. But if the data workers then have other addresses, as
+  after each start of `tfdist.launch`, the pass starts again, with a warning:
+  what the checkpoint has seen is repeated. Nothing else is ever repeated.
 
-Nothing else is ever repeated. A job that ends deletes the journal, so the next
-one in its directory makes its own pass. If you change the data of a job that
-has not ended, delete the journal too.
+A job that ends deletes the journal, so the next one in its directory makes its
+own pass. If you change the data of a job that has not ended, delete it too.
 """
 
 from __future__ import annotations
@@ -51,6 +48,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
 from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
@@ -159,8 +157,7 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
         is_over: Whether training has ended.
 
     Raises:
-        RuntimeError: The server could not start; most often another process
-            uses its port.
+        RuntimeError: The server could not start.
         TimeoutError: There is no dispatcher.
         SystemExit: with code 143, after SIGTERM.
     """
@@ -244,20 +241,18 @@ def _wait_until_up(
     if data_workers:
         for index, address in enumerate(cluster.data_workers):
             tasks[f"data_worker:{index}"] = address
-    deadline = time.monotonic() + timeout_secs
-    while True:
-        tasks = {t: a for t, a in tasks.items() if not _listens(a)}
-        if not tasks:
-            return
-        if time.monotonic() >= deadline:
-            missing = ", ".join(f"{t} at {a}" for t, a in tasks.items())
-            raise TimeoutError(
-                f"{len(tasks)} task(s) of the tf.data service did not come up "
-                f"within {timeout_secs:g} s: {missing}. Start them with the "
-                "same cluster in TF_CONFIG and check that the addresses are "
-                "right and can be reached from here."
-            )
-        time.sleep(_POLL_SECS)
+
+    def missing() -> dict[str, str]:
+        return {t: a for t, a in tasks.items() if not _listens(a)}
+
+    if not wait_for(lambda: not missing(), timeout_secs, _POLL_SECS):
+        listed = ", ".join(f"{t} at {a}" for t, a in missing().items())
+        raise TimeoutError(
+            f"The tf.data service did not come up within {timeout_secs:g} s. "
+            f"Missing: {listed}. Start its tasks with the same cluster in "
+            "TF_CONFIG and check that the addresses are right and can be "
+            "reached from here."
+        )
 
 
 def _listens(address: str) -> bool:
@@ -272,8 +267,8 @@ def _listens(address: str) -> bool:
 def _wait_until_leader_is_gone(cluster: Cluster, timeout_secs: float) -> None:
     """Waits for the chief, or worker 0 where there is none."""
     leader = next(iter(cluster.tasks.values()), {}).get(0)
-    deadline = time.monotonic() + timeout_secs
-    while leader and probing.probe(leader) is probing.TaskState.LIVE:
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(_POLL_SECS)
+    wait_for(
+        lambda: not leader or probing.probe(leader) != probing.TaskState.LIVE,
+        timeout_secs,
+        _POLL_SECS,
+    )

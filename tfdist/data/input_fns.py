@@ -32,13 +32,9 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
     `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, do not
     count.
 
-    Args:
-        function: The function.
-        name: Of the argument that the function is, for errors.
-        given: What it would be called with, for errors.
-
     Raises:
-        ValueError: it requires other arguments.
+        ValueError: it requires other arguments; the message says that argument
+            `name` is called with what is `given`.
     """
     signature = inspect.signature(function)
     for takes, args in ((False, ()), (True, (given,))):
@@ -75,7 +71,9 @@ def with_context(
             raise TypeError(
                 f"Input function {described(input_fn)} must return a "
                 f"tf.data.Dataset of batches. Received: {dataset!r} of type "
-                f"{type(dataset).__name__}. {_advice(dataset)}"
+                f"{type(dataset).__name__}. Arrays become a dataset by "
+                "`tf.data.Dataset.from_tensor_slices((features, labels))"
+                ".batch(...)`, a generator by `from_generator`."
             )
         return untuned(dataset)
 
@@ -104,17 +102,6 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
     """As `with_context`, for a process alone."""
     return lambda: with_context(input_fn)(tf.distribute.InputContext())
-
-
-def _advice(returned: Any) -> str:
-    if returned is None:
-        return "Does it end without `return`?"
-    if inspect.isgenerator(returned):
-        return "Use `tf.data.Dataset.from_generator`."
-    return (
-        "Arrays become a dataset by "
-        "`tf.data.Dataset.from_tensor_slices((features, labels)).batch(...)`."
-    )
 
 
 def described(input_fn: InputFn) -> str:
@@ -146,24 +133,19 @@ def named(input_fn: InputFn) -> Iterator[None]:
 def check_batches(
     model: keras.Model, element_spec: Any, targets: bool = True
 ) -> None:
-    """Checks that a dataset has what a model reads.
+    """Raises ValueError if a dataset has not what a built model reads.
 
     If names differ, Keras matches features by position, with a warning at most:
     one feature too many shifts all that follow it.
 
     Args:
-        model: A built model. Features are checked if it was made from
-            `keras.Input`s.
-        element_spec: `tf.TypeSpec` structure of one batch.
+        model: Its features are checked if it was made from `keras.Input`s.
+        element_spec: Of one batch.
         targets: Whether there must be targets for a compiled loss.
-
-    Raises:
-        ValueError: features are missing, too many, or strings where the model
-            has numbers; no targets.
     """
     features, y, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-    inputs = _symbolic_inputs(model)
-    if inputs:
+    inputs = getattr(model, "inputs", None) or []
+    if inputs and all(isinstance(i, keras.KerasTensor) for i in inputs):
         _check_features(model, inputs, features)
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     if targets and y is None and model.loss is not None and not own_loss:
@@ -172,12 +154,6 @@ def check_batches(
             "`(features, targets)` or `(features, targets, sample_weight)`. "
             f"Received batches without targets: {element_spec}."
         )
-
-
-def _symbolic_inputs(model: keras.Model) -> list[keras.KerasTensor]:
-    inputs = getattr(model, "inputs", None) or []
-    symbolic = all(isinstance(i, keras.KerasTensor) for i in inputs)
-    return list(inputs) if symbolic else []
 
 
 def _check_features(
@@ -199,7 +175,10 @@ def _check_features(
     # Where the inputs are a list, Keras picks features by name.
     unread = set(features) - set(expected) if by_key else set()
     both = set(expected) & set(features)
-    differ = any(_differ(expected[name], features[name]) for name in both)
+    differ = any(
+        _are_strings(expected[name]) != _are_strings(features[name])
+        for name in both
+    )
     if missing or unread or differ:
         raise ValueError(
             f"The features of the dataset are not the inputs of model "
@@ -211,14 +190,11 @@ def _check_features(
         )
 
 
-def _differ(inputs: Any, features: Any) -> bool:
-    """Whether only one of them is a string."""
-    flat = zip(tf.nest.flatten(inputs), tf.nest.flatten(features), strict=False)
-    return any(_is_string(i) != _is_string(f) for i, f in flat)
-
-
-def _is_string(part: Any) -> bool:
-    return getattr(part, "dtype", None) in ("string", tf.string)
+def _are_strings(parts: Any) -> list[bool]:
+    return [
+        getattr(part, "dtype", None) in ("string", tf.string)
+        for part in tf.nest.flatten(parts)
+    ]
 
 
 def _listed(features: Mapping[Any, Any]) -> str:

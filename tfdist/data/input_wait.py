@@ -25,12 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class TimedIterator:
-    """An iterator in a dispatch that records when each batch arrived.
-
-    Args:
-        iterator: The iterator.
-        first_step: Scalar int64: number of the first step.
-    """
+    """An iterator in a dispatch that records when each batch arrived."""
 
     def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
         self._iterator = iterator
@@ -57,9 +52,7 @@ class TimedIterator:
     def seconds(self, num_steps: int, results: tf.Tensor) -> tf.Tensor:
         """float64 `(2,)`: seconds waited for data, seconds of the dispatch.
 
-        Args:
-            num_steps: How many steps there were.
-            results: Of the last step.
+        `results` are those of the last of `num_steps`.
         """
         with tf.control_dependencies(self._parts):
             self._awaits(tf.zeros([], tf.int64))
@@ -81,9 +74,7 @@ def computing(there: Any, total: Any) -> Any:
     >>> float(computing(tf.constant([0.0, 0.1]), 4.0))
     4.0
 
-    Args:
-        there: `(num_steps,)`: when each batch arrived, since the start.
-        total: When the last step ended.
+    Batch `i` arrived at `there[i]`; the last step ended at `total`.
     """
     steps = there.shape[0]
     remaining = tf.range(steps, 0, -1)
@@ -119,10 +110,7 @@ def share(seconds: Sequence[float]) -> float:
 
 
 def awaited() -> int:
-    """Number of the batch that is waited for in the task of `tf.device`.
-
-    0 if there is none.
-    """
+    """Number of the batch awaited in the task of `tf.device`, or 0."""
     try:
         number = tf.raw_ops.ReadVariableOp(resource=_awaited(), dtype=tf.int64)
         return int(number)

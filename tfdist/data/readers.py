@@ -23,8 +23,7 @@ each of four workers would read; see `tfdist.audit`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,13 +31,6 @@ import tensorflow as tf
 from tfdist.data import csv_records, record_files
 from tfdist.data.blocks import Files, Parse
 from tfdist.data.reading import ReadOptions, batches
-
-__all__ = [
-    "ReadOptions",
-    "read_csv",
-    "read_text",
-    "read_tfrecords",
-]
 
 Features = dict[str, Any]
 
@@ -113,17 +105,17 @@ def read_csv(
             they are read.
     """
     reading = ReadOptions(**options)
-    paths = _match(file_pattern, reading)
-    layout = _layout(
+    paths = record_files.match(file_pattern, reading.check_gzip)
+    layout = csv_records.infer(
         paths,
-        num_rows_for_inference,
-        names=column_names,
-        defaults=column_defaults,
+        column_names=column_names,
+        column_defaults=column_defaults,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,
         na_value=na_value,
+        num_rows_for_inference=num_rows_for_inference,
     )
-    known = list(layout.names)
+    known = list(layout.columns)
     chosen = known if select_columns is None else list(select_columns)
     for argument, names in (
         ("label_name", [] if label_name is None else [label_name]),
@@ -146,23 +138,15 @@ def read_csv(
     files = _files(
         paths,
         tf.data.TextLineDataset,
-        frame=layout.frame,
+        split=layout.split,
         unit="line",
         expected=str(layout),
-        is_text=True,
     )
     return batches(files, parse, batch_size, reading)
 
 
 def csv_columns(
-    file_pattern: str | Sequence[str],
-    *,
-    column_names: Sequence[str] | None = None,
-    column_defaults: Mapping[str, Any] | Sequence[Any] | None = None,
-    field_delim: str = ",",
-    use_quote_delim: bool = True,
-    na_value: str = "",
-    num_rows_for_inference: int | None = 1000,
+    file_pattern: str | Sequence[str], **options: Any
 ) -> dict[str, Any]:
     """The columns of CSV files, as `read_csv` infers them from the same.
 
@@ -177,13 +161,10 @@ def csv_columns(
     {'age': tf.int64, 'height': nan, 'job': ''}
 
     Args:
-        file_pattern: as in `read_csv`, like all that follow.
-        column_names: See `read_csv`.
-        column_defaults: See `read_csv`.
-        field_delim: See `read_csv`.
-        use_quote_delim: See `read_csv`.
-        na_value: See `read_csv`.
-        num_rows_for_inference: See `read_csv`.
+        file_pattern: as in `read_csv`.
+        **options: `column_names`, `column_defaults`, `field_delim`,
+            `use_quote_delim`, `na_value` and `num_rows_for_inference`, as in
+            `read_csv`.
 
     Returns:
         The name of each column, in order, and its default: the
@@ -191,18 +172,12 @@ def csv_columns(
 
     Raises:
         FileNotFoundError: no file matches.
+        TypeError: an unknown option.
         ValueError: the first file has no header, or an argument does not fit.
     """
-    layout = _layout(
-        record_files.match(file_pattern),
-        num_rows_for_inference,
-        names=column_names,
-        defaults=column_defaults,
-        field_delim=field_delim,
-        use_quote_delim=use_quote_delim,
-        na_value=na_value,
-    )
-    return dict(zip(layout.names, layout.defaults, strict=True))
+    return csv_records.infer(
+        record_files.match(file_pattern), **options
+    ).columns
 
 
 def read_text(
@@ -234,7 +209,7 @@ def read_text(
         ValueError: an option out of range.
     """
     reading = ReadOptions(**options)
-    paths = _match(file_pattern, reading)
+    paths = record_files.match(file_pattern, reading.check_gzip)
     files = _files(paths, tf.data.TextLineDataset, unit="line")
     return batches(files, tf.identity, batch_size, reading)
 
@@ -284,7 +259,7 @@ def read_tfrecords(
     """
     reading = ReadOptions(**options)
     files = _files(
-        _match(file_pattern, reading),
+        record_files.match(file_pattern, reading.check_gzip),
         tf.data.TFRecordDataset,
         expected=expected_example(features),
         skips_errors=True,
@@ -321,46 +296,8 @@ def expected_example(features: Mapping[str, Any] | None) -> str:
     return f"a tf.train.Example with {listed}"
 
 
-def _match(
-    file_pattern: str | Sequence[str], reading: ReadOptions
-) -> list[str]:
-    paths = record_files.match(file_pattern)
-    record_files.check_gzip(paths, reading.check_gzip)
-    return paths
-
-
 def _files(
     paths: list[str], read: Callable[..., tf.data.Dataset], **attributes: Any
 ) -> Files:
     compressions = [record_files.compression(path) for path in paths]
     return Files(paths, (paths, compressions), read, **attributes)
-
-
-def _layout(
-    paths: Sequence[str], num_rows: int | None, **arguments: Any
-) -> csv_records.Layout:
-    """The layout told by the first file that is not empty, or by all."""
-    skip = int(arguments["names"] is None)
-    files = ((path, _lines(path)) for path in paths)
-    first: list[str] = []
-    with tf.init_scope():
-        while not first and (file := next(files, None)):
-            path, lines = file
-            first = list(itertools.islice(lines, 1))
-        if num_rows is None:
-            rest = (itertools.islice(more, skip, None) for _, more in files)
-            lines = itertools.chain(lines, *rest)
-        else:
-            lines = itertools.islice(lines, num_rows)
-        lines = itertools.chain(first, lines)
-        return csv_records.infer(path, lines, **arguments)
-
-
-def _lines(path: str) -> Iterator[str]:
-    """The lines of a file, without a byte order mark."""
-    start = "\ufeff"
-    lines = tf.data.TextLineDataset(path, record_files.compression(path))
-    for block in lines.batch(256).as_numpy_iterator():
-        for line in block.tolist():
-            yield line.decode(errors="replace").removeprefix(start)
-            start = ""

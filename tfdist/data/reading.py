@@ -4,7 +4,7 @@
           -> shuffle -> parse many at once -> batches
 
 It consists of TensorFlow operations only, so a parameter-server job can build
-it on the chief and run it on its workers, where the worker's index is a tensor.
+it on the chief and run it on its workers, whose index is a tensor.
 
 The examples are dealt to the workers again in each pass: in a pass no two
 workers read the same example, and in `n` passes each of `n` workers reads
@@ -22,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_at_least
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
 from tfdist.data.worker_context import first_pass, read_by_all
@@ -78,17 +79,15 @@ class ReadOptions:
         transform: a function of the parsed examples, which must treat each
             example by itself: it gets more than one batch at once. Use
             `dataset.map` for one that does not. Random numbers in it are not
-            part of the saved position of the input: a resumed job reads the
-            same examples and draws other numbers.
+            part of the saved position of the input.
         check_gzip: whether to decompress gzip files once before reading, since
             TensorFlow does not notice a truncated one. Default: True if they
             have at most 1 GiB together.
-        cache: whether to keep the records that this worker reads in memory
-            (`tf.data.Dataset.cache`), so that remote or compressed files are
-            read only once. Then the worker keeps the share of its first pass:
+        cache: whether to keep the records that this worker reads in memory, as
+            they are in the files, so that remote or compressed files are read
+            only once. Then the worker keeps the share of its first pass:
             nobody else reads it if the worker dies. The records are part of
-            each saved position of the input. They are cached before they are
-            shuffled, parsed and transformed.
+            each saved position of the input.
 
     Raises:
         TypeError: `cache` is not a bool.
@@ -110,12 +109,7 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"Argument `{name}` must be positive. "
-                    f"Received: {name}={value}."
-                )
+            check_at_least(name, getattr(self, name), 1)
         if self.shard_by not in (None, "file", "example"):
             raise ValueError(
                 'Argument `shard_by` must be "file" or "example". '
@@ -130,44 +124,21 @@ class ReadOptions:
                 f"training. Received: cache={self.cache!r}."
             )
 
-    @property
-    def num_workers(self) -> int:
-        """How many pipelines share the records."""
-        return self.context.num_input_pipelines if self.context else 1
-
-    @property
-    def worker(self) -> tf.Tensor:
-        """Which of them this one is, int64."""
-        index = self.context.input_pipeline_id if self.context else 0
-        return tf.cast(index, tf.int64)
-
 
 def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
 ) -> tf.data.Dataset:
     """Batches of one worker's share of the records.
 
-    Args:
-        files: where the records are.
-        parse: from a vector of records to examples.
-        batch_size: examples in a batch.
-        options: all else.
-
-    Returns:
-        A dataset of what `parse` and `options.transform` return, which
-        `tf.distribute` does not shard again.
-
     Raises:
         ValueError: `batch_size` is not positive, or there is no example for an
             endless dataset.
     """
-    if batch_size < 1:
-        raise ValueError(
-            "Argument `batch_size` must be positive. "
-            f"Received: batch_size={batch_size}."
-        )
+    check_at_least("batch_size", batch_size, 1)
     deterministic = options.deterministic
-    seed = _seed(options)
+    seed = options.seed
+    if seed is None:
+        seed = tf.compat.v1.get_seed(None)[0]
     if deterministic is None:
         deterministic = seed is not None or not options.shuffle
     if seed is None:
@@ -200,6 +171,7 @@ def batches(
         )
     settings = tf.data.Options()
     settings.deterministic = deterministic
+    # The records are dealt already.
     settings.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )
@@ -232,86 +204,124 @@ def shards_by_file(
     return least > 0 and (least + bool(rest)) / least <= _UNEVEN
 
 
-def _seed(options: ReadOptions) -> int | None:
-    if options.seed is not None:
-        return options.seed
-    return tf.compat.v1.get_seed(None)[0]
-
-
 def _record_bytes(files: Files, endless: bool) -> int:
     """Mean length of some records; refuses endless reading of no records."""
-    starts = tf.data.Dataset.from_tensor_slices(files.sources).flat_map(
-        lambda *source: files.read(*source).take(16)
+    records = tf.data.Dataset.range(len(files.paths)).flat_map(
+        lambda i: read_blocks(files, i, _BLOCKS[0]).unbatch().take(16)
     )
     lengths = []
     with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        for record in starts.take(48).as_numpy_iterator():
+        for record, _ in records.take(48).as_numpy_iterator():
             lengths.append(len(record))
-    # These may all be headers and blank lines.
-    if endless and len(lengths) < 48 and _are_empty(files):
-        raise ValueError(
-            f"There is no example in the {len(files.paths)} files to read (the "
-            f"first is {files.paths[0]}). Check their names and contents."
-        )
+        if endless and not lengths:
+            raise ValueError(
+                f"There is no example in the {len(files.paths)} files to read "
+                f"(the first is {files.paths[0]}). Check their names and "
+                "contents."
+            )
     return 1 + sum(lengths) // max(1, len(lengths))
 
 
-def _are_empty(files: Files) -> bool:
-    """Whether all files can be read and none has a record."""
-    sources = tf.data.Dataset.from_tensor_slices(
-        (list(files.paths), files.sources)
-    )
-    records = sources.enumerate().flat_map(
-        lambda i, at: read_blocks(files, _BLOCKS[0], i, at[0], at[1], 1, 0)
-    )
-    with contextlib.suppress(tf.errors.OpError):
-        return not any(True for _ in records.unbatch().take(1))
-    return False
-
-
 def _file_bytes(files: Files) -> int:
-    """Mean size of the first files, uncompressed; `_MOST_SKIPPED` at most."""
-    lengths = [0]
+    """Size of the first file, uncompressed; `_MOST_SKIPPED` at most."""
+    path = files.paths[0]
     with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        lengths = [
-            # Text is compressed to a quarter or so.
-            tf.io.gfile.stat(path).length
-            * (4 if record_files.compression(path) else 1)
-            for path in files.paths[:3]
-        ]
-    return min(sum(lengths) // len(lengths), _MOST_SKIPPED)
+        # Text is compressed to a quarter or so.
+        times = 4 if record_files.compression(path) else 1
+        return min(tf.io.gfile.stat(path).length * times, _MOST_SKIPPED)
+    return 0
 
 
 def _passes(
     files: Files, options: ReadOptions, size: int, seed: int
 ) -> tf.data.Dataset:
     """A worker's (record, place) of all passes."""
-    first = tf.cast(first_pass(options.context), tf.int64)
+    context = options.context or tf.distribute.InputContext()
+    worker = tf.cast(context.input_pipeline_id, tf.int64)
+    first = tf.cast(first_pass(context), tf.int64)
     passes = tf.data.Dataset.counter(first)
-    passes = passes.take(
-        -1 if options.num_epochs is None else options.num_epochs
-    )
+    if options.num_epochs is not None:
+        passes = passes.take(options.num_epochs)
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
-    own_seed = seed + 1_000_003 * options.worker
+    own_seed = seed + 1_000_003 * worker
     buffer = options.shuffle_buffer_size or min(
         _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
+
+    def dealt(number: tf.Tensor) -> tf.data.Dataset:
+        return _dealt(files, options, size, worker, own_seed, number)
+
     cached = None
     if options.cache:
-        cached = _blocks(files, options, size, own_seed, first).cache()
+        cached = dealt(first).cache()
     else:
-        read_by_all(options.context)
+        read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
-        blocks = cached
-        if blocks is None:
-            blocks = _blocks(files, options, size, own_seed, number)
+        blocks = dealt(number) if cached is None else cached
         if not options.shuffle:
             return blocks.unbatch()
         seed = own_seed + 15_485_863 * number
         return _shuffled(blocks.unbatch(), buffer, seed)
 
     return passes.flat_map(_as_written(records))
+
+
+def _dealt(
+    files: Files,
+    options: ReadOptions,
+    size: int,
+    worker: tf.Tensor,
+    seed: tf.Tensor,
+    number: tf.Tensor,
+) -> tf.data.Dataset:
+    """A worker's blocks of (record, place) in the pass of a number."""
+    context = options.context or tf.distribute.InputContext()
+    workers = context.num_input_pipelines
+    # In as many consecutive passes as workers, each worker has each turn once.
+    turn = (worker + number) % workers
+    by_file = shards_by_file(len(files.paths), workers, options.shard_by)
+    own = tf.range(len(files.paths), dtype=tf.int64)
+    shuffled = tf.random.experimental.stateless_shuffle
+    if by_file and workers > 1:
+        if options.shuffle:
+            # The same for all workers, whatever their seeds.
+            own = shuffled(own, [options.seed or 0, number // workers])
+        own = own[turn::workers]
+    cycle_length = 1
+    if options.shuffle:
+        own = shuffled(own, [seed, number])
+        cycle_length = min(options.num_parallel_reads, len(files.paths))
+    block = max(
+        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
+    )
+    every = 1 if by_file else workers
+    first, most = first_pass(context), None
+    if options.shuffle and (tf.is_tensor(first) or first > 0):
+        # Or workers that are often started again would never come to the end
+        # of a large file.
+        begins_again = (number == first) & (number > 0)
+        most = (
+            _file_bytes(files)
+            // (block * size)
+            * tf.cast(begins_again, tf.int64)
+        )
+
+    def read(index: tf.Tensor) -> tf.data.Dataset:
+        offset = (turn - index) % every
+        blocks = read_blocks(files, index, block, every, offset)
+        if most is None:
+            return blocks
+        skipped = tf.random.stateless_uniform(
+            [], [seed + number, index], maxval=most + 1, dtype=tf.int64
+        )
+        return blocks.skip(skipped).concatenate(blocks.take(skipped))
+
+    return tf.data.Dataset.from_tensor_slices(own).interleave(
+        _as_written(read),
+        cycle_length=cycle_length,
+        num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
+    )
 
 
 def _shuffled(
@@ -328,68 +338,3 @@ def _shuffled(
         output_shapes=[[], []],
     )
     return tf.data.experimental.from_variant(variant, records.element_spec)
-
-
-def _blocks(
-    files: Files,
-    options: ReadOptions,
-    size: int,
-    seed: tf.Tensor,
-    number: tf.Tensor,
-) -> tf.data.Dataset:
-    """A worker's blocks of (record, place) in one pass."""
-    workers = options.num_workers
-    # In as many consecutive passes as workers, each worker has each turn once.
-    turn = (options.worker + number) % workers
-    by_file = shards_by_file(len(files.paths), workers, options.shard_by)
-    own = tf.range(len(files.paths), dtype=tf.int64)
-    shuffled = tf.random.experimental.stateless_shuffle
-    if by_file and workers > 1:
-        if options.shuffle:
-            # The same for all workers, whatever their seeds.
-            own = shuffled(own, [options.seed or 0, number // workers])
-        own = own[turn::workers]
-    cycle_length = 1
-    if options.shuffle:
-        own = shuffled(own, [seed, number])
-        cycle_length = min(options.num_parallel_reads, len(files.paths))
-    block = max(
-        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
-    )
-    # By example, a worker keeps every n-th record.
-    every = 1 if by_file else workers
-    first, most = first_pass(options.context), None
-    if options.shuffle and (tf.is_tensor(first) or first > 0):
-        in_a_file = _file_bytes(files) // (block * size)
-        again = (number == first) & (number > 0)
-        most = tf.where(again, tf.constant(in_a_file, tf.int64), 0)
-
-    def read(index: tf.Tensor) -> tf.data.Dataset:
-        path = tf.gather(list(files.paths), index)
-        source = tuple(tf.gather(column, index) for column in files.sources)
-        offset = (turn - index) % every
-        blocks = read_blocks(files, block, index, path, source, every, offset)
-        if most is not None:
-            blocks = _begun_elsewhere(blocks, most, [seed + number, index])
-        return blocks
-
-    return tf.data.Dataset.from_tensor_slices(own).interleave(
-        _as_written(read),
-        cycle_length=cycle_length,
-        block_length=1,
-        num_parallel_calls=tf.data.AUTOTUNE if cycle_length > 1 else None,
-    )
-
-
-def _begun_elsewhere(
-    blocks: tf.data.Dataset, most: tf.Tensor, seed: list[tf.Tensor]
-) -> tf.data.Dataset:
-    """The blocks of a file, the first ones (at most `most`) moved to the end.
-
-    Without it, workers that are often restarted would never come to the end
-    of a large file.
-    """
-    skipped = tf.random.stateless_uniform(
-        [], seed, maxval=most + 1, dtype=tf.int64
-    )
-    return blocks.skip(skipped).concatenate(blocks.take(skipped))

@@ -20,16 +20,18 @@ _THREADS = 16
 _CHUNK = 1 << 20
 
 
-def match(file_pattern: str | Sequence[str]) -> list[str]:
-    """The files that match, sorted, each once.
+def match(
+    file_pattern: str | Sequence[str], check_gzip: bool | None = False
+) -> list[str]:
+    """The files that match one of the patterns, sorted, each once.
 
     Args:
-        file_pattern: one or more paths or patterns (`*`, `?`, `[...]`) as
-            `tf.io.gfile.glob` takes them, local or `gs://`.
+        file_pattern: as `tf.io.gfile.glob` takes them.
+        check_gzip: See `ReadOptions`.
 
     Raises:
         FileNotFoundError: a pattern matches nothing.
-        ValueError: there is no pattern.
+        ValueError: there is no pattern, or a gzip file is damaged.
     """
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
@@ -48,6 +50,8 @@ def match(file_pattern: str | Sequence[str]) -> list[str]:
             "Argument `file_pattern` must be a path, a pattern, or several. "
             f"Received: file_pattern={file_pattern!r}."
         )
+    if check_gzip is not False:
+        _check_gzip([path for path in paths if compression(path)], check_gzip)
     return sorted(paths)
 
 
@@ -60,26 +64,12 @@ def compression(path: str) -> str:
     return "GZIP" if path.endswith((".gz", ".gzip")) else ""
 
 
-def check_gzip(paths: Sequence[str], check: bool | None = None) -> None:
-    """Decompresses gzip files once, to see that they are complete.
-
-    TensorFlow does not notice if a gzip file is truncated.
-
-    Args:
-        paths: files, of which those that end in ".gz" or ".gzip" are checked.
-        check: whether to. Default: if they have at most 1 GiB together, else a
-            warning says that they are not checked.
-
-    Raises:
-        ValueError: a file is truncated, damaged or not a gzip file.
-    """
-    packed = [path for path in paths if compression(path)]
-    if check is False or not packed:
-        return
+def _check_gzip(packed: Sequence[str], always: bool | None) -> None:
+    """Decompresses files, as TensorFlow does not notice if one is truncated."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         stats = list(pool.map(tf.io.gfile.stat, packed))
         size = sum(stat.length for stat in stats)
-        if check is None and size > CHECKED_GZIP_BYTES:
+        if not always and size > CHECKED_GZIP_BYTES:
             _log.warning(
                 "%d gzip files of %.1f GB are not checked before training: "
                 "TensorFlow would not notice if one was truncated. Check them "
@@ -88,13 +78,10 @@ def check_gzip(paths: Sequence[str], check: bool | None = None) -> None:
                 size / 1e9,
             )
             return
-        for error in pool.map(_gzip_error, packed, map(_version, stats)):
+        versions = [(stat.length, stat.mtime_nsec) for stat in stats]
+        for error in pool.map(_gzip_error, packed, versions):
             if error:
                 raise ValueError(error)
-
-
-def _version(stat: tf.io.gfile.stat) -> tuple[int, int]:
-    return stat.length, stat.mtime_nsec
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import collections
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,12 +36,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_at_least
+from tfdist._tf.waiting import wait_for
 from tfdist.cluster.current import current_cluster
 from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
 
-# Numbers of a feature that are kept, for quantiles: 16 MB.
+# Numbers of a feature that are kept, for quantiles: 16 to 32 MB.
 MOST_KEPT = 1_000_000
 _POLL_SECS = 1.0
 
@@ -56,10 +57,10 @@ def compute_once(
 ) -> Any:
     """The result of a function, computed by the chief in a job's first run.
 
-    If the file is missing, the chief (or the only process) calls `compute` and
-    writes the file atomically; all other tasks wait for it. A restarted job
-    reads it, so a restored model continues with what it was trained on, even if
-    the data has changed. For new values use another path.
+    If the file is missing, the chief (or the only process) writes it; all other
+    tasks wait for it. A restarted job reads it, so a restored model continues
+    with what it was trained on, even if the data has changed. For new values
+    use another path.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -90,16 +91,15 @@ def compute_once(
         storage.write_text(path, text)
     elif text is None:
         _log.info("Waiting for %s, which the chief computes.", path)
-        deadline = time.monotonic() + timeout_secs
-        while (text := storage.read_text(path)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"The chief has not written {path} within "
-                    f"{timeout_secs:g} s. {cluster.task_type}:"
-                    f"{cluster.task_index} waits for it. Does the chief run, "
-                    "and do both see the same directory?"
-                )
-            time.sleep(_POLL_SECS)
+        text = wait_for(
+            lambda: storage.read_text(path), timeout_secs, _POLL_SECS
+        )
+        if text is None:
+            raise TimeoutError(
+                f"The chief has not written {path} within {timeout_secs:g} s. "
+                f"{cluster.task_type}:{cluster.task_index} waits for it. Does "
+                "the chief run, and do both see the same directory?"
+            )
     try:
         return json.loads(text)
     except ValueError as error:
@@ -149,9 +149,8 @@ class NumberStatistics:
     Mean and variance are exact up to float64 rounding, even if the mean is
     large compared to the deviation (Chan, Golub and LeVeque, 1979, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances").
-    Boundaries are exact for up to 1,000,000 numbers; for more, they are those
-    of a uniform sample of that size: each is within 0.2 % of its rank with a
-    probability of 99.9 %.
+    Boundaries are those of a uniform sample of at most 1,000,000 numbers: each
+    is within 0.2 % of its rank with a probability of 99.9 %.
 
     Attributes:
         count: how many numbers are present.
@@ -164,8 +163,7 @@ class NumberStatistics:
         self.count = self.missing = 0
         self.minimum, self.maximum = float("inf"), float("-inf")
         self._origin = self._mean = self._squares = 0.0
-        self._kept: list[np.ndarray] = []
-        self._keys: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = []  # Of two rows: keys, numbers.
         self._num_kept = 0
         self._random = np.random.default_rng(0)  # The same sample every time.
 
@@ -188,7 +186,11 @@ class NumberStatistics:
         self.count = total
         self.minimum = min(self.minimum, float(present.min()))
         self.maximum = max(self.maximum, float(present.max()))
-        self._keep(present)
+        keys = self._random.random(len(present))
+        self._kept.append(np.stack([keys, present]))
+        self._num_kept += len(present)
+        if self._num_kept > 2 * MOST_KEPT:
+            self._sample()
 
     @property
     def mean(self) -> float:
@@ -211,20 +213,14 @@ class NumberStatistics:
         column of zeros with few exceptions is cut where the exceptions are.
 
         Returns:
-            Ascending numbers that occur in the data; each is the lower end of
-            a bucket, as in `keras.layers.Discretization`. Fewer than
-            `num_buckets`.
+            Fewer than `num_buckets` numbers of the data, ascending; each is the
+            lower end of a bucket, as in `keras.layers.Discretization`.
 
         Raises:
             ValueError: `num_buckets` is less than 2.
         """
-        if num_buckets < 2:
-            raise ValueError(
-                "Argument `num_buckets` must be at least 2. "
-                f"Received: num_buckets={num_buckets}."
-            )
-        self._drop()
-        values = np.concatenate([np.array([]), *self._kept])
+        check_at_least("num_buckets", num_buckets, 2)
+        values = self._sample()
         distinct, counts = np.unique(values, return_counts=True)
         if len(distinct) < 2:
             return []
@@ -234,20 +230,13 @@ class NumberStatistics:
         cuts = np.quantile(others, ranks, method="nearest")
         return np.unique([*cuts, most_frequent]).tolist()
 
-    def _keep(self, values: np.ndarray) -> None:
-        self._kept.append(values)
-        self._keys.append(self._random.random(len(values)))
-        self._num_kept += len(values)
-        if self._num_kept > 2 * MOST_KEPT:
-            self._drop()
-
-    def _drop(self) -> None:
+    def _sample(self) -> np.ndarray:
         """Keeps those with the smallest random keys, a uniform sample."""
+        kept = np.concatenate([np.empty((2, 0)), *self._kept], 1)
         if self._num_kept > MOST_KEPT:
-            values, keys = map(np.concatenate, (self._kept, self._keys))
-            least = np.argpartition(keys, MOST_KEPT)[:MOST_KEPT]
-            self._kept, self._keys = [values[least]], [keys[least]]
-            self._num_kept = MOST_KEPT
+            kept = kept[:, np.argpartition(kept[0], MOST_KEPT)[:MOST_KEPT]]
+        self._kept, self._num_kept = [kept], kept.shape[1]
+        return kept[1]
 
 
 class StringStatistics:

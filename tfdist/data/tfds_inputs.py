@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,13 +72,6 @@ def read_tfds(
             "`builder.download_and_prepare()`."
         )
     parts = builder.info.splits[split].file_instructions
-    paths = [str(part.filename) for part in parts]
-    skips = [part.skip for part in parts]
-    # Negative: all that follow.
-    takes = [
-        part.take if part.take >= 0 else part.examples_in_shard - part.skip
-        for part in parts
-    ]
     read = {
         tfds.core.FileFormat.TFRECORD: _tfrecords,
         tfds.core.FileFormat.ARRAY_RECORD: _array_records,
@@ -91,9 +84,14 @@ def read_tfds(
         )
     if read is _array_records:
         _check_index(reading)
+    paths = [str(part.filename) for part in parts]
+    stops = [
+        part.skip + part.take if part.take >= 0 else part.examples_in_shard
+        for part in parts
+    ]
     files = Files(
         paths,
-        (paths, np.array(skips, np.int64), np.array(takes, np.int64)),
+        (paths, _int64([part.skip for part in parts]), _int64(stops)),
         read,
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
@@ -118,9 +116,9 @@ def read_array_records(
 
     Args:
         file_pattern: as in `tfdist.read_csv`, but local.
-        features: as in `tfdist.read_tfrecords`.
+        features: as in `tfdist.read_tfrecords`, like all that follow.
         batch_size: examples in a batch.
-        label_key: as in `tfdist.read_tfrecords`.
+        label_key: the feature with the labels. Default: no labels.
         **options: those of `ReadOptions`.
 
     Returns:
@@ -136,10 +134,10 @@ def read_array_records(
     reading = ReadOptions(**options)
     _check_index(reading)
     paths = record_files.match(file_pattern)
-    counts = [_reader(path).num_records() for path in paths]
+    stops = [_reader(path).num_records() for path in paths]
     files = Files(
         paths,
-        (paths, np.zeros(len(paths), np.int64), np.array(counts, np.int64)),
+        (paths, _int64([0] * len(paths)), _int64(stops)),
         _array_records,
         expected=expected_example(features),
     )
@@ -156,22 +154,25 @@ def _check_index(reading: ReadOptions) -> None:
         )
 
 
+def _int64(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
 def _tfrecords(
-    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor
 ) -> tf.data.Dataset:
-    return tf.data.TFRecordDataset(path).skip(skip).take(take)
+    return tf.data.TFRecordDataset(path).take(stop).skip(start)
 
 
 def _array_records(
-    path: tf.Tensor, skip: tf.Tensor, take: tf.Tensor
+    path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor
 ) -> tf.data.Dataset:
-    def chunk(start: tf.Tensor) -> tf.Tensor:
-        stop = tf.minimum(start + _CHUNK, skip + take)
-        records = tf.numpy_function(_chunk, [path, start, stop], tf.string)
+    def chunk(first: tf.Tensor) -> tf.Tensor:
+        end = tf.minimum(first + _CHUNK, stop)
+        records = tf.numpy_function(_chunk, [path, first, end], tf.string)
         return tf.ensure_shape(records, [None])
 
-    starts = tf.data.Dataset.range(skip, skip + take, _CHUNK)
-    return starts.map(chunk).unbatch()
+    return tf.data.Dataset.range(start, stop, _CHUNK).map(chunk).unbatch()
 
 
 _reading = threading.Lock()
@@ -219,26 +220,15 @@ def _tfds_parser(
             f"Argument `as_supervised` needs a label, and {info.full_name} "
             f"names none. Its features: {sorted(info.features)}."
         )
-    leaves = dict(_leaves(features))
-    many_at_once = all(map(_is_fixed, leaves.values()))
+    decode: Any = features.deserialize_example
+    spec = features.get_tensor_spec()
+    is_plain = _is_plain(features)
 
     def parse(records: tf.Tensor) -> Any:
-        if many_at_once:
-            stored = {key: _stored(leaf) for key, leaf in leaves.items()}
-            parsed = tf.io.parse_example(records, stored)
-            examples = tf.nest.pack_sequence_as(
-                features.get_tensor_spec(),
-                [
-                    tf.cast(parsed[key], leaf.get_tensor_info().tf_dtype)
-                    for key, leaf in leaves.items()
-                ],
-            )
+        if is_plain:
+            examples = tf.vectorized_map(decode, records)
         else:
-            examples = tf.map_fn(
-                features.deserialize_example,
-                records,
-                fn_output_signature=features.get_tensor_spec(),
-            )
+            examples = tf.map_fn(decode, records, fn_output_signature=spec)
         if not as_supervised:
             return examples
         return tuple(
@@ -249,27 +239,13 @@ def _tfds_parser(
     return parse
 
 
-def _leaves(features: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key in the records and feature, in the order of `tf.nest`."""
-    for name, feature in sorted(features.items()):
-        if hasattr(feature, "items"):
-            yield from _leaves(feature, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", feature
+def _is_plain(feature: Any) -> bool:
+    """Whether it is of numbers and strings, without images and sequences."""
+    import tensorflow_datasets as tfds
 
-
-def _is_fixed(feature: Any) -> bool:
-    """Whether it is stored as it is given: no image, no sequence."""
-    given, stored = feature.get_tensor_info(), feature.get_serialized_info()
-    if isinstance(given, Mapping) or isinstance(stored, Mapping):
+    if isinstance(feature, tfds.features.FeaturesDict):
+        return all(map(_is_plain, feature.values()))
+    if not isinstance(feature, tfds.features.Tensor):
         return False
-    same = (stored.shape, stored.tf_dtype) == (given.shape, given.tf_dtype)
-    return same and None not in given.shape
-
-
-def _stored(feature: Any) -> tf.io.FixedLenFeature:
-    info = feature.get_tensor_info()
-    dtype = tf.as_dtype(info.tf_dtype)
-    if dtype != tf.string:
-        dtype = tf.float32 if dtype.is_floating else tf.int64
-    return tf.io.FixedLenFeature(info.shape, dtype)
+    given, stored = feature.get_tensor_info(), feature.get_serialized_info()
+    return stored.shape == given.shape and None not in given.shape

@@ -25,8 +25,7 @@ class WorkerContext(tf.distribute.InputContext):
     Attributes:
         first_pass: As given.
         fixed_share: Whether only this worker ever reads its share of the data.
-            Readers that deal the examples again in each pass set it to False
-            (`read_by_all`), as `tfdist.read_csv` does.
+            False for readers that deal the examples again in each pass.
     """
 
     def __init__(
@@ -41,11 +40,7 @@ class WorkerContext(tf.distribute.InputContext):
 
 
 def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
-    """The pass that a worker begins with. Default: 0.
-
-    >>> first_pass(WorkerContext(3, 1, first_pass=7)), first_pass(None)
-    (7, 0)
-    """
+    """The pass that a worker begins with. Default: 0."""
     return getattr(context, "first_pass", 0)
 
 
