@@ -131,18 +131,6 @@ def test_dead_server(jobs):
     assert probe(address) is TaskState.DEAD
 
 
-def test_server_tasks():
-    cluster = Cluster.from_jobs(
-        {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}, "chief", 0
-    )
-    assert probing.server_tasks(cluster) == [
-        ("ps", 0),
-        ("worker", 0),
-        ("worker", 1),
-    ]
-    assert probing.server_tasks(Cluster()) == []
-
-
 def test_thread_pool_has_four_threads_at_least(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert servers.inter_op_threads() == 4

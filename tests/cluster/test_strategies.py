@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -273,9 +274,9 @@ def test_grpc_fail_fast_of_the_user(monkeypatch):
 JOIN = """
 import ctypes, faulthandler, sys
 import tensorflow as tf
-from tfdist.cluster import Cluster, probing, strategies
+from tfdist.cluster import Cluster, peers, strategies
 jobs = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
-probing.meet = lambda *args: None
+peers.meet = lambda *args: None
 waits = float(sys.argv[1])
 def construct(resolver):
     ctypes.PyDLL(None).usleep(int(waits * 1e6))
@@ -287,7 +288,7 @@ print("joined", flush=True)
 """
 
 
-@pytest.mark.parametrize(("waits", "code"), [(1.0, 0), (60.0, 1)])
+@pytest.mark.parametrize(("waits", "code"), [(1.0, 0), (60.0, -signal.SIGALRM)])
 def test_joining_keeps_the_users_timer_and_has_one_of_its_own(waits, code):
     done = subprocess.run(
         [sys.executable, "-c", JOIN, str(waits)],
@@ -299,4 +300,4 @@ def test_joining_keeps_the_users_timer_and_has_one_of_its_own(waits, code):
     assert done.returncode == code
     assert "Timeout (0:00:00.500000)!" in done.stdout
     assert ("joined" in done.stdout) == (code == 0)
-    assert ("in multi_worker_strategy" in done.stderr) == (code == 1)
+    assert ("in multi_worker_strategy" in done.stderr) == (code != 0)

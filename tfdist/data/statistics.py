@@ -37,8 +37,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist.cluster.current import current_cluster
-from tfdist.cluster.spec import Cluster
+from tfdist.cluster.spec import Cluster, current_cluster
 
 _log = logging.getLogger(__name__)
 

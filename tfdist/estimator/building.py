@@ -15,10 +15,8 @@ import tensorflow as tf
 
 from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster import tpu
 from tfdist.cluster.peers import Peers
-from tfdist.cluster.peers import names as task_names
-from tfdist.cluster.strategies import SYNCHRONOUS
+from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
@@ -76,7 +74,7 @@ class Builder:
         if isinstance(step, KerasStep):
             variables = step.variables(variables)
         elif isinstance(strategy, tf.distribute.TPUStrategy):
-            tpu.check(dataset.element_spec, step.tables)
+            check_tpu(dataset.element_spec, step.tables)
         _log_placement(variables)
         loop = self._loop(
             strategy, step, global_step, dataset, input_fn, replicas
@@ -89,7 +87,7 @@ class Builder:
         """Which part of the data this process reads, where it trains itself."""
         cluster, several = self._config.cluster, {}
         if self._config.strategy_name == "multi_worker_mirrored":
-            tasks = task_names(cluster)
+            tasks = list(cluster.addresses())
             own = f"{cluster.task_type}:{cluster.task_index}"
             several = {
                 "num_input_pipelines": len(tasks),
