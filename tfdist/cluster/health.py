@@ -48,10 +48,9 @@ class ServerLostError(RuntimeError):
 
     Attributes:
         lost: Task name to the failure.
-        in_hook: Whether a hook of a session has raised it.
     """
 
-    in_hook = False
+    in_hook = False  # Whether a hook of a session has raised it.
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)

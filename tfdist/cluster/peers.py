@@ -44,14 +44,7 @@ def meet(
     own address, and leaves it to TensorFlow when it has both asked and been
     asked by each other one.
 
-    Args:
-        cluster: The cluster, without parameter servers; all tasks do this.
-        timeout_secs: Seconds to wait.
-        give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Raises:
-        TimeoutError: Some task was not there in time; the message names each.
-        RuntimeError: The own address cannot be listened at.
+    Arguments and errors are those of `probing.wait_until_up`.
     """
     others = cluster.addresses()
     own = others.pop(cluster.task)
@@ -96,15 +89,8 @@ def meet(
 class Peers:
     """What the processes of a job tell each other.
 
-    To be made once they are connected (`strategy.multi_worker_strategy`), and
+    To be made once they are connected (`strategies.multi_worker_strategy`), and
     in every process as often as in the others, in the same order.
-
-    Args:
-        cluster: The cluster, without parameter servers.
-
-    Attributes:
-        leads: Whether this process does.
-        name: This task's, such as "worker:1".
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -121,13 +107,9 @@ class Peers:
         self._write(f"command/{self._count}", json.dumps(command))
 
     def next(self, watch: Callable[[], None]) -> dict[str, Any]:
-        """Waits for what the leader tells.
+        """Waits for what the leader tells; raises OpError if it is gone.
 
-        Args:
-            watch: Called every second; ends the wait by raising.
-
-        Raises:
-            OpError: the leader is gone.
+        `watch` is called every second, and ends the wait by raising.
         """
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
@@ -150,8 +132,7 @@ class Peers:
     ) -> dict[str, str]:
         """What every other process has announced, by its name.
 
-        Raises:
-            OpError: one of them is gone, or does not in two minutes.
+        Raises OpError if one of them is gone, or does not in two minutes.
         """
         return {
             name: self._wait_for(f"{what}/{name}", watch, _PATIENCE_SECS)
@@ -161,16 +142,13 @@ class Peers:
     def check_same_program(
         self, program: Mapping[str, str], watch: Callable[[], None]
     ) -> None:
-        """Compares what the processes are about to run.
+        """Raises ValueError if processes are about to run different programs.
 
-        A difference would have them wait for each other for ever.
+        They would wait for each other for ever.
 
         Args:
             program: Name to description of each part.
             watch: As for `next`.
-
-        Raises:
-            ValueError: they differ; the message says who, and in what.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program", watch).items():

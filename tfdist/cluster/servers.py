@@ -52,10 +52,9 @@ _RECONNECT = {
 
 
 def reconnect_quickly() -> None:
-    """Has TensorFlow look for a lost task every two seconds.
+    """Has TensorFlow look for a lost task every two seconds, from now on.
 
-    Applies to connections made later. The user's `TF_GRPC_DEFAULT_OPTIONS`
-    win.
+    The user's `TF_GRPC_DEFAULT_OPTIONS` win.
     """
     name = "TF_GRPC_DEFAULT_OPTIONS"
     set_already = os.environ.get(name, "")
@@ -79,11 +78,7 @@ def inter_op_threads() -> int:
 
 @contextlib.contextmanager
 def starting(cluster: Cluster) -> Iterator[None]:
-    """Names the task and its address if its server cannot start.
-
-    Raises:
-        RuntimeError: It cannot; most often another process has its port.
-    """
+    """Names the task and its address if its server cannot start."""
     try:
         yield
     except (tf.errors.OpError, RuntimeError) as error:
@@ -177,9 +172,6 @@ def release(cluster: Cluster) -> None:
     """Tells every worker and ps that the job is done (see `serve`).
 
     One that is gone or does not answer is reported and skipped.
-
-    Args:
-        cluster: The cluster; this process is its chief, connected to it.
     """
     tasks = cluster.addresses(*SERVER_JOBS)
     answers = ask(list(tasks.values()))
@@ -214,12 +206,8 @@ def hold(cluster: Cluster) -> None:
     would overwrite what the others train. Two that start within the same
     milliseconds are not told apart.
 
-    Args:
-        cluster: The cluster; this process is its chief, connected to it.
-
     Raises:
-        RuntimeError: another chief that is up holds the job; the message says
-            where it runs and since when.
+        RuntimeError: another chief that is up holds the job.
     """
     address = cluster.tasks["chief"][0]
     own = {
@@ -255,11 +243,7 @@ def count_connection(cluster: Cluster) -> None:
 
 
 def refuse_second_chief(cluster: Cluster) -> None:
-    """Raises if another chief serves already on the address that is ours.
-
-    Raises:
-        RuntimeError: some chief is up there.
-    """
+    """Raises RuntimeError if another chief serves on the address of ours."""
     address = cluster.tasks["chief"][0]
     if address in _held:
         return

@@ -97,9 +97,8 @@ class Cluster:
         process. Accepted are: Vertex AI's evaluator outside the cluster (also
         with no cluster at all) and Kubeflow's inside it, `master` for `chief`,
         a job as a list or as an {index: address} object, an index as a string,
-        and a missing or empty `task` where there is one node at most. Keys
-        that say nothing about the cluster (`job`, `environment`, ...) are
-        ignored, and so is a job without tasks.
+        and no `task` where there is one node at most. Other keys (`job`,
+        `environment`, ...) are ignored, and so is a job without tasks.
 
         Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
         learns of it from the `CLUSTER_SPEC` that is set beside it. Where
@@ -115,9 +114,6 @@ class Cluster:
 
         Args:
             environ: the environment. Default: `os.environ`.
-
-        Returns:
-            The cluster, with this process's place in it.
 
         Raises:
             ValueError: if a variable is malformed. The message names the
@@ -175,13 +171,8 @@ class Cluster:
     @property
     def tasks(self) -> Mapping[str, Mapping[int, str]]:
         """The `jobs` that train: "chief", "worker" and "ps"."""
-        return MappingProxyType(
-            {
-                job: MappingProxyType(self.jobs[job])
-                for job in TRAINING_JOBS
-                if job in self.jobs
-            }
-        )
+        tasks = self.training_spec().items()
+        return MappingProxyType({job: MappingProxyType(t) for job, t in tasks})
 
     @property
     def evaluator_address(self) -> str | None:
@@ -256,10 +247,9 @@ class Cluster:
         return self.jobs.get(self.task_type, {}).get(self.task_index)
 
     def addresses(self, *jobs: str) -> dict[str, str]:
-        """Name, such as "ps:0", to address of each task that trains.
+        """Name, such as "ps:0", to address of each task of some jobs.
 
-        Args:
-            *jobs: those that are meant. Default: all that train.
+        Default: of all that train.
         """
         return {
             f"{job}:{index}": address
@@ -269,7 +259,8 @@ class Cluster:
 
     def training_spec(self) -> dict[str, dict[int, str]]:
         """The argument of `tf.train.ClusterSpec`: the tasks that train."""
-        return {job: dict(tasks) for job, tasks in self.tasks.items()}
+        jobs = [job for job in TRAINING_JOBS if job in self.jobs]
+        return {job: dict(self.jobs[job]) for job in jobs}
 
     def tf_config(
         self, task_type: str | None = None, task_index: int | None = None
@@ -283,9 +274,6 @@ class Cluster:
         Args:
             task_type: the task's job. Default: this process's.
             task_index: the task's index. Default: this process's.
-
-        Returns:
-            JSON text, from which `from_env` makes this cluster again.
 
         Raises:
             ValueError: if the cluster has no such task.

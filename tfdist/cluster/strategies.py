@@ -41,15 +41,13 @@ def parameter_server_strategy(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
+    The chief's own address is in the cluster spec: without it the servers
+    could not call back after a reconnection.
+
     Args:
-        cluster: A cluster with workers and ps in which this process is the
-            chief. The chief's own address is in the cluster spec: without it
-            the servers could not call back after a reconnection.
+        cluster: With workers and ps; this process is its chief.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Returns:
-        The strategy.
 
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
@@ -90,11 +88,7 @@ SYNCHRONOUS = (
 
 
 def resolved(name: str, cluster: Cluster) -> str:
-    """A strategy's name, "auto" replaced by what fits.
-
-    That is what the cluster is made for, as its shape says; in one process,
-    all GPUs that it sees.
-    """
+    """A strategy's name, "auto" replaced by what fits the cluster or GPUs."""
     if name != "auto":
         return name
     if cluster.num_ps:
@@ -106,12 +100,7 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses a strategy that there is not, or that the cluster is not for.
-
-    Raises:
-        TypeError: it is neither a name nor a strategy.
-        ValueError: naming what there is and what is needed.
-    """
+    """Refuses a strategy that there is not, or that the cluster is not for."""
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
             "Argument `strategy` must be a string or a tf.distribute.Strategy. "
@@ -192,12 +181,9 @@ def multi_worker_strategy(
     """Connects this process to the others of an all-reduce job, once.
 
     Args:
-        cluster: A cluster without ps; each of its tasks calls this.
+        cluster: Without ps; each of its tasks calls this.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Returns:
-        The strategy.
 
     Raises:
         TimeoutError: A task was not up in time. One that goes away after that
@@ -302,14 +288,11 @@ def _widen_thread_pool() -> None:
 
 
 def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
-    """Raises if XLA could not compile a model's step, which a TPU needs.
+    """Raises if XLA could not compile a model's step, as a TPU needs it.
 
     Args:
         element_spec: `tf.TypeSpec` structure of one batch.
         tables: The model's `PartitionedEmbedding` layers.
-
-    Raises:
-        ValueError: tells each reason, and what to do about it.
     """
     specs = tf.nest.flatten(element_spec)
     problems = [
