@@ -88,10 +88,9 @@ class Builder:
         cluster, several = self._config.cluster, {}
         if self._config.strategy_name == "multi_worker_mirrored":
             tasks = list(cluster.addresses())
-            own = f"{cluster.task_type}:{cluster.task_index}"
             several = {
                 "num_input_pipelines": len(tasks),
-                "input_pipeline_id": tasks.index(own),
+                "input_pipeline_id": tasks.index(cluster.task),
             }
         return tf.distribute.InputContext(
             num_replicas_in_sync=strategy.num_replicas_in_sync, **several
