@@ -204,7 +204,7 @@ def hold(cluster: Cluster) -> None:
 
     TensorFlow lets any number of chiefs attach to one cluster, each of which
     would overwrite what the others train. Two that start within the same
-    milliseconds are not told apart.
+    milliseconds are not told apart. Every server counts the connection.
 
     Raises:
         RuntimeError: another chief that is up holds the job.
@@ -234,10 +234,6 @@ def hold(cluster: Cluster) -> None:
         own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         _write("ps:0", _CHIEF, json.dumps(own) + "\n")
     _held.add(address)
-
-
-def count_connection(cluster: Cluster) -> None:
-    """Lets every worker and ps count that this chief connected to it."""
     for task in cluster.addresses(*SERVER_JOBS):
         _write(task, _CONNECTIONS, ".")
 

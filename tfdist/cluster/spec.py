@@ -24,14 +24,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any
 
 from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
-
-Role = Literal[
-    "local", "chief", "worker", "ps", "evaluator", "dispatcher", "data_worker"
-]
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
 """Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
@@ -190,7 +186,7 @@ class Cluster:
         return tuple(self.jobs.get("data_worker", {}).values())
 
     @property
-    def role(self) -> Role:
+    def role(self) -> str:
         """What this process has to do.
 
         "local" trains alone: no cluster, or a cluster of one node (there may
@@ -200,7 +196,7 @@ class Cluster:
         chief is "chief".
         """
         if self.task_type in ("ps", "evaluator", *DATA_JOBS):
-            return cast(Role, self.task_type)
+            return self.task_type
         if not self.is_distributed:
             return "local"
         return "chief" if self.is_chief else "worker"

@@ -61,7 +61,6 @@ def parameter_server_strategy(
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
     strategy = _connect(_resolver(cluster))
     servers.hold(cluster)
-    servers.count_connection(cluster)
     return strategy
 
 
