@@ -94,9 +94,8 @@ class HealthMonitor:
         cluster: The cluster; this process is its chief.
         frozen_secs: Seconds without an answer, on an open connection, after
             which a task counts as frozen.
-        on_stuck: Called from the monitor's thread when a frozen server was
-            reported for some seconds and nobody stopped this monitor: the
-            main thread is stuck in a call to that server.
+        on_stuck: Called from the monitor's thread when the main thread is
+            stuck in a call to a frozen server: nobody has stopped this monitor.
     """
 
     def __init__(

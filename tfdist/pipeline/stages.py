@@ -23,9 +23,7 @@ class Stage:
         layers: The layers.
         device: Full name of the device of their variables.
 
-    Attributes:
-        layers: As given, a tuple.
-        device: As given.
+    Attributes `layers` (a tuple) and `device` are as given.
 
     >>> from tfdist.pipeline import Pipeline
     >>> relu = keras.layers.ReLU(name="relu")
