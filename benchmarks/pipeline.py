@@ -27,8 +27,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.pipeline.micro_batches import Work
 from tfdist.pipeline.model_parallel import Pipeline, bubble
-from tfdist.pipeline.schedule import Work
 from trainer import translator
 
 _STAGES = 2

@@ -341,9 +341,7 @@ def cluster(report):
     if task.role != "chief":
         servers.serve(task)
         return
-    workers = [
-        probing.address_of(task, ("worker", index)) for index in range(2)
-    ]
+    workers = list(task.addresses("worker").values())
     deadline = time.monotonic() + 100
     while any(a.state != probing.TaskState.LIVE for a in probing.ask(workers)):
         assert time.monotonic() < deadline, workers

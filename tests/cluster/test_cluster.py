@@ -402,7 +402,7 @@ MALFORMED_TF_CONFIGS = [
     (
         "two chiefs",
         config({"chief": ["a:1", "b:1"]}, task("chief")),
-        "only one",
+        'only be one "chief"',
     ),
     ("chief 1", config({"chief": {"1": "a:1"}}, task("chief", 1)), "index 0"),
     (
@@ -533,8 +533,8 @@ def test_anything_else_is_a_value_error(text):
 
 
 def test_constructor_checks_too():
-    with pytest.raises(ValueError, match="takes the others too"):
-        Cluster(tasks={"evaluator": {0: "e:1"}})
+    with pytest.raises(ValueError, match="must also have a"):
+        Cluster({"ps": {0: "p:1"}}, "ps")
     with pytest.raises(ValueError, match="must be part of the cluster"):
         Cluster().tf_config("evaluator", 0)
 

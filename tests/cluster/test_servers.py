@@ -122,27 +122,6 @@ def test_port_in_use(server, jobs):
     assert jobs["ps"][0] in errors
 
 
-def test_dead_server(jobs):
-    (address,) = free_addresses(1)
-    process = start_ps({**jobs, "ps": [address]})
-    wait_until(lambda: probe(address) is TaskState.LIVE)
-    process.kill()
-    process.wait()
-    assert probe(address) is TaskState.DEAD
-
-
-def test_server_tasks():
-    cluster = Cluster.from_jobs(
-        {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}, "chief", 0
-    )
-    assert probing.server_tasks(cluster) == [
-        ("ps", 0),
-        ("worker", 0),
-        ("worker", 1),
-    ]
-    assert probing.server_tasks(Cluster()) == []
-
-
 def test_thread_pool_has_four_threads_at_least(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert servers.inter_op_threads() == 4
@@ -157,3 +136,10 @@ def test_release_skips_a_server_that_is_gone(server, jobs, caplog):
         caplog.text
     )
     assert "ps:0 could not be told" in caplog.text
+
+
+def test_dead_server(server, jobs):
+    """The last test of this server."""
+    server.kill()
+    server.wait()
+    assert probe(jobs["ps"][0]) is TaskState.DEAD

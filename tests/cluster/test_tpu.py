@@ -9,7 +9,7 @@ import tensorflow as tf
 from strategy_checks import dense, dense_data
 
 import tfdist
-from tfdist.cluster import tpu
+from tfdist.cluster.strategies import check_tpu
 from tfdist.training import optimizers
 from tfdist.training.step import ModelStep
 
@@ -67,7 +67,7 @@ def trained(model_fn, data, compiled):
     global_step = tf.Variable(0, dtype=tf.int64)
     batches = list(data().take(3))
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batches[0])
-    tpu.check(spec, [])
+    check_tpu(spec, [])
     step = ModelStep(model, spec, global_step=global_step)
 
     @tf.function(jit_compile=compiled, autograph=False)
@@ -88,7 +88,7 @@ def test_what_xla_cannot_compile_is_refused():
         "x": tf.TensorSpec([None, 3], tf.float32),
     }
     with pytest.raises(ValueError, match="on a TPU:") as raised:
-        tpu.check(spec, [table])
+        check_tpu(spec, [table])
     said = str(raised.value)
     assert "Its table 'users' looks up each row once" in said
     assert "Its batches have strings." in said

@@ -10,13 +10,7 @@ from typing import Any
 def check_positive(
     argument: str, value: Any, kind: type[Any] = numbers.Integral
 ) -> None:
-    """Raises ValueError unless `value` is a number, at least 1.
-
-    Args:
-        argument: Name of the argument, for the message.
-        value: What was received.
-        kind: `numbers.Integral` or `numbers.Real`. Default: integers.
-    """
+    """Raises ValueError unless `value` is a number of `kind`, at least 1."""
     if not isinstance(value, kind) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"Argument `{argument}` must be a positive "
@@ -26,24 +20,15 @@ def check_positive(
 
 
 def load_function(flag: str, target: str) -> Callable[..., Any]:
-    """The function that a command's flag names as `package.module:function`.
-
-    Raises:
-        ValueError: `target` has another form, or there is no such function.
-    """
+    """The function that a command's flag names as `package.module:function`."""
     module, _, function = target.partition(":")
-    if not module or not function:
-        raise ValueError(
-            f"Flag --{flag} must be package.module:function. "
-            f"Received: --{flag}={target}."
-        )
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"Flag --{flag} must name a function. Received: --{flag}={target}, "
-            f"but: {e}"
-        ) from e
+            f"Flag --{flag} must be package.module:function. "
+            f"Received: --{flag}={target}, but: {error}"
+        ) from error
 
 
 def check_at_least(argument: str, value: Any, least: float) -> None:
@@ -52,10 +37,6 @@ def check_at_least(argument: str, value: Any, least: float) -> None:
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):
     ValueError: Argument `steps` must be at least 1. Received: steps=0.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is less, or NaN.
     """
     if value is None:
         return

@@ -66,11 +66,9 @@ belongs to that step instead of this shared counter.
 def reset_object_names() -> None:
     """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
 
-    A model function called twice in one process (the training model and the
-    copy that is evaluated) must make variables of the same paths, since
-    checkpoints name variables by their path. The public
-    `keras.utils.clear_session()` does this too, but also drops the user's
-    dtype policy and other settings.
+    Checkpoints name variables by their path, so a model function that is called
+    twice in one process must make the same paths. The public
+    `keras.utils.clear_session()` also drops the user's dtype policy.
     """
     naming.reset_uids()
 
@@ -78,8 +76,8 @@ def reset_object_names() -> None:
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
     """The optimizer's lists with one slot per trainable variable, by name.
 
-    Keras keeps its slots in attributes of any name (`_momentums`,
-    `_accumulators`, ...); what they share is the index of the variable.
+    Their names are any (`_momentums`, `_accumulators`, ...); what they share is
+    the index of the variable.
     """
     own = {id(variable) for variable in optimizer.variables}
     return {
@@ -126,8 +124,7 @@ def expire_remote_state_after(secs: int) -> None:
     """Sets after how long the servers free what a dead chief held there.
 
     TensorFlow has 600 seconds, as the default of two arguments that nobody
-    passes and for a runtime that is not yet initialized; until then each
-    killed chief leaves a copy of the model in the servers' memory.
+    passes and for a runtime that is not yet initialized.
     """
     context._KEEP_ALIVE_SECS = secs
     for method in (
@@ -142,9 +139,8 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
 
     Where variables are on several devices, TensorFlow traces a function for
     each checkpoint, and calls every task of the cluster for each function: it
-    costs time, and hangs while a task is frozen.
-
-    The private method is the one that a `tf.train.CheckpointManager` calls.
+    costs time, and hangs while a task is frozen. `_write` is what a
+    `tf.train.CheckpointManager` calls.
     """
 
     _traced: Callable[[str], tf.Tensor] | None = None
@@ -184,11 +180,7 @@ def trace(
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces a function as `coordinator.schedule` would, but does not run it.
 
-    Args:
-        coordinator: A coordinator.
-        function: To be traced.
-        *args: Its arguments; per-worker values among them are as they are on
-            one worker.
+    Per-worker values among `args` are as they are on one worker.
     """
     on_one = cluster_coordinator._select_worker_slice(0, args)
     specs = tf.nest.map_structure(
@@ -201,8 +193,7 @@ def trace(
 def raise_at_once(coordinator: ClusterCoordinator) -> None:
     """Has the coordinator raise an error without waiting for other calls.
 
-    It would wait for all that are under way; one that reads from a server
-    which was killed and started again never returns.
+    One that reads from a server that was killed and started again never ends.
     """
     coordinator._cluster.closure_queue._cancel_all_closures = lambda: None
 
@@ -212,9 +203,8 @@ def schedule(
 ) -> None:
     """Has a worker's thread, in this process, call a Python callable.
 
-    The public method takes TensorFlow functions alone, and runs them again,
-    on another worker, when theirs died: a callable can see that it is not the
-    first time.
+    The public method takes TensorFlow functions alone. Either is called again
+    for another worker when its own died; a callable can see that.
     """
     coordinator._cluster.schedule(call, args=args, kwargs=None)
 
@@ -227,9 +217,8 @@ def current_worker() -> int:
 def renew_resources(coordinator: ClusterCoordinator) -> None:
     """Makes again what a worker was given: its iterators.
 
-    TensorFlow does so for a worker that was lost, but not where a worker has
-    lost its connection to a parameter server. To be called in what `schedule`
-    calls, for the worker that runs it; done before the next call there.
+    TensorFlow does so for a worker that was lost, but not for one that has lost
+    its connection to a parameter server. To be called in what `schedule` calls.
     """
     coordinator._cluster.workers[current_worker()]._on_worker_recovery()
 
@@ -237,8 +226,7 @@ def renew_resources(coordinator: ClusterCoordinator) -> None:
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:
     """Tells the coordinator's threads to end, as its destructor would.
 
-    Somebody may still hold the coordinator (an exception's traceback, say),
-    and its threads would go on talking to servers that were replaced.
+    An exception's traceback may still hold it.
     """
     cluster = coordinator._cluster
     handler = cluster.failure_handler
@@ -254,10 +242,7 @@ def stop_coordinator(coordinator: ClusterCoordinator) -> None:
 
 
 def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
-    """Whether a stopped coordinator waits for no task any more.
-
-    It does so in C, where it must not meet a second coordinator.
-    """
+    """Whether a stopped coordinator has left C, where it may meet no other."""
     lock = coordinator._cluster.failure_handler._cluster_update_lock
     ended = lock.acquire(timeout=secs)
     if ended:
@@ -266,11 +251,10 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
 
 
 def tell_cluster(key: str, value: str) -> None:
-    """Writes down a value for all processes of a `MultiWorkerMirroredStrategy`.
+    """Writes down a value, once, for all processes of an all-reduce job.
 
-    Its coordination service keeps keys and values in the memory of the first
-    process; public TensorFlow shows it in `tf.experimental.dtensor` alone. A
-    key can be written once.
+    TensorFlow's coordination service keeps it in the first one's memory; public
+    TensorFlow shows that in `tf.experimental.dtensor` alone.
     """
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
@@ -278,8 +262,7 @@ def tell_cluster(key: str, value: str) -> None:
 def ask_cluster(key: str, timeout_secs: float) -> str | None:
     """Reads what `tell_cluster` wrote in any process; None: not in time.
 
-    Raises:
-        OpError: the process that keeps it is gone, or another one is.
+    Raises OpError if the process that keeps it is gone, or another one.
     """
     try:
         return context.context().get_config_key_value(
@@ -299,7 +282,7 @@ def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
     Args:
         jobs: Job to its number of tasks.
         leader: The device name of the first task.
-        secs: How long to wait.
+        secs: How long they wait.
     """
     context.context().configure_coordination_service(
         "standalone",

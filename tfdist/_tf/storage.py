@@ -82,12 +82,9 @@ def advice(path: str, error: tf.errors.OpError) -> str:
 
 
 def check_writable(directory: str) -> None:
-    """Makes a directory and a file in it, and removes the file.
+    """Raises ValueError unless a file can be written in a directory.
 
     A job then fails at its start, not at its first checkpoint.
-
-    Raises:
-        ValueError: it is not possible; the message says what to do.
     """
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
@@ -104,11 +101,7 @@ def check_writable(directory: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Makes a directory and its parents, where they are missing.
-
-    Raises:
-        NotFoundError: there is no such bucket.
-    """
+    """Makes a directory and its parents, but no bucket, where missing."""
     if path.startswith("gs://") and not tf.io.gfile.exists(path):
         bucket = "/".join(path.split("/")[:3])
         if not tf.io.gfile.exists(bucket):
@@ -123,9 +116,6 @@ def check_no_pattern(directory: str) -> None:
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
     those of `job*` those of `job2`.
-
-    Raises:
-        ValueError: the name has a `*`, `?`, `[` or backslash.
     """
     if set(directory) & set("*?[\\"):
         raise ValueError(

@@ -19,13 +19,7 @@ def wait_for(
     >>> wait_for(lambda: False, timeout_secs=0.0)
     False
 
-    Args:
-        condition: Called at least once. Ends the wait also by raising.
-        timeout_secs: After so many seconds it is called no more.
-        poll_secs: Seconds between two calls.
-
-    Returns:
-        What it returned last: None or False if the time is up.
+    Returns what it returned last: None or False if the time is up.
     """
     deadline = time.monotonic() + timeout_secs
     while (found := condition()) is None or found is False:

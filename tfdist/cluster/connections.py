@@ -32,13 +32,9 @@ _MOST_CONNECTIONS = 100
 def connections(
     addresses: Iterable[str],
 ) -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP connections to tasks; none but on Linux.
+    """This process's TCP connections to tasks, by address; none but on Linux.
 
-    Args:
-        addresses: `host:port` of each task.
-
-    Yields:
-        The address, and a connection to it, which is closed afterwards.
+    Each is closed after its turn.
     """
     tasks = {peer: a for a in addresses for peer in _peers(a)}
     for path in pathlib.Path("/proc/self/fd").glob("*"):
@@ -64,11 +60,7 @@ def _peers(address: str) -> set[tuple[str, int]]:
 
 
 def cut_connections(address: str) -> int:
-    """Closes this process's connections to `host:port`, from our side.
-
-    Returns:
-        How many there were.
-    """
+    """Closes this process's connections to `host:port`; says how many."""
     cut = 0
     for _, connection in connections([address]):
         connection.shutdown(socket.SHUT_RDWR)
@@ -79,11 +71,8 @@ def cut_connections(address: str) -> int:
 class Sentinel:
     """A process that cuts the connections to frozen tasks when we cannot.
 
-    It ends with this process, however that ends.
-
-    Args:
-        frozen_secs: Seconds without a sign of life after which a task counts
-            as frozen.
+    It ends with this process, however that ends. A task is frozen after
+    `frozen_secs` without a sign of life.
     """
 
     def __init__(self, frozen_secs: float) -> None:
@@ -140,8 +129,13 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
                 channel, 1024, _MOST_CONNECTIONS
             )
         except TimeoutError:
-            for address in held:
-                _look_after(address, held[address], silent_since, frozen_secs)
+            for address, fds in held.items():
+                if not _is_silent(address):
+                    silent_since.pop(address, None)
+                    continue
+                since = silent_since.setdefault(address, time.monotonic())
+                if time.monotonic() - since >= frozen_secs:
+                    _shut_down(fds)
             continue
         if not message:
             return
@@ -151,24 +145,13 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
         silent_since.clear()
 
 
-def _look_after(
-    address: str,
-    fds: list[int],
-    silent_since: dict[str, float],
-    frozen_secs: float,
-) -> None:
-    if not _is_silent(address):
-        silent_since.pop(address, None)
-        return
-    since = silent_since.setdefault(address, time.monotonic())
-    if time.monotonic() - since >= frozen_secs:
-        for fd in fds:
-            # It may be closed by the other side.
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(fileno=os.dup(fd)) as connection,
-            ):
-                connection.shutdown(socket.SHUT_RDWR)
+def _shut_down(fds: Iterable[int]) -> None:
+    for fd in fds:
+        with (
+            contextlib.suppress(OSError),  # The other side has closed it.
+            socket.socket(fileno=os.dup(fd)) as connection,
+        ):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_silent(address: str) -> bool:

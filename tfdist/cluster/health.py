@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from tfdist.cluster import probing
 from tfdist.cluster.connections import Sentinel, cut_connections
-from tfdist.cluster.probing import TaskState
+from tfdist.cluster.probing import SERVER_JOBS, TaskState
 from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
@@ -48,10 +48,9 @@ class ServerLostError(RuntimeError):
 
     Attributes:
         lost: Task name to the failure.
-        in_hook: Whether a hook of a session has raised it.
     """
 
-    in_hook = False
+    in_hook = False  # Whether a hook of a session has raised it.
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)
@@ -95,9 +94,8 @@ class HealthMonitor:
         cluster: The cluster; this process is its chief.
         frozen_secs: Seconds without an answer, on an open connection, after
             which a task counts as frozen.
-        on_stuck: Called from the monitor's thread when a frozen server was
-            reported for some seconds and nobody stopped this monitor: the
-            main thread is stuck in a call to that server.
+        on_stuck: Called from the monitor's thread when the main thread is
+            stuck in a call to a frozen server: nobody has stopped this monitor.
     """
 
     def __init__(
@@ -108,9 +106,10 @@ class HealthMonitor:
         on_stuck: Callable[[ServerLostError], None] | None = None,
     ) -> None:
         self._records = {
-            task: _Record(probing.address_of(cluster, task))
-            for task in probing.server_tasks(cluster)
+            task: _Record(address)
+            for task, address in cluster.addresses(*SERVER_JOBS).items()
         }
+        self._addresses = [r.address for r in self._records.values()]
         self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
         self._stopped = threading.Event()
@@ -129,11 +128,10 @@ class HealthMonitor:
     def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
         failures = {
-            f"{job}:{index}": record.failure(self._frozen_secs)
-            for (job, index), record in self._records.items()
-            if job == "ps"
+            task: record.failure(self._frozen_secs)
+            for task, record in self._of("ps").items()
         }
-        return {name: failure for name, failure in failures.items() if failure}
+        return {task: failure for task, failure in failures.items() if failure}
 
     def look(self) -> dict[str, ServerFailure]:
         """Asks all tasks now, twice, and returns the servers that are lost."""
@@ -150,87 +148,77 @@ class HealthMonitor:
         """The tasks of a job that have not answered for so many seconds."""
         now = time.monotonic()
         return [
-            f"{name}:{index}"
-            for (name, index), record in sorted(self._records.items())
-            if name == job
-            and record.state is not TaskState.LIVE
-            and now - record.since >= secs
+            task
+            for task, record in self._of(job).items()
+            if record.state is not TaskState.LIVE and now - record.since >= secs
         ]
 
     def alive(self) -> str:
         """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
         parts = []
         for job, plural in (("ps", "ps"), ("worker", "workers")):
-            up = [
-                record.state is TaskState.LIVE
-                for (name, _), record in self._records.items()
-                if name == job
-            ]
-            parts.append(f"{sum(up)}/{len(up)} {plural}")
+            states = [record.state for record in self._of(job).values()]
+            up = states.count(TaskState.LIVE)
+            parts.append(f"{up}/{len(states)} {plural}")
         return ", ".join(parts)
 
-    def _run(self) -> None:
-        with contextlib.closing(self._sentinel):
-            self._watch()
+    def _of(self, job: str) -> dict[str, _Record]:
+        return {
+            task: record
+            for task, record in self._records.items()
+            if task.startswith(f"{job}:")
+        }
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         stuck_since = None
-        while not self._stopped.wait(_ROUND_SECS):
-            self._sentinel.tell([r.address for r in self._records.values()])
-            self._ask()
-            self._cut_frozen_workers()
-            lost = self.lost()
-            if ServerFailure.FROZEN not in lost.values():
-                stuck_since = None
-                continue
-            stuck_since = stuck_since or time.monotonic()
-            stuck = time.monotonic() - stuck_since > _ACT_SECS
-            if stuck and self._on_stuck and not self._stopped.is_set():
-                self._on_stuck(ServerLostError(lost))
+        with contextlib.closing(self._sentinel):
+            while not self._stopped.wait(_ROUND_SECS):
+                self._sentinel.tell(self._addresses)
+                self._ask()
+                self._cut_frozen_workers()
+                lost = self.lost()
+                if ServerFailure.FROZEN not in lost.values():
+                    stuck_since = None
+                    continue
+                stuck_since = stuck_since or time.monotonic()
+                stuck = time.monotonic() - stuck_since > _ACT_SECS
+                if stuck and self._on_stuck and not self._stopped.is_set():
+                    self._on_stuck(ServerLostError(lost))
 
     def _ask(self) -> None:
         """Asks all tasks at once and notes what each answered."""
         with self._asking:
-            answers = probing.ask([r.address for r in self._records.values()])
-            now = time.monotonic()
+            answers = probing.ask(self._addresses)
             for (task, record), answer in zip(
                 self._records.items(), answers, strict=True
             ):
-                self._note(task, record, answer, now)
+                self._note(task, record, answer)
 
-    def _note(
-        self,
-        task: tuple[str, int],
-        record: _Record,
-        answer: probing.Answer,
-        now: float,
-    ) -> None:
-        name = f"{task[0]}:{task[1]}"
+    def _note(self, task: str, record: _Record, answer: probing.Answer) -> None:
         if answer.identity is not None:
             record.identity = record.identity or answer.identity
             replaced = record.identity != answer.identity
-            if replaced and not record.replaced and task[0] == "ps":
-                _log.warning("%s %s.", name, ServerFailure.REPLACED.value)
+            if replaced and not record.replaced and task.startswith("ps:"):
+                _log.warning("%s %s.", task, ServerFailure.REPLACED.value)
             record.replaced = replaced
         if answer.state is record.state:
             record.rounds += 1
             return
         if answer.state is TaskState.LIVE:
-            _log.info("%s is back.", name)
+            _log.info("%s is back.", task)
         else:
-            _log.warning("%s: %s.", name, answer.state.value)
-        record.state, record.since, record.rounds = answer.state, now, 1
-        record.handled = False
+            _log.warning("%s: %s.", task, answer.state.value)
+        record.state, record.since = answer.state, time.monotonic()
+        record.rounds, record.handled = 1, False
 
     def _cut_frozen_workers(self) -> None:
-        for (job, index), record in self._records.items():
+        for task, record in self._of("worker").items():
             failure = record.failure(self._frozen_secs)
-            frozen = failure is ServerFailure.FROZEN
-            if job == "worker" and frozen and not record.handled:
+            if failure is ServerFailure.FROZEN and not record.handled:
                 _log.warning(
-                    "worker:%d does not answer since %.0f s: it is treated as "
-                    "dead, and the job goes on with the others.",
-                    index,
+                    "%s does not answer since %.0f s: it is treated as dead, "
+                    "and the job goes on with the others.",
+                    task,
                     time.monotonic() - record.since,
                 )
                 cut_connections(record.address)

@@ -11,40 +11,92 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
+import grpc
 import tensorflow as tf
 
 from tfdist._tf import private
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster.probing import training_tasks
+from tfdist.cluster.probing import Answer, TaskState, ask, wait_for_all
+from tfdist.cluster.servers import starting
 from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
 _POLL_SECS = 1.0
 # A process that is busy may trace a model before it answers.
 _PATIENCE_SECS = 120.0
+_MEETING = "tfdist.Meeting"
+
+
+def meet(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until all tasks of an all-reduce job wait for each other.
+
+    TensorFlow would itself wait in C, for ever, name nobody, and take what is
+    left of a frozen task for one that is there. So this task listens at its
+    own address, and leaves it to TensorFlow when it has both asked and been
+    asked by each other one.
+
+    Arguments and errors are those of `probing.wait_until_up`.
+    """
+    others = cluster.addresses()
+    own = others.pop(cluster.task)
+    # A process that was started again is another one: it has to meet again.
+    identity = os.urandom(8)
+    asked_by: dict[str, bytes] = {}
+    answers = dict.fromkeys(others.values(), Answer(TaskState.DEAD))
+
+    def greet(request: bytes, context: grpc.ServicerContext) -> bytes:
+        asked_by[request[8:].decode()] = request[:8]
+        return identity
+
+    def state(address: str) -> TaskState:
+        answer = answers[address]
+        apart = asked_by.get(address) != answer.identity
+        live = answer.state is TaskState.LIVE
+        return TaskState.APART if live and apart else answer.state
+
+    def states() -> list[TaskState]:
+        waiting = [a for a in answers if state(a) is not TaskState.LIVE]
+        request = identity + own.encode()
+        replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
+        answers.update(zip(waiting, replies, strict=True))
+        return [state(address) for address in answers]
+
+    methods = {"Greet": grpc.unary_unary_rpc_method_handler(greet)}
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=4),
+        [grpc.method_handlers_generic_handler(_MEETING, methods)],
+        options=[("grpc.so_reuseport", 0)],
+    )
+    with starting(cluster):
+        server.add_insecure_port(f"[::]:{own.rpartition(':')[2]}")
+    server.start()
+    try:
+        wait_for_all(others, states, timeout_secs, give_up)
+    finally:
+        # The last one that asks has its answer before the port is left.
+        server.stop(grace=5.0).wait()
 
 
 class Peers:
     """What the processes of a job tell each other.
 
-    To be made once they are connected (`strategy.multi_worker_strategy`), and
+    To be made once they are connected (`strategies.multi_worker_strategy`), and
     in every process as often as in the others, in the same order.
-
-    Args:
-        cluster: The cluster, without parameter servers.
-
-    Attributes:
-        leads: Whether this process does.
-        name: This task's, such as "worker:1".
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.leads = cluster.is_chief
-        self.name = f"{cluster.task_type}:{cluster.task_index}"
-        self._others = [n for n in names(cluster) if n != self.name]
+        self.name = cluster.task
+        self._others = [n for n in cluster.addresses() if n != self.name]
         self._count = 0
         # What earlier ones have said is not for this one.
         self._prefix = f"{next(_numbers)}/"
@@ -55,13 +107,9 @@ class Peers:
         self._write(f"command/{self._count}", json.dumps(command))
 
     def next(self, watch: Callable[[], None]) -> dict[str, Any]:
-        """Waits for what the leader tells.
+        """Waits for what the leader tells; raises OpError if it is gone.
 
-        Args:
-            watch: Called every second; ends the wait by raising.
-
-        Raises:
-            OpError: the leader is gone.
+        `watch` is called every second, and ends the wait by raising.
         """
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
@@ -84,8 +132,7 @@ class Peers:
     ) -> dict[str, str]:
         """What every other process has announced, by its name.
 
-        Raises:
-            OpError: one of them is gone, or does not in two minutes.
+        Raises OpError if one of them is gone, or does not in two minutes.
         """
         return {
             name: self._wait_for(f"{what}/{name}", watch, _PATIENCE_SECS)
@@ -95,16 +142,13 @@ class Peers:
     def check_same_program(
         self, program: Mapping[str, str], watch: Callable[[], None]
     ) -> None:
-        """Compares what the processes are about to run.
+        """Raises ValueError if processes are about to run different programs.
 
-        A difference would have them wait for each other for ever.
+        They would wait for each other for ever.
 
         Args:
             program: Name to description of each part.
             watch: As for `next`.
-
-        Raises:
-            ValueError: they differ; the message says who, and in what.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program", watch).items():
@@ -139,8 +183,3 @@ class Peers:
                 None, None, f"{self.name} waited {secs:g} s for {key} in vain."
             )
         return value
-
-
-def names(cluster: Cluster) -> list[str]:
-    """Every training task of a cluster."""
-    return [f"{job}:{index}" for job, index in training_tasks(cluster)]

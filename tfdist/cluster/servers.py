@@ -9,28 +9,22 @@ sees it and ends with exit code 0. No transport of our own, no file left over.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
-import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster.probing import (
-    TaskState,
-    address_of,
-    ask,
-    probe,
-    server_tasks,
-)
+from tfdist.cluster.probing import SERVER_JOBS, TaskState, ask, probe
 from tfdist.cluster.spec import Cluster
-from tfdist.cluster.termination import TERMINATED, Sigterm
+from tfdist.cluster.termination import Sigterm
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +32,7 @@ _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
 _CONNECTIONS = "ram://tfdist/connections"
 _POLL_SECS = 0.2
-_TRIM_SECS = 30.0
+_ROUND_SECS = 10.0
 # TensorFlow keeps the functions, 4 MB of a small model, that were running when
 # a step failed, and on workers a thread for each of their input ops. So after
 # so many chiefs and recoveries a server restarts itself.
@@ -58,10 +52,9 @@ _RECONNECT = {
 
 
 def reconnect_quickly() -> None:
-    """Has TensorFlow look for a lost task every two seconds.
+    """Has TensorFlow look for a lost task every two seconds, from now on.
 
-    Applies to connections made later. The user's `TF_GRPC_DEFAULT_OPTIONS`
-    win.
+    The user's `TF_GRPC_DEFAULT_OPTIONS` win.
     """
     name = "TF_GRPC_DEFAULT_OPTIONS"
     set_already = os.environ.get(name, "")
@@ -83,17 +76,16 @@ def inter_op_threads() -> int:
     return max(4, len(os.sched_getaffinity(0)))
 
 
-def _server_config() -> tf.compat.v1.ConfigProto:
-    """Threads that do not spin while they wait for work.
-
-    Between two messages of a step they would take the CPU from the
-    computation: steps are 8 to 18 % faster where five tasks share two cores.
-    """
-    config = tf.compat.v1.ConfigProto(
-        inter_op_parallelism_threads=inter_op_threads()
-    )
-    config.experimental.disable_thread_spinning = True
-    return config
+@contextlib.contextmanager
+def starting(cluster: Cluster) -> Iterator[None]:
+    """Names the task and its address if its server cannot start."""
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError) as error:
+        raise RuntimeError(
+            f"The server of task {cluster.task} could not start on "
+            f"{cluster.address}. Is another process using that port? {error}"
+        ) from error
 
 
 def serve(
@@ -116,42 +108,41 @@ def serve(
             holds its port.
         SystemExit: with code 143, after SIGTERM.
     """
-    task = f"{cluster.task_type}:{cluster.task_index}"
     sigterm = Sigterm()
     reconnect_quickly()
-    try:
+    config = tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=inter_op_threads()
+    )
+    # Threads that spin between two messages of a step take the CPU from the
+    # computation: steps were 8 to 18 % slower where five tasks share two cores.
+    config.experimental.disable_thread_spinning = True
+    with starting(cluster):
         server = tf.distribute.Server(
             tf.train.ClusterSpec(cluster.training_spec()),
             job_name=cluster.task_type,
             task_index=cluster.task_index,
             protocol="grpc",
-            config=_server_config(),
+            config=config,
         )
-    except tf.errors.OpError as error:
-        raise RuntimeError(
-            f"The server of task {task} could not start on {cluster.address}. "
-            "Is another process using that port? TensorFlow says: "
-            f"{error.message}"
-        ) from error
-    _log.info("Task %s serves on %s.", task, server.target)
-    chief = address_of(cluster, ("chief", 0))
-    watch = _ChiefWatch(chief)
-    next_trim = time.monotonic() + _TRIM_SECS
+    _log.info("Task %s serves on %s.", cluster.task, server.target)
+    chief, chief_state = cluster.tasks["chief"][0], TaskState.DEAD
+    next_round = 0.0
     while not tf.io.gfile.exists(_DONE):
         if sigterm.received:
             _wait_until_gone(chief, _TERM_SECS)
-            _log.warning("Task %s was told to end (SIGTERM).", task)
-            raise SystemExit(TERMINATED)
-        watch.look()
-        if time.monotonic() >= next_trim:
+            sigterm.leave()
+        if time.monotonic() >= next_round:
+            next_round = time.monotonic() + _ROUND_SECS
             _trim_memory()  # Of the functions of chiefs and sessions past.
-            next_trim = time.monotonic() + _TRIM_SECS
+            before, chief_state = chief_state, probe(chief)
+            if chief_state is not before:
+                _log.info("The chief at %s is %s.", chief, chief_state.value)
         if restart and _num_connections() >= _MOST_CONNECTIONS:
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     _wait_until_gone(chief, _GOODBYE_SECS)
-    _log.info("Task %s ends: the chief is done.", task)
+    _log.info("Task %s ends: the chief is done.", cluster.task)
 
 
 def _trim_memory() -> None:
@@ -173,42 +164,6 @@ def _num_connections() -> int:
     return tf.io.gfile.stat(_CONNECTIONS).length
 
 
-class _ChiefWatch:
-    """Says in a server's log when the chief is gone, frozen or back.
-
-    Nothing else is done about it: the chief is started again by others, and
-    then this server serves the new one.
-    """
-
-    _ROUND_SECS = 5.0
-    _ROUNDS = 3  # In a row, before it is believed to be gone.
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._next_round = 0.0
-        # Rounds without answer; before its first answer it is not missed.
-        self._silent = -math.inf
-
-    def look(self) -> None:
-        """Asks the chief every few seconds."""
-        if time.monotonic() < self._next_round:
-            return
-        self._next_round = time.monotonic() + self._ROUND_SECS
-        state = probe(self._address)
-        if state is TaskState.LIVE:
-            if self._silent >= self._ROUNDS:
-                _log.info("The chief at %s is back.", self._address)
-            self._silent = 0
-            return
-        self._silent += 1
-        if self._silent == self._ROUNDS:
-            _log.warning(
-                "The chief at %s is %s; waiting for it.",
-                self._address,
-                state.value,
-            )
-
-
 def _wait_until_gone(address: str, timeout_secs: float) -> None:
     wait_for(lambda: probe(address) is not TaskState.LIVE, timeout_secs)
 
@@ -217,27 +172,31 @@ def release(cluster: Cluster) -> None:
     """Tells every worker and ps that the job is done (see `serve`).
 
     One that is gone or does not answer is reported and skipped.
-
-    Args:
-        cluster: The cluster; this process is its chief, connected to it.
     """
-    tasks = server_tasks(cluster)
-    answers = ask([address_of(cluster, task) for task in tasks])
-    for (job, index), answer in zip(tasks, answers, strict=True):
+    tasks = cluster.addresses(*SERVER_JOBS)
+    answers = ask(list(tasks.values()))
+    for task, answer in zip(tasks, answers, strict=True):
         problem = answer.state.value
         if answer.state is TaskState.LIVE:
             try:
-                with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
-                    tf.io.write_file(_DONE, "")
+                _write(task, _DONE, "")
                 continue
             except tf.errors.OpError as error:
                 problem = summarize_error(error)
         _log.warning(
-            "Task %s:%d could not be told that the job is done: %s.",
-            job,
-            index,
-            problem,
+            "Task %s could not be told that the job is done: %s.", task, problem
         )
+
+
+def _write(task: str, name: str, text: str) -> None:
+    """Writes a file in a task's memory, or appends to it, as `ram://` does."""
+    with tf.device(_device(task)):
+        tf.io.write_file(name, text)
+
+
+def _device(task: str) -> str:
+    job, _, index = task.partition(":")
+    return f"/job:{job}/task:{index}/device:CPU:0"
 
 
 def hold(cluster: Cluster) -> None:
@@ -245,61 +204,43 @@ def hold(cluster: Cluster) -> None:
 
     TensorFlow lets any number of chiefs attach to one cluster, each of which
     would overwrite what the others train. Two that start within the same
-    milliseconds are not told apart.
-
-    Args:
-        cluster: The cluster; this process is its chief, connected to it.
+    milliseconds are not told apart. Every server counts the connection.
 
     Raises:
-        RuntimeError: another chief that is up holds the job; the message says
-            where it runs and since when.
+        RuntimeError: another chief that is up holds the job.
     """
-    address = address_of(cluster, ("chief", 0))
+    address = cluster.tasks["chief"][0]
     own = {
         "address": address,
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    with tf.device("/job:ps/task:0/device:CPU:0"):
-        try:
-            # TensorFlow appends to a file in memory, whatever it is told.
+    try:
+        with tf.device(_device("ps:0")):
             names = tf.io.read_file(_CHIEF).numpy().splitlines()
-            holder = json.loads(names[-1])
-        except tf.errors.NotFoundError:
-            holder = {}
-        if any(holder.get(key) != value for key, value in own.items()):
-            # On our own address that was a predecessor: we serve there now.
-            elsewhere = holder.get("address", address)
-            if elsewhere != address and probe(elsewhere) is not TaskState.DEAD:
-                raise RuntimeError(
-                    "Another chief holds this job: process {pid} on host "
-                    "{host}, serving on {address}, since {since}. A cluster "
-                    "has one chief: end that process, or start a cluster of "
-                    "its own for this job.".format(**holder)
-                )
-            own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            tf.io.write_file(_CHIEF, json.dumps(own) + "\n")
+        holder = json.loads(names[-1])
+    except tf.errors.NotFoundError:
+        holder = {}
+    if any(holder.get(key) != value for key, value in own.items()):
+        # On our own address that was a predecessor: we serve there now.
+        elsewhere = holder.get("address", address)
+        if elsewhere != address and probe(elsewhere) is not TaskState.DEAD:
+            raise RuntimeError(
+                "Another chief holds this job: process {pid} on host {host}, "
+                "serving on {address}, since {since}. A cluster has one chief: "
+                "end that process, or start a cluster of its own for this "
+                "job.".format(**holder)
+            )
+        own["since"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        _write("ps:0", _CHIEF, json.dumps(own) + "\n")
     _held.add(address)
-
-
-def count_connection(cluster: Cluster) -> None:
-    """Lets every worker and ps count that this chief connected to it.
-
-    Args:
-        cluster: The cluster; this process is its chief, just connected to it.
-    """
-    for job, index in server_tasks(cluster):
-        with tf.device(f"/job:{job}/task:{index}/device:CPU:0"):
-            tf.io.write_file(_CONNECTIONS, ".")  # In memory it appends.
+    for task in cluster.addresses(*SERVER_JOBS):
+        _write(task, _CONNECTIONS, ".")
 
 
 def refuse_second_chief(cluster: Cluster) -> None:
-    """Raises if another chief serves already on the address that is ours.
-
-    Raises:
-        RuntimeError: some chief is up there.
-    """
-    address = address_of(cluster, ("chief", 0))
+    """Raises RuntimeError if another chief serves on the address of ours."""
+    address = cluster.tasks["chief"][0]
     if address in _held:
         return
     state = probe(address)

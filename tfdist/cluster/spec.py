@@ -21,17 +21,13 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any
 
 from tfdist.cluster import tf_config as reading
-from tfdist.cluster.tf_config import DATA_JOBS, TRAINING_JOBS, as_list, wrong
-
-Role = Literal[
-    "local", "chief", "worker", "ps", "evaluator", "dispatcher", "data_worker"
-]
+from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
 """Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
@@ -57,21 +53,14 @@ class Cluster:
     worker:1 of a cluster of chief, 2 workers, 1 ps
 
     Attributes:
-        tasks: read-only, job -> {index: "host:port"} for the jobs "chief",
-            "worker" and "ps" that have tasks, none of the others. The
-            indices of workers may have gaps; those of ps may not, because
-            variables are placed on 0 .. num_ps - 1. Default: no cluster.
-        task_type: this process's job: "chief" (also where the environment
-            says "master"), "worker", "ps", "evaluator", "dispatcher" or
-            "data_worker".
+        jobs: job -> {index: "host:port"} for the jobs "chief", "worker", "ps",
+            "evaluator", "dispatcher" and "data_worker" that have tasks. Only
+            the indices of workers may have gaps. Default: no cluster.
+        task_type: this process's job: one of those, "chief" also where the
+            environment says "master".
         task_index: this process's index in its job.
-        has_evaluator: whether an evaluator task exists anywhere we can see,
-            so that the chief need not evaluate.
-        evaluator_address: its "host:port" where the cluster names it
-            (Kubeflow, tfdist.launch); None elsewhere (Vertex AI).
-        dispatcher: "host:port" of the tf.data service's dispatcher; None
-            where there is no such service.
-        data_workers: "host:port" of its workers, by index.
+        has_evaluator: whether an evaluator task exists anywhere we can see
+            (Vertex AI tells no address), so that the chief need not evaluate.
 
     Raises:
         ValueError: if the tasks do not make a cluster, or this task is not
@@ -79,43 +68,22 @@ class Cluster:
     """
 
     # A mapping has no hash; equal clusters still hash equal without it.
-    tasks: Mapping[str, Mapping[int, str]] = field(
+    jobs: Mapping[str, Mapping[int, str]] = field(
         default_factory=dict, hash=False
     )
     task_type: str = "chief"
     task_index: int = 0
     has_evaluator: bool = False
-    evaluator_address: str | None = None
-    dispatcher: str | None = None
-    data_workers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.evaluator_address is not None:
+        given = reading.by_index(self.jobs)
+        jobs = {job: given[job] for job in JOBS if job in given}
+        object.__setattr__(self, "jobs", jobs)
+        if "evaluator" in jobs:
             object.__setattr__(self, "has_evaluator", True)
-        object.__setattr__(self, "data_workers", tuple(self.data_workers))
-        _check_jobs(self.tasks)
-        if (self.dispatcher is None) == bool(self.data_workers):
-            raise wrong(
-                'A tf.data service needs a "dispatcher" and at least one '
-                '"data_worker".',
-                self._others,
-            )
-        _check_addresses({**self.tasks, **self._others})
+        _check_jobs(jobs)
+        _check_addresses(jobs)
         _check_task(self)
-        frozen = {
-            job: MappingProxyType(dict(sorted(self.tasks[job].items())))
-            for job in TRAINING_JOBS
-            if job in self.tasks
-        }
-        object.__setattr__(self, "tasks", MappingProxyType(frozen))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A mapping proxy cannot be pickled or copied; plain dicts can.
-        rest = dataclasses.fields(self)[1:]
-        return type(self), (
-            self.training_spec(),
-            *(getattr(self, entry.name) for entry in rest),
-        )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
@@ -125,9 +93,8 @@ class Cluster:
         process. Accepted are: Vertex AI's evaluator outside the cluster (also
         with no cluster at all) and Kubeflow's inside it, `master` for `chief`,
         a job as a list or as an {index: address} object, an index as a string,
-        and a missing or empty `task` where there is one node at most. Keys
-        that say nothing about the cluster (`job`, `environment`, ...) are
-        ignored, and so is a job without tasks.
+        and no `task` where there is one node at most. Other keys (`job`,
+        `environment`, ...) are ignored, and so is a job without tasks.
 
         Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
         learns of it from the `CLUSTER_SPEC` that is set beside it. Where
@@ -143,9 +110,6 @@ class Cluster:
 
         Args:
             environ: the environment. Default: `os.environ`.
-
-        Returns:
-            The cluster, with this process's place in it.
 
         Raises:
             ValueError: if a variable is malformed. The message names the
@@ -185,38 +149,44 @@ class Cluster:
         """Makes a cluster from plain lists, as `TF_CONFIG` has them.
 
         Args:
-            jobs: job -> ["host:port", ...] or {index: "host:port"}, for the
-                jobs "chief" (or "master"), "worker", "ps", "evaluator",
-                "dispatcher" and "data_worker".
+            jobs: job -> ["host:port", ...] or {index: "host:port"}; "chief"
+                may be called "master".
             task_type: this process's job. May be omitted where `jobs` holds
                 one task at most.
             task_index: this process's index in it, likewise.
-
-        Returns:
-            The cluster, in whose `tasks` are those that train.
 
         Raises:
             ValueError: as `from_env`.
         """
         tasks = reading.by_index(jobs)
-        task_type, task_index = reading.own_task(
+        job, index = reading.own_task(
             tasks, reading.job_name(task_type), task_index
         )
-        evaluator = reading.pop_one(tasks, "evaluator")
-        return cls(
-            task_type=task_type,
-            task_index=task_index,
-            has_evaluator=evaluator is not None or task_type == "evaluator",
-            evaluator_address=evaluator,
-            dispatcher=reading.pop_one(tasks, "dispatcher"),
-            data_workers=tuple(
-                reading.without_gap("data_worker", tasks.pop("data_worker", {}))
-            ),
-            tasks=tasks,
-        )
+        return cls(tasks, job, index, has_evaluator=job == "evaluator")
 
     @property
-    def role(self) -> Role:
+    def tasks(self) -> Mapping[str, Mapping[int, str]]:
+        """The `jobs` that train: "chief", "worker" and "ps"."""
+        tasks = self.training_spec().items()
+        return MappingProxyType({job: MappingProxyType(t) for job, t in tasks})
+
+    @property
+    def evaluator_address(self) -> str | None:
+        """The evaluator's "host:port"; None on Vertex AI, which has no such."""
+        return self.jobs.get("evaluator", {}).get(0)
+
+    @property
+    def dispatcher(self) -> str | None:
+        """The "host:port" of a tf.data service's dispatcher; None without."""
+        return self.jobs.get("dispatcher", {}).get(0)
+
+    @property
+    def data_workers(self) -> tuple[str, ...]:
+        """The "host:port" of the service's workers, by index."""
+        return tuple(self.jobs.get("data_worker", {}).values())
+
+    @property
+    def role(self) -> str:
         """What this process has to do.
 
         "local" trains alone: no cluster, or a cluster of one node (there may
@@ -226,7 +196,7 @@ class Cluster:
         chief is "chief".
         """
         if self.task_type in ("ps", "evaluator", *DATA_JOBS):
-            return cast(Role, self.task_type)
+            return self.task_type
         if not self.is_distributed:
             return "local"
         return "chief" if self.is_chief else "worker"
@@ -263,26 +233,30 @@ class Cluster:
         return len(self.tasks.get("worker", ()))
 
     @property
-    def address(self) -> str | None:
-        """This process's "host:port"; None where the cluster names none."""
-        tasks = {**self.tasks, **self._others}.get(self.task_type, {})
-        return tasks.get(self.task_index)
+    def task(self) -> str:
+        """This process's name, such as "worker:1"."""
+        return f"{self.task_type}:{self.task_index}"
 
     @property
-    def _others(self) -> dict[str, dict[int, str]]:
-        """The tasks that do not train, as `tasks` has those that do."""
-        jobs: dict[str, dict[int, str]] = {}
-        if self.evaluator_address is not None:
-            jobs["evaluator"] = {0: self.evaluator_address}
-        if self.dispatcher is not None:
-            jobs["dispatcher"] = {0: self.dispatcher}
-        if self.data_workers:
-            jobs["data_worker"] = dict(enumerate(self.data_workers))
-        return jobs
+    def address(self) -> str | None:
+        """This process's "host:port"; None where the cluster names none."""
+        return self.jobs.get(self.task_type, {}).get(self.task_index)
+
+    def addresses(self, *jobs: str) -> dict[str, str]:
+        """Name, such as "ps:0", to address of each task of some jobs.
+
+        Default: of all that train.
+        """
+        return {
+            f"{job}:{index}": address
+            for job in jobs or TRAINING_JOBS
+            for index, address in self.jobs.get(job, {}).items()
+        }
 
     def training_spec(self) -> dict[str, dict[int, str]]:
         """The argument of `tf.train.ClusterSpec`: the tasks that train."""
-        return {job: dict(tasks) for job, tasks in self.tasks.items()}
+        jobs = [job for job in TRAINING_JOBS if job in self.jobs]
+        return {job: dict(self.jobs[job]) for job in jobs}
 
     def tf_config(
         self, task_type: str | None = None, task_index: int | None = None
@@ -297,9 +271,6 @@ class Cluster:
             task_type: the task's job. Default: this process's.
             task_index: the task's index. Default: this process's.
 
-        Returns:
-            JSON text, from which `from_env` makes this cluster again.
-
         Raises:
             ValueError: if the cluster has no such task.
         """
@@ -308,9 +279,8 @@ class Cluster:
             task_type=self.task_type if task_type is None else task_type,
             task_index=self.task_index if task_index is None else task_index,
         )
-        jobs = {**self.tasks, **self._others}
         own = {"type": task.task_type, "index": task.task_index}
-        cluster = {job: as_list(tasks) for job, tasks in jobs.items()}
+        cluster = {job: as_list(tasks) for job, tasks in self.jobs.items()}
         return json.dumps({"cluster": cluster, "task": own})
 
     @property
@@ -330,54 +300,62 @@ class Cluster:
     def __str__(self) -> str:
         if not self.shape:
             return "one local process, no cluster"
-        task = f"{self.task_type}:{self.task_index}"
-        return f"{task} of a cluster of {self.shape}"
+        return f"{self.task} of a cluster of {self.shape}"
 
 
-def _check_jobs(tasks: Mapping[str, Mapping[int, str]]) -> None:
-    """Refuses jobs and indices that cannot train together."""
-    if not all(tasks[job] and job in TRAINING_JOBS for job in tasks):
-        raise ValueError(
-            "Argument `tasks` must hold only the jobs 'chief', 'worker' and "
-            "'ps', each with a task (Cluster.from_jobs takes the others too). "
-            f"Received: tasks={tasks!r}."
-        )
-    have = {job: as_list(tasks[job]) for job in tasks}
-    if "chief" in tasks and set(tasks["chief"]) != {0}:
-        raise wrong('There must be only one "chief", with index 0.', have)
+def _check_jobs(jobs: reading.Jobs) -> None:
+    """Refuses jobs and indices that cannot work together."""
+    have = {job: as_list(tasks) for job, tasks in jobs.items()}
+    for job, tasks in have.items():
+        single = job in ("chief", "evaluator", "dispatcher")
+        if single and list(jobs[job]) != [0]:
+            raise reading.wrong(
+                f'There can only be one "{job}", with index 0.', {job: tasks}
+            )
+        if job in ("ps", "data_worker") and isinstance(tasks, dict):
+            raise reading.wrong(
+                f'The indices of the "{job}" tasks must be 0, 1, 2, ... '
+                "without a gap.",
+                tasks,
+            )
     for job in ("chief", "worker"):
-        if "ps" in tasks and job not in tasks:
-            raise wrong(
+        if "ps" in jobs and job not in jobs:
+            raise reading.wrong(
                 f'A cluster with a "ps" must also have a "{job}": the chief '
                 "coordinates, the workers compute the gradients.",
                 have,
             )
-    if "chief" not in tasks and 0 not in tasks.get("worker", [0]):
-        raise wrong(
+    if "chief" not in jobs and 0 not in jobs.get("worker", [0]):
+        raise reading.wrong(
             'Without a "chief", worker 0 leads and must be there.', have
         )
-    reading.without_gap("ps", tasks.get("ps", {}))
+    if ("dispatcher" in jobs) != ("data_worker" in jobs):
+        raise reading.wrong(
+            'A tf.data service needs a "dispatcher" and at least one '
+            '"data_worker".',
+            have,
+        )
 
 
-def _check_addresses(tasks: Mapping[str, Mapping[int, str]]) -> None:
+def _check_addresses(jobs: reading.Jobs) -> None:
     """Refuses addresses that no client can use, or that two tasks share."""
     seen: dict[tuple[str, int], str] = {}
-    for job, addresses in tasks.items():
-        for index, address in addresses.items():
-            task, endpoint = f"{job}:{index}", _endpoint(address)
-            if endpoint is None:
-                raise wrong(
-                    f'The address of {task} must be "host:port": a name or an '
-                    "address (IPv6 in brackets), a colon, and a port from 1 to "
-                    "65535, without scheme or blanks.",
-                    address,
-                )
-            if endpoint in seen:
-                raise wrong(
-                    f"{seen[endpoint]} and {task} must not share an address.",
-                    address,
-                )
-            seen[endpoint] = task
+    tasks = [(f"{job}:{i}", jobs[job][i]) for job in jobs for i in jobs[job]]
+    for task, address in tasks:
+        endpoint = _endpoint(address)
+        if endpoint is None:
+            raise reading.wrong(
+                f'The address of {task} must be "host:port": a name or an '
+                "address (IPv6 in brackets), a colon, and a port from 1 to "
+                "65535, without scheme or blanks.",
+                address,
+            )
+        if endpoint in seen:
+            raise reading.wrong(
+                f"{seen[endpoint]} and {task} must not share an address.",
+                address,
+            )
+        seen[endpoint] = task
 
 
 def _endpoint(address: object) -> tuple[str, int] | None:
@@ -397,11 +375,10 @@ def _endpoint(address: object) -> tuple[str, int] | None:
 def _check_task(cluster: Cluster) -> None:
     """Refuses a task that the cluster does not have."""
     job, index = cluster.task_type, cluster.task_index
-    tasks = {**cluster.tasks, **cluster._others}
-    known: Collection[int] = tasks.get(job, ())
-    if job == "evaluator":
-        known = [0] if cluster.has_evaluator else []
-    elif not cluster.tasks and job in ("chief", "worker"):
+    known = list(cluster.jobs.get(job, ()))
+    if (job == "evaluator" and cluster.has_evaluator) or (
+        job in ("chief", "worker") and not cluster.tasks
+    ):
         known = [0]
     if not known:
         raise ValueError(
@@ -409,8 +386,34 @@ def _check_task(cluster: Cluster) -> None:
             f"{cluster.shape or 'no tasks'}."
         )
     if index not in known:
-        raise wrong(
+        raise reading.wrong(
             f'The task "{job}" must have one of the indices '
-            f"{', '.join(map(str, sorted(known)))}.",
+            f"{', '.join(map(str, known))}.",
             {"index": index},
         )
+
+
+_running: list[Cluster] = []
+
+
+def current_cluster() -> Cluster:
+    """The cluster of the `RunConfig` of the running job, else `from_env`'s.
+
+    What runs inside a user's `model_fn` or `input_fn` sees no `RunConfig`.
+    """
+    return _running[-1] if _running else Cluster.from_env()
+
+
+def runs_in_its_cluster(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the cluster of the first argument's `config` the current one."""
+
+    @functools.wraps(function)
+    def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(owner, "config", None)
+        _running.append(config.cluster if config else current_cluster())
+        try:
+            return function(owner, *args, **kwargs)
+        finally:
+            _running.pop()
+
+    return run

@@ -7,17 +7,20 @@ in a clear error when a task is missing.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import os
-from collections.abc import Callable, Iterator
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist._tf.private import expire_remote_state_after, leave_together
-from tfdist._tf.waiting import wait_for
-from tfdist.cluster import probing, servers
+from tfdist.cluster import peers, probing, servers
 from tfdist.cluster.spec import Cluster
-from tfdist.cluster.time_limit import time_limit
 
 # How long the servers keep what a chief holds there after its last sign of
 # life. A chief that was frozen for longer rebuilds everything.
@@ -38,15 +41,13 @@ def parameter_server_strategy(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
+    The chief's own address is in the cluster spec: without it the servers
+    could not call back after a reconnection.
+
     Args:
-        cluster: A cluster with workers and ps in which this process is the
-            chief. The chief's own address is in the cluster spec: without it
-            the servers could not call back after a reconnection.
+        cluster: With workers and ps; this process is its chief.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
-
-    Returns:
-        The strategy.
 
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
@@ -58,15 +59,8 @@ def parameter_server_strategy(
     servers.reconnect_quickly()
     expire_remote_state_after(_KEEP_ALIVE_SECS)
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster.training_spec()),
-        task_type="chief",
-        task_id=cluster.task_index,
-        rpc_layer="grpc",
-    )
-    strategy = _connect(resolver)
+    strategy = _connect(_resolver(cluster))
     servers.hold(cluster)
-    servers.count_connection(cluster)
     return strategy
 
 
@@ -93,11 +87,7 @@ SYNCHRONOUS = (
 
 
 def resolved(name: str, cluster: Cluster) -> str:
-    """A strategy's name, "auto" replaced by what fits.
-
-    That is what the cluster is made for, as its shape says; in one process,
-    all GPUs that it sees.
-    """
+    """A strategy's name, "auto" replaced by what fits the cluster or GPUs."""
     if name != "auto":
         return name
     if cluster.num_ps:
@@ -109,12 +99,7 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses a strategy that there is not, or that the cluster is not for.
-
-    Raises:
-        TypeError: it is neither a name nor a strategy.
-        ValueError: naming what there is and what is needed.
-    """
+    """Refuses a strategy that there is not, or that the cluster is not for."""
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
             "Argument `strategy` must be a string or a tf.distribute.Strategy. "
@@ -195,37 +180,52 @@ def multi_worker_strategy(
     """Connects this process to the others of an all-reduce job, once.
 
     Args:
-        cluster: A cluster without ps; each of its tasks calls this.
+        cluster: Without ps; each of its tasks calls this.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
 
-    Returns:
-        The strategy.
-
     Raises:
         TimeoutError: A task was not up in time. One that goes away after that
-            would leave TensorFlow waiting in C, deaf to signals: then this
-            process ends as late, with a traceback and exit code 1.
+            would leave TensorFlow waiting in C, deaf to Python: then this
+            process ends as late, with a traceback and by SIGALRM.
     """
     if cluster in _joined:
         return _joined[cluster]
     servers.reconnect_quickly()
-    probing.meet(cluster, start_timeout_secs, give_up)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster.training_spec()),
-        task_type=cluster.task_type,
-        task_id=cluster.task_index,
-        rpc_layer="grpc",
-    )
+    peers.meet(cluster, start_timeout_secs, give_up)
     leader = next(iter(cluster.tasks))
     leave_together(
         {job: len(tasks) for job, tasks in cluster.tasks.items()},
         f"/job:{leader}/replica:0/task:0",
         _LEAVE_SECS,
     )
-    with time_limit(start_timeout_secs):
-        _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    with _time_limit(start_timeout_secs):
+        _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(
+            _resolver(cluster)
+        )
     return _joined[cluster]
+
+
+@contextlib.contextmanager
+def _time_limit(secs: float) -> Iterator[None]:
+    """Ends this process, with a traceback and by SIGALRM, after `secs`.
+
+    For a call that waits in C and holds Python's lock: no thread and no signal
+    handler of Python's runs meanwhile. So the signal has faulthandler's
+    handler, which is in C, and after it the system's own, which ends the
+    process. (`faulthandler.dump_traceback_later` has one timer a process, and
+    it may be the user's.) To be used in the main thread.
+    """
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    stderr = sys.__stderr__ or sys.stderr
+    faulthandler.register(signal.SIGALRM, file=stderr, chain=True)
+    users_timer = signal.setitimer(signal.ITIMER_REAL, secs)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *users_timer)
+        faulthandler.unregister(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _connect(
@@ -233,25 +233,29 @@ def _connect(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects, and tries again for a while.
 
-    The connection of this process to a server that was restarted waits up to
-    two seconds between its attempts (`servers.reconnect_quickly`).
+    A connection to a server that was restarted waits up to two seconds between
+    its attempts (`servers.reconnect_quickly`).
     """
-    error: tf.errors.UnavailableError | None = None
-
-    def attempt() -> tf.distribute.ParameterServerStrategy | None:
-        nonlocal error
+    deadline = time.monotonic() + _CONNECT_SECS
+    while True:
         try:
             with _fail_fast():
                 return tf.distribute.ParameterServerStrategy(resolver)
-        except tf.errors.UnavailableError as unavailable:
-            error = unavailable
-            return None
+        except tf.errors.UnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_SECS)
 
-    strategy = wait_for(attempt, _CONNECT_SECS, _RETRY_SECS)
-    if strategy is None:
-        assert error is not None
-        raise error
-    return strategy
+
+def _resolver(
+    cluster: Cluster,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.training_spec()),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
 
 
 @contextlib.contextmanager
@@ -280,3 +284,34 @@ def _widen_thread_pool() -> None:
             tf.config.threading.set_inter_op_parallelism_threads(
                 servers.inter_op_threads()
             )
+
+
+def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
+    """Raises if XLA could not compile a model's step, as a TPU needs it.
+
+    Args:
+        element_spec: `tf.TypeSpec` structure of one batch.
+        tables: The model's `PartitionedEmbedding` layers.
+    """
+    specs = tf.nest.flatten(element_spec)
+    problems = [
+        f"Its table {table.path!r} looks up each row once, so the number of "
+        "rows differs from step to step. Use keras.layers.Embedding."
+        for table in tables
+    ]
+    if any(spec.dtype == tf.string for spec in specs):
+        problems.append(
+            "Its batches have strings. Turn them into numbers in the input "
+            "function."
+        )
+    problems += [
+        f"The shape of a part of its batches is not fixed: {spec}. "
+        "Use batch(..., drop_remainder=True) and dense tensors."
+        for spec in specs
+        if not isinstance(spec, tf.TensorSpec)
+        or not spec.shape.is_fully_defined()
+    ][:1]
+    if problems:
+        raise ValueError(
+            "The model cannot be trained on a TPU:\n  " + "\n  ".join(problems)
+        )

@@ -18,13 +18,10 @@ class Sigterm:
 
     Args:
         enabled: Whether to listen. Only the main thread can.
-
-    Attributes:
-        received: Whether the signal has come.
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        self.received = False
+        self.received = False  # Whether the signal has come.
         self._at = 0.0
         main = threading.current_thread() is threading.main_thread()
         self._enabled = enabled and main
@@ -35,11 +32,7 @@ class Sigterm:
         self.received, self._at = True, time.monotonic()
 
     def leave(self) -> None:
-        """Ends the process if it was told to, with a code that is retried.
-
-        Raises:
-            SystemExit: with 143.
-        """
+        """Ends the process if it was told to, with a code that is retried."""
         if self.received:
             _log.warning(
                 "Told to end (SIGTERM); exit code %d asks to be started again.",

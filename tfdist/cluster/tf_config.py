@@ -12,16 +12,11 @@ from typing import Any
 
 TRAINING_JOBS = ("chief", "worker", "ps")
 DATA_JOBS = ("dispatcher", "data_worker")
-_POOLS = (*TRAINING_JOBS, "evaluator")
+JOBS = (*TRAINING_JOBS, "evaluator", *DATA_JOBS)
 
 _NAMES = {
-    "TF_CONFIG": {
-        **{job: job for job in (*_POOLS, *DATA_JOBS)},
-        "master": "chief",
-    },
-    "CLUSTER_SPEC": {
-        f"workerpool{pool}": job for pool, job in enumerate(_POOLS)
-    },
+    "TF_CONFIG": {**{job: job for job in JOBS}, "master": "chief"},
+    "CLUSTER_SPEC": {f"workerpool{i}": job for i, job in enumerate(JOBS[:4])},
 }
 """What each variable calls our jobs."""
 
@@ -39,7 +34,7 @@ _EXAMPLES = {
 }
 
 Jobs = dict[str, dict[int, str]]
-"""Our name of each job -> index -> address."""
+"""Our name of each job -> index, ascending -> address."""
 
 
 def malformed(variable: str, error: ValueError) -> ValueError:
@@ -109,7 +104,7 @@ def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
                 jobs,
             )
         if tasks:
-            result[job] = tasks
+            result[job] = dict(sorted(tasks.items()))
     return result
 
 
@@ -162,34 +157,11 @@ def own_task(
     return task_type or only_type, task_index(index)
 
 
-def pop_one(jobs: Jobs, job: str) -> str | None:
-    """Takes out a job of one task at most; returns its address."""
-    found = jobs.pop(job, {})
-    if any(found):
-        raise wrong(
-            f'There can only be one "{job}" task, with index 0.',
-            {job: as_list(found)},
-        )
-    return found.get(0)
-
-
 def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:
     """The tasks of a job as JSON has them: a list if there are no gaps."""
-    if sorted(tasks) == list(range(len(tasks))):
-        return [tasks[index] for index in sorted(tasks)]
+    if list(tasks) == list(range(len(tasks))):
+        return list(tasks.values())
     return dict(tasks)
-
-
-def without_gap(job: str, tasks: Mapping[int, str]) -> list[str]:
-    """The addresses of tasks that are counted by their index."""
-    addresses = as_list(tasks)
-    if isinstance(addresses, dict):
-        raise wrong(
-            f'The indices of the "{job}" tasks must be 0, 1, 2, ... without a '
-            "gap.",
-            addresses,
-        )
-    return addresses
 
 
 def wrong(problem: str, received: object) -> ValueError:

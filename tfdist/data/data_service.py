@@ -50,8 +50,8 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
-from tfdist.cluster.current import current_cluster
-from tfdist.cluster.spec import Cluster
+from tfdist.cluster.servers import starting
+from tfdist.cluster.spec import Cluster, current_cluster
 from tfdist.cluster.termination import TERMINATED, Sigterm
 from tfdist.data.worker_context import read_by_all
 
@@ -163,14 +163,8 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
     """
     sigterm = Sigterm()
     task = f"{cluster.task_type}:{cluster.task_index}"
-    try:
+    with starting(cluster):
         server = _server(cluster, work_dir)
-    except tf.errors.OpError as error:
-        raise RuntimeError(
-            f"The server of task {task} could not start on {cluster.address}. "
-            "Is another process using that port? TensorFlow says: "
-            f"{error.message}"
-        ) from error
     _log.info("Task %s serves on %s.", task, cluster.address)
     while not is_over():
         time.sleep(_POLL_SECS)

@@ -38,8 +38,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster.current import current_cluster
-from tfdist.cluster.spec import Cluster
+from tfdist.cluster.spec import Cluster, current_cluster
 
 _log = logging.getLogger(__name__)
 

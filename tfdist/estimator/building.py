@@ -14,9 +14,8 @@ import tensorflow as tf
 
 from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster import tpu
-from tfdist.cluster.peers import Peers, names
-from tfdist.cluster.strategies import SYNCHRONOUS
+from tfdist.cluster.peers import Peers
+from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
@@ -59,7 +58,7 @@ def build(
     if isinstance(step, KerasStep):
         variables = step.variables(variables)
     elif isinstance(strategy, tf.distribute.TPUStrategy):
-        tpu.check(dataset.element_spec, step.tables)
+        check_tpu(dataset.element_spec, step.tables)
     _log_placement(variables)
     return Trainable(loop, global_step, variables, model=model)
 
@@ -154,7 +153,7 @@ def _same_as_others(
     Raises:
         ValueError: the processes do not run the same program.
     """
-    peers, tasks = Peers(config.cluster), names(config.cluster)
+    peers, tasks = Peers(config.cluster), list(config.cluster.addresses())
     index, own = tasks.index(peers.name), takes_context(input_fn)
     seed = config.tf_random_seed
     if seed is None:

@@ -20,7 +20,7 @@ from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster.current import runs_in_its_cluster
+from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit
 from tfdist.data.input_fns import (

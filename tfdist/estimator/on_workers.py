@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
-from tfdist.cluster import probing
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.strategies import parameter_server_strategy
 from tfdist.estimator.building import ModelFn, create_variables
@@ -31,7 +30,6 @@ def step_on_workers(
 ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
     """A step, and what yields a function's value for each batch."""
     cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
-    probing.wait_until_up(cluster, wait_secs)
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
     global_step, model = create_variables(model_fn, config, strategy)
     if path:

@@ -16,7 +16,7 @@ from tfdist._tf import storage
 from tfdist._tf.arguments import check_type
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
-from tfdist.cluster.current import runs_in_its_cluster
+from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.data import data_service
 from tfdist.data.input_fns import without_context
 from tfdist.estimator import results

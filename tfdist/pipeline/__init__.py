@@ -1,8 +1,7 @@
 """Layers of one model on different devices.
 
 Read in this order: `model_parallel` (`Pipeline`), `stages` (layers and their
-devices), `micro_batches` (both passes), `schedule` (what a device does when),
-`updates` (the optimizer).
+devices), `micro_batches` (both passes, and what a device does when).
 """
 
 import lazy_loader

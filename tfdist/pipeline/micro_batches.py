@@ -24,31 +24,89 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private import SEED_STATE_NAME, mask_of, set_mask
-from tfdist.pipeline.schedule import DeviceSchedule, Work
 from tfdist.pipeline.stages import Stage
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
-class Passes(NamedTuple):
-    """What both passes of a batch give.
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device does without a break: a stage, for one micro-batch.
 
     Attributes:
-        gradients: Of each stage, those of its weights.
-        states: Of each stage, index of a state to its new value; only of those
-            that have changed.
-        y_pred: Predictions for the whole batch.
-        masks: Keras' mask of each of them, or None.
-        added_loss: What layers have added to the loss, a scalar.
-        times: Those of the device schedule.
+        device: Full name of the device.
+        replica: Index of the replica.
+        stage: Index of the stage.
+        micro_batch: Index among the micro-batches of the replica.
+        forward: Whether it is the forward pass.
+        start: Seconds since the first work of the batch began.
+        end: Seconds since then.
     """
 
-    gradients: list[list[Gradient]]
-    states: list[dict[int, tf.Tensor]]
-    y_pred: Any
-    masks: list[tf.Tensor | None]
-    added_loss: tf.Tensor
-    times: list[tf.Tensor]
+    device: str
+    replica: int
+    stage: int
+    micro_batch: int
+    forward: bool
+    start: float = 0.0
+    end: float = 0.0
+
+
+class DeviceSchedule:
+    """Has each device do one work after the other, in the order of `run`.
+
+    Else it would begin all that it can, and the first micro-batch would leave
+    the first stage as late as the last one.
+
+    Args:
+        timed: Whether to read the clock of the device's machine when a work's
+            inputs are there and its device is free, and when its outputs are.
+
+    Attributes:
+        work: What was run, without its times.
+        times: Start and end of the first, of the second, and so on.
+    """
+
+    def __init__(self, timed: bool = False) -> None:
+        self._timed = timed
+        self._last: dict[str, list[tf.Tensor]] = {}
+        self.work: list[Work] = []
+        self.times: list[tf.Tensor] = []
+
+    def run(self, work: Work, inputs: Any, compute: Callable[[], Any]) -> Any:
+        """Returns `compute()`, on the device, after the work before."""
+        self.work.append(work)
+        with tf.device(work.device):
+            with tf.control_dependencies(self._last.get(work.device, [])):
+                start = self._clock(inputs)
+                with tf.control_dependencies(start):
+                    outputs = compute()
+            self._last[work.device] = _tensors(outputs) + self._clock(outputs)
+        return outputs
+
+    def _clock(self, needed: Any) -> list[tf.Tensor]:
+        """The time when all of `needed` is there, if it is asked for."""
+        if not self._timed:
+            return []
+        with tf.control_dependencies(_tensors(needed)):
+            self.times.append(tf.timestamp())
+        return self.times[-1:]
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    return [t for t in flat if t is not None]
+
+
+class Passes(NamedTuple):
+    """What both passes of a batch give."""
+
+    gradients: list[list[Gradient]]  # Of each stage, those of its weights.
+    states: list[dict[int, tf.Tensor]]  # Of each stage, those that changed.
+    y_pred: Any  # For the whole batch.
+    masks: list[tf.Tensor | None]  # Keras' mask of each of them.
+    added_loss: tf.Tensor  # What layers have added, a scalar.
+    times: list[tf.Tensor]  # Those of the device schedule.
 
 
 def forward_and_back(
@@ -75,17 +133,25 @@ def forward_and_back(
     """
     num_parts = len(devices) * num_micro_batches
     weight = scale_loss(tf.constant(1 / num_parts))
-    replicas = [
-        _Replica(i, stages, row, values, schedule, weight)
-        for i, row in enumerate(devices)
-    ]
+    replicas = []
+    for i, row in enumerate(devices):
+        places = zip(stages, row, values, strict=True)
+        replicas.append(
+            [
+                _StageCopy(
+                    stage, Work(device, i, j, 0, True), own, schedule, weight
+                )
+                for j, (stage, device, own) in enumerate(places)
+            ]
+        )
     order = list(itertools.product(replicas, range(num_micro_batches)))
     with tf.device("CPU:0"):  # It was read here; only parts are sent.
         parts = _split(x, num_parts)
-    y_preds = [
-        replica.forward(k, part)
-        for (replica, k), part in zip(order, parts, strict=True)
-    ]
+    y_preds = []
+    for (replica, k), part in zip(order, parts, strict=True):
+        for copy in replica:
+            part = copy.forward(k, part)
+        y_preds.append(part)
     with tf.device(stages[-1].device):
         y_pred, masks = _joined(y_preds)
         parts = _split(
@@ -93,16 +159,19 @@ def forward_and_back(
             num_parts,
         )
     for (replica, k), part in zip(order, parts, strict=True):
-        replica.backward(k, part)
+        for copy in reversed(replica):
+            part = copy.backward(k, part)
+    copies = list(zip(*replicas, strict=True))  # Of each stage.
+    losses = [x for own in copies for copy in own for x in copy.losses]
     with tf.device(stages[-1].device):
-        added = [tf.cast(x, tf.float32) for r in replicas for x in r.losses]
-        added_loss = tf.add_n([tf.zeros([]), *added]) / num_parts
+        added = [tf.zeros([]), *(tf.cast(x, tf.float32) for x in losses)]
+        added_loss = tf.add_n(added) / num_parts
     return Passes(
         [
-            _summed(i, stage, own, replicas, scale_loss)
-            for i, (stage, own) in enumerate(zip(stages, values, strict=True))
+            _summed(own, before, scale_loss)
+            for own, before in zip(copies, values, strict=True)
         ],
-        [_changed_states(i, stage, replicas) for i, stage in enumerate(stages)],
+        [_changed_states(own) for own in copies],
         y_pred,
         masks,
         added_loss,
@@ -110,8 +179,8 @@ def forward_and_back(
     )
 
 
-class _Replica:
-    """A copy of the pipeline, at work on its share of a batch.
+class _StageCopy:
+    """A stage of one replica, at work on its share of a batch.
 
     Gradients are taken stage by stage, each on its device; the backward ops of
     a tape over all stages would be on one.
@@ -119,52 +188,39 @@ class _Replica:
 
     def __init__(
         self,
-        index: int,
-        stages: Sequence[Stage],
-        devices: Sequence[str],
-        values: list[list[tf.Tensor]],
+        stage: Stage,
+        work: Work,
+        values: list[tf.Tensor],
         schedule: DeviceSchedule,
         weight: tf.Tensor,
     ) -> None:
-        self._index, self._stages, self._devices = index, stages, devices
+        self.stage, self._work = stage, work
         self._schedule, self._weight = schedule, weight
-        # Of each stage, values of its variables, before the batch and so far.
-        self.initial = [
-            _copy(stage, own, device, index)
-            for stage, own, device in zip(stages, values, devices, strict=True)
-        ]
-        self.values = list(self.initial)
-        # Of each stage, those of its weights, summed so far.
-        self.gradients: list[list[Gradient]] = [
-            [None] * len(stage.weights) for stage in stages
-        ]
-        self.losses: list[tf.Tensor] = []  # Of all layers and micro-batches.
-        self._backward: dict[int, list[Callable]] = {}
+        # Also where nothing is copied the device is said: a loop that reads a
+        # value without one would pass it through the default device.
+        with tf.device(work.device):
+            # Values of its variables: before the batch, and so far.
+            self.before = [
+                _other_seed(value, work.replica)
+                if work.replica and variable.path.endswith(SEED_STATE_NAME)
+                else tf.identity(value)
+                for variable, value in zip(stage.variables, values, strict=True)
+            ]
+        self.values = self.before
+        # Of its weights, summed so far.
+        self.gradients: list[Gradient] = [None] * len(stage.weights)
+        self.losses: list[tf.Tensor] = []  # That layers have added.
+        self._backward: dict[int, Callable] = {}
 
-    def forward(self, micro_batch: int, x: Any) -> Any:
-        """Takes a micro-batch through all stages; returns predictions."""
-        self._backward[micro_batch] = []
-        for i in range(len(self._stages)):
-            x, backward = self._stage(i, micro_batch, x)
-            self._backward[micro_batch].append(backward)
-        return x
-
-    def backward(self, micro_batch: int, gradients: list[Gradient]) -> None:
-        """Takes it back, from the gradients of its predictions."""
-        for backward in reversed(self._backward.pop(micro_batch)):
-            gradients = backward(gradients)
-
-    def _stage(
-        self, i: int, micro_batch: int, inputs: Any
-    ) -> tuple[Any, Callable[[list[Gradient]], list[Gradient]]]:
-        """Outputs of a stage, and what makes gradients of its inputs."""
-        stage = self._stages[i]
-        weights = self.values[i][: len(stage.weights)]
-        sources = [*weights, *(_floats(inputs) if i else [])]
-        known = zip(stage.variables, self.values[i], strict=True)
+    def forward(self, micro_batch: int, inputs: Any) -> Any:
+        """Takes a micro-batch through the stage."""
+        stage = self.stage
+        work = dataclasses.replace(self._work, micro_batch=micro_batch)
+        weights = self.values[: len(stage.weights)]
+        sources = [*weights, *(_floats(inputs) if work.stage else [])]
+        known = zip(stage.variables, self.values, strict=True)
         tape = tf.GradientTape(watch_accessed_variables=False)
         scope = keras.StatelessScope(list(known), collect_losses=True)
-        work = Work(self._devices[i], self._index, i, micro_batch, True)
 
         def forward() -> Any:
             with tape, scope:
@@ -173,7 +229,7 @@ class _Replica:
 
         outputs = self._schedule.run(work, inputs, forward)
         states = [scope.get_current_value(v) for v in stage.states]
-        self.values[i] = [*weights, *states]
+        self.values = [*weights, *states]
         self.losses += scope.losses
 
         def backward(gradients: list[Gradient]) -> list[Gradient]:
@@ -188,47 +244,38 @@ class _Replica:
                 ]
                 targets, seeds = zip(*reached, *added, strict=True)
                 found = tape.gradient(targets, sources, output_gradients=seeds)
-                summed = map(_sum, self.gradients[i], found)
+                summed = map(_sum, self.gradients, found)
                 return list(summed), found[len(weights) :]
 
-            self.gradients[i], of_inputs = self._schedule.run(
+            self.gradients, of_inputs = self._schedule.run(
                 dataclasses.replace(work, forward=False),
                 [gradient for _, gradient in reached],
                 compute,
             )
             return of_inputs
 
-        return outputs, backward
+        self._backward[micro_batch] = backward
+        return outputs
+
+    def backward(
+        self, micro_batch: int, gradients: list[Gradient]
+    ) -> list[Gradient]:
+        """Takes it back: from gradients of the outputs to those of inputs."""
+        return self._backward.pop(micro_batch)(gradients)
 
 
-def _copy(
-    stage: Stage, values: list[tf.Tensor], device: str, index: int
-) -> list[tf.Tensor]:
-    """The values, for a replica; each but the first draws other seeds."""
-    # Also where nothing is copied the device is said: a loop that reads a value
-    # without one would pass it through the default device.
-    with tf.device(device):
-        return [
-            _other_seed(value, index)
-            if index and variable.path.endswith(SEED_STATE_NAME)
-            else tf.identity(value)
-            for variable, value in zip(stage.variables, values, strict=True)
-        ]
-
-
-def _other_seed(state: tf.Tensor, index: int) -> tf.Tensor:
-    seed = tf.random.fold_in(tf.cast(state, tf.int64), index)
+def _other_seed(state: tf.Tensor, replica: int) -> tf.Tensor:
+    seed = tf.random.fold_in(tf.cast(state, tf.int64), replica)
     return tf.cast(seed, state.dtype)
 
 
 def _summed(
-    i: int,
-    stage: Stage,
+    copies: Sequence[_StageCopy],
     values: list[tf.Tensor],
-    replicas: list[_Replica],
     scale_loss: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[Gradient]:
     """Gradients over all replicas and of regularizers, with the variables."""
+    stage = copies[0].stage
     regularizers = [variable.regularizer for variable in stage.weights]
     weights = values[: len(regularizers)]
 
@@ -238,19 +285,17 @@ def _summed(
         return scale_loss(tf.add_n([tf.zeros([]), *penalties]))
 
     with tf.device(stage.device):
-        of_replicas = [replica.gradients[i] for replica in replicas]
-        columns = zip(_gradients(penalty, weights), *of_replicas, strict=True)
-        return [functools.reduce(_sum, column) for column in columns]
+        found = [_gradients(penalty, weights), *(c.gradients for c in copies)]
+        return [functools.reduce(_sum, of) for of in zip(*found, strict=True)]
 
 
-def _changed_states(
-    i: int, stage: Stage, replicas: list[_Replica]
-) -> dict[int, tf.Tensor]:
+def _changed_states(copies: Sequence[_StageCopy]) -> dict[int, tf.Tensor]:
     """The new states: means over replicas; a counter is the first one's."""
-    changed, start = {}, len(stage.weights)
+    stage, changed = copies[0].stage, {}
+    first = len(stage.weights)
     with tf.device(stage.device):
-        for j, before in enumerate(replicas[0].initial[i][start:]):
-            after = [replica.values[i][start + j] for replica in replicas]
+        for j, before in enumerate(copies[0].before[first:]):
+            after = [copy.values[first + j] for copy in copies]
             if after[0] is not before:
                 mean = len(after) > 1 and before.dtype.is_floating
                 changed[j] = tf.add_n(after) / len(after) if mean else after[0]

@@ -18,12 +18,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
-from tfdist.pipeline import updates
-from tfdist.pipeline.micro_batches import Passes, forward_and_back, set_masks
-from tfdist.pipeline.schedule import DeviceSchedule, Work
+from tfdist.pipeline.micro_batches import (
+    DeviceSchedule,
+    Gradient,
+    Passes,
+    Work,
+    forward_and_back,
+    set_masks,
+)
 from tfdist.pipeline.stages import (
     Devices,
     Layers,
@@ -39,17 +45,15 @@ class Pipeline(keras.Model):
 
     A Keras model: `fit`, `evaluate`, `predict`, `export`, `tfdist.Estimator`
     and checkpoints work. Training gives the weights that the same layers have
-    on one device, but for rounding: the loss is that of the whole batch, and
-    the gradients of the micro-batches add up to its gradient. Three kinds of
-    layers differ by nature: BatchNorm normalizes over a micro-batch, Dropout
-    draws a mask for each, and what a layer adds by `add_loss` is the mean over
-    them.
+    on one device, but for rounding: the gradients of the micro-batches add up
+    to that of the loss of the whole batch. Three kinds of layers differ by
+    nature: BatchNorm normalizes over a micro-batch, Dropout draws a mask for
+    each, and what a layer adds by `add_loss` is the mean over them.
 
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
     devices of the first row; in every step the others get a copy of the values
-    and send gradients back, which are summed there. Predictions go to the last
-    device of the first replica. What layers change themselves (moving averages)
+    and send gradients back. What layers change themselves (moving averages)
     becomes the mean over replicas.
 
     The gradient of an embedding is as large as its table, and the ids that a
@@ -91,10 +95,10 @@ class Pipeline(keras.Model):
         num_micro_batches: As given.
 
     Raises:
-        ValueError: there is no stage; as many devices as stages are not given;
-            a device does not exist; a stage has variables on another device,
-            or shares them with another stage; `num_micro_batches` is below 1;
-            this is in the scope of a `tf.distribute` strategy.
+        ValueError: there is no stage, or not a device for each; a device does
+            not exist; a stage has variables on another device, or shares them
+            with another stage; `num_micro_batches` is below 1; this is in the
+            scope of a `tf.distribute` strategy.
         TypeError: a stage is no layer.
     """
 
@@ -107,7 +111,14 @@ class Pipeline(keras.Model):
         num_micro_batches: int = 4,
         name: str = "pipeline",
     ) -> None:
-        _check_arguments(stages, num_micro_batches)
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                "A Pipeline does its own data parallelism, so it cannot be "
+                "made in the scope of a strategy. Received: "
+                f"{tf.distribute.get_strategy()!r}. Give `devices` a list for "
+                "each replica instead."
+            )
+        check_positive("num_micro_batches", num_micro_batches)
         rows = resolve_devices(devices, len(stages))
         own = tuple(map(Stage, range(len(stages)), stages, rows[0]))
         outputs = inputs
@@ -146,14 +157,12 @@ class Pipeline(keras.Model):
         """Trains on a batch, as a pipeline; returns the logs.
 
         Raises:
-            ValueError: the batch does not divide into micro-batches; the
-                optimizer scales the loss by what it finds, accumulates
-                gradients, or is one that `tfdist.training.optimizers` cannot
-                apply.
-            tf.errors.InvalidArgumentError: the batch does not divide, where
-                its size is known no earlier.
+            ValueError: the optimizer skips updates, or see
+                `optimizers.check`.
+            tf.errors.InvalidArgumentError: the batch does not divide into
+                micro-batches.
         """
-        updates.check(self.optimizer)
+        _check_optimizer(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
         self._build_metrics(data)
@@ -161,7 +170,7 @@ class Pipeline(keras.Model):
         passes = self._passes(DeviceSchedule(), *batch)
         with tf.device(self.stages[-1].device):
             logs = self._logs(passes, *batch)
-        updates.apply(
+        _apply(
             self.optimizer,
             [weight for stage in self.stages for weight in stage.weights],
             [gradient for own in passes.gradients for gradient in own],
@@ -177,12 +186,6 @@ class Pipeline(keras.Model):
 
         The clocks of several machines should agree. What a GPU does ends here
         when it is queued, not when it is done: use `tf.profiler` there.
-
-        Args:
-            data: A batch, as for `train_step`.
-
-        Returns:
-            What was done, in the order of `start`.
         """
         self._build_metrics(data)
         schedule = DeviceSchedule(timed=True)
@@ -194,16 +197,15 @@ class Pipeline(keras.Model):
             return self._passes(schedule, *batch)
 
         run()  # The first run also allocates.
-        times = [float(time) for time in run().times]
-        zero = min(times)
-        spans = zip(schedule.work, times[::2], times[1::2], strict=True)
-        return sorted(
-            (
-                dataclasses.replace(work, start=start - zero, end=end - zero)
-                for work, start, end in spans
-            ),
-            key=lambda work: work.start,
-        )
+        times = np.array(run().times)
+        starts, ends = (times - times.min()).reshape(-1, 2).T.tolist()
+        timed = [
+            dataclasses.replace(work, start=start, end=end)
+            for work, start, end in zip(
+                schedule.work, starts, ends, strict=True
+            )
+        ]
+        return sorted(timed, key=lambda work: work.start)
 
     def variable_devices(self) -> dict[str, str]:
         """Path of every variable, slot and counter to its device.
@@ -265,21 +267,17 @@ class Pipeline(keras.Model):
         """The inputs, if they can be cut."""
         parts = len(self.devices) * self.num_micro_batches
         first = tf.nest.flatten(x)[0]
-        size = first.shape[0]
         message = (
             f"A batch must divide into {parts} parts: {len(self.devices)} "
             f"replicas x {self.num_micro_batches} micro-batches. Choose "
             "another `num_micro_batches`, or batch the dataset with "
-            "`drop_remainder=True`."
+            f"`drop_remainder=True`. Received: a batch of shape {first.shape}."
         )
-        if size is not None and size % parts:
-            raise ValueError(f"{message} Received: a batch of {size}.")
-        if size is None:
-            rest = tf.shape(first)[0] % parts
-            check = tf.debugging.assert_equal(rest, 0, message)
-            with tf.control_dependencies([check]):
-                x = tf.nest.map_structure(tf.identity, x)
-        return x
+        rest = keras.ops.shape(first)[0] % parts
+        with tf.control_dependencies(
+            [tf.debugging.assert_equal(rest, 0, message)]
+        ):
+            return tf.nest.map_structure(tf.identity, x)
 
     def _logs(
         self, passes: Passes, x: Any, y: Any, sample_weight: Any
@@ -299,8 +297,7 @@ class Pipeline(keras.Model):
 def bubble(num_stages: int, num_micro_batches: int) -> float:
     """Share of its time that a device waits, if all stages take equally long.
 
-    Each of S stages does its M micro-batches in a row and waits while the
-    first of them comes and the last one goes: `(S - 1) / (M + S - 1)`.
+    It waits while the first micro-batch comes and the last one goes.
 
     >>> [round(bubble(2, m), 2) for m in (1, 2, 4, 8)]
     [0.5, 0.33, 0.2, 0.11]
@@ -308,17 +305,65 @@ def bubble(num_stages: int, num_micro_batches: int) -> float:
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def _check_arguments(stages: Sequence[Any], num_micro_batches: int) -> None:
-    if tf.distribute.has_strategy():
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that skips updates; see also `optimizers.check`."""
+    optimizers.check(optimizer, remote=False)
+    scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    steps = [
+        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
+    ]
+    if scaling or any(steps):
         raise ValueError(
-            "A Pipeline does its own data parallelism, so it cannot be made in "
-            "the scope of a strategy. Received: "
-            f"{tf.distribute.get_strategy()!r}. Give `devices` a list for each "
-            "replica instead."
+            f"Optimizer {optimizer.name!r} skips some updates, which a "
+            "Pipeline does not support. Received: "
+            f"{type(optimizer).__name__} with gradient_accumulation_steps="
+            f"{steps[0]}. Instead of accumulation, use larger batches and more "
+            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
+            "loss_scale_factor."
         )
-    check_positive("num_micro_batches", num_micro_batches)
-    if not stages:
-        raise ValueError(
-            "Argument `stages` must have a stage at least. Received: "
-            f"stages={stages!r}."
-        )
+
+
+def _apply(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    gradients: Sequence[Gradient],
+) -> None:
+    """Applies gradients, each where its variable is, and counts the step."""
+    parts = optimizers.parts(optimizer)
+    iteration = tf.convert_to_tensor(optimizer.iterations.value)
+    for i, part in enumerate(parts):
+        rate = optimizers.learning_rate(part, iteration, [])
+        optimizers.begin_step(part, iteration)
+        own = [
+            (variable, gradient)
+            for variable, gradient in zip(variables, gradients, strict=True)
+            if gradient is not None
+            and optimizers.owner(optimizer, variable) == i
+        ]
+        for variable, gradient in _clipped(part, own):
+            with tf.device(variable.value.device):
+                optimizers.update(part, variable, gradient, rate, iteration)
+    counters = [o.iterations for o in (optimizer, *parts)]
+    for counter in {id(c): c for c in counters}.values():
+        counter.assign_add(1)
+
+
+def _clipped(
+    part: keras.optimizers.Optimizer,
+    pairs: list[tuple[keras.Variable, Gradient]],
+) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """With gradients that are dense, and clipped as the optimizer says."""
+    clipped = []
+    for variable, gradient in pairs:
+        with tf.device(variable.value.device):
+            gradient = tf.convert_to_tensor(gradient)
+            if not part.global_clipnorm:
+                (gradient,) = optimizers.clip(part, [gradient])
+            elif part.loss_scale_factor is not None:
+                gradient /= part.loss_scale_factor
+        clipped.append(gradient)
+    if part.global_clipnorm and clipped:
+        # Each is scaled where it is; only norms meet.
+        clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
+    variables = [variable for variable, _ in pairs]
+    return list(zip(variables, clipped, strict=True))

@@ -23,11 +23,8 @@ class Stage:
         layers: The layers.
         device: Full name of the device of their variables.
 
-    Attributes:
-        layers: As given, a tuple.
-        device: As given.
+    Attributes `layers` (a tuple) and `device` are as given.
 
-    Example:
     >>> from tfdist.pipeline import Pipeline
     >>> relu = keras.layers.ReLU(name="relu")
     >>> Pipeline(keras.Input([4]), [relu], ["CPU:0"]).stages
@@ -44,8 +41,8 @@ class Stage:
         self.device = device
         if not self.layers:
             raise ValueError(
-                "Argument `stages` must hold layers, and no empty list. "
-                f"Received: an empty stage {index}."
+                "Argument `stages` must hold layers. Received: an empty stage "
+                f"{index}."
             )
         for layer in self.layers:
             if not isinstance(layer, keras.layers.Layer):
@@ -62,14 +59,15 @@ class Stage:
     @property
     def weights(self) -> list[keras.Variable]:
         """Variables that training updates."""
-        return _distinct(v for x in self.layers for v in x.trainable_variables)
+        own = [v for layer in self.layers for v in layer.trainable_variables]
+        return list({id(v): v for v in own}.values())
 
     @property
     def states(self) -> list[keras.Variable]:
         """All others: moving averages, seeds, frozen weights."""
         trained = {id(v) for v in self.weights}
-        own = _distinct(v for layer in self.layers for v in layer.variables)
-        return [v for v in own if id(v) not in trained]
+        own = {id(v): v for layer in self.layers for v in layer.variables}
+        return [v for key, v in own.items() if key not in trained]
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Calls the layers; the caller opens the device scope."""
@@ -91,11 +89,7 @@ class Stage:
 
 
 def check_variables(stages: Sequence[Stage]) -> None:
-    """Checks that variables are on their stage's device, and in no other stage.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Checks that variables are on their stage's device, and in no other."""
     first: dict[int, int] = {}
     for i, stage in enumerate(stages):
         for variable in stage.variables:
@@ -119,15 +113,9 @@ def check_variables(stages: Sequence[Stage]) -> None:
 def resolve_devices(
     devices: Devices | None, num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Full names of the devices of a pipeline, a row for each replica.
-
-    Args:
-        devices: As for `Pipeline`.
-        num_stages: Devices in a row.
-
-    Raises:
-        ValueError: a row has another length; a device does not exist.
-    """
+    """Full names of the devices of a pipeline, a row for each replica."""
+    if not num_stages:
+        raise ValueError("Argument `stages` must have a stage at least.")
     here = tf.DeviceSpec.from_string(tf.zeros([]).device).replace(
         device_type=None, device_index=None
     )
@@ -135,12 +123,14 @@ def resolve_devices(
         here.make_merged_spec(tf.DeviceSpec.from_string(device.name))
         for device in tf.config.list_logical_devices()
     ]
+    names = [device.to_string() for device in existing]
     if devices is None:
         own = [d for d in existing if (d.job, d.task) == (here.job, here.task)]
         own = [d for d in own if d.device_type == "GPU"] or own
         used = min(len(own), num_stages)
-        row = [own[i * used // num_stages] for i in range(num_stages)]
-        return (tuple(device.to_string() for device in row),)
+        devices = [
+            own[i * used // num_stages].to_string() for i in range(num_stages)
+        ]
     is_row = all(isinstance(device, str) for device in devices)
     rows: Sequence[Any] = [devices] if is_row else devices
     for row in rows:
@@ -150,17 +140,13 @@ def resolve_devices(
                 f"{num_stages} stages, in one list or in a list for each "
                 f"replica. Received: {row!r} in devices={devices!r}."
             )
-    names = [device.to_string() for device in existing]
     return tuple(
         tuple(_existing(name, here, names) for name in row) for row in rows
     )
 
 
 def op_devices(function: Any) -> dict[str, str]:
-    """The device that each op of a traced function asks for.
-
-    Args:
-        function: A `ConcreteFunction`.
+    """The device that each op of a `ConcreteFunction` asks for.
 
     Returns:
         `function name/op name` to device, also of ops in functions that it
@@ -185,7 +171,3 @@ def _existing(name: str, here: tf.DeviceSpec, names: list[str]) -> str:
         f"Argument `devices` names {name!r}, which does not exist. There are: "
         f"{', '.join(names)}."
     )
-
-
-def _distinct(variables: Any) -> list[keras.Variable]:
-    return list({id(v): v for v in variables}.values())

@@ -106,7 +106,6 @@ def restart_process(reason: str) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
