@@ -1,9 +1,8 @@
 """Event files: what TensorBoard reads.
 
 `tf.summary` writes through a resource of TensorFlow's runtime, which is lost
-when the runtime connects to a cluster again. An event file is a TFRecord of
-`Event` protocol buffers, so a hook that lives through a recovery writes them
-itself, in the format of `tf.summary`.
+when the runtime connects to a cluster again: a hook that lives through a
+recovery writes the TFRecord of `Event`s itself, in the same format.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ _counter = itertools.count()
 
 
 class EventFile:
-    """One event file, opened when something is written.
+    """One event file in a directory, opened when something is written.
 
     If the file is removed, as with a directory that is made again, the next
     event begins another.
-
-    Args:
-        directory: Where it lies; TensorBoard calls it a run.
     """
 
     def __init__(self, directory: str) -> None:
@@ -41,23 +37,20 @@ class EventFile:
 
     def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars of one step, as `tf.summary.scalar`."""
-        self._write_values(
-            [_value(k, np.float32(v), "scalars") for k, v in scalars.items()],
-            step,
+        summary = tf.compat.v1.Summary(
+            value=[
+                _value(k, np.float32(v), "scalars") for k, v in scalars.items()
+            ]
         )
+        self._write(tf.compat.v1.Event(summary=summary, step=step))
 
     def write_counts(self, tag: str, counts: np.ndarray, step: int) -> None:
-        """Writes a histogram of small integers, as `tf.summary.histogram`.
-
-        Args:
-            tag: Its name.
-            counts: How often 0, 1, 2, ... were seen.
-            step: The step.
-        """
+        """Writes how often 0, 1, ... were seen, as `tf.summary.histogram`."""
         left = np.arange(len(counts))
         buckets = np.stack([left, left + 1, counts], axis=1)
         value = _value(tag, buckets.astype(np.float64), "histograms")
-        self._write_values([value], step)
+        summary = tf.compat.v1.Summary(value=[value])
+        self._write(tf.compat.v1.Event(summary=summary, step=step))
 
     def write_start(self, step: int) -> None:
         """Says that a session begins: what was written from `step` on is void.
@@ -73,12 +66,6 @@ class EventFile:
             self._writer.flush()
             self._flushed = True
 
-    def _write_values(
-        self, values: list[tf.compat.v1.Summary.Value], step: int
-    ) -> None:
-        summary = tf.compat.v1.Summary(value=values)
-        self._write(tf.compat.v1.Event(summary=summary, step=step))
-
     def _write(self, event: tf.compat.v1.Event) -> None:
         # Before a flush there need not be a file to look for.
         if self._flushed and not tf.io.gfile.exists(self._path):
@@ -86,7 +73,12 @@ class EventFile:
         self._flushed = False
         if self._writer is None:
             storage.make_directory(self._directory)
-            self._path = os.path.join(self._directory, _file_name())
+            # As `tf.summary` names it; later files sort after earlier ones.
+            name = (
+                f"events.out.tfevents.{int(time.time()):010d}."
+                f"{socket.gethostname()}.{os.getpid()}.{next(_counter)}.v2"
+            )
+            self._path = os.path.join(self._directory, name)
             self._writer = tf.io.TFRecordWriter(self._path)
             self._write(tf.compat.v1.Event(file_version="brain.Event:2"))
         event.wall_time = time.time()
@@ -95,20 +87,8 @@ class EventFile:
 
 @functools.cache
 def event_file(directory: str) -> EventFile:
-    """This process's event file in `directory`.
-
-    All hooks share it: of several files in one directory TensorBoard follows
-    only the newest.
-    """
+    """This process's, for all hooks: TensorBoard follows only the newest."""
     return EventFile(directory)
-
-
-def _file_name() -> str:
-    """A name as `tf.summary` gives; later files sort after earlier ones."""
-    return (
-        f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
-        f"{os.getpid()}.{next(_counter)}.v2"
-    )
 
 
 def _value(

@@ -15,7 +15,6 @@ from tfdist.hooks.session_run_hook import (
     Session,
     SessionRunContext,
     TimedHook,
-    check_exactly_one,
 )
 
 _log = logging.getLogger(__name__)
@@ -23,6 +22,9 @@ _log = logging.getLogger(__name__)
 CheckpointSaverListener: TypeAlias = tf.compat.v1.train.CheckpointSaverListener
 """TensorFlow's own: `begin()`, `before_save(session, global_step_value)`,
 `after_save(session, global_step_value)`, `end(session, global_step_value)`."""
+
+USE_DEFAULT: Any = object()
+"""A cadence that was not given, where None means none."""
 
 
 class CheckpointSaverHook(TimedHook):
@@ -49,10 +51,6 @@ class CheckpointSaverHook(TimedHook):
             A listener finds it there, or as TF1's did, by
             `tf.train.latest_checkpoint(checkpoint_dir)`.
 
-    Raises:
-        ValueError: not exactly one of `save_secs` and `save_steps` is given,
-            or it is not positive.
-
     >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
     >>> hooks = [saver, tfdist.StopAtStepHook(last_step=3)]
     >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
@@ -74,8 +72,7 @@ class CheckpointSaverHook(TimedHook):
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
-        check_exactly_one(save_secs=save_secs, save_steps=save_steps)
-        super().__init__(save_secs, save_steps)
+        super().__init__(save_secs=save_secs, save_steps=save_steps)
         self._directory = checkpoint_dir
         self._listeners = list(listeners or ())
         self._keep: dict[str, Any] = {

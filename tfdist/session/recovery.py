@@ -30,6 +30,9 @@ MAX_REBUILDS = 3
 FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
 """What may be recovered from; see `choose_action`."""
 
+END_OF_INPUT = (tf.errors.OutOfRangeError, StopIteration)
+"""What ends a session without an error."""
+
 # What servers say to a chief whose state they have freed.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
 # How an all-reduce ends, too, when a process that takes part in it is gone.
