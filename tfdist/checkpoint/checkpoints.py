@@ -48,8 +48,7 @@ class Checkpoints:
     """The checkpoints of a job: `model_dir/model.ckpt-<step>`.
 
     A thin layer over `tf.train.Checkpoint` and `CheckpointManager`: each
-    parameter server writes what it holds, in parallel; a checkpoint becomes
-    the latest only when it is complete.
+    parameter server writes what it holds, in parallel.
 
     >>> import tempfile
     >>> weight = tf.Variable(1.0)
@@ -167,14 +166,16 @@ class Checkpoints:
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. None if there is no
-        checkpoint. Removes what a save that was killed has left.
+        warning says so, and the one before is taken. None if there is none.
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
                 damaged, or their list is, or is missing.
         """
-        self._remove_unfinished()
+        # What saves that were killed have left.
+        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
+        for path in tf.io.gfile.glob(pattern):
+            storage.remove_tree(path)
         paths = listed(self._directory)
         if not paths:
             _check_there_is_none(self._directory)
@@ -202,10 +203,7 @@ class Checkpoints:
         return None
 
     def save_position(self, step: int) -> None:
-        """Writes where the input is, and no variable.
-
-        One that cannot be saved is left out, as `save` does.
-        """
+        """Writes where the input is, if that can be saved, and no variable."""
         iterator = self._iterator_fn()
         if iterator is None:
             return
@@ -240,12 +238,6 @@ class Checkpoints:
                 path,
                 error.message.partition("\n")[0],
             )
-
-    def _remove_unfinished(self) -> None:
-        """Deletes the folders of saves that did not come to their end."""
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
 
 
 def latest(directory: str) -> str | None:

@@ -22,8 +22,6 @@ from tfdist.hooks.session_run_hook import (
 )
 
 _log = logging.getLogger(__name__)
-_Compare = Callable[[float, float], bool]
-_Reason = Callable[[dict[int, float]], str | None]
 
 
 def make_early_stopping_hook(
@@ -97,8 +95,11 @@ def stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory
     ... )
     """
-    stop = _crossed(operator.gt, threshold)
-    return _hook(stop, estimator, metric_name, *args, **kwargs)
+
+    def stops(values: dict[int, float]) -> bool:
+        return any(value > threshold for value in values.values())
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_lower_hook(
@@ -116,8 +117,11 @@ def stop_if_lower_hook(
     ...     None, "loss", 0.1, eval_dir=directory
     ... )
     """
-    stop = _crossed(operator.lt, threshold)
-    return _hook(stop, estimator, metric_name, *args, **kwargs)
+
+    def stops(values: dict[int, float]) -> bool:
+        return any(value < threshold for value in values.values())
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_no_increase_hook(
@@ -138,8 +142,11 @@ def stop_if_no_increase_hook(
     ...     None, "accuracy", max_steps_without_increase=500, eval_dir=directory
     ... )
     """
-    stop = _stalled(operator.gt, max_steps_without_increase)
-    return _hook(stop, estimator, metric_name, *args, **kwargs)
+
+    def stops(values: dict[int, float]) -> bool:
+        return _longest_stall(values, operator.gt) >= max_steps_without_increase
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_no_decrease_hook(
@@ -157,8 +164,11 @@ def stop_if_no_decrease_hook(
     ...     None, "loss", max_steps_without_decrease=500, eval_dir=directory
     ... )
     """
-    stop = _stalled(operator.lt, max_steps_without_decrease)
-    return _hook(stop, estimator, metric_name, *args, **kwargs)
+
+    def stops(values: dict[int, float]) -> bool:
+        return _longest_stall(values, operator.lt) >= max_steps_without_decrease
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 class _StopHook(TimedHook):
@@ -175,7 +185,7 @@ class _StopHook(TimedHook):
 
 
 def _hook(
-    reason_to_stop: _Reason,
+    stops: Callable[[dict[int, float]], bool],
     estimator: Any,
     metric_name: str,
     eval_dir: str | None = None,
@@ -183,7 +193,7 @@ def _hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Asks for a reason with the metric's values by step, read each time."""
+    """Asks `stops` with the metric's values by step, once there are some."""
     directory = eval_dir or eval_dir_of(estimator)
 
     def should_stop() -> bool:
@@ -198,37 +208,26 @@ def _hook(
                     f"{sorted(metrics)}."
                 )
             values[step] = metrics[metric_name]
-        reason = reason_to_stop(values)
-        if reason:
-            _log.info("%s %s.", metric_name, reason)
-        return reason is not None
+        if not (values and stops(values)):
+            return False
+        _log.info("Of the evaluations, by step: %s is %s.", metric_name, values)
+        return True
 
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
     )
 
 
-def _crossed(is_beyond: _Compare, threshold: float) -> _Reason:
-    def reason(values: dict[int, float]) -> str | None:
-        for step, value in values.items():
-            if is_beyond(value, threshold):
-                return f"is {value:g} at step {step}, beyond {threshold:g}"
-        return None
-
-    return reason
-
-
-def _stalled(is_better: _Compare, max_steps: int) -> _Reason:
-    def reason(values: dict[int, float]) -> str | None:
-        best, best_step = None, 0
-        for step, value in values.items():
-            if best is None or is_better(value, best):
-                best, best_step = value, step
-            if step - best_step >= max_steps:
-                return f"was best at step {best_step}, long before step {step}"
-        return None
-
-    return reason
+def _longest_stall(
+    values: dict[int, float], is_better: Callable[[float, float], bool]
+) -> int:
+    """Most steps that an evaluation is after the best before it."""
+    best, best_step, longest = None, 0, 0
+    for step, value in values.items():
+        if best is None or is_better(value, best):
+            best, best_step = value, step
+        longest = max(longest, step - best_step)
+    return longest
 
 
 def eval_dir_of(estimator: Any) -> str:
