@@ -79,7 +79,6 @@ class KerasCallbackHook(SessionRunHook):
     Raises:
         ValueError: a callback has no meaning here; the message says why and
             what does its work instead.
-        TypeError: one is no Keras callback.
 
     >>> losses = []
     >>> callback = keras.callbacks.LambdaCallback(
@@ -143,13 +142,11 @@ class KerasCallbackHook(SessionRunHook):
                 "KerasCallbackHook needs a session that trains a Keras model; "
                 "this one runs a plain step function. Use hooks instead."
             )
-        for callback in self._callbacks:
-            _check_model(callback, model)
+        params = {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
         model.stop_training = False
         for callback in self._callbacks:
-            callback.set_params(
-                {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
-            )
+            _check_model(callback, model)
+            callback.set_params(params)
             callback.set_model(model)
         if not self._begun:
             self._call("on_train_begin")
@@ -196,18 +193,13 @@ class KerasCallbackHook(SessionRunHook):
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch
-        means = {k: v / self._logged_steps for k, v in self._sums.items()}
-        logs = {**means, **self._new_evaluation()}
-        self._call("on_epoch_end", epoch, logs)
-
-    def _new_evaluation(self) -> dict[str, float]:
-        """The `val_` logs of an evaluation that no epoch had yet."""
+        logs = {k: v / self._logged_steps for k, v in self._sums.items()}
         results = read_scalars(self._eval_dir) if self._eval_dir else {}
         newest = max(results, default=-1)
-        if newest <= self._evaluated_step:
-            return {}
-        self._evaluated_step = newest
-        return {f"val_{k}": v for k, v in results[newest].items()}
+        if newest > self._evaluated_step:  # No epoch had it yet.
+            self._evaluated_step = newest
+            logs |= {f"val_{k}": v for k, v in results[newest].items()}
+        self._call("on_epoch_end", epoch, logs)
 
     def _forget_logs(self) -> None:
         self._logged_steps = 0

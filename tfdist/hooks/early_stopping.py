@@ -39,23 +39,17 @@ def make_early_stopping_hook(
     Args:
         estimator: Unused; it keeps the place it has in TF1.
         should_stop_fn: Whether to stop.
-        run_every_secs: Seconds between questions; must be None where
-            `run_every_steps` is given.
-        run_every_steps: Steps between questions.
-
-    Raises:
-        TypeError: `should_stop_fn` cannot be called.
-        ValueError: both or neither interval is given, or it is not positive.
+        run_every_secs: Seconds between questions.
+        run_every_steps: Steps between questions. Exactly one must be given:
+            `run_every_secs=None`, then.
 
     >>> hook = tfdist.hooks.make_early_stopping_hook(
     ...     None, lambda: True, run_every_secs=None, run_every_steps=10
     ... )
-    >>> hooks = [hook, tfdist.StopAtStepHook(last_step=100)]
-    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
-    ...     while not session.should_stop():
-    ...         logs = session.run()
-    >>> session.step
-    1
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=[hook]) as session:
+    ...     logs = session.run()
+    >>> session.should_stop()
+    True
     """
     del estimator
     check_callable("should_stop_fn", should_stop_fn)
@@ -88,8 +82,7 @@ def stop_if_higher_hook(
             `make_early_stopping_hook`.
 
     Raises:
-        ValueError: as `make_early_stopping_hook`; in training, when an
-            evaluation has no such metric.
+        ValueError: in training, when an evaluation has no such metric.
 
     >>> hook = tfdist.hooks.stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory

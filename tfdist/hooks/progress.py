@@ -31,16 +31,14 @@ def _mark(session: Session) -> np.ndarray:
 class ProgressHook(TimedHook):
     """Says how far training is: a line in a log, one moving line in a terminal.
 
-    Steps per second are those of the steps alone: neither checkpoints nor
-    evaluations in between slow them down. The input's share is that of their
-    time in which they waited for data. Both are of the interval, or, where
-    lines follow fast, of the last two seconds: workers are steps ahead, so
-    that every other interval may seem to take no time.
+    Steps per second are those of the steps alone, without checkpoints and
+    evaluations; the input's share is that of their time in which they waited
+    for data. Both are of the interval, or of the last two seconds if that is
+    longer: workers are steps ahead, so that an interval may take no time.
 
     Args:
         log_steps: Steps between lines.
-        stream: Where to; a terminal gets one line that is overwritten.
-            Default: standard output.
+        stream: Where to. Default: standard output.
         max_steps: Step at which training ends, if it is known.
 
     >>> progress = tfdist.hooks.ProgressHook(2, max_steps=4)

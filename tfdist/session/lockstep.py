@@ -22,13 +22,8 @@ class Lockstep:
     The leader (the chief, else worker 0) announces what it has restored, how
     many steps come next, when it saves and when the job ends. Where processes
     read data of their own, each follower saves its position beside the
-    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`.
-
-    Args:
-        cluster: The cluster, which is connected.
-        checkpoint_dir: Of the leader's checkpoints.
-        watch: Called every second while another process is waited for.
-        positions: From a directory to the `Checkpoints` of this session.
+    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`: `positions` makes
+    the `Checkpoints` there. `watch` is called while others are waited for.
     """
 
     def __init__(

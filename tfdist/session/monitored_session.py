@@ -57,15 +57,13 @@ class MonitoredTrainingSession(RecoverableSession):
 
     * `run()` takes no fetches. A `Trainable` whose `step` is a function runs
       it once, as in TF1; one with a loop runs as many steps as the hooks allow
-      (at most about two seconds' worth).
-    * What was restored is not saved again at once.
-    * A session that is at its last step already runs no step.
-    * A hook is called after every step unless its `steps_until_next` says
-      otherwise; a warning names the one for whose sake steps run one by one.
-    * Of the hooks, `NanTensorHook`s come first, so that no checkpoint holds
-      what they found; else the order is TF1's.
-    * An `EndOfInput` of the loop ends the session after the hooks have seen
-      the last steps.
+      (at most about two seconds' worth); a warning names a hook for whose sake
+      steps run one by one.
+    * What was restored is not saved again at once, and a session that is at
+      its last step already runs no step.
+    * `NanTensorHook`s come first, so that no checkpoint holds what they found.
+    * The end of a loop's input ends the session after the hooks have seen the
+      last steps.
     * If a server is lost in `end`, this process restarts itself; TF1 lost the
       last checkpoint.
     * No `graph.pbtxt` and no `.meta` files are written.
@@ -208,8 +206,9 @@ class MonitoredTrainingSession(RecoverableSession):
         except BaseException:
             self._release()
             raise
-        by_steps = isinstance(self._loop, FunctionLoop)
-        if not (self._follows or by_steps or self._stop):
+        if not (
+            self._follows or isinstance(self._loop, FunctionLoop) or self._stop
+        ):
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
                     kind.__name__,
@@ -217,8 +216,6 @@ class MonitoredTrainingSession(RecoverableSession):
                     "how many may run before the next call (None: any number), "
                     "if it allows more.",
                 )
-
-    # --- For the user --------------------------------------------------------
 
     def __enter__(self) -> MonitoredTrainingSession:
         return self
@@ -248,8 +245,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def run(self) -> dict[str, float]:
         """Runs a step, or as many as the hooks allow; returns loss and metrics.
 
-        Raises:
-            RuntimeError: called although `should_stop()` is true.
+        Not to be called once `should_stop()` is true.
         """
         if self.should_stop():
             raise RuntimeError(
@@ -259,11 +255,7 @@ class MonitoredTrainingSession(RecoverableSession):
         return self._recovering(self._run)
 
     def close(self) -> None:
-        """Ends cleanly: the last checkpoint is written.
-
-        Raises:
-            RuntimeError: the session is closed already.
-        """
+        """Ends cleanly: the last checkpoint is written."""
         if self._closed:
             raise RuntimeError("The session is closed already.")
         try:
@@ -281,11 +273,8 @@ class MonitoredTrainingSession(RecoverableSession):
         finally:
             self._release()
 
-    # --- One run -------------------------------------------------------------
-
     def _run(self) -> dict[str, float]:
-        """One round of hooks and steps."""
-        told = None
+        told = None  # By the leader: how many steps to run.
         if self._lockstep and self._follows:
             told = self._lockstep.next_run()
             if told is None:
