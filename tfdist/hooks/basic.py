@@ -222,20 +222,19 @@ class FinalOpsHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Takes the values."""
-        if callable(self._final_ops):
-            self.final_ops_values = self._final_ops(session)
-        else:
-            self.final_ops_values = resolve(
-                self._final_ops, {}, session.variables
-            )
+        ops = self._final_ops
+        self.final_ops_values = (
+            ops(session)
+            if callable(ops)
+            else resolve(ops, {}, session.variables)
+        )
 
 
 class GlobalStepWaiterHook(SessionRunHook):
     """Waits, before the first run, until the job has reached a step.
 
-    As `tf.compat.v1.train.GlobalStepWaiterHook`. It is for processes that
-    train beside others: where one chief runs all steps, nobody else advances
-    the step.
+    As `tf.compat.v1.train.GlobalStepWaiterHook`, for processes that train
+    beside others: where one chief runs all steps, nobody else advances it.
 
     Args:
         wait_until_step: Global step to wait for; 0 or less for no wait.
@@ -265,17 +264,14 @@ class GlobalStepWaiterHook(SessionRunHook):
         """Waits, the first time."""
         if self._started:
             return
-        global_step, until = (
-            run_context.session.global_step,
-            self._wait_until_step,
-        )
+        step, until = run_context.session.global_step, self._wait_until_step
         _log.info("Waiting for step %d.", until)
         self._started = wait_for(
-            lambda: int(global_step.numpy()) >= until, self._max_wait_secs, 0.5
+            lambda: int(step.numpy()) >= until, self._max_wait_secs, 0.5
         )
         if not self._started:
             raise TimeoutError(
-                f"The global step is {int(global_step.numpy())} after "
+                f"The global step is {int(step.numpy())} after "
                 f"{self._max_wait_secs:g} s; GlobalStepWaiterHook waits for "
                 f"{until}. Do the other tasks train?"
             )

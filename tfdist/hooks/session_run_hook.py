@@ -228,9 +228,6 @@ class TimedHook(SessionRunHook):
         raise NotImplementedError
 
 
-UNBOUNDED = 1 << 60
-
-
 class HookRunner:
     """Calls hooks around a run, as TF1's sessions did: `before_run` at once."""
 
@@ -292,7 +289,7 @@ def steps_allowed(
     Raises:
         ValueError: a hook asks for less than one step.
     """
-    until = UNBOUNDED  # Until no other step may be under way.
+    until = 1 << 60  # When no other step may be under way.
     for hook in hooks:
         ask = getattr(hook, "steps_until_next", lambda step: None)
         wish = 1 if wants_every_step(hook) else ask(step)

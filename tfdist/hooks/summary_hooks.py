@@ -80,6 +80,7 @@ class SummarySaverHook(TimedHook):
         """Writes where the session started; logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
+            self._file.flush()
             self._start_step = None
         super().after_run(run_context, run_values)
 
@@ -176,8 +177,7 @@ class StalenessHook(TimedHook):
     """Writes how stale the updates of asynchronous training are.
 
     A histogram and percentiles of all updates so far, and one line at the
-    end. Does nothing where there is no staleness (`session.staleness` is
-    None).
+    end; nothing where `session.staleness` is None.
 
     Args:
         output_dir: Directory of the event file.

@@ -279,14 +279,12 @@ class RecoverableSession:
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None
-        self._failures.record_phase("waited for tasks")
         strategy = parameter_server_strategy(
             cluster, start_timeout_secs=secs, give_up=give_up
         )
         self._health = HealthMonitor(
             cluster, on_stuck=lambda error: restart_process(str(error))
         )
-        self._failures.record_phase("connected")
         return strategy
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
@@ -325,7 +323,6 @@ class RecoverableSession:
         else:
             self._loop = FunctionLoop(trainable.step, trainable.global_step)
         self._built = True
-        self._failures.record_phase("built")
 
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
@@ -353,6 +350,5 @@ class RecoverableSession:
             self.restored_from = saved.restore()
         if saved:
             self.input_restored = saved.position_restored
-            self._failures.record_phase("restored")
         if self._lockstep and not self._follows:
             self._lockstep.announce(restored=self.restored_from)

@@ -121,16 +121,12 @@ class Failures:
         times, _, self._what = os.environ.pop(self._KEPT, "0").partition(" ")
         self._times = int(times)
         self._first_at = 0.0
-        self._last_at = 0.0
-        self._parts: list[str] = []
 
     def add(self) -> None:
         """Counts one."""
-        self._last_at = time.monotonic()
         if not self.count:
-            self._first_at = self._last_at
+            self._first_at = time.monotonic()
         self.count += 1
-        self._parts = []
 
     def is_the_users(self, error: Exception, step: int) -> bool:
         """Whether a hook has raised the same at the same step too often."""
@@ -145,21 +141,12 @@ class Failures:
         """Hands the count on to the process that this one becomes."""
         os.environ[self._KEPT] = f"{self._times} {self._what}"
 
-    def record_phase(self, part: str) -> None:
-        """A part of the recovery is done."""
-        now = time.monotonic()
-        self._parts.append(f"{part} in {now - self._last_at:.1f} s")
-        self._last_at = now
-
     def report(self, step: int) -> None:
-        """A run succeeded: says where the time went, if it was a recovery."""
-        if not self.count:
-            return
-        self.record_phase("the first steps")
-        _log.warning(
-            "Recovered: at step %d, %.1f s after the failure was noticed (%s).",
-            step,
-            self._last_at - self._first_at,
-            ", ".join(self._parts),
-        )
+        """A run succeeded: says how long it took, if it was a recovery."""
+        if self.count:
+            _log.warning(
+                "Recovered: at step %d, %.1f s after the failure was noticed.",
+                step,
+                time.monotonic() - self._first_at,
+            )
         self.count = 0
