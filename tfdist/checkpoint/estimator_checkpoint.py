@@ -54,9 +54,8 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
         The names of the variables that were read.
 
     Raises:
-        ValueError: a variable that the checkpoint does not have, or in another
-            shape; names them all, and what the checkpoint has. Nothing is
-            changed then. Or there is no checkpoint.
+        ValueError: the checkpoint lacks a variable, or has it in another shape
+            (nothing is changed then); or there is no checkpoint.
     """
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()

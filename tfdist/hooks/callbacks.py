@@ -37,15 +37,19 @@ _INSTEAD = {
     keras.callbacks.CallbackList: "Give its callbacks one by one.",
 }
 
-_NEVER_CALLED = {
-    "on_batch_begin": "many steps run in one go",
-    "on_train_batch_begin": "many steps run in one go",
-    **{
-        f"on_{mode}_{what}": "evaluations run apart from training"
+_SETS_RATE = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_NEVER_CALLED = (
+    "on_batch_begin",
+    "on_train_batch_begin",
+    *(
+        f"on_{mode}_{what}"
         for mode in ("test", "predict")
         for what in ("begin", "end", "batch_begin", "batch_end")
-    },
-}
+    ),
+)
 
 
 class KerasCallbackHook(SessionRunHook):
@@ -54,12 +58,10 @@ class KerasCallbackHook(SessionRunHook):
     An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
     step 200. Differences from `fit` are:
 
-    * `on_train_batch_end` has the logs of its step alone, where `fit` has the
-      means since the epoch began. Where a callback overrides it, steps run one
-      by one, which a warning tells.
+    * `on_train_batch_end` has the logs of its step alone. Where a callback
+      overrides it, steps run one by one, which a warning tells.
     * The logs of an epoch are the means over its steps of the logs of its
-      runs: exact for the loss and for metrics that are means over batches of
-      one size; for others (AUC) it is the mean of the runs' values.
+      runs: exact for means over batches of one size, not for others (AUC).
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it; epochs without a new one have none.
     * After a recovery the steps since the last checkpoint run again. An epoch
@@ -236,9 +238,11 @@ def _reason_against(
             f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
             "the evaluations write, or let it monitor 'loss'."
         )
-    for method in _overrides(callback, *_NEVER_CALLED):
-        why = _NEVER_CALLED[method]
-        return f"It overrides {method}, which is never called: {why}."
+    if never := _overrides(callback, *_NEVER_CALLED):
+        return (
+            f"It overrides {never[0]}, which is never called: many steps run "
+            "in one go, and evaluations apart from training."
+        )
     return None
 
 
@@ -264,12 +268,9 @@ def _check_model(
             f"{type(callback).__name__} with histogram_freq or embeddings_freq "
             "would pull whole tables from the parameter servers. Set both to 0."
         )
-    sets_rate = isinstance(
-        callback,
-        keras.callbacks.LearningRateScheduler
-        | keras.callbacks.ReduceLROnPlateau,
-    )
-    if sets_rate and isinstance(model.optimizer, MultiOptimizer):
+    if isinstance(callback, _SETS_RATE) and isinstance(
+        model.optimizer, MultiOptimizer
+    ):
         raise ValueError(
             f"{type(callback).__name__} sets one learning rate, but the parts "
             "of a MultiOptimizer have their own. Give them a schedule "

@@ -104,10 +104,9 @@ def _value(
 def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     """The scalars in all event files of `directory`, by step, in order.
 
-    As `read_eval_metrics` of Estimator's early stopping. Scalars of TF1's and
-    of TF2's writers are read, other summaries are left out; of two values of
-    one tag and step the later counts. A file that is being written is read up
-    to its last whole record.
+    Scalars of TF1's and of TF2's writers; of two values of one tag and step the
+    later counts. A file that is being written is read up to its last whole
+    record.
 
     Args:
         directory: Where the event files are; it need not exist.

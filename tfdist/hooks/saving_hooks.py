@@ -30,11 +30,10 @@ USE_DEFAULT: Any = object()
 class CheckpointSaverHook(TimedHook):
     """Saves a new job's first state, on a timer, and at the end.
 
-    As `tf.compat.v1.train.CheckpointSaverHook`, with these differences: what
-    has just been restored from `checkpoint_dir` is not saved again; no graph is
-    written (`saver`, `scaffold`, `save_graph_def` have no meaning), and the
-    base name is always `model.ckpt`; on SIGTERM the current step is saved,
-    without the listeners, which may take longer than the process has.
+    As `tf.compat.v1.train.CheckpointSaverHook`, but what has just been restored
+    from `checkpoint_dir` is not saved again; no graph is written, and the base
+    name is always `model.ckpt`; on SIGTERM the current step is saved, without
+    the listeners, which may take longer than the process has.
 
     Args:
         checkpoint_dir: Where to.
@@ -48,8 +47,6 @@ class CheckpointSaverHook(TimedHook):
 
     Attributes:
         last_path: Path of the last checkpoint that this hook wrote, or None.
-            A listener finds it there, or as TF1's did, by
-            `tf.train.latest_checkpoint(checkpoint_dir)`.
 
     >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
     >>> hooks = [saver, tfdist.StopAtStepHook(last_step=3)]
@@ -75,10 +72,7 @@ class CheckpointSaverHook(TimedHook):
         super().__init__(save_secs=save_secs, save_steps=save_steps)
         self._directory = checkpoint_dir
         self._listeners = list(listeners or ())
-        self._keep: dict[str, Any] = {
-            "max_to_keep": max_to_keep,
-            "keep_checkpoint_every_n_hours": keep_checkpoint_every_n_hours,
-        }
+        self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
         self.last_path: str | None = None
@@ -91,7 +85,7 @@ class CheckpointSaverHook(TimedHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Saves the state, unless it is that of the newest checkpoint."""
-        self._checkpoints = session.checkpoints(self._directory, **self._keep)
+        self._checkpoints = session.checkpoints(self._directory, *self._keep)
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and normpath(restored) == normpath(latest):
             self._saved_step = session.step

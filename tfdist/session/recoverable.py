@@ -305,18 +305,18 @@ class RecoverableSession:
             for name, v in trainable.variables.items()
         }
         before = after if self._shapes is None else self._shapes
-        if before != after:
-            differences = [
-                f"  {name}: {before.get(name, 'missing')}, then "
-                f"{after.get(name, 'missing')}"
-                for name in sorted({*before, *after})
-                if before.get(name) != after.get(name)
-            ]
+        self._shapes = before
+        differences = [
+            f"  {name}: {before.get(name, 'missing')}, then "
+            f"{after.get(name, 'missing')}"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+        if differences:
             raise ValueError(
                 "`build_fn` must make the same variables each time it is "
                 "called. They differ:\n" + "\n".join(differences)
             )
-        self._shapes = after
         self._trainable = trainable
         if hasattr(trainable.step, "run"):
             self._loop = cast(Loop, trainable.step)
