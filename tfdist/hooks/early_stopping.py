@@ -166,7 +166,7 @@ def stop_if_no_decrease_hook(
 
 class _StopHook(TimedHook):
     def __init__(
-        self, should_stop_fn: Callable[[], bool], **cadence: float | None
+        self, should_stop_fn: Callable[[], bool], **cadence: Any
     ) -> None:
         super().__init__(**cadence)
         self._should_stop_fn = should_stop_fn

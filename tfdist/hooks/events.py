@@ -7,12 +7,14 @@ recovery writes the TFRecord of `Event`s itself, in the same format.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,20 +39,18 @@ class EventFile:
 
     def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars of one step, as `tf.summary.scalar`."""
-        summary = tf.compat.v1.Summary(
-            value=[
-                _value(k, np.float32(v), "scalars") for k, v in scalars.items()
-            ]
-        )
-        self._write(tf.compat.v1.Event(summary=summary, step=step))
+        values = [
+            _value(tag, np.float32(number), "scalars")
+            for tag, number in scalars.items()
+        ]
+        self._write(step=step, summary=tf.compat.v1.Summary(value=values))
 
     def write_counts(self, tag: str, counts: np.ndarray, step: int) -> None:
         """Writes how often 0, 1, ... were seen, as `tf.summary.histogram`."""
         left = np.arange(len(counts))
         buckets = np.stack([left, left + 1, counts], axis=1)
         value = _value(tag, buckets.astype(np.float64), "histograms")
-        summary = tf.compat.v1.Summary(value=[value])
-        self._write(tf.compat.v1.Event(summary=summary, step=step))
+        self._write(step=step, summary=tf.compat.v1.Summary(value=[value]))
 
     def write_start(self, step: int) -> None:
         """Says that a session begins: what was written from `step` on is void.
@@ -58,7 +58,7 @@ class EventFile:
         TensorBoard then hides the points of steps that a recovery undid.
         """
         start = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
-        self._write(tf.compat.v1.Event(session_log=start, step=step))
+        self._write(step=step, session_log=start)
 
     def flush(self) -> None:
         """Makes all that was written readable."""
@@ -66,7 +66,7 @@ class EventFile:
             self._writer.flush()
             self._flushed = True
 
-    def _write(self, event: tf.compat.v1.Event) -> None:
+    def _write(self, **event: Any) -> None:
         # Before a flush there need not be a file to look for.
         if self._flushed and not tf.io.gfile.exists(self._path):
             self._writer = None
@@ -80,9 +80,9 @@ class EventFile:
             )
             self._path = os.path.join(self._directory, name)
             self._writer = tf.io.TFRecordWriter(self._path)
-            self._write(tf.compat.v1.Event(file_version="brain.Event:2"))
-        event.wall_time = time.time()
-        self._writer.write(event.SerializeToString())
+            self._write(file_version="brain.Event:2")
+        record = tf.compat.v1.Event(wall_time=time.time(), **event)
+        self._writer.write(record.SerializeToString())
 
 
 @functools.cache
@@ -118,20 +118,16 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     """
     scalars: dict[int, dict[str, float]] = {}
     for path in sorted(tf.io.gfile.glob(os.path.join(directory, "*tfevents*"))):
-        for event in _events(path):
-            for value in event.summary.value:
-                number = _number(value)
-                if number is not None:
-                    scalars.setdefault(event.step, {})[value.tag] = number
+        records = tf.data.TFRecordDataset(path).as_numpy_iterator()
+        # The record at the end may not be whole yet.
+        with contextlib.suppress(tf.errors.DataLossError):
+            for record in records:
+                event = tf.compat.v1.Event.FromString(record)
+                for value in event.summary.value:
+                    number = _number(value)
+                    if number is not None:
+                        scalars.setdefault(event.step, {})[value.tag] = number
     return dict(sorted(scalars.items()))
-
-
-def _events(path: str) -> Iterator[tf.compat.v1.Event]:
-    try:
-        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-            yield tf.compat.v1.Event.FromString(record)
-    except tf.errors.DataLossError:
-        return  # The record at the end is not whole yet.
 
 
 def _number(value: tf.compat.v1.Summary.Value) -> float | None:
