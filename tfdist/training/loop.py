@@ -345,11 +345,8 @@ class LocalLoop(InProcessLoop):
         if self._evaluation is None:
             # A step of its own: metrics that are no sums go on in training's.
             step = ModelStep(self._step.model, batches.element_spec)
-            self._evaluation = (
-                step,
-                tf.function(
-                    step.evaluate, autograph=False, reduce_retracing=True
-                ),
+            self._evaluation = step, tf.function(
+                step.evaluate, autograph=False, reduce_retracing=True
             )
         step, evaluate = self._evaluation
         states: States = []
