@@ -15,7 +15,7 @@ import tensorflow as tf
 from one_pass_job import Counts, Mean, logged_config, slowed
 
 import tfdist
-from tfdist.hooks.unread_data import UnreadDataHook
+from tfdist.hooks.progress import UnreadDataHook
 
 BATCH = 10
 

@@ -63,7 +63,7 @@ def test_asks_each_minute():
 @pytest.mark.parametrize(
     ("should_stop_fn", "kwargs", "error", "message"),
     [
-        (True, {}, TypeError, "`should_stop_fn`.*Received: True"),
+        (True, {}, TypeError, "Received: should_stop_fn=True"),
         (bool, {"run_every_steps": 5}, ValueError, "run_every_secs=60"),
         (bool, {"run_every_secs": None}, ValueError, "`run_every_steps`"),
     ],

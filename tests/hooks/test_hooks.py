@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tfdist._tf.private import ShardedVariable
 from tfdist.hooks import basic
-from tfdist.hooks.runner import resolve
-from tfdist.hooks.session_run_hook import SessionRunHook
+from tfdist.hooks.session_run_hook import SessionRunHook, resolve
 
 # --- StopAtStepHook ----------------------------------------------------------
 

@@ -67,7 +67,7 @@ def test_summaries_each_second(tmp_path):
     ("kwargs", "message"),
     [
         ({"save_steps": 1}, "`output_dir` must be"),
-        ({"output_dir": "d"}, "`save_steps` and `save_secs`"),
+        ({"output_dir": "d"}, "`save_secs` and `save_steps`"),
     ],
 )
 def test_bad_summaries(kwargs, message):

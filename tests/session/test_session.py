@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from both_sessions import Training, tf1
-from counting import count
+from counting import CountingLoop, count
 from small_models import batches, local_loop, logistic
 
 from tfdist.checkpoint import checkpoints
@@ -77,6 +77,20 @@ def make(dataset=None, hidden=list, **kwargs):
     return build
 
 
+def counted():
+    """The same, of steps that only count: nothing is traced."""
+
+    def build():
+        global_step = tf.Variable(0, dtype=tf.int64)
+        loop = CountingLoop(global_step, lambda step: 1 / step, [])
+        made = Trainable(loop, global_step, {"w": tf.Variable(0.0)})
+        build.made.append(made)
+        return made
+
+    build.made = []
+    return build
+
+
 def more():
     return [keras.layers.Dense(2, name="more")]
 
@@ -105,7 +119,7 @@ def assert_same(ours, theirs):
 
 def test_hooks_are_called_in_order():
     log = []
-    train(make(), 5, [Recorder(log, "a", every=3), Recorder(log, "b")])
+    train(counted(), 5, [Recorder(log, "a", every=3), Recorder(log, "b")])
     assert log == [
         *[("a", "begin", None), ("b", "begin", None)],
         *[("a", "create", 0), ("b", "create", 0)],
@@ -132,7 +146,7 @@ def test_a_hook_that_wants_no_step_is_named():
 
     message = "Eager.steps_until_next must return None or at least 1.*: 0 at"
     with pytest.raises(ValueError, match=message):
-        train(make(), 5, [Eager()])
+        train(counted(), 5, [Eager()])
 
 
 class Steps(tf.compat.v1.train.SessionRunHook):
@@ -184,14 +198,14 @@ def test_a_hook_that_says_any_number_is_called_less(caplog):
 
 def test_request_stop():
     log = []
-    train(make(), 100, [Recorder(log, every=2, stop_at=4)])
+    train(counted(), 100, [Recorder(log, every=2, stop_at=4)])
     assert log[-2:] == [("hook", "run", 4), ("hook", "end", 4)]
 
 
 def test_a_finished_job_runs_no_step(tmp_path):
     log = []
-    train(make(), 5, checkpoint_dir=str(tmp_path))
-    train(make(), 5, [Recorder(log)], checkpoint_dir=str(tmp_path))
+    train(counted(), 5, checkpoint_dir=str(tmp_path))
+    train(counted(), 5, [Recorder(log)], checkpoint_dir=str(tmp_path))
     assert [what for _, what, _ in log] == ["begin", "create", "end"]
 
 
@@ -247,7 +261,7 @@ def test_a_hook_asks_for_what_is_not_there():
             return SessionRunArgs("nothing")
 
     with pytest.raises(ValueError, match="no variable called 'nothing'"):
-        train(make(), hooks=[Asking()])
+        train(counted(), hooks=[Asking()])
 
 
 def test_evaluates_in_this_process():
@@ -289,13 +303,13 @@ def test_a_hook_that_raises(method, tmp_path):
     if method == "begin":
         hooks[1].begin = lambda: hooks[1]._raise(None)
     with pytest.raises(ValueError, match="mine"):
-        train(make(), 5, hooks, checkpoint_dir=str(tmp_path))
+        train(counted(), 5, hooks, checkpoint_dir=str(tmp_path))
     ended = [what for _, what, _ in log].count("end")
     assert ended == (method == "end")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     # What was saved before is whole, and the next job goes on from there.
     if method not in ("begin", "after_create_session"):
-        assert train(make(), 5, checkpoint_dir=str(tmp_path)).step == 5
+        assert train(counted(), 5, checkpoint_dir=str(tmp_path)).step == 5
 
 
 @pytest.mark.parametrize(
@@ -307,7 +321,9 @@ def test_a_hook_that_raises(method, tmp_path):
 )
 def test_two_cadences(both, tmp_path):
     with pytest.raises(ValueError, match="Exactly one of"):
-        MonitoredTrainingSession(make(), checkpoint_dir=str(tmp_path), **both)
+        MonitoredTrainingSession(
+            counted(), checkpoint_dir=str(tmp_path), **both
+        )
 
 
 def test_no_trainable():
@@ -331,7 +347,7 @@ AGAIN = tf.errors.AbortedError(None, None, "lost")
 
 
 def test_after_a_failure_everything_is_made_anew(tmp_path):
-    log, build = [], make()
+    log, build = [], counted()
     hooks = [Recorder(log, every=2), Raiser("after_run", AGAIN, step=4)]
     session = train(
         build, 6, hooks, checkpoint_dir=str(tmp_path), save_checkpoint_steps=3
@@ -347,7 +363,7 @@ def test_after_a_failure_everything_is_made_anew(tmp_path):
 def test_without_checkpoints_it_starts_over():
     log = []
     hooks = [Recorder(log, every=2), Raiser("after_run", AGAIN, step=4)]
-    assert train(make(), 6, hooks).step == 6
+    assert train(counted(), 6, hooks).step == 6
     assert [s for _, what, s in log if what == "create"] == [0, 0]
 
 
@@ -363,7 +379,7 @@ def test_what_a_hook_raises_again_and_again_is_raised(method, kind, tmp_path):
     """With steps in between, which made it a new failure each time."""
     error = getattr(tf.errors, kind)(None, None, "the user's own")
     at = None if method == "after_create_session" else 4
-    build = make()
+    build = counted()
     with pytest.raises(type(error), match="the user's own"):
         train(
             build,
@@ -377,7 +393,7 @@ def test_what_a_hook_raises_again_and_again_is_raised(method, kind, tmp_path):
 
 def test_what_passes_is_recovered_from():
     error = tf.errors.UnavailableError(None, None, "for a while")
-    build = make()
+    build = counted()
     train(build, 6, [Raiser("after_run", error, times=2)])
     assert len(build.made) == 3
 
@@ -391,7 +407,7 @@ def test_ten_failures_without_a_step_are_raised():
 
 def test_other_errors_are_raised_at_once():
     error = tf.errors.InvalidArgumentError(None, None, "wrong")
-    build = make()
+    build = counted()
     with pytest.raises(tf.errors.InvalidArgumentError, match="wrong"):
         train(build, 5, [Raiser("after_run", error)])
     assert len(build.made) == 1
@@ -414,25 +430,25 @@ def test_checkpoints_of_another_model(tmp_path):
 @pytest.mark.parametrize("kind", ["data cut", "index cut", "data gone"])
 def test_a_damaged_checkpoint_is_passed_over(kind, tmp_path, caplog):
     options = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 2}
-    train(make(), 4, **options)
+    train(counted(), 4, **options)
     data = tmp_path / "model.ckpt-4.data-00000-of-00001"
     if kind == "data gone":
         data.unlink()
     else:
         path = data if kind == "data cut" else tmp_path / "model.ckpt-4.index"
         os.truncate(path, path.stat().st_size // 2)
-    session = train(make(), 6, **options)
+    session = train(counted(), 6, **options)
     assert session.restored_from.endswith("model.ckpt-2")
     assert session.step == 6
     assert "model.ckpt-4 is damaged" in caplog.text
 
 
 def test_every_checkpoint_is_damaged(tmp_path):
-    train(make(), 2, checkpoint_dir=str(tmp_path))
+    train(counted(), 2, checkpoint_dir=str(tmp_path))
     for path in tmp_path.glob("model.ckpt-*.data*"):
         os.truncate(path, 10)
     with pytest.raises(ValueError, match="Every checkpoint in"):
-        train(make(), 4, checkpoint_dir=str(tmp_path))
+        train(counted(), 4, checkpoint_dir=str(tmp_path))
 
 
 def test_sigterm_saves_and_asks_to_be_started_again(tmp_path):
@@ -447,21 +463,21 @@ def test_sigterm_saves_and_asks_to_be_started_again(tmp_path):
     log, before = [], signal.getsignal(signal.SIGTERM)
     hooks = [Recorder(log), Terminate()]
     with pytest.raises(SystemExit) as exit_:
-        train(make(), 90, hooks, checkpoint_dir=str(tmp_path))
+        train(counted(), 90, hooks, checkpoint_dir=str(tmp_path))
     assert exit_.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     assert "end" not in [what for _, what, _ in log]
-    session = train(make(), 7, checkpoint_dir=str(tmp_path))
+    session = train(counted(), 7, checkpoint_dir=str(tmp_path))
     assert session.restored_from.endswith("model.ckpt-4")
 
 
 def test_who_is_not_the_chief_waits_for_a_checkpoint(tmp_path):
     options = {"checkpoint_dir": str(tmp_path), "is_chief": False}
     with pytest.raises(TimeoutError, match=r"no checkpoint .* within 0\.1 s"):
-        MonitoredTrainingSession(make(), max_wait_secs=0.1, **options)
-    train(make(), 3, checkpoint_dir=str(tmp_path))
+        MonitoredTrainingSession(counted(), max_wait_secs=0.1, **options)
+    train(counted(), 3, checkpoint_dir=str(tmp_path))
     files = sorted(tmp_path.iterdir())
-    session = train(make(), 5, max_wait_secs=9, **options)
+    session = train(counted(), 5, max_wait_secs=9, **options)
     assert session.step == 5
     assert sorted(tmp_path.iterdir()) == files
 

@@ -1,8 +1,4 @@
-"""Checkpoints: variables by name, whatever the cluster (design decision D6).
-
-The same checkpoint restores into a cluster of any shape, and into a plain model
-in one process; `names` says what its variables are called.
-"""
+"""Checkpoints that restore into a cluster of any shape (design decision D6)."""
 
 from __future__ import annotations
 
@@ -48,17 +44,12 @@ class Checkpoints:
     """The checkpoints of a job: `model_dir/model.ckpt-<step>`.
 
     A thin layer over `tf.train.Checkpoint` and `CheckpointManager`: each
-    parameter server writes what it holds, in parallel; a checkpoint becomes
-    the latest only when it is complete.
+    parameter server writes what it holds, in parallel.
 
-    >>> import tempfile
-    >>> weight = tf.Variable(1.0)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = Checkpoints(directory, {"weight": weight}).save(step=7)
-    ...     _ = weight.assign(0.0)
-    ...     restore(path, {"weight": weight})
-    >>> os.path.basename(path), float(weight)
-    ('model.ckpt-7', 1.0)
+    >>> variables = {"weight": tf.Variable(1.0)}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(step=7)
+    >>> os.path.basename(path)
+    'model.ckpt-7'
 
     Args:
         directory: Where the checkpoints are.
@@ -167,14 +158,16 @@ class Checkpoints:
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. None if there is no
-        checkpoint. Removes what a save that was killed has left.
+        warning says so, and the one before is taken. None if there is none.
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
                 damaged, or their list is, or is missing.
         """
-        self._remove_unfinished()
+        # What saves that were killed have left.
+        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
+        for path in tf.io.gfile.glob(pattern):
+            storage.remove_tree(path)
         paths = listed(self._directory)
         if not paths:
             _check_there_is_none(self._directory)
@@ -202,10 +195,7 @@ class Checkpoints:
         return None
 
     def save_position(self, step: int) -> None:
-        """Writes where the input is, and no variable.
-
-        One that cannot be saved is left out, as `save` does.
-        """
+        """Writes where the input is, if that can be saved, and no variable."""
         iterator = self._iterator_fn()
         if iterator is None:
             return
@@ -241,22 +231,13 @@ class Checkpoints:
                 error.message.partition("\n")[0],
             )
 
-    def _remove_unfinished(self) -> None:
-        """Deletes the folders of saves that did not come to their end."""
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
-
 
 def latest(directory: str) -> str | None:
     """Path of the newest complete checkpoint in `directory`, or None.
 
-    As `tf.train.latest_checkpoint`, which returns None also where the directory
-    cannot be read: a job would start over.
-
-    Raises:
-        OpError: the directory cannot be read.
-        ValueError: the list of its checkpoints cannot, or is missing.
+    As `tf.train.latest_checkpoint`, but an error where the directory cannot be
+    read (`OpError`), or the list of its checkpoints (`ValueError`): a job would
+    start over.
 
     >>> tfdist.checkpoint.latest(directory) is None
     True
@@ -320,8 +301,7 @@ def restore(
         exact: Whether the checkpoint must hold nothing but `variables`.
 
     Raises:
-        ValueError: `path` lacks some of `variables` or holds them in another
-            shape; the message lists each.
+        ValueError: the variables differ; the message lists in what.
 
     >>> saved, empty = tf.Variable(1.0), tf.Variable(0.0)
     >>> variables = {"weight": saved}

@@ -1,17 +1,4 @@
-"""Weights of a TF Estimator's checkpoint, read into a canned model.
-
-    here                           TF 2.15
-    linear/<column>/embeddings     linear/linear_model/<column>/weights
-    linear/<column>/kernel         linear/linear_model/<column>/weights
-    linear/bias_weights            linear/linear_model/bias_weights
-    dnn/input_layer/<column>/      dnn/input_from_feature_columns/input_layer/
-      embeddings                     <column>/embedding_weights
-    dnn/hiddenlayer_0/kernel       dnn/hiddenlayer_0/kernel
-    dnn/batchnorm_0/gamma          dnn/hiddenlayer_0/batchnorm_0/gamma
-    dnn/logits/kernel              dnn/logits/kernel
-
-and so on for the other layers and their biases.
-"""
+"""Weights of a TF Estimator's checkpoint, read into a canned model."""
 
 from __future__ import annotations
 
@@ -24,6 +11,7 @@ import tensorflow as tf
 from tfdist._tf.private import SEED_STATE_NAME
 from tfdist.embeddings.layer import logical_path
 
+# From names here to those of TF 2.15; what fits none is called the same.
 _RULES = (
     (r"^linear/bias_weights$", r"linear/linear_model/bias_weights"),
     (
@@ -45,9 +33,6 @@ def estimator_name(path: str) -> str:
     'linear/linear_model/job/weights'
     >>> estimator_name("dnn/logits/bias")
     'dnn/logits/bias'
-
-    Args:
-        path: `tfdist.embeddings.layer.logical_path` of the variable.
     """
     for pattern, replacement in _RULES:
         path = re.sub(pattern, replacement, path)
@@ -69,13 +54,12 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
         The names of the variables that were read.
 
     Raises:
-        ValueError: a variable that the checkpoint does not have, or in another
-            shape; names them all, and what the checkpoint has. Nothing is
-            changed then. Or there is no checkpoint.
+        ValueError: the checkpoint lacks a variable, or has it in another shape
+            (nothing is changed then); or there is no checkpoint.
     """
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()
-    wanted = defaultdict(list)
+    wanted: dict[str, list[keras.Variable]] = defaultdict(list)
     for variable in model.variables:
         if not variable.path.endswith(SEED_STATE_NAME):
             wanted[estimator_name(logical_path(variable))].append(variable)

@@ -1,8 +1,7 @@
 """What the variables of a model are called in its checkpoints.
 
-Keras 3 numbers the variables in its checkpoints, so the order in which layers
-were made is part of the format. Here every variable has the name of its path,
-and a slot that of its variable and its optimizer.
+Keras 3 numbers them, so the order in which layers were made is part of its
+format. Here every variable has the name of its path.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
-from tfdist.session.building import Trainable
+from tfdist.session.recoverable import Trainable
 from tfdist.training import optimizers
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.coordinated_loop import CoordinatedLoop

@@ -8,7 +8,7 @@ from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
-from tfdist.hooks.progress import ProgressHook
+from tfdist.hooks.progress import ProgressHook, UnreadDataHook
 from tfdist.hooks.saving_hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
@@ -19,7 +19,6 @@ from tfdist.hooks.summary_hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
-from tfdist.hooks.unread_data import UnreadDataHook
 
 
 def chief_hooks(

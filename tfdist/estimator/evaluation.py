@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist._tf.private import Saveable, reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.hooks.runner import HookRunner
+from tfdist.hooks.session_run_hook import HookRunner
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep

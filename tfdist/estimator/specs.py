@@ -21,8 +21,7 @@ from tfdist.cluster import strategies as strategy_lib
 from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import InputFn, takes_context
 from tfdist.estimator.exporters import Exporter
-from tfdist.hooks.default_hooks import USE_DEFAULT
-from tfdist.hooks.saving_hooks import CheckpointSaverListener
+from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverListener
 from tfdist.placement.variables import VariableSpec
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """What runs beside the steps.
 
-Read in this order: `session_run_hook` (what a hook is), `runner` (who calls
-it), `basic`, `saving_hooks`, `summary_hooks` with `events`, `progress`,
-`early_stopping`, `callbacks` (Keras' own), `unread_data`, `default_hooks`.
+Read in this order: `session_run_hook` (what a hook is, and who calls it),
+`basic`, `saving_hooks`, `summary_hooks` with `events`, `progress`,
+`early_stopping`, `callbacks` (Keras' own).
 """
 
 import lazy_loader

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.hooks.runner import resolve
+from tfdist._tf.waiting import wait_for
 from tfdist.hooks.session_run_hook import (
     Logs,
     Session,
@@ -23,6 +22,7 @@ from tfdist.hooks.session_run_hook import (
     SessionRunValues,
     TimedHook,
     check_exactly_one,
+    resolve,
 )
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,6 @@ class StopAtStepHook(SessionRunHook):
         num_steps: Steps to run from the first session on; a recovery does not
             start the count again.
         last_step: Global step at which to stop. Exactly one must be given.
-
-    Raises:
-        ValueError: both or neither are given, or one is not positive.
 
     >>> hook = tfdist.StopAtStepHook(last_step=1_000)
     >>> hook.steps_until_next(step=990)
@@ -89,15 +86,12 @@ class LoggingTensorHook(TimedHook):
         tensors: Names of logs or variables, or variables; or a dict from the
             tag that is logged to these.
         every_n_iter: Steps between lines.
-        every_n_secs: Seconds between lines.
+        every_n_secs: Seconds between lines. Exactly one must be given; none
+            is needed with `at_end`.
         at_end: Whether the values at the end are logged: the logs of the last
             run, and the variables as they are then.
         formatter: From a dict of tag to value to the line. Default:
             `a = 1, b = 2 (0.123 sec)`.
-
-    Raises:
-        ValueError: both or neither of `every_n_iter` and `every_n_secs` are
-            given (neither is fine with `at_end`), or one is not positive.
 
     >>> hook = tfdist.LoggingTensorHook(["loss"], every_n_iter=100)
     >>> hook.steps_until_next(step=0)  # The first step is always logged.
@@ -113,11 +107,10 @@ class LoggingTensorHook(TimedHook):
         formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
         self._only_at_end = at_end and every_n_iter is every_n_secs is None
-        if self._only_at_end:
-            every_n_secs = math.inf
-        check_exactly_one(every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         super().__init__(
-            every_n_secs, every_n_iter, at_first_step=not self._only_at_end
+            at_first_step=not self._only_at_end,
+            every_n_secs=math.inf if self._only_at_end else every_n_secs,
+            every_n_iter=every_n_iter,
         )
         self._tensors = (
             dict(sorted(tensors.items()))
@@ -154,10 +147,8 @@ class NanTensorHook(SessionRunHook):
 
     As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
     their mean, so one NaN among them is found. The session calls hooks of this
-    class before those that save, so that no checkpoint of NaNs is written
-    after the last good one. A NaN may miss the loss (`relu(NaN)` is 0 on a
-    CPU): the weights themselves are looked at before each checkpoint, by the
-    session's `check_numerics`.
+    class before those that save. A NaN may miss the loss (`relu(NaN)` is 0 on
+    a CPU): `check_numerics` of the session looks at the weights themselves.
 
     Args:
         loss_tensor: Name of the loss in the logs, or of a variable. None:
@@ -193,14 +184,12 @@ class NanTensorHook(SessionRunHook):
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         """Looks at the loss; there is none when nothing ran."""
-        session = run_context.session
         if not run_values.results:
             return
-        names: Any = self._loss
-        if names is None:
-            logged = run_values.results
-            names = "loss" if "loss" in logged else list(logged)
-        loss = resolve(names, run_values.results, session.variables)
+        session = run_context.session
+        logs = run_values.results
+        names = self._loss or ("loss" if "loss" in logs else list(logs))
+        loss = resolve(names, logs, session.variables)
         if not np.isnan(loss).any():
             return
         level = logging.ERROR if self._fail_on_nan_loss else logging.WARNING
@@ -233,20 +222,19 @@ class FinalOpsHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Takes the values."""
-        if callable(self._final_ops):
-            self.final_ops_values = self._final_ops(session)
-        else:
-            self.final_ops_values = resolve(
-                self._final_ops, {}, session.variables
-            )
+        ops = self._final_ops
+        self.final_ops_values = (
+            ops(session)
+            if callable(ops)
+            else resolve(ops, {}, session.variables)
+        )
 
 
 class GlobalStepWaiterHook(SessionRunHook):
     """Waits, before the first run, until the job has reached a step.
 
-    As `tf.compat.v1.train.GlobalStepWaiterHook`, with which later workers of
-    one job started later. It is for processes that train beside others: where
-    one chief runs all steps, nobody else advances the step.
+    As `tf.compat.v1.train.GlobalStepWaiterHook`, for processes that train
+    beside others: where one chief runs all steps, nobody else advances it.
 
     Args:
         wait_until_step: Global step to wait for; 0 or less for no wait.
@@ -257,8 +245,6 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     >>> hook = tfdist.hooks.GlobalStepWaiterHook(0)  # Waits for nothing.
     """
-
-    _POLL_SECS = 0.5
 
     def __init__(
         self, wait_until_step: int, max_wait_secs: float = 7200
@@ -276,21 +262,16 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     def before_run(self, run_context: SessionRunContext) -> None:
         """Waits, the first time."""
-        if self._started or self._wait_until_step <= 0:
+        if self._started:
             return
-        start = time.monotonic()
-        global_step = run_context.session.global_step
-        while (step := int(global_step.numpy())) < self._wait_until_step:
-            if time.monotonic() >= start + self._max_wait_secs:
-                raise TimeoutError(
-                    f"The global step is {step} after {self._max_wait_secs:g} "
-                    f"s; GlobalStepWaiterHook waits for "
-                    f"{self._wait_until_step}. Do the other tasks train?"
-                )
-            _log.info(
-                "Waiting for step %d; the global step is %d.",
-                self._wait_until_step,
-                step,
+        step, until = run_context.session.global_step, self._wait_until_step
+        _log.info("Waiting for step %d.", until)
+        self._started = wait_for(
+            lambda: int(step.numpy()) >= until, self._max_wait_secs, 0.5
+        )
+        if not self._started:
+            raise TimeoutError(
+                f"The global step is {int(step.numpy())} after "
+                f"{self._max_wait_secs:g} s; GlobalStepWaiterHook waits for "
+                f"{until}. Do the other tasks train?"
             )
-            time.sleep(self._POLL_SECS)
-        self._started = True

@@ -1,8 +1,7 @@
 """Keras callbacks in tfdist's training loop (design decision D1).
 
-A callback of Keras was written for `fit`: batch after batch in one process,
-epoch after epoch of one dataset. What of that has a meaning here is called;
-a callback that relies on the rest is refused, with what does its work instead.
+A callback was written for `fit`: batch after batch in one process. What of that
+has a meaning here is called; one that relies on the rest is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tfdist._tf.arguments import check_positive
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
     Session,
@@ -37,31 +37,31 @@ _INSTEAD = {
     keras.callbacks.CallbackList: "Give its callbacks one by one.",
 }
 
-_NEVER_CALLED = {
-    "on_batch_begin": "many steps run in one go",
-    "on_train_batch_begin": "many steps run in one go",
-    **{
-        f"on_{mode}_{what}": "evaluations run apart from training"
+_SETS_RATE = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_NEVER_CALLED = (
+    "on_batch_begin",
+    "on_train_batch_begin",
+    *(
+        f"on_{mode}_{what}"
         for mode in ("test", "predict")
         for what in ("begin", "end", "batch_begin", "batch_end")
-    },
-}
+    ),
+)
 
 
 class KerasCallbackHook(SessionRunHook):
     """Runs Keras callbacks in a session.
 
     An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
-    step 200, whatever the process has trained so far. Called are
-    `on_train_begin`, `on_epoch_begin`, `on_train_batch_end`, `on_epoch_end` and
-    `on_train_end`, with these differences from `fit`:
+    step 200. Differences from `fit` are:
 
-    * `on_train_batch_end` has the logs of its step alone, where `fit` has the
-      means since the epoch began. Where a callback overrides it, steps run one
-      by one, which a warning tells.
+    * `on_train_batch_end` has the logs of its step alone. Where a callback
+      overrides it, steps run one by one, which a warning tells.
     * The logs of an epoch are the means over its steps of the logs of its
-      runs: exact for the loss and for metrics that are means over batches of
-      one size; for others (AUC) it is the mean of the runs' values.
+      runs: exact for means over batches of one size, not for others (AUC).
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it; epochs without a new one have none.
     * After a recovery the steps since the last checkpoint run again. An epoch
@@ -81,7 +81,6 @@ class KerasCallbackHook(SessionRunHook):
     Raises:
         ValueError: a callback has no meaning here; the message says why and
             what does its work instead.
-        TypeError: one is no Keras callback.
 
     >>> losses = []
     >>> callback = keras.callbacks.LambdaCallback(
@@ -98,11 +97,7 @@ class KerasCallbackHook(SessionRunHook):
         steps_per_epoch: int,
         eval_dir: str | None = None,
     ) -> None:
-        if steps_per_epoch < 1:
-            raise ValueError(
-                "Argument `steps_per_epoch` must be positive. Received: "
-                f"steps_per_epoch={steps_per_epoch}."
-            )
+        check_positive("steps_per_epoch", steps_per_epoch)
         for callback in callbacks:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(
@@ -115,7 +110,13 @@ class KerasCallbackHook(SessionRunHook):
                     f"training loop. {reason}"
                 )
         self._callbacks = list(callbacks)
-        by_batches = [c for c in callbacks if _acts_at_batches(c)]
+        # TensorBoard overrides all, and does nothing there but by batches.
+        by_batches = [
+            callback
+            for callback in callbacks
+            if _overrides(callback, "on_train_batch_end", "on_batch_end")
+            and not isinstance(callback, keras.callbacks.TensorBoard)
+        ]
         for callback in by_batches:
             warn_of_single_steps(
                 f"{type(callback).__name__}.on_train_batch_end",
@@ -143,13 +144,11 @@ class KerasCallbackHook(SessionRunHook):
                 "KerasCallbackHook needs a session that trains a Keras model; "
                 "this one runs a plain step function. Use hooks instead."
             )
-        for callback in self._callbacks:
-            _check_model(callback, model)
+        params = {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
         model.stop_training = False
         for callback in self._callbacks:
-            callback.set_params(
-                {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
-            )
+            _check_model(callback, model)
+            callback.set_params(params)
             callback.set_model(model)
         if not self._begun:
             self._call("on_train_begin")
@@ -196,18 +195,13 @@ class KerasCallbackHook(SessionRunHook):
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch
-        means = {k: v / self._logged_steps for k, v in self._sums.items()}
-        logs = {**means, **self._new_evaluation()}
-        self._call("on_epoch_end", epoch, logs)
-
-    def _new_evaluation(self) -> dict[str, float]:
-        """The `val_` logs of an evaluation that no epoch had yet."""
+        logs = {k: v / self._logged_steps for k, v in self._sums.items()}
         results = read_scalars(self._eval_dir) if self._eval_dir else {}
         newest = max(results, default=-1)
-        if newest <= self._evaluated_step:
-            return {}
-        self._evaluated_step = newest
-        return {f"val_{k}": v for k, v in results[newest].items()}
+        if newest > self._evaluated_step:  # No epoch had it yet.
+            self._evaluated_step = newest
+            logs |= {f"val_{k}": v for k, v in results[newest].items()}
+        self._call("on_epoch_end", epoch, logs)
 
     def _forget_logs(self) -> None:
         self._logged_steps = 0
@@ -244,49 +238,39 @@ def _reason_against(
             f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
             "the evaluations write, or let it monitor 'loss'."
         )
-    for method, why in _NEVER_CALLED.items():
-        if _overrides(callback, method):
-            return f"It overrides {method}, which is never called: {why}."
+    if never := _overrides(callback, *_NEVER_CALLED):
+        return (
+            f"It overrides {never[0]}, which is never called: many steps run "
+            "in one go, and evaluations apart from training."
+        )
     return None
 
 
-def _acts_at_batches(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback has to see each batch."""
-    # TensorBoard overrides all, and does nothing there but by batches.
-    methods = ("on_train_batch_end", "on_batch_end")
-    return not isinstance(callback, keras.callbacks.TensorBoard) and any(
-        _overrides(callback, method) for method in methods
-    )
-
-
-def _overrides(callback: keras.callbacks.Callback, method: str) -> bool:
-    """Whether a callback has its own `method`, in its class or given to it."""
-    default = getattr(keras.callbacks.Callback, method)
-    return (
-        method in vars(callback)
-        or getattr(type(callback), method) is not default
-    )
+def _overrides(callback: keras.callbacks.Callback, *methods: str) -> list[str]:
+    """Those of `methods` that a callback, or its class, has of its own."""
+    return [
+        name
+        for name in methods
+        if name in vars(callback)
+        or getattr(type(callback), name)
+        is not getattr(keras.callbacks.Callback, name)
+    ]
 
 
 def _check_model(
     callback: keras.callbacks.Callback, model: keras.Model
 ) -> None:
     """Fails for a callback that would not work with this model."""
-    pulls = getattr(callback, "histogram_freq", 0) or getattr(
-        callback, "embeddings_freq", 0
-    )
-    remote = any("/job:ps" in v.value.device for v in model.variables)
-    if pulls and remote:
+    frequencies = ("histogram_freq", "embeddings_freq")
+    pulls = any(getattr(callback, name, 0) for name in frequencies)
+    if pulls and any("/job:ps" in v.value.device for v in model.variables):
         raise ValueError(
             f"{type(callback).__name__} with histogram_freq or embeddings_freq "
             "would pull whole tables from the parameter servers. Set both to 0."
         )
-    sets_rate = isinstance(
-        callback,
-        keras.callbacks.LearningRateScheduler
-        | keras.callbacks.ReduceLROnPlateau,
-    )
-    if sets_rate and isinstance(model.optimizer, MultiOptimizer):
+    if isinstance(callback, _SETS_RATE) and isinstance(
+        model.optimizer, MultiOptimizer
+    ):
         raise ValueError(
             f"{type(callback).__name__} sets one learning rate, but the parts "
             "of a MultiOptimizer have their own. Give them a schedule "

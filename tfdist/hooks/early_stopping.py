@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from tfdist._tf.arguments import check_callable
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
     Logs,
     SessionRunContext,
     SessionRunHook,
     TimedHook,
-    check_exactly_one,
 )
 
 _log = logging.getLogger(__name__)
-_Compare = Callable[[float, float], bool]
 
 
 def make_early_stopping_hook(
@@ -40,36 +39,33 @@ def make_early_stopping_hook(
     Args:
         estimator: Unused; it keeps the place it has in TF1.
         should_stop_fn: Whether to stop.
-        run_every_secs: Seconds between questions; must be None where
-            `run_every_steps` is given.
-        run_every_steps: Steps between questions.
-
-    Raises:
-        TypeError: `should_stop_fn` is not callable.
-        ValueError: both or neither interval is given, or it is not positive.
+        run_every_secs: Seconds between questions.
+        run_every_steps: Steps between questions. Exactly one must be given:
+            `run_every_secs=None`, then.
 
     >>> hook = tfdist.hooks.make_early_stopping_hook(
     ...     None, lambda: True, run_every_secs=None, run_every_steps=10
     ... )
-    >>> hooks = [hook, tfdist.StopAtStepHook(last_step=100)]
-    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=hooks) as session:
-    ...     while not session.should_stop():
-    ...         logs = session.run()
-    >>> session.step
-    1
+    >>> with tfdist.MonitoredTrainingSession(build_fn, hooks=[hook]) as session:
+    ...     logs = session.run()
+    >>> session.should_stop()
+    True
     """
     del estimator
-    return _StopOnPredicateHook(should_stop_fn, run_every_secs, run_every_steps)
+    check_callable("should_stop_fn", should_stop_fn)
+    return _StopHook(
+        should_stop_fn,
+        run_every_secs=run_every_secs,
+        run_every_steps=run_every_steps,
+    )
 
 
 def stop_if_higher_hook(
     estimator: Any,
     metric_name: str,
     threshold: float,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60,
-    run_every_steps: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> SessionRunHook:
     """Stops when an evaluation's metric is above `threshold`.
 
@@ -79,60 +75,54 @@ def stop_if_higher_hook(
         estimator: Whose evaluations: has `eval_dir()`, or `model_dir`.
         metric_name: Name of the metric.
         threshold: The metric's bound.
-        eval_dir: Where the results are. Default: that of `estimator`.
-        min_steps: Evaluations of earlier steps do not count.
-        run_every_secs: As for `make_early_stopping_hook`.
-        run_every_steps: As for `make_early_stopping_hook`.
+        *args: As `kwargs`, in this order.
+        **kwargs: `eval_dir`, where the results are (default: that of
+            `estimator`); `min_steps`, before which evaluations do not count
+            (default: 0); `run_every_secs` and `run_every_steps`, as for
+            `make_early_stopping_hook`.
 
     Raises:
-        ValueError: as `make_early_stopping_hook`; in training, when an
-            evaluation has no such metric.
+        ValueError: in training, when an evaluation has no such metric.
 
     >>> hook = tfdist.hooks.stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory
     ... )
     """
-    results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return _StopOnPredicateHook(
-        lambda: results.crossed(operator.gt, threshold),
-        run_every_secs,
-        run_every_steps,
-    )
+
+    def stops(values: dict[int, float]) -> bool:
+        return any(value > threshold for value in values.values())
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_lower_hook(
     estimator: Any,
     metric_name: str,
     threshold: float,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60,
-    run_every_steps: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> SessionRunHook:
     """Stops when an evaluation's metric is below `threshold`.
 
     As `stop_if_higher_hook` otherwise.
 
     >>> hook = tfdist.hooks.stop_if_lower_hook(
-    ...     None, "accuracy", 0.9, eval_dir=directory
+    ...     None, "loss", 0.1, eval_dir=directory
     ... )
     """
-    results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return _StopOnPredicateHook(
-        lambda: results.crossed(operator.lt, threshold),
-        run_every_secs,
-        run_every_steps,
-    )
+
+    def stops(values: dict[int, float]) -> bool:
+        return any(value < threshold for value in values.values())
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_no_increase_hook(
     estimator: Any,
     metric_name: str,
     max_steps_without_increase: int,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60,
-    run_every_steps: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> SessionRunHook:
     """Stops when a metric has not risen for so many steps.
 
@@ -145,55 +135,40 @@ def stop_if_no_increase_hook(
     ...     None, "accuracy", max_steps_without_increase=500, eval_dir=directory
     ... )
     """
-    results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return _StopOnPredicateHook(
-        lambda: results.stalled(operator.gt, max_steps_without_increase),
-        run_every_secs,
-        run_every_steps,
-    )
+
+    def stops(values: dict[int, float]) -> bool:
+        return _longest_stall(values, operator.gt) >= max_steps_without_increase
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
 def stop_if_no_decrease_hook(
     estimator: Any,
     metric_name: str,
     max_steps_without_decrease: int,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60,
-    run_every_steps: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> SessionRunHook:
     """Stops when a metric has not fallen for so many steps.
 
     As `stop_if_no_increase_hook` otherwise.
 
     >>> hook = tfdist.hooks.stop_if_no_decrease_hook(
-    ...     None, "accuracy", max_steps_without_decrease=500, eval_dir=directory
+    ...     None, "loss", max_steps_without_decrease=500, eval_dir=directory
     ... )
     """
-    results = _Results(estimator, eval_dir, metric_name, min_steps)
-    return _StopOnPredicateHook(
-        lambda: results.stalled(operator.lt, max_steps_without_decrease),
-        run_every_secs,
-        run_every_steps,
-    )
+
+    def stops(values: dict[int, float]) -> bool:
+        return _longest_stall(values, operator.lt) >= max_steps_without_decrease
+
+    return _hook(stops, estimator, metric_name, *args, **kwargs)
 
 
-class _StopOnPredicateHook(TimedHook):
+class _StopHook(TimedHook):
     def __init__(
-        self,
-        should_stop_fn: Callable[[], bool],
-        run_every_secs: float | None,
-        run_every_steps: int | None,
+        self, should_stop_fn: Callable[[], bool], **cadence: Any
     ) -> None:
-        if not callable(should_stop_fn):
-            raise TypeError(
-                "Argument `should_stop_fn` must be a function without "
-                f"arguments. Received: {should_stop_fn!r}."
-            )
-        check_exactly_one(
-            run_every_secs=run_every_secs, run_every_steps=run_every_steps
-        )
-        super().__init__(run_every_secs, run_every_steps)
+        super().__init__(**cadence)
         self._should_stop_fn = should_stop_fn
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
@@ -202,64 +177,50 @@ class _StopOnPredicateHook(TimedHook):
             context.request_stop()
 
 
-class _Results:
-    """What the evaluations say about a metric, read again at each question."""
+def _hook(
+    stops: Callable[[dict[int, float]], bool],
+    estimator: Any,
+    metric_name: str,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Asks `stops` with the metric's values by step, once there are some."""
+    directory = eval_dir or eval_dir_of(estimator)
 
-    def __init__(
-        self,
-        estimator: Any,
-        eval_dir: str | None,
-        metric_name: str,
-        min_steps: int,
-    ) -> None:
-        self._directory = eval_dir or eval_dir_of(estimator)
-        self._metric_name = metric_name
-        self._min_steps = min_steps
-
-    def _values(self) -> Iterator[tuple[int, float]]:
-        for step, metrics in read_scalars(self._directory).items():
-            if step < self._min_steps:
+    def should_stop() -> bool:
+        values = {}
+        for step, metrics in read_scalars(directory).items():
+            if step < min_steps:
                 continue
-            if self._metric_name not in metrics:
+            if metric_name not in metrics:
                 raise ValueError(
-                    f"The evaluation of step {step} in {self._directory} has "
-                    f"no metric called {self._metric_name!r}. It has: "
+                    f"The evaluation of step {step} in {directory} has no "
+                    f"metric called {metric_name!r}. It has: "
                     f"{sorted(metrics)}."
                 )
-            yield step, metrics[self._metric_name]
+            values[step] = metrics[metric_name]
+        if not (values and stops(values)):
+            return False
+        _log.info("Of the evaluations, by step: %s is %s.", metric_name, values)
+        return True
 
-    def crossed(self, is_beyond: _Compare, threshold: float) -> bool:
-        """Whether any evaluation is beyond the threshold."""
-        for step, value in self._values():
-            if is_beyond(value, threshold):
-                _log.info(
-                    "%s is %g at step %d; the threshold for early stopping is "
-                    "%g.",
-                    self._metric_name,
-                    value,
-                    step,
-                    threshold,
-                )
-                return True
-        return False
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
-    def stalled(self, is_better: _Compare, max_steps: int) -> bool:
-        """Whether an evaluation is `max_steps` after the best before it."""
-        best, best_step = None, 0
-        for step, value in self._values():
-            if best is None or is_better(value, best):
-                best, best_step = value, step
-            if step - best_step >= max_steps:
-                _log.info(
-                    "%s was best at step %d (%g), %d steps before step %d.",
-                    self._metric_name,
-                    best_step,
-                    best,
-                    step - best_step,
-                    step,
-                )
-                return True
-        return False
+
+def _longest_stall(
+    values: dict[int, float], is_better: Callable[[float, float], bool]
+) -> int:
+    """Most steps that an evaluation is after the best before it."""
+    best, best_step, longest = None, 0, 0
+    for step, value in values.items():
+        if best is None or is_better(value, best):
+            best, best_step = value, step
+        longest = max(longest, step - best_step)
+    return longest
 
 
 def eval_dir_of(estimator: Any) -> str:

@@ -1,19 +1,20 @@
 """Event files: what TensorBoard reads.
 
 `tf.summary` writes through a resource of TensorFlow's runtime, which is lost
-when the runtime connects to a cluster again. An event file is a TFRecord of
-`Event` protocol buffers, so a hook that lives through a recovery writes them
-itself, in the format of `tf.summary`.
+when the runtime connects to a cluster again: a hook that lives through a
+recovery writes the TFRecord of `Event`s itself, in the same format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,13 +25,10 @@ _counter = itertools.count()
 
 
 class EventFile:
-    """One event file, opened when something is written.
+    """One event file in a directory, opened when something is written.
 
     If the file is removed, as with a directory that is made again, the next
     event begins another.
-
-    Args:
-        directory: Where it lies; TensorBoard calls it a run.
     """
 
     def __init__(self, directory: str) -> None:
@@ -41,23 +39,18 @@ class EventFile:
 
     def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars of one step, as `tf.summary.scalar`."""
-        self._write_values(
-            [_value(k, np.float32(v), "scalars") for k, v in scalars.items()],
-            step,
-        )
+        values = [
+            _value(tag, np.float32(number), "scalars")
+            for tag, number in scalars.items()
+        ]
+        self._write(step=step, summary=tf.compat.v1.Summary(value=values))
 
     def write_counts(self, tag: str, counts: np.ndarray, step: int) -> None:
-        """Writes a histogram of small integers, as `tf.summary.histogram`.
-
-        Args:
-            tag: Its name.
-            counts: How often 0, 1, 2, ... were seen.
-            step: The step.
-        """
+        """Writes how often 0, 1, ... were seen, as `tf.summary.histogram`."""
         left = np.arange(len(counts))
         buckets = np.stack([left, left + 1, counts], axis=1)
         value = _value(tag, buckets.astype(np.float64), "histograms")
-        self._write_values([value], step)
+        self._write(step=step, summary=tf.compat.v1.Summary(value=[value]))
 
     def write_start(self, step: int) -> None:
         """Says that a session begins: what was written from `step` on is void.
@@ -65,7 +58,7 @@ class EventFile:
         TensorBoard then hides the points of steps that a recovery undid.
         """
         start = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
-        self._write(tf.compat.v1.Event(session_log=start, step=step))
+        self._write(step=step, session_log=start)
 
     def flush(self) -> None:
         """Makes all that was written readable."""
@@ -73,42 +66,29 @@ class EventFile:
             self._writer.flush()
             self._flushed = True
 
-    def _write_values(
-        self, values: list[tf.compat.v1.Summary.Value], step: int
-    ) -> None:
-        summary = tf.compat.v1.Summary(value=values)
-        self._write(tf.compat.v1.Event(summary=summary, step=step))
-
-    def _write(self, event: tf.compat.v1.Event) -> None:
+    def _write(self, **event: Any) -> None:
         # Before a flush there need not be a file to look for.
         if self._flushed and not tf.io.gfile.exists(self._path):
             self._writer = None
         self._flushed = False
         if self._writer is None:
             storage.make_directory(self._directory)
-            self._path = os.path.join(self._directory, _file_name())
+            # As `tf.summary` names it; later files sort after earlier ones.
+            name = (
+                f"events.out.tfevents.{int(time.time()):010d}."
+                f"{socket.gethostname()}.{os.getpid()}.{next(_counter)}.v2"
+            )
+            self._path = os.path.join(self._directory, name)
             self._writer = tf.io.TFRecordWriter(self._path)
-            self._write(tf.compat.v1.Event(file_version="brain.Event:2"))
-        event.wall_time = time.time()
-        self._writer.write(event.SerializeToString())
+            self._write(file_version="brain.Event:2")
+        record = tf.compat.v1.Event(wall_time=time.time(), **event)
+        self._writer.write(record.SerializeToString())
 
 
 @functools.cache
 def event_file(directory: str) -> EventFile:
-    """This process's event file in `directory`.
-
-    All hooks share it: of several files in one directory TensorBoard follows
-    only the newest.
-    """
+    """This process's, for all hooks: TensorBoard follows only the newest."""
     return EventFile(directory)
-
-
-def _file_name() -> str:
-    """A name as `tf.summary` gives; later files sort after earlier ones."""
-    return (
-        f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
-        f"{os.getpid()}.{next(_counter)}.v2"
-    )
 
 
 def _value(
@@ -124,10 +104,9 @@ def _value(
 def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     """The scalars in all event files of `directory`, by step, in order.
 
-    As `read_eval_metrics` of Estimator's early stopping. Scalars of TF1's and
-    of TF2's writers are read, other summaries are left out; of two values of
-    one tag and step the later counts. A file that is being written is read up
-    to its last whole record.
+    Scalars of TF1's and of TF2's writers; of two values of one tag and step the
+    later counts. A file that is being written is read up to its last whole
+    record.
 
     Args:
         directory: Where the event files are; it need not exist.
@@ -139,20 +118,16 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     """
     scalars: dict[int, dict[str, float]] = {}
     for path in sorted(tf.io.gfile.glob(os.path.join(directory, "*tfevents*"))):
-        for event in _events(path):
-            for value in event.summary.value:
-                number = _number(value)
-                if number is not None:
-                    scalars.setdefault(event.step, {})[value.tag] = number
+        records = tf.data.TFRecordDataset(path).as_numpy_iterator()
+        # The record at the end may not be whole yet.
+        with contextlib.suppress(tf.errors.DataLossError):
+            for record in records:
+                event = tf.compat.v1.Event.FromString(record)
+                for value in event.summary.value:
+                    number = _number(value)
+                    if number is not None:
+                        scalars.setdefault(event.step, {})[value.tag] = number
     return dict(sorted(scalars.items()))
-
-
-def _events(path: str) -> Iterator[tf.compat.v1.Event]:
-    try:
-        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-            yield tf.compat.v1.Event.FromString(record)
-    except tf.errors.DataLossError:
-        return  # The record at the end is not whole yet.
 
 
 def _number(value: tf.compat.v1.Summary.Value) -> float | None:

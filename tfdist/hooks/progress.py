@@ -1,48 +1,44 @@
-"""How far training is: a line in a log, one moving line in a terminal."""
+"""How far training is, and what nobody reads meanwhile."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from tfdist.data import input_wait
+from tfdist.data.input_fns import InputFn, described
 from tfdist.hooks.session_run_hook import (
     Logs,
     Session,
     SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
     TimedHook,
 )
 
+_log = logging.getLogger(__name__)
 _LEAST_SECS = 2.0
 
 
-class _Mark(NamedTuple):
-    """How far a session is."""
-
-    step: int
-    secs: float
-    input_secs: np.ndarray
-
-    @classmethod
-    def of(cls, session: Session) -> _Mark:
-        return cls(session.step, session.secs_in_steps, session.input_secs)
+def _mark(session: Session) -> np.ndarray:
+    """How far a session is: steps, their seconds, and those of the input."""
+    return np.array([session.step, session.secs_in_steps, *session.input_secs])
 
 
 class ProgressHook(TimedHook):
     """Says how far training is: a line in a log, one moving line in a terminal.
 
-    Steps per second are those of the steps alone: neither checkpoints nor
-    evaluations in between slow them down. The input's share is that of their
-    time in which they waited for data. Both are of the interval, or, where
-    lines follow fast, of the last two seconds: workers are steps ahead, so
-    that every other interval may seem to take no time.
+    Steps per second are those of the steps alone, without checkpoints and
+    evaluations; the input's share is that of their time in which they waited
+    for data. Both are of the interval, or of the last two seconds if that is
+    longer: workers are steps ahead, so that an interval may take no time.
 
     Args:
         log_steps: Steps between lines.
-        stream: Where to; a terminal gets one line that is overwritten.
-            Default: standard output.
+        stream: Where to. Default: standard output.
         max_steps: Step at which training ends, if it is known.
 
     >>> progress = tfdist.hooks.ProgressHook(2, max_steps=4)
@@ -60,16 +56,16 @@ class ProgressHook(TimedHook):
         *,
         max_steps: int | None = None,
     ) -> None:
-        super().__init__(every_steps=log_steps, at_first_step=False)
+        super().__init__(False, log_secs=None, log_steps=log_steps)
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
-        self._marks: list[_Mark] = []
+        self._marks: list[np.ndarray] = []
         self._lines = 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Starts the first interval, again after a recovery."""
         self._timer.update_last_triggered_step(session.step)
-        self._marks = [_Mark.of(session)]
+        self._marks = [_mark(session)]
         self._traces = True
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
@@ -86,10 +82,10 @@ class ProgressHook(TimedHook):
             self._stream.flush()
 
     def _write(self, session: Session, with_time_left: bool) -> None:
-        marks, now = self._marks, _Mark.of(session)
-        while len(marks) > 1 and now.secs - marks[1].secs >= _LEAST_SECS:
+        marks, now = self._marks, _mark(session)
+        while len(marks) > 1 and now[1] - marks[1][1] >= _LEAST_SECS:
             del marks[0]
-        since = marks[0]
+        steps, secs, *input_secs = now - marks[0]
         if self._traces:  # The first steps tell nothing of the next.
             marks.clear()
             self._traces = False
@@ -98,11 +94,11 @@ class ProgressHook(TimedHook):
         line = progress_line(
             session.step,
             self._max_steps,
-            (now.step - since.step) / max(now.secs - since.secs, 1e-9),
+            steps / max(secs, 1e-9),
             self._logs,
             with_time_left=with_time_left and session.step != self._max_steps,
             tasks_alive=session.tasks_alive(),
-            input_share=input_wait.share(now.input_secs - since.input_secs),
+            input_share=input_wait.share(input_secs),
         )
         # The cursor goes back, so that whatever comes next replaces the line.
         terminal = self._stream.isatty()
@@ -141,3 +137,56 @@ def progress_line(
     if tasks_alive:
         parts.append(tasks_alive)
     return ", ".join(parts)
+
+
+class UnreadDataHook(SessionRunHook):
+    """Warns when a worker is gone for long, and again at the end of the job.
+
+    An input function that shards by its `InputContext` gives a worker a part of
+    the data for good, which nobody reads meanwhile.
+    """
+
+    def __init__(
+        self, input_fn: InputFn, num_workers: int, after_secs: float = 60.0
+    ) -> None:
+        self._input_fn = input_fn
+        self._num_workers = num_workers
+        self._after_secs = after_secs
+        self._since: dict[str, int] = {}
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: it asks for seconds."""
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Warns of workers that have gone since the last run."""
+        session = run_context.session
+        missing = session.missing_workers(self._after_secs)
+        before = self._since
+        self._since = {name: before.get(name, session.step) for name in missing}
+        if set(missing) - set(before):
+            _log.warning(
+                "%s gone for %g s or more: nobody reads %s of the examples "
+                "now, because input function %s gives every worker a share of "
+                "its own. The readers of tfdist.data, with context=context, "
+                "deal the examples again in each pass.",
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}",
+                self._after_secs,
+                self._share(),
+                described(self._input_fn),
+            )
+
+    def end(self, session: Session) -> None:
+        """Says it again: the results are those of a part of the data."""
+        if self._since:
+            _log.warning(
+                "Training ended without %s: nobody has read %s of the examples "
+                "since step %d.",
+                ", ".join(self._since),
+                self._share(),
+                min(self._since.values()),
+            )
+
+    def _share(self) -> str:
+        return f"{len(self._since) / self._num_workers:.0%}"

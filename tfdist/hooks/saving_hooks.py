@@ -15,7 +15,6 @@ from tfdist.hooks.session_run_hook import (
     Session,
     SessionRunContext,
     TimedHook,
-    check_exactly_one,
 )
 
 _log = logging.getLogger(__name__)
@@ -24,15 +23,17 @@ CheckpointSaverListener: TypeAlias = tf.compat.v1.train.CheckpointSaverListener
 """TensorFlow's own: `begin()`, `before_save(session, global_step_value)`,
 `after_save(session, global_step_value)`, `end(session, global_step_value)`."""
 
+USE_DEFAULT: Any = object()
+"""A cadence that was not given, where None means none."""
+
 
 class CheckpointSaverHook(TimedHook):
     """Saves a new job's first state, on a timer, and at the end.
 
-    As `tf.compat.v1.train.CheckpointSaverHook`, with these differences: what
-    has just been restored from `checkpoint_dir` is not saved again; no graph is
-    written (`saver`, `scaffold`, `save_graph_def` have no meaning), and the
-    base name is always `model.ckpt`; on SIGTERM the current step is saved,
-    without the listeners, which may take longer than the process has.
+    As `tf.compat.v1.train.CheckpointSaverHook`, but what has just been restored
+    from `checkpoint_dir` is not saved again; no graph is written, and the base
+    name is always `model.ckpt`; on SIGTERM the current step is saved, without
+    the listeners, which may take longer than the process has.
 
     Args:
         checkpoint_dir: Where to.
@@ -46,12 +47,6 @@ class CheckpointSaverHook(TimedHook):
 
     Attributes:
         last_path: Path of the last checkpoint that this hook wrote, or None.
-            A listener finds it there, or as TF1's did, by
-            `tf.train.latest_checkpoint(checkpoint_dir)`.
-
-    Raises:
-        ValueError: not exactly one of `save_secs` and `save_steps` is given,
-            or it is not positive.
 
     >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
     >>> hooks = [saver, tfdist.StopAtStepHook(last_step=3)]
@@ -74,14 +69,10 @@ class CheckpointSaverHook(TimedHook):
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
-        check_exactly_one(save_secs=save_secs, save_steps=save_steps)
-        super().__init__(save_secs, save_steps)
+        super().__init__(save_secs=save_secs, save_steps=save_steps)
         self._directory = checkpoint_dir
         self._listeners = list(listeners or ())
-        self._keep: dict[str, Any] = {
-            "max_to_keep": max_to_keep,
-            "keep_checkpoint_every_n_hours": keep_checkpoint_every_n_hours,
-        }
+        self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
         self.last_path: str | None = None
@@ -94,7 +85,7 @@ class CheckpointSaverHook(TimedHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Saves the state, unless it is that of the newest checkpoint."""
-        self._checkpoints = session.checkpoints(self._directory, **self._keep)
+        self._checkpoints = session.checkpoints(self._directory, *self._keep)
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and normpath(restored) == normpath(latest):
             self._saved_step = session.step

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 SessionRunArgs: TypeAlias = tf.compat.v1.train.SessionRunArgs
 SessionRunContext: TypeAlias = tf.compat.v1.train.SessionRunContext
 SessionRunValues: TypeAlias = tf.compat.v1.train.SessionRunValues
-Logs = Mapping[str, float]
+Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
+Logs: TypeAlias = Mapping[str, float]
 
 
 class Session(Protocol):
@@ -41,45 +42,16 @@ class Session(Protocol):
     restored_from: str | None
     secs_in_steps: float
     input_secs: Any
-
-    @property
-    def global_step(self) -> tf.Variable:
-        """The step counter."""
-
-    @property
-    def variables(self) -> Mapping[str, Saveable]:
-        """What a checkpoint holds, by name."""
-
-    @property
-    def model(self) -> keras.Model | None:
-        """The Keras model, if there is one."""
-
-    @property
-    def staleness(self) -> np.ndarray | None:
-        """Updates by their staleness; None where there is none."""
-
-    def should_stop(self) -> bool:
-        """Whether training ends after this run."""
-
-    def request_stop(self) -> None:
-        """Ends training after the hooks have seen the current steps."""
-
-    def wait_for_steps(self) -> None:
-        """Waits for the steps that are under way."""
-
-    def tasks_alive(self) -> str:
-        """As "2/2 ps, 3/3 workers"; empty without a cluster."""
-
-    def missing_workers(self, secs: float) -> list[str]:
-        """Workers gone for so long whose share nobody reads."""
-
-    def checkpoints(
-        self,
-        directory: str,
-        max_to_keep: int | None = 5,
-        keep_checkpoint_every_n_hours: float | None = None,
-    ) -> Checkpoints:
-        """The checkpoints of this session's state in `directory`."""
+    global_step: tf.Variable
+    variables: Mapping[str, Saveable]
+    model: keras.Model | None
+    staleness: np.ndarray | None
+    should_stop: Callable[[], bool]
+    request_stop: Callable[[], None]
+    wait_for_steps: Callable[[], None]
+    tasks_alive: Callable[[], str]
+    missing_workers: Callable[[float], list[str]]
+    checkpoints: Callable[..., Checkpoints]
 
 
 class SessionRunHook(tf.compat.v1.train.SessionRunHook):
@@ -117,9 +89,6 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
         """How many steps may run before the next call; None for any number.
 
         Where it is not overridden: one, if `before_run` or `after_run` is.
-
-        Args:
-            step: The global step now.
         """
         return 1 if wants_every_step(self) else None
 
@@ -127,15 +96,14 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
         """The process was told to end (SIGTERM) and has seconds left."""
 
 
-def wants_every_step(hook: tf.compat.v1.train.SessionRunHook) -> bool:
+def wants_every_step(hook: Hook) -> bool:
     """Whether a hook acts at steps, and does not say at which."""
 
     def has(name: str, base: type) -> bool:
         own = getattr(type(hook), name, None) or getattr(base, name)
         return name in vars(hook) or own is not getattr(base, name)
 
-    theirs = tf.compat.v1.train.SessionRunHook
-    acts = has("before_run", theirs) or has("after_run", theirs)
+    acts = has("before_run", Hook) or has("after_run", Hook)
     return acts and not has("steps_until_next", SessionRunHook)
 
 
@@ -150,10 +118,9 @@ def warn_of_single_steps(who: str, advice: str) -> None:
 
 
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
-    """Triggers every so many seconds or steps.
+    """TensorFlow's own timer, which also says when it triggers next.
 
-    TensorFlow's own timer, which is also able to say when it triggers next and
-    to go back with a session that was restored.
+    And it goes back with a session that was restored.
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> _ = timer.update_last_triggered_step(1)
@@ -162,11 +129,8 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
 
     Args:
         every_secs: Seconds between triggers.
-        every_steps: Steps between triggers. Exactly one must be given.
-
-    Raises:
-        ValueError: both or neither are given, or one is not positive (TF1
-            took 0 and triggered always).
+        every_steps: Steps between triggers. Exactly one must be given, and
+            positive (TF1 took 0 and triggered always).
     """
 
     def __init__(
@@ -189,7 +153,6 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
         """Undoes the triggers after `step`, whose steps will run again.
 
         The next triggers are then those of a run without the interruption.
-        Does nothing where the last trigger was not after `step`.
         """
         last = self.last_triggered_step()
         if last is None or last <= step:
@@ -221,20 +184,16 @@ class TimedHook(SessionRunHook):
     """Base of hooks that act every so many seconds or steps.
 
     Args:
-        every_secs: Seconds between two calls of `on_trigger`.
-        every_steps: Steps between them. Exactly one must be given.
         at_first_step: Whether the first step triggers, as in TF1. If not, the
             session's creation starts the first interval: the hook then acts at
             multiples of N, together with others, and runs are not cut short.
+        **cadence: Seconds, then steps, between two calls of `on_trigger`, named
+            as the hook's own arguments are.
     """
 
-    def __init__(
-        self,
-        every_secs: float | None = None,
-        every_steps: int | None = None,
-        at_first_step: bool = True,
-    ) -> None:
-        self._timer = SecondOrStepTimer(every_secs, every_steps)
+    def __init__(self, at_first_step: bool = True, **cadence: Any) -> None:
+        check_exactly_one(**cadence)
+        self._timer = SecondOrStepTimer(*cadence.values())
         self._at_first_step = at_first_step
         self._secs: float | None = None  # Between the last two triggers.
         self._logs: Logs = {}  # The newest that are not empty.
@@ -246,10 +205,8 @@ class TimedHook(SessionRunHook):
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Starts the first interval; later goes back to a restored step."""
         self._timer.go_back_to(session.step)
-        if (
-            not self._at_first_step
-            and self._timer.last_triggered_step() is None
-        ):
+        begun = self._timer.last_triggered_step() is not None
+        if not (self._at_first_step or begun):
             self._timer.update_last_triggered_step(session.step)
 
     def steps_until_next(self, step: int) -> int | None:
@@ -269,3 +226,81 @@ class TimedHook(SessionRunHook):
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """What the hook does; `logs` are those of the steps just run."""
         raise NotImplementedError
+
+
+class HookRunner:
+    """Calls hooks around a run, as TF1's sessions did: `before_run` at once."""
+
+    def __init__(self, hooks: Iterable[Hook], session: Any) -> None:
+        self._session = session
+        self._context = SessionRunContext(SessionRunArgs(None), session)
+        self._asked = [(hook, hook.before_run(self._context)) for hook in hooks]
+
+    def end(self, logs: Mapping[str, float]) -> None:
+        """Calls `after_run` with what each hook asked for; default: `logs`."""
+        for hook, args in self._asked:
+            results = logs
+            if args is not None:
+                results = resolve(args.fetches, logs, self._session.variables)
+            values = SessionRunValues(results, None, None)
+            hook.after_run(self._context, values)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a hook asked to stop."""
+        return self._context.stop_requested
+
+
+def resolve(
+    fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
+) -> Any:
+    """`fetches` with each leaf replaced by its value.
+
+    >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
+    ...         {"step": tf.Variable(3)})
+    {'a': 0.5, 'b': [np.int32(3)]}
+
+    A name is looked up in `logs` first; a variable in shards is gathered.
+
+    Raises:
+        ValueError: a name is in neither.
+    """
+
+    def value(fetch: Any) -> Any:
+        if isinstance(fetch, str):
+            if fetch in logs:
+                return logs[fetch]
+            if fetch not in variables:
+                raise ValueError(
+                    f"There is no log and no variable called {fetch!r}. "
+                    f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
+                )
+            fetch = variables[fetch]
+        return tf.convert_to_tensor(fetch).numpy()
+
+    return tf.nest.map_structure(value, fetches)
+
+
+def steps_allowed(
+    hooks: Iterable[Hook], step: int, most: int
+) -> tuple[int, int]:
+    """Steps to run, at most `most`, and how many more may be under way then.
+
+    Raises:
+        ValueError: a hook asks for less than one step.
+    """
+    until = 1 << 60  # When no other step may be under way.
+    for hook in hooks:
+        ask = getattr(hook, "steps_until_next", lambda step: None)
+        wish = 1 if wants_every_step(hook) else ask(step)
+        if wish is None:
+            continue
+        if wish < 1:
+            raise ValueError(
+                f"{type(hook).__name__}.steps_until_next must return None or "
+                f"at least 1. Received: {wish} at step {step}."
+            )
+        most = min(most, wish)
+        if getattr(hook, "wants_none_under_way", False):
+            until = min(until, wish)
+    return most, max(0, until - most)

@@ -18,13 +18,10 @@ from tfdist.hooks.session_run_hook import (
     SessionRunContext,
     SessionRunValues,
     TimedHook,
-    check_exactly_one,
 )
 from tfdist.training import staleness
 
 _log = logging.getLogger(__name__)
-
-_MAX_WARNINGS = 5
 
 
 class SummarySaverHook(TimedHook):
@@ -39,14 +36,10 @@ class SummarySaverHook(TimedHook):
     Args:
         save_steps: Steps between summaries.
         save_secs: Seconds between summaries. Exactly one must be given.
-        output_dir: Directory of the event file.
+        output_dir: Directory of the event file; must be given.
         at_first_step: Whether the first step is written, as in TF1. If not,
             summaries fall on multiples of N, together with checkpoints, and
             runs are not cut short for them.
-
-    Raises:
-        ValueError: both or neither of `save_steps` and `save_secs` are given,
-            or one is not positive, or `output_dir` is missing.
 
     >>> saver = tfdist.hooks.SummarySaverHook(2, output_dir=directory)
     >>> hooks = [saver, tfdist.StopAtStepHook(last_step=4)]
@@ -65,13 +58,14 @@ class SummarySaverHook(TimedHook):
         *,
         at_first_step: bool = True,
     ) -> None:
-        check_exactly_one(save_steps=save_steps, save_secs=save_secs)
+        super().__init__(
+            at_first_step, save_secs=save_secs, save_steps=save_steps
+        )
         if not output_dir:
             raise ValueError(
                 "Argument `output_dir` must be the directory of the event "
                 f"file. Received: output_dir={output_dir!r}."
             )
-        super().__init__(save_secs, save_steps, at_first_step)
         self._file = event_file(output_dir)
         self._start_step: int | None = None
 
@@ -86,16 +80,13 @@ class SummarySaverHook(TimedHook):
         """Writes where the session started; logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
+            self._file.flush()
             self._start_step = None
         super().after_run(run_context, run_values)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """Writes the logs."""
         self._file.write_scalars(logs, context.session.step)
-        self._file.flush()
-
-    def end(self, session: Session) -> None:
-        """Flushes."""
         self._file.flush()
 
 
@@ -114,16 +105,10 @@ class StepCounterHook(TimedHook):
         at_first_step: As for `SummarySaverHook`.
         log: Whether to log it too.
 
-    Raises:
-        ValueError: not exactly one of `every_n_steps` and `every_n_secs` is
-            given, or it is not positive.
-
     >>> hook = tfdist.hooks.StepCounterHook(every_n_steps=500)
     >>> hook.steps_until_next(step=0)
     1
     """
-
-    _TAG = "global_step/sec"
 
     def __init__(
         self,
@@ -134,14 +119,14 @@ class StepCounterHook(TimedHook):
         at_first_step: bool = True,
         log: bool = True,
     ) -> None:
-        check_exactly_one(
-            every_n_steps=every_n_steps, every_n_secs=every_n_secs
+        super().__init__(
+            at_first_step,
+            every_n_secs=every_n_secs,
+            every_n_steps=every_n_steps,
         )
-        super().__init__(every_n_secs, every_n_steps, at_first_step)
         self._file = event_file(output_dir) if output_dir else None
         self._log = log
         self._warnings = 0
-        self.begin()
 
     def begin(self) -> None:
         """Forgets an earlier session."""
@@ -162,7 +147,7 @@ class StepCounterHook(TimedHook):
         super().after_run(run_context, run_values)
         session = run_context.session
         stands = session.step == self._seen_step and not session.should_stop()
-        if stands and self._warnings < _MAX_WARNINGS:
+        if stands and self._warnings < 5:
             self._warnings += 1
             _log.warning(
                 "The global step did not advance: it is still %d after a run. "
@@ -178,15 +163,12 @@ class StepCounterHook(TimedHook):
         since, self._since = self._since, now
         if since is None:
             return
-        secs, steps, input_secs = (
-            b - a for a, b in zip(since, now, strict=True)
-        )
-        rate = steps / max(secs, 1e-9)
+        rate = (now[1] - since[1]) / max(now[0] - since[0], 1e-9)
         if self._log:
-            _log.info("%s: %g", self._TAG, rate)
+            _log.info("global_step/sec: %g", rate)
         if self._file:
-            waited = input_wait.share(input_secs)
-            scalars = {self._TAG: rate, "input_wait": waited}
+            waited = input_wait.share(now[2] - since[2])
+            scalars = {"global_step/sec": rate, "input_wait": waited}
             self._file.write_scalars(scalars, session.step)
             self._file.flush()
 
@@ -195,8 +177,7 @@ class StalenessHook(TimedHook):
     """Writes how stale the updates of asynchronous training are.
 
     A histogram and percentiles of all updates so far, and one line at the
-    end. Does nothing where there is no staleness (`session.staleness` is
-    None).
+    end; nothing where `session.staleness` is None.
 
     Args:
         output_dir: Directory of the event file.
@@ -206,7 +187,7 @@ class StalenessHook(TimedHook):
     """
 
     def __init__(self, output_dir: str, every_n_steps: int = 100) -> None:
-        super().__init__(every_steps=every_n_steps, at_first_step=False)
+        super().__init__(False, every_n_secs=None, every_n_steps=every_n_steps)
         self._file = event_file(output_dir)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
@@ -243,10 +224,6 @@ class ProfilerHook(TimedHook):
         save_secs: Seconds between profiles. Exactly one must be given.
         output_dir: Directory of the profiles.
 
-    Raises:
-        ValueError: not exactly one of `save_steps` and `save_secs` is given,
-            or it is not positive.
-
     >>> hook = tfdist.hooks.ProfilerHook(save_steps=1_000, output_dir=directory)
     """
 
@@ -256,8 +233,7 @@ class ProfilerHook(TimedHook):
         save_secs: float | None = None,
         output_dir: str = "",
     ) -> None:
-        check_exactly_one(save_steps=save_steps, save_secs=save_secs)
-        super().__init__(save_secs, save_steps)
+        super().__init__(save_secs=save_secs, save_steps=save_steps)
         self._directory = output_dir
         self._profiling = False
 

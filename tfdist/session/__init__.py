@@ -1,9 +1,8 @@
 """`MonitoredTrainingSession`: steps that go on when a process dies.
 
 Read in this order: `monitored_session` (hooks around steps), `recoverable`
-(what is built again after a failure), `building` (how), `recovery` (what is
-done about which error), `lockstep` (all-reduce: one process leads, the others
-follow).
+(what is built again after a failure, and how); beside them `recovery` (what is
+done about which error) and `lockstep` (all-reduce: one process leads).
 
 What each failure costs (design decision D7):
 

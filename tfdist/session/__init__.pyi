@@ -1,4 +1,4 @@
-from .building import Trainable as Trainable
 from .monitored_session import (
     MonitoredTrainingSession as MonitoredTrainingSession,
 )
+from .recoverable import Trainable as Trainable

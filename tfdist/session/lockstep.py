@@ -22,13 +22,8 @@ class Lockstep:
     The leader (the chief, else worker 0) announces what it has restored, how
     many steps come next, when it saves and when the job ends. Where processes
     read data of their own, each follower saves its position beside the
-    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`.
-
-    Args:
-        cluster: The cluster, which is connected.
-        checkpoint_dir: Of the leader's checkpoints.
-        watch: Called every second while another process is waited for.
-        positions: From a directory to the `Checkpoints` of this session.
+    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`: `positions` makes
+    the `Checkpoints` there. `watch` is called while others are waited for.
     """
 
     def __init__(
@@ -43,30 +38,22 @@ class Lockstep:
         self._checkpoint_dir = checkpoint_dir
         self._positions = positions
 
-    # --- The leader ----------------------------------------------------------
-
     def announce(self, **command: str | int | None) -> None:
-        """Tells the followers `run=num_steps` or `restored=path`."""
+        """The leader tells `run=num_steps` or `restored=path`."""
         self._peers.tell(**command)
 
     def save_positions(self, step: int) -> None:
-        """Has the followers save their positions, and waits for them."""
+        """The leader has the followers save theirs, and waits for them."""
         self._peers.tell(save=step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
 
-    # --- A follower ----------------------------------------------------------
-
     def next_run(self) -> int | None:
-        """How many steps the leader runs now; None: no more."""
-        while True:
-            command = self._peers.next(self._watch)
-            if "run" in command:
-                return command["run"]
-            if "save" not in command:
-                return None
+        """How many steps a follower runs now; None: no more."""
+        while "save" in (command := self._peers.next(self._watch)):
             step = command["save"]
-            self._positions(self._own_directory).save_position(step)
+            self._positions(self._directory()).save_position(step)
             self._peers.announce(f"saved/{step}")
+        return command.get("run")
 
     def next_restored(self) -> str | None:
         """Path of the checkpoint that the leader has restored; None: none."""
@@ -74,15 +61,12 @@ class Lockstep:
 
     def own_position(self, path: str) -> str:
         """Where this process saved its position beside checkpoint `path`."""
-        return os.path.join(self._own_directory, os.path.basename(path))
+        return os.path.join(self._directory(), os.path.basename(path))
 
-    @property
-    def _own_directory(self) -> str:
+    def _directory(self) -> str:
         assert self._checkpoint_dir is not None  # The leader saves.
-        name = self._peers.name.replace(":", "-")
-        return os.path.join(self._checkpoint_dir, "inputs", name)
-
-    # --- Both ----------------------------------------------------------------
+        task = self._peers.name.replace(":", "-")
+        return os.path.join(self._checkpoint_dir, "inputs", task)
 
     def end(self) -> None:
         """Ends together: the leader's process keeps what all others read."""

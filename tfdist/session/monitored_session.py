@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,17 +16,17 @@ from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
 from tfdist.hooks.basic import NanTensorHook
-from tfdist.hooks.default_hooks import (
-    USE_DEFAULT,
+from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverHook
+from tfdist.hooks.session_run_hook import (
     Hook,
-    cadence,
-    default_hooks,
+    HookRunner,
+    steps_allowed,
+    wants_every_step,
+    warn_of_single_steps,
 )
-from tfdist.hooks.runner import HookRunner, steps_allowed
-from tfdist.hooks.session_run_hook import wants_every_step, warn_of_single_steps
+from tfdist.hooks.summary_hooks import StepCounterHook, SummarySaverHook
 from tfdist.session import recovery
-from tfdist.session.building import Trainable
-from tfdist.session.recoverable import RecoverableSession
+from tfdist.session.recoverable import RecoverableSession, Trainable
 from tfdist.training.loop import EndOfInput, FunctionLoop
 
 _log = logging.getLogger(__name__)
@@ -56,15 +57,13 @@ class MonitoredTrainingSession(RecoverableSession):
 
     * `run()` takes no fetches. A `Trainable` whose `step` is a function runs
       it once, as in TF1; one with a loop runs as many steps as the hooks allow
-      (at most about two seconds' worth).
-    * What was restored is not saved again at once.
-    * A session that is at its last step already runs no step.
-    * A hook is called after every step unless its `steps_until_next` says
-      otherwise; a warning names the one for whose sake steps run one by one.
-    * Of the hooks, `NanTensorHook`s come first, so that no checkpoint holds
-      what they found; else the order is TF1's.
-    * An `EndOfInput` of the loop ends the session after the hooks have seen
-      the last steps.
+      (at most about two seconds' worth); a warning names a hook for whose sake
+      steps run one by one.
+    * What was restored is not saved again at once, and a session that is at
+      its last step already runs no step.
+    * `NanTensorHook`s come first, so that no checkpoint holds what they found.
+    * The end of a loop's input ends the session after the hooks have seen the
+      last steps.
     * If a server is lost in `end`, this process restarts itself; TF1 lost the
       last checkpoint.
     * No `graph.pbtxt` and no `.meta` files are written.
@@ -158,22 +157,31 @@ class MonitoredTrainingSession(RecoverableSession):
             is_chief = cluster.is_chief
         if checkpoint_dir:
             storage.check_no_pattern(checkpoint_dir)
-        own_hooks: list[Hook] = []
-        if is_chief:
-            own_hooks = [*(chief_only_hooks or ())]
-            own_hooks += default_hooks(
-                checkpoint_dir,
-                summary_dir or checkpoint_dir,
-                cadence(save_checkpoint_secs, save_checkpoint_steps, 600, None),
-                cadence(save_summaries_secs, save_summaries_steps, None, 100),
-                log_step_count_steps,
-                max_to_keep=max_to_keep,
-                keep_checkpoint_every_n_hours=keep_checkpoint_every_n_hours,
+        all_hooks: list[Hook] = []
+        if is_chief:  # In TF1's order.
+            all_hooks += chief_only_hooks or ()
+            summary_dir = summary_dir or checkpoint_dir
+            summaries = _cadence(
+                save_summaries_secs, save_summaries_steps, save_steps=100
             )
-        all_hooks = sorted(
-            [*own_hooks, *(hooks or ())],
-            key=lambda hook: not isinstance(hook, NanTensorHook),
-        )
+            saves = _cadence(
+                save_checkpoint_secs, save_checkpoint_steps, save_secs=600
+            )
+            if summary_dir and log_step_count_steps:
+                every = log_step_count_steps
+                all_hooks += [StepCounterHook(every, output_dir=summary_dir)]
+            if summary_dir and any(summaries.values()):
+                all_hooks += [
+                    SummarySaverHook(**summaries, output_dir=summary_dir)
+                ]
+            if checkpoint_dir and any(saves.values()):
+                saves["max_to_keep"] = max_to_keep
+                saves["keep_checkpoint_every_n_hours"] = (
+                    keep_checkpoint_every_n_hours
+                )
+                all_hooks += [CheckpointSaverHook(checkpoint_dir, **saves)]
+        all_hooks += hooks or ()
+        all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
         for hook in all_hooks:
             hook.begin()
         if cluster and cluster.num_ps:
@@ -198,8 +206,9 @@ class MonitoredTrainingSession(RecoverableSession):
         except BaseException:
             self._release()
             raise
-        by_steps = isinstance(self._loop, FunctionLoop)
-        if not (self._follows or by_steps or self._stop):
+        if not (
+            self._follows or isinstance(self._loop, FunctionLoop) or self._stop
+        ):
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
                     kind.__name__,
@@ -207,8 +216,6 @@ class MonitoredTrainingSession(RecoverableSession):
                     "how many may run before the next call (None: any number), "
                     "if it allows more.",
                 )
-
-    # --- For the user --------------------------------------------------------
 
     def __enter__(self) -> MonitoredTrainingSession:
         return self
@@ -219,9 +226,7 @@ class MonitoredTrainingSession(RecoverableSession):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        clean = exc_type is None or issubclass(
-            exc_type, tf.errors.OutOfRangeError | StopIteration
-        )
+        clean = exc_type is None or issubclass(exc_type, recovery.END_OF_INPUT)
         if clean:
             self.input_ended |= exc_type is not None
             self.close()
@@ -240,8 +245,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def run(self) -> dict[str, float]:
         """Runs a step, or as many as the hooks allow; returns loss and metrics.
 
-        Raises:
-            RuntimeError: called although `should_stop()` is true.
+        Not to be called once `should_stop()` is true.
         """
         if self.should_stop():
             raise RuntimeError(
@@ -251,11 +255,7 @@ class MonitoredTrainingSession(RecoverableSession):
         return self._recovering(self._run)
 
     def close(self) -> None:
-        """Ends cleanly: the last checkpoint is written.
-
-        Raises:
-            RuntimeError: the session is closed already.
-        """
+        """Ends cleanly: the last checkpoint is written."""
         if self._closed:
             raise RuntimeError("The session is closed already.")
         try:
@@ -273,11 +273,8 @@ class MonitoredTrainingSession(RecoverableSession):
         finally:
             self._release()
 
-    # --- One run -------------------------------------------------------------
-
     def _run(self) -> dict[str, float]:
-        """One round of hooks and steps."""
-        told = None
+        told = None  # By the leader: how many steps to run.
         if self._lockstep and self._follows:
             told = self._lockstep.next_run()
             if told is None:
@@ -306,12 +303,9 @@ class MonitoredTrainingSession(RecoverableSession):
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:
         start = time.monotonic()
         try:
-            if told is not None:
-                num_steps, ahead = told, 0
-            else:
-                num_steps, ahead = self._num_steps(first_step)
-                if self._lockstep:
-                    self._lockstep.announce(run=num_steps)
+            num_steps, ahead = self._num_steps(first_step, told)
+            if self._lockstep and not self._follows:
+                self._lockstep.announce(run=num_steps)
             logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
             self.input_ended = True
@@ -325,8 +319,10 @@ class MonitoredTrainingSession(RecoverableSession):
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
 
-    def _num_steps(self, step: int) -> tuple[int, int]:
+    def _num_steps(self, step: int, told: int | None) -> tuple[int, int]:
         """Steps to run, and how many more may be under way then."""
+        if told is not None:
+            return told, 0
         if isinstance(self._loop, FunctionLoop):
             return 1, 0
         most = max(100, int(self._steps_per_sec * _CHUNK_SECS))
@@ -338,4 +334,11 @@ class MonitoredTrainingSession(RecoverableSession):
         """What is left to do at the end, clean or not."""
         self._closed = True
         self._sigterm.restore()
-        self._builder.disconnect(self._built and self._loop)
+        self._disconnect()
+
+
+def _cadence(secs: Any, steps: Any, **default: int) -> dict[str, Any]:
+    """Seconds and steps between two; giving one drops the default."""
+    both = {"save_secs": secs, "save_steps": steps}
+    given = {k: v for k, v in both.items() if v is not USE_DEFAULT}
+    return {k: v or None for k, v in (given or default).items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -13,22 +14,59 @@ import tensorflow as tf
 
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import Saveable
+from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.cluster import probing
 from tfdist.cluster.health import HealthMonitor, ServerLostError
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import (
+    multi_worker_strategy,
+    parameter_server_strategy,
+)
 from tfdist.cluster.termination import Sigterm
-from tfdist.hooks.default_hooks import Hook
+from tfdist.data.input_fns import takes_argument
+from tfdist.hooks.session_run_hook import Hook
+from tfdist.placement.scope import placed_scope
 from tfdist.session import recovery
-from tfdist.session.building import Builder, Trainable
 from tfdist.session.lockstep import Lockstep
-from tfdist.session.recovery import RecoveryAction
-from tfdist.training.loop import Loop
+from tfdist.session.recovery import RecoveryAction, restart_process
+from tfdist.training.loop import FunctionLoop, Loop
 
 _log = logging.getLogger(__name__)
 
 # How long the steps under way may take after SIGTERM.
 _TERM_SECS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """What `build_fn` makes, and can make again.
+
+    Attributes:
+        step: Runs one step, increments `global_step` and returns scalars by
+            name (`{"loss": ...}`), or a `tfdist.training.loop.Loop` that runs
+            many.
+        global_step: Scalar int64 variable that counts applied steps.
+        variables: Name to variable: what a checkpoint holds (see
+            `tfdist.checkpoint.named_variables`). `global_step` is added.
+        iterator: What `step` reads from, saved with each checkpoint. Default:
+            that of the loop.
+        model: The Keras model, for callbacks.
+
+    >>> tfdist.Trainable(
+    ...     step=lambda: {"loss": 0.0},
+    ...     global_step=tf.Variable(0, dtype=tf.int64),
+    ...     variables={"weight": tf.Variable(1.0)},
+    ... ).model is None
+    True
+    """
+
+    step: Callable[[], Mapping[str, Any]] | Loop
+    global_step: tf.Variable
+    variables: Mapping[str, Saveable]
+    iterator: tf.data.Iterator | None = None
+    model: keras.Model | None = None
 
 
 class RecoverableSession:
@@ -56,27 +94,28 @@ class RecoverableSession:
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
         self.input_restored = self.input_ended = False
-        self._cluster = cluster
-        self._in_sync = cluster is not None and not cluster.num_ps
-        self._lockstep: Lockstep | None = None
+        self._build_fn = build_fn
+        self._takes_strategy = takes_argument(
+            build_fn, "build_fn", "the strategy"
+        )
         self._max_wait_secs = max_wait_secs
         self._check_numerics = check_numerics
-        self._built: tuple[Trainable, Loop] | None = None
+        self._cluster = cluster
+        self._strategy = strategy
+        self._in_sync = cluster is not None and not cluster.num_ps
+        # Whether another process says what comes next.
+        self._follows = self._in_sync and not is_chief
+        self._lockstep: Lockstep | None = None
+        self._health: HealthMonitor | None = None
+        self._trainable: Trainable
+        self._loop: Loop
+        self._built = False
+        self._shapes: dict[str, tuple] | None = None
+        self._ending: Loop | None = None
         self._coord = tf.train.Coordinator(
-            clean_stop_exception_types=(
-                tf.errors.OutOfRangeError,
-                StopIteration,
-            )
+            clean_stop_exception_types=recovery.END_OF_INPUT
         )
         self._failures = recovery.Failures()
-        self._builder = Builder(
-            build_fn,
-            cluster,
-            strategy,
-            max_wait_secs=max_wait_secs,
-            give_up=lambda: self._sigterm.leave(),
-            record_phase=self._failures.record_phase,
-        )
         self._sigterm = Sigterm(enabled=is_chief or self._in_sync)
 
     # --- For hooks -----------------------------------------------------------
@@ -89,10 +128,7 @@ class RecoverableSession:
     @property
     def variables(self) -> dict[str, Saveable]:
         """What a checkpoint holds, by name."""
-        return {
-            **self._trainable.variables,
-            "global_step": self._trainable.global_step,
-        }
+        return {**self._trainable.variables, "global_step": self.global_step}
 
     @property
     def model(self) -> keras.Model | None:
@@ -159,25 +195,6 @@ class RecoverableSession:
         if self._lockstep and self._loop.own_batches:
             self._lockstep.save_positions(step)
 
-    @property
-    def _trainable(self) -> Trainable:
-        assert self._built is not None
-        return self._built[0]
-
-    @property
-    def _loop(self) -> Loop:
-        assert self._built is not None
-        return self._built[1]
-
-    @property
-    def _health(self) -> HealthMonitor | None:
-        return self._builder.health
-
-    @property
-    def _follows(self) -> bool:
-        """Whether another process says what comes next."""
-        return self._in_sync and not self.is_chief
-
     def _watch(self) -> None:
         """What is looked at while others work."""
         if self._health:
@@ -190,18 +207,14 @@ class RecoverableSession:
         """Runs `action`; after a failure builds everything again first."""
         while True:
             try:
-                if self._built is None:
+                if not self._built:
                     self._create()
                 return action()
             except recovery.FAILURES as error:
                 self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Lets go of everything that may hold what was lost.
-
-        Raises:
-            Exception: `error`, if it is not recovered from.
-        """
+        """Lets go of everything that may hold what was lost, or raises."""
         lost = dict(getattr(error, "lost", {}))
         if self._health:
             lost |= self._health.look()
@@ -221,14 +234,24 @@ class RecoverableSession:
         )
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
-            recovery.restart_process(reason)
-        self._builder.disconnect(self._built and self._loop)
-        self._built = None
+            restart_process(reason)
+        self._disconnect()
+        if self._built:
+            self._built = False
+            del self._trainable, self._loop
+
+    def _disconnect(self) -> None:
+        """Ends the threads that work for the loop."""
+        if self._health:
+            self._health.stop()
+            self._health = None
+        if self._built:
+            self._loop.close()
+            self._ending = self._loop
 
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
-        trainable = self._builder.build()
-        self._built = trainable, trainable.loop()
+        self._build(self._connect())
         if self._cluster and self._in_sync:
             self._lockstep = Lockstep(
                 self._cluster,
@@ -242,38 +265,90 @@ class RecoverableSession:
             for hook in self.hooks:
                 hook.after_create_session(self, self._coord)
 
+    def _connect(self) -> tf.distribute.Strategy:
+        # The functions of before, which a traceback may have held until now,
+        # must not be sent to the servers again.
+        gc.collect()
+        cluster, secs = self._cluster, self._max_wait_secs
+        give_up = self._sigterm.leave
+        if cluster is None:
+            return self._strategy or tf.distribute.get_strategy()
+        if not cluster.num_ps:
+            return multi_worker_strategy(cluster, secs, give_up)
+        probing.wait_until_up(cluster, secs, give_up)
+        if self._ending and not self._ending.has_ended():
+            restart_process("The loop of before has not ended")
+        self._ending = None
+        strategy = parameter_server_strategy(
+            cluster, start_timeout_secs=secs, give_up=give_up
+        )
+        self._health = HealthMonitor(
+            cluster, on_stuck=lambda error: restart_process(str(error))
+        )
+        return strategy
+
+    def _build(self, strategy: tf.distribute.Strategy) -> None:
+        """Calls `build_fn`, and compares with what it made before."""
+        if self._takes_strategy:
+            trainable = self._build_fn(strategy)
+        else:
+            num_ps = self._cluster.num_ps if self._cluster else 0
+            with placed_scope(strategy, num_ps=num_ps):
+                trainable = self._build_fn()
+        if not isinstance(trainable, Trainable):
+            raise TypeError(
+                "Argument `build_fn` must return a tfdist.Trainable. Received: "
+                f"{trainable!r}."
+            )
+        after = {
+            name: (tuple(v.shape), v.dtype)
+            for name, v in trainable.variables.items()
+        }
+        before = after if self._shapes is None else self._shapes
+        self._shapes = before
+        differences = [
+            f"  {name}: {before.get(name, 'missing')}, then "
+            f"{after.get(name, 'missing')}"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                "`build_fn` must make the same variables each time it is "
+                "called. They differ:\n" + "\n".join(differences)
+            )
+        self._trainable = trainable
+        if hasattr(trainable.step, "run"):
+            self._loop = cast(Loop, trainable.step)
+        else:
+            self._loop = FunctionLoop(trainable.step, trainable.global_step)
+        self._built = True
+
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
+        directory, saved = self.checkpoint_dir, None
         if self._lockstep and self._follows:
             path = self._lockstep.next_restored()
             if path is not None:
-                assert self.checkpoint_dir is not None
-                saved = self.checkpoints(self.checkpoint_dir)
+                assert directory is not None  # As the leader's.
+                saved = self.checkpoints(directory)
                 own = self._lockstep.own_position(path)
-                saved.restore_from(
-                    path, own if self._loop.own_batches else path
-                )
-                self._note_restored(path, saved)
-            return
-        if self.checkpoint_dir:
-            if not self.is_chief:
-                self._wait_for_checkpoint(self.checkpoint_dir)
-            saved = self.checkpoints(self.checkpoint_dir)
-            self._note_restored(saved.restore(), saved)
-        if self._lockstep:
-            self._lockstep.announce(restored=self.restored_from)
-
-    def _note_restored(self, path: str | None, saved: Checkpoints) -> None:
-        self.restored_from = path
-        self.input_restored = saved.position_restored
-        self._failures.record_phase("restored")
-
-    def _wait_for_checkpoint(self, directory: str) -> None:
-        deadline = time.monotonic() + self._max_wait_secs
-        while not checkpoints.latest(directory):
-            if time.monotonic() >= deadline:
+                mine = own if self._loop.own_batches else path
+                saved.restore_from(path, mine)
+                self.restored_from = path
+        elif directory:
+            if not self.is_chief and not wait_for(
+                lambda: checkpoints.latest(directory),
+                self._max_wait_secs,
+                min(1.0, self._max_wait_secs / 10),
+            ):
                 raise TimeoutError(
                     f"The chief wrote no checkpoint to {directory!r} "
                     f"within {self._max_wait_secs:g} s."
                 )
-            time.sleep(min(1.0, self._max_wait_secs / 10))
+            saved = self.checkpoints(directory)
+            self.restored_from = saved.restore()
+        if saved:
+            self.input_restored = saved.position_restored
+        if self._lockstep and not self._follows:
+            self._lockstep.announce(restored=self.restored_from)

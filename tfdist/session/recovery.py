@@ -18,18 +18,16 @@ from tfdist.cluster.health import ServerFailure, ServerLostError
 
 _log = logging.getLogger(__name__)
 
+# Failures without a step in between after which the last one is raised.
 MAX_FAILURES = 10
-"""Failures without a step in between after which the last one is raised."""
-
+# As the error of a hook, at one step, with every task alive, it is raised.
 MAX_REPEATS = 3
-"""As the error of a hook, at one step, with every task alive, it is raised."""
-
+# After so many of them the chief of a cluster restarts its process.
 MAX_REBUILDS = 3
-"""After so many of them the chief of a cluster restarts its process."""
-
+# What may be recovered from; see `choose_action`.
 FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
-"""What may be recovered from; see `choose_action`."""
-
+# What ends a session without an error.
+END_OF_INPUT = (tf.errors.OutOfRangeError, StopIteration)
 # What servers say to a chief whose state they have freed.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
 # How an all-reduce ends, too, when a process that takes part in it is gone.
@@ -50,7 +48,7 @@ def choose_action(
     failures: int = 0,
     in_sync: bool = False,
 ) -> RecoveryAction:
-    """Decides what an error means.
+    """What is done about an error, `failures` of them after the last step.
 
     >>> choose_action(tf.errors.UnavailableError(None, None, "gone"), {}).name
     'REBUILD'
@@ -59,12 +57,8 @@ def choose_action(
     >>> choose_action(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
     'RESTART'
 
-    Args:
-        error: The error.
-        lost: Parameter servers that are lost.
-        failures: How many failures there were since the last step.
-        in_sync: Whether the others are processes that run the same steps.
-            TensorFlow connects no two of them a second time.
+    `in_sync`: whether the others are processes that run the same steps, no two
+    of which TensorFlow connects a second time; else `lost` are ps.
     """
     error = getattr(error, "original_exception", error)
     if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
@@ -92,11 +86,7 @@ def choose_action(
 
 
 def restart_process(reason: str) -> None:
-    """Replaces this process by a fresh one: same command, pid and port.
-
-    Raises:
-        RuntimeError: in an interactive process, which cannot.
-    """
+    """Replaces this process by a fresh one: same command, pid and port."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise RuntimeError(
             f"{reason}. An interactive process cannot restart itself: "
@@ -130,16 +120,12 @@ class Failures:
         times, _, self._what = os.environ.pop(self._KEPT, "0").partition(" ")
         self._times = int(times)
         self._first_at = 0.0
-        self._last_at = 0.0
-        self._parts: list[str] = []
 
     def add(self) -> None:
         """Counts one."""
         if not self.count:
             self._first_at = time.monotonic()
         self.count += 1
-        self._last_at = time.monotonic()
-        self._parts = []
 
     def is_the_users(self, error: Exception, step: int) -> bool:
         """Whether a hook has raised the same at the same step too often."""
@@ -154,21 +140,12 @@ class Failures:
         """Hands the count on to the process that this one becomes."""
         os.environ[self._KEPT] = f"{self._times} {self._what}"
 
-    def record_phase(self, part: str) -> None:
-        """A part of the recovery is done."""
-        now = time.monotonic()
-        self._parts.append(f"{part} in {now - self._last_at:.1f} s")
-        self._last_at = now
-
     def report(self, step: int) -> None:
-        """A run succeeded: says where the time went, if it was a recovery."""
-        if not self.count:
-            return
-        self.record_phase("the first steps")
-        _log.warning(
-            "Recovered: at step %d, %.1f s after the failure was noticed (%s).",
-            step,
-            self._last_at - self._first_at,
-            ", ".join(self._parts),
-        )
+        """A run succeeded: says how long it took, if it was a recovery."""
+        if self.count:
+            _log.warning(
+                "Recovered: at step %d, %.1f s after the failure was noticed.",
+                step,
+                time.monotonic() - self._first_at,
+            )
         self.count = 0
