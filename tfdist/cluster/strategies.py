@@ -12,6 +12,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -214,8 +215,11 @@ def _time_limit(secs: float) -> Iterator[None]:
     handler of Python's runs meanwhile. So the signal has faulthandler's
     handler, which is in C, and after it the system's own, which ends the
     process. (`faulthandler.dump_traceback_later` has one timer a process, and
-    it may be the user's.) To be used in the main thread.
+    it may be the user's.) Other threads than the main one have no limit.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.register(signal.SIGALRM, file=stderr, chain=True)

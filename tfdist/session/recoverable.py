@@ -25,7 +25,7 @@ from tfdist.cluster.strategies import (
     parameter_server_strategy,
 )
 from tfdist.cluster.termination import Sigterm
-from tfdist.data.input_fns import takes_argument
+from tfdist.data.input_fns import takes_argument, untuned
 from tfdist.hooks.session_run_hook import Hook
 from tfdist.placement.scope import placed_scope
 from tfdist.session import recovery
@@ -155,7 +155,7 @@ class RecoverableSession:
         Raises:
             ValueError: the session runs a plain step function.
         """
-        return self._loop.evaluate(batches, self._watch)
+        return self._loop.evaluate(untuned(batches), self._watch)
 
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
