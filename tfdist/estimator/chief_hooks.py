@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+
+import tensorflow as tf
 
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
@@ -13,12 +16,14 @@ from tfdist.hooks.saving_hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
 )
-from tfdist.hooks.session_run_hook import SessionRunHook
+from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.hooks.summary_hooks import (
     StalenessHook,
     StepCounterHook,
     SummarySaverHook,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def chief_hooks(
@@ -34,7 +39,7 @@ def chief_hooks(
     they cut the steps into the same pieces as the checkpoints.
     """
     directory, every = config.model_dir, config.log_step_count_steps
-    hooks: list[SessionRunHook] = [NanTensorHook(None)]
+    hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
     if every is not None:
         counter = StepCounterHook(
             every, output_dir=directory, at_first_step=False, log=False
@@ -76,3 +81,28 @@ def chief_hooks(
             "`save_checkpoints_secs` of the RunConfig."
         )
     return hooks
+
+
+class _LogStart(SessionRunHook):
+    """Says where training begins, also again, and when nothing is to do."""
+
+    def __init__(self, max_steps: int | None) -> None:
+        self._max_steps = max_steps
+
+    def after_create_session(
+        self, session: Session, coord: tf.train.Coordinator
+    ) -> None:
+        step, restored = session.step, session.restored_from
+        if restored is None:
+            _log.info("Training starts from newly initialized variables.")
+        elif self._max_steps is None or step < self._max_steps:
+            _log.info("Training continues at step %d from %s.", step, restored)
+        else:
+            _log.warning(
+                "This job is finished already: %s is at step %d, and max_steps "
+                "is %d. No step is run. Raise max_steps to train on, or choose "
+                "another model_dir to train from step 0.",
+                restored,
+                step,
+                self._max_steps,
+            )

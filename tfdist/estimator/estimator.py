@@ -176,8 +176,6 @@ class Estimator:
         )
         with named(input_fn), session:
             first_step = session.step
-            if config.cluster.is_chief:
-                _log_start(session, max_steps)
             while not session.should_stop():
                 session.run()
                 if session.input_ended and session.step == first_step:
@@ -389,26 +387,6 @@ class Estimator:
             # TensorFlow's would give every worker the same shuffling.
             random.seed(seed)
             np.random.seed(seed)
-
-
-def _log_start(
-    session: MonitoredTrainingSession, max_steps: int | None
-) -> None:
-    """Says where training begins, and plainly when there is nothing to do."""
-    step, restored = session.step, session.restored_from
-    if restored is None:
-        _log.info("Training starts from newly initialized variables.")
-    elif max_steps is None or step < max_steps:
-        _log.info("Training continues at step %d from %s.", step, restored)
-    else:
-        _log.warning(
-            "This job is finished already: %s is at step %d, and max_steps is "
-            "%d. No step is run. Raise max_steps to train on, or choose "
-            "another model_dir to train from step 0.",
-            restored,
-            step,
-            max_steps,
-        )
 
 
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
