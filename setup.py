@@ -37,7 +37,7 @@ setup(
             "nbclient>=0.10",
             "psutil>=5.9",
             "pytest>=8",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.8",
             "ruff>=0.9",
             "trustme>=1.2",
         ],

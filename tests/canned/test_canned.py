@@ -57,20 +57,8 @@ def write_checkpoint(path, values):
 # table, tfdist moves only the rows that were looked up.)
 
 
-QUICK = ("combined",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK,
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in GOLDEN
-            if name not in QUICK
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOLDEN)
 def test_same_numbers_as_tf_2_15(name, table_columns, tmp_path):
     golden = GOLDEN[name]
     labels, sparse, estimator = canned_table.estimators(

@@ -91,8 +91,9 @@ def test_shards_differ(workers, index_as_tensor):
     assert audit.check_workers_differ(sharded, workers, seed=1) is None
 
 
-@pytest.mark.parametrize("index_as_tensor", [False, True])
-@pytest.mark.parametrize("num_files", [1, 6])
+@pytest.mark.parametrize(
+    ("num_files", "index_as_tensor"), [(1, False), (6, True)]
+)
 def test_dealt_again_in_each_pass(tmp_path, num_files, index_as_tensor):
     for i in range(num_files):
         lines = range(i, SIZE, num_files)

@@ -60,6 +60,8 @@ def slow_model(secs):
     return model
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("may_end", "input_secs", "step_secs", "low", "high"),
     [

@@ -223,6 +223,7 @@ def test_passes_follow_each_other(tmp_path):
     assert not found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_files", [1, 4])
 def test_who_begins_again_begins_elsewhere(tmp_path, num_files):
     """Ten lives, each of a tenth of the data: more than a tenth is seen."""

@@ -65,6 +65,7 @@ def classifying(trained):
     )
 
 
+@pytest.mark.slow
 def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
     keras.utils.set_random_seed(1)
     model = two_towers()

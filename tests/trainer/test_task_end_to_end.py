@@ -312,6 +312,7 @@ def test_bad_input_is_explained(bad_input, name):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_malformed_tf_config_is_explained(bad_input):
     """A few of those of test_cluster.py, through the command line."""
     assert len(MALFORMED_TF_CONFIGS) >= 25
