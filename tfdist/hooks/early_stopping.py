@@ -64,8 +64,10 @@ def stop_if_higher_hook(
     estimator: Any,
     metric_name: str,
     threshold: float,
-    *args: Any,
-    **kwargs: Any,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
 ) -> SessionRunHook:
     """Stops when an evaluation's metric is above `threshold`.
 
@@ -75,11 +77,10 @@ def stop_if_higher_hook(
         estimator: Whose evaluations: has `eval_dir()`, or `model_dir`.
         metric_name: Name of the metric.
         threshold: The metric's bound.
-        *args: As `kwargs`, in this order.
-        **kwargs: `eval_dir`, where the results are (default: that of
-            `estimator`); `min_steps`, before which evaluations do not count
-            (default: 0); `run_every_secs` and `run_every_steps`, as for
-            `make_early_stopping_hook`.
+        eval_dir: Where the results are. Default: that of `estimator`.
+        min_steps: Evaluations before this step do not count.
+        run_every_secs: As for `make_early_stopping_hook`.
+        run_every_steps: As for `make_early_stopping_hook`.
 
     Raises:
         ValueError: in training, when an evaluation has no such metric.
@@ -92,15 +93,21 @@ def stop_if_higher_hook(
     def stops(values: dict[int, float]) -> bool:
         return any(value > threshold for value in values.values())
 
-    return _hook(stops, estimator, metric_name, *args, **kwargs)
+    directory = eval_dir or eval_dir_of(estimator)
+    should_stop = _asked(stops, directory, metric_name, min_steps)
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_lower_hook(
     estimator: Any,
     metric_name: str,
     threshold: float,
-    *args: Any,
-    **kwargs: Any,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
 ) -> SessionRunHook:
     """Stops when an evaluation's metric is below `threshold`.
 
@@ -114,15 +121,21 @@ def stop_if_lower_hook(
     def stops(values: dict[int, float]) -> bool:
         return any(value < threshold for value in values.values())
 
-    return _hook(stops, estimator, metric_name, *args, **kwargs)
+    directory = eval_dir or eval_dir_of(estimator)
+    should_stop = _asked(stops, directory, metric_name, min_steps)
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_no_increase_hook(
     estimator: Any,
     metric_name: str,
     max_steps_without_increase: int,
-    *args: Any,
-    **kwargs: Any,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
 ) -> SessionRunHook:
     """Stops when a metric has not risen for so many steps.
 
@@ -139,15 +152,21 @@ def stop_if_no_increase_hook(
     def stops(values: dict[int, float]) -> bool:
         return _longest_stall(values, operator.gt) >= max_steps_without_increase
 
-    return _hook(stops, estimator, metric_name, *args, **kwargs)
+    directory = eval_dir or eval_dir_of(estimator)
+    should_stop = _asked(stops, directory, metric_name, min_steps)
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_no_decrease_hook(
     estimator: Any,
     metric_name: str,
     max_steps_without_decrease: int,
-    *args: Any,
-    **kwargs: Any,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
 ) -> SessionRunHook:
     """Stops when a metric has not fallen for so many steps.
 
@@ -161,7 +180,11 @@ def stop_if_no_decrease_hook(
     def stops(values: dict[int, float]) -> bool:
         return _longest_stall(values, operator.lt) >= max_steps_without_decrease
 
-    return _hook(stops, estimator, metric_name, *args, **kwargs)
+    directory = eval_dir or eval_dir_of(estimator)
+    should_stop = _asked(stops, directory, metric_name, min_steps)
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
 
 class _StopHook(TimedHook):
@@ -177,17 +200,13 @@ class _StopHook(TimedHook):
             context.request_stop()
 
 
-def _hook(
+def _asked(
     stops: Callable[[dict[int, float]], bool],
-    estimator: Any,
+    directory: str,
     metric_name: str,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60,
-    run_every_steps: int | None = None,
-) -> SessionRunHook:
+    min_steps: int,
+) -> Callable[[], bool]:
     """Asks `stops` with the metric's values by step, once there are some."""
-    directory = eval_dir or eval_dir_of(estimator)
 
     def should_stop() -> bool:
         values = {}
@@ -206,9 +225,7 @@ def _hook(
         _log.info("Of the evaluations, by step: %s is %s.", metric_name, values)
         return True
 
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    return should_stop
 
 
 def _longest_stall(
