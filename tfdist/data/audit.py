@@ -66,6 +66,28 @@ class Audit:
         )
 
     @property
+    def repeated(self) -> int:
+        """How many examples are read again within the first pass.
+
+        A pass is an equal number of examples of each worker, as many as there
+        are in all.
+        """
+        share = len(self.known) // len(self.batches)
+        first = np.concatenate([_all(each)[:share] for each in self.batches])
+        return len(first) - len(np.unique(first))
+
+    @property
+    def alone(self) -> list[float]:
+        """For each worker, the share of all examples that it ever reads.
+
+        1 if the examples are dealt again in each pass.
+        """
+        return [
+            float(np.isin(self.known, _all(each)).mean())
+            for each in self.batches
+        ]
+
+    @property
     def unread(self) -> np.ndarray:
         """Places in `known` of the examples that no worker reads."""
         read = np.concatenate([_all(batches) for batches in self.batches])
@@ -134,7 +156,8 @@ class Audit:
             ("shared at the same step", self.at_the_same_step),
             ("shared in all that was read", self.in_all),
         ):
-            lines += ["", title]
+            header = "".join(f"{i:>7}" for i in range(len(shares)))
+            lines += ["", title, "worker" + header]
             for i, row in enumerate(shares):
                 cells = [f"{share:.0%}" for share in row]
                 cells[i] = "-"
@@ -142,6 +165,9 @@ class Audit:
         lines += [
             "",
             f"read by nobody: {len(self.unread)} of {len(self.known)}",
+            f"read twice in the first pass: {self.repeated}",
+            "share of all examples that a worker reads in the end: "
+            + ", ".join(f"{share:.0%}" for share in self.alone),
         ]
         return "\n".join(lines + [f"problem: {p}" for p in self.problems()])
 
