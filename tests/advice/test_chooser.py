@@ -843,10 +843,10 @@ def test_nothing_is_possible(capsys):
         ([MODEL, "--bandwidth=nan"], "`bandwidth` must be positive"),
         ([MODEL, "--bandwidth=fast"], "invalid float value"),
         ([MODEL, "--batch_size=0"], "`batch_size` must be a positive integer"),
-        ([MODEL, "--input_secs=-1"], "`input_secs` must be not negative"),
+        ([MODEL, "--input_secs=-1"], "`input_secs` must not be negative"),
         ([MODEL, "--kind=npu"], "`kind` must be one of"),
         ([MODEL, "--device=gpu"], "unrecognized arguments: --device=gpu"),
-        (["--dense_bytes=-1"], "`dense_bytes` must be not negative"),
+        (["--dense_bytes=-1"], "`dense_bytes` must not be negative"),
         (["--dense_bytes=1", "--rows_bytes=2"], "a part of `table_bytes`"),
     ],
 )

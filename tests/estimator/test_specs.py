@@ -165,8 +165,8 @@ def test_bad_train_spec(kwargs, error, message):
     [
         ({"input_fn": None}, TypeError, "`input_fn` must be callable"),
         ({"steps": 0}, ValueError, "`steps` must be at least 1"),
-        ({"start_delay_secs": -1}, ValueError, "must be not negative"),
-        ({"throttle_secs": -1}, ValueError, "must be not negative"),
+        ({"start_delay_secs": -1}, ValueError, "must not be negative"),
+        ({"throttle_secs": -1}, ValueError, "must not be negative"),
         ({"name": 3}, TypeError, "`name` must be a str"),
         ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
         ({"exporters": ["a"]}, TypeError, r"tfdist\.Exporter"),

@@ -169,7 +169,7 @@ def test_no_tasks(make, num_tasks):
 def test_bad_arguments():
     with pytest.raises(TypeError, match="`load_fn` must be callable"):
         GreedyLoadBalancingStrategy(2, 3)
-    with pytest.raises(TypeError, match="`seed` must be a int"):
+    with pytest.raises(TypeError, match="`seed` must be an int"):
         RandomStrategy(2, seed="a")
 
 

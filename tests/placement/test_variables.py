@@ -202,7 +202,7 @@ def test_variable_spec():
     "arguments", [{"num_slots": -1}, {"extra_bytes": -1}, {"rows_per_step": -1}]
 )
 def test_negative_counts(arguments):
-    with pytest.raises(ValueError, match="must be not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         VariableSpec("v", (2,), **arguments)
 
 

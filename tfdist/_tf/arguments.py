@@ -41,12 +41,12 @@ def check_at_least(argument: str, value: Any, least: float) -> None:
     if value is None:
         return
     received = f"Received: {argument}={value!r}."
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"Argument `{argument}` must be a number. {received}")
     if not value >= least:
-        wanted = f"at least {least}" if least >= 1 else "positive"
-        wanted = "not negative" if least == 0 else wanted
-        raise ValueError(f"Argument `{argument}` must be {wanted}. {received}")
+        wanted = f"be at least {least}" if least >= 1 else "be positive"
+        wanted = "not be negative" if least == 0 else wanted
+        raise ValueError(f"Argument `{argument}` must {wanted}. {received}")
 
 
 def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
@@ -59,8 +59,10 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
     if not isinstance(value, wanted):
         name = getattr(wanted, "__name__", str(wanted))
         ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
+        article = "an" if name == "int" else "a"
         raise TypeError(
-            f"Argument `{argument}` must be a {'tfdist.' * ours}{name}. "
+            f"Argument `{argument}` must be {article} "
+            f"{'tfdist.' * ours}{name}. "
             f"Received: {argument}={value!r}."
         )
 
