@@ -1,15 +1,9 @@
-import os
 import tempfile
 
 import pytest
 import tensorflow as tf
 
 from tfdist.data.input_fns import untuned
-
-
-def pytest_xdist_auto_num_workers():
-    """One more than there are CPUs: tests wait for processes they started."""
-    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.fixture(autouse=True, scope="session")
