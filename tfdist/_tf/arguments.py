@@ -43,7 +43,7 @@ def check_at_least(argument: str, value: Any, least: float) -> None:
     received = f"Received: {argument}={value!r}."
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"Argument `{argument}` must be a number. {received}")
-    if not value >= least:
+    if not float(value) >= least:
         wanted = f"be at least {least}" if least >= 1 else "be positive"
         wanted = "not be negative" if least == 0 else wanted
         raise ValueError(f"Argument `{argument}` must {wanted}. {received}")
