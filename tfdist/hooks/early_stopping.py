@@ -93,8 +93,7 @@ def stop_if_higher_hook(
     def stops(values: dict[int, float]) -> bool:
         return any(value > threshold for value in values.values())
 
-    directory = eval_dir or eval_dir_of(estimator)
-    should_stop = _asked(stops, directory, metric_name, min_steps)
+    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
     )
@@ -121,8 +120,7 @@ def stop_if_lower_hook(
     def stops(values: dict[int, float]) -> bool:
         return any(value < threshold for value in values.values())
 
-    directory = eval_dir or eval_dir_of(estimator)
-    should_stop = _asked(stops, directory, metric_name, min_steps)
+    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
     )
@@ -152,8 +150,7 @@ def stop_if_no_increase_hook(
     def stops(values: dict[int, float]) -> bool:
         return _longest_stall(values, operator.gt) >= max_steps_without_increase
 
-    directory = eval_dir or eval_dir_of(estimator)
-    should_stop = _asked(stops, directory, metric_name, min_steps)
+    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
     )
@@ -180,8 +177,7 @@ def stop_if_no_decrease_hook(
     def stops(values: dict[int, float]) -> bool:
         return _longest_stall(values, operator.lt) >= max_steps_without_decrease
 
-    directory = eval_dir or eval_dir_of(estimator)
-    should_stop = _asked(stops, directory, metric_name, min_steps)
+    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
     )
@@ -202,11 +198,13 @@ class _StopHook(TimedHook):
 
 def _asked(
     stops: Callable[[dict[int, float]], bool],
-    directory: str,
+    estimator: Any,
     metric_name: str,
+    eval_dir: str | None,
     min_steps: int,
 ) -> Callable[[], bool]:
     """Asks `stops` with the metric's values by step, once there are some."""
+    directory = eval_dir or eval_dir_of(estimator)
 
     def should_stop() -> bool:
         values = {}
