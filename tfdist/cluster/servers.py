@@ -238,6 +238,39 @@ def hold(cluster: Cluster) -> None:
         _write(task, _CONNECTIONS, ".")
 
 
+def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
+    """Waits until every worker reaches every parameter server.
+
+    A worker has connections of its own, and one to a server that was restarted
+    may lie idle for two seconds more (`reconnect_quickly`): what the worker is
+    told to read there fails meanwhile.
+
+    Raises:
+        tf.errors.UnavailableError: a worker does not reach one in time.
+    """
+    devices = [_device(task) for task in cluster.addresses("ps")]
+
+    @tf.function(autograph=False)
+    def exists() -> list[tf.Tensor]:
+        found = []
+        for device in devices:
+            with tf.device(device):
+                found.append(tf.io.matching_files(_CONNECTIONS))
+        return found
+
+    deadline = time.monotonic() + timeout_secs
+    for task in cluster.addresses("worker"):
+        while True:
+            try:
+                with tf.device(_device(task)):
+                    exists()
+                break
+            except tf.errors.UnavailableError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_SECS)
+
+
 def refuse_second_chief(cluster: Cluster) -> None:
     """Raises RuntimeError if another chief serves on the address of ours."""
     address = cluster.tasks["chief"][0]

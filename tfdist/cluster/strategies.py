@@ -62,6 +62,7 @@ def parameter_server_strategy(
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
     strategy = _connect(_resolver(cluster))
     servers.hold(cluster)
+    servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
 
 

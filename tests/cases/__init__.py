@@ -1,0 +1,185 @@
+"""Programs as Keras' users write them, each run under every strategy.
+
+A case is a function of a `Job`, in a module of this folder that is named after
+its area. `test_cases.py` runs all of them by each strategy and prints the table
+of what works, and of what is refused with which message.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tfdist._tf.private import reset_object_names
+
+STRATEGIES = ("one process", "mirrored", "all-reduce", "ps")
+STEPS, BATCH = 4, 12
+_cases: list["Case"] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        area: The module it is from.
+        name: What it is called in the table.
+        run: Runs it, and asserts what Keras would have computed.
+        refused: Strategy to a pattern of the message with which it is refused.
+    """
+
+    area: str
+    name: str
+    run: Callable[["Job"], None]
+    refused: Mapping[str, str]
+
+
+def case(name=None, refused=None):
+    """Adds a function of a `Job` to the table.
+
+    Args:
+        name: Default: that of the function, its underscores as spaces.
+        refused: A pattern of the message with which every strategy refuses
+            it, or a dict from a strategy to the pattern of its message.
+    """
+    if isinstance(refused, str):
+        refused = dict.fromkeys(STRATEGIES, refused)
+
+    def add(run):
+        area = run.__module__.rpartition(".")[2].replace("_", " ")
+        title = name or run.__name__.replace("_", " ")
+        _cases.append(Case(area, title, run, refused or {}))
+        return run
+
+    return add
+
+
+def all_cases():
+    """The cases of every module of this folder, by area."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return sorted(_cases, key=lambda case: case.area)
+
+
+def examples(size=BATCH, seed=0):
+    """Four features, and whether their sum is positive."""
+    x = np.random.default_rng(seed).normal(size=[size, 4]).astype("float32")
+    return x, (x.sum(1, keepdims=True) > 0).astype("float32")
+
+
+def compiled(*layers, optimizer="sgd", loss="mse", **arguments):
+    """A `Sequential` over four features, compiled."""
+    model = keras.Sequential([keras.Input([4]), *layers])
+    model.compile(optimizer, loss, **arguments)
+    return model
+
+
+class Job:
+    """Trains programs by one strategy, and compares with Keras.
+
+    Attributes:
+        strategy: One of `STRATEGIES`.
+        model_dir: An empty folder, the same for all tasks.
+        is_chief: Whether this process writes the checkpoints.
+    """
+
+    def __init__(self, strategy, model_dir):
+        self.strategy = strategy
+        self.model_dir = str(model_dir)
+        self.is_chief = tfdist.Cluster.from_env().is_chief
+
+    def estimator(self, model_fn, **config):
+        """An Estimator whose models begin with the same weights each time."""
+        config = {
+            "save_checkpoints_steps": 1000,
+            "strategy": "mirrored" if self.strategy == "mirrored" else "auto",
+            **config,
+        }
+        return tfdist.Estimator(
+            lambda: seeded(model_fn), tfdist.RunConfig(self.model_dir, **config)
+        )
+
+    def trains_as_fit(
+        self, model_fn, data=None, steps=STEPS, rtol=1e-4, atol=1e-5, **config
+    ):
+        """Trains, one step after the other, and compares every weight.
+
+        With those of Keras' `fit` of the same model on the same examples.
+
+        Args:
+            model_fn: Makes a compiled model.
+            data: (x, y) or (x, y, weights) of one batch, that each step gets:
+                arrays, as an all-reduce job must be joined before TensorFlow
+                makes the first tensor. Default: `examples()`.
+            steps: How many.
+            rtol, atol: How far a weight may be from that of `fit`.
+            **config: To `tfdist.RunConfig`.
+
+        Returns:
+            The trained `Estimator`.
+        """
+        batch = examples() if data is None else data
+
+        def input_fn():
+            return tf.data.Dataset.from_tensors(batch).repeat()
+
+        estimator = self.estimator(model_fn, **config)
+        estimator.train(input_fn, hooks=[EachStep()], max_steps=steps)
+        if self.is_chief:
+            model = seeded(model_fn)
+            model.fit(input_fn(), steps_per_epoch=steps, verbose=0)
+            assert_weights_are_those_of(estimator, model, rtol, atol)
+        return estimator
+
+
+class EachStep(tfdist.SessionRunHook):
+    """No step begins before the one before it has ended."""
+
+    def steps_until_next(self, step):
+        return 1
+
+
+def seeded(model_fn):
+    """What `model_fn` makes, with the same names and values each time."""
+    reset_object_names()
+    keras.utils.set_random_seed(7)
+    return model_fn()
+
+
+def assert_weights_are_those_of(
+    estimator, model: keras.Model, rtol=1e-4, atol=1e-5
+) -> None:
+    """Compares the newest checkpoint with a model, weight by weight."""
+    wanted: dict[str, Any] = {v.path: v for v in model.weights}
+    names = set(estimator.get_variable_names())
+    assert wanted.keys() <= names, (sorted(wanted), sorted(names))
+    for name, value in wanted.items():
+        found = estimator.get_variable_value(name)
+        np.testing.assert_allclose(
+            found, value, rtol=rtol, atol=atol, err_msg=name
+        )
+
+
+def outcome(case, job):
+    """Runs a case; returns "works", or the line with which it is refused.
+
+    Raises:
+        AssertionError: it trains otherwise than Keras, or should not train.
+        Exception: It fails; where it is to be refused, with another message.
+    """
+    pattern = case.refused.get(job.strategy)
+    try:
+        case.run(job)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not (pattern and re.search(pattern, str(error))):
+            raise
+        return f"refused: {str(error).splitlines()[0]}"
+    assert not pattern, f"It trains, and shall be refused with {pattern!r}."
+    return "works"
