@@ -1,13 +1,85 @@
-"""The table of cases in one process; `tests.cases` says what a case is."""
+"""The table of cases by strategy; `tests.cases` says what a case is."""
+
+import concurrent.futures
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.cases import Job, all_cases, outcome
+from tests.cases import STRATEGIES, Job, all_cases, outcome
+from tfdist.launch.testing import LocalCluster
+
+ROOT = Path(__file__).parents[2]
+TASKS = {"all-reduce": {"workers": 1}, "ps": {"ps": 2, "workers": 2}}
+DEADLINE_SECS = 1800
+IDS = [f"{case.area}-{case.name}" for case in all_cases()]
+
+
+def run(directory, strategy):
+    """What became of each case, and what the job printed."""
+    command = [sys.executable, "-m", "tests.cases", f"--strategy={strategy}"]
+    command.append(f"--directory={directory / strategy.replace(' ', '_')}")
+    if strategy in TASKS:
+        with LocalCluster(command, cwd=ROOT, **TASKS[strategy]) as job:
+            job.wait(timeout_secs=DEADLINE_SECS)
+            output = job.output("chief:0")
+    else:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_SECS,
+        )
+        output = done.stdout
+    lines = map(json.loads, re.findall(r"^CASE (.*)$", output, re.MULTILINE))
+    found = {f"{line['area']}-{line['name']}": line for line in lines}
+    return found, output
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Strategy to what `run` returns; printed as it is for people."""
+    directory = tmp_path_factory.mktemp("cases")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = pool.map(functools.partial(run, directory), STRATEGIES)
+        table = dict(zip(STRATEGIES, runs, strict=True))
+    print(f"\n{'':50}", *(f"{name:12}" for name in STRATEGIES))
+    refusals = set()
+    for name in IDS:
+        words = []
+        for strategy in STRATEGIES:
+            line = table[strategy][0].get(name, {"outcome": "MISSING"})
+            word, _, message = line["outcome"].partition(":")
+            words.append(f"{word.split()[0]:12}")
+            if word == "refused":
+                refusals.add(f"{name}:{message}")
+        print(f"{name:50}", *words)
+    print(*sorted(refusals), sep="\n")
+    return table
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", all_cases(), ids=lambda case: f"{case.area}-{case.name}"
-)
-def test_one_process(case, tmp_path):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", IDS)
+def test_works_or_is_refused(table, name, strategy):
+    found, output = table[strategy]
+    assert name in found, f"It was not run.\n{output[-5000:]}"
+    assert not found[name]["outcome"].startswith("FAILED"), found[name]
+
+
+@pytest.mark.slow
+def test_enough_of_them():
+    assert len(IDS) >= 150
+    assert len(set(IDS)) == len(IDS)
+
+
+@pytest.mark.parametrize("case", all_cases()[::40], ids=lambda case: case.name)
+def test_in_one_process(case, tmp_path):
+    """A few of them, for the README's test command."""
     outcome(case, Job("one process", tmp_path))
