@@ -2,13 +2,28 @@
 
 from setuptools import find_packages, setup
 
+# Version 4.9.10 imports importlib-resources without requiring it.
+TFDS = ["tensorflow-datasets>=4.9.9", "importlib-resources>=6"]
+
 setup(
     name="tfdist",
     version="0.1.0",
     description="TensorFlow's distributed training toolkit for Keras 3.",
+    author="The tfdist authors",
     license="Apache-2.0",
+    keywords="tensorflow keras distributed parameter-server estimator",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Education",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11,<3.14",
-    packages=find_packages(include=["tfdist*", "trainer*"]),
+    # Not the example: a user's own package may be called `trainer`, too.
+    packages=find_packages(include=["tfdist*"]),
+    entry_points={"console_scripts": ["tfdist=tfdist.__main__:main"]},
     package_data={"": ["*.pyi", "py.typed", "*.md"]},
     install_requires=[
         # The private names listed in tfdist/_tf/private.py pin these two.
@@ -16,18 +31,16 @@ setup(
         "keras>=3.15,<3.16",
         "absl-py>=2.1",
         "grpcio>=1.60",
-        # TensorFlow Datasets 4.9.10 imports it on Python 3.11 and later
-        # without requiring it.
-        "importlib-resources>=6",
         "lazy-loader>=0.4",
         "numpy>=1.26",
-        "pandas>=2.2",
         "pyyaml>=6",
         "tensorboard>=2.20",
-        "tensorflow-datasets>=4.9.9",
     ],
     extras_require={
+        "tfds": TFDS,
+        "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "test": [
+            *TFDS,
             "array-record>=0.5",
             "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",
@@ -42,6 +55,7 @@ setup(
             "trustme>=1.2",
         ],
         "notebooks": [
+            *TFDS,
             "google-cloud-aiplatform>=1.60",
             "ipykernel>=6.29",
             "matplotlib>=3.8",

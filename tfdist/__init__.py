@@ -11,6 +11,8 @@ from typing import Any
 
 import lazy_loader
 
+__version__ = "0.1.0"
+
 _listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

@@ -1,8 +1,8 @@
-"""`python -m tfdist.audit`: see `tfdist.data.audit`."""
+"""`tfdist audit`: see `tfdist.data.audit`."""
 
 import sys
 
-from tfdist.data.audit import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["audit", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""`python -m tfdist.kubernetes`: see `tfdist.vertex.kubernetes`."""
+"""`tfdist kubernetes`: see `tfdist.vertex.kubernetes`."""
 
 import sys
 
-from tfdist.vertex.kubernetes import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["kubernetes", *sys.argv[1:]]))

@@ -10,7 +10,7 @@ WINGS = (
     "_tf cluster data placement embeddings training pipeline checkpoint hooks "
     "session estimator canned launch vertex advice"
 ).split()
-COMMANDS = ("audit", "kubernetes")
+COMMANDS = ("__main__", "audit", "kubernetes")
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(
         path.read_text()
@@ -21,6 +21,7 @@ MODULES = {
 
 # Where the environment may be touched, and for what.
 ENVIRONMENT = {
+    "tfdist/__main__.py",  # Sets TF_CPP_MIN_LOG_LEVEL for TensorFlow.
     "tfdist/cluster/spec.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
     "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/launch/processes.py",  # Builds the environment of a child.
@@ -49,7 +50,7 @@ def imports(tree):
 
 
 def test_wings():
-    """Each has a door; beside them there is nothing but two commands."""
+    """Each has a door; beside them there are commands alone."""
     children = {
         path.stem
         for path in (ROOT / "tfdist").iterdir()
@@ -66,7 +67,9 @@ def test_wings():
 def test_imports_point_down(name):
     own = WINGS.index(name.split(".")[1])
     for full in imports(MODULES[name]):
-        if full.startswith("tfdist."):
+        if full.startswith("tfdist.__main__"):
+            assert name.endswith(".__main__")
+        elif full.startswith("tfdist."):
             wing = full.split(".")[1]
             assert WINGS.index(wing) <= own, f"{name} imports {full}"
 

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import threading
 from pathlib import Path
 
@@ -218,6 +217,7 @@ def autopackaged(tmp_path, docker):
         "gcloud ai custom-jobs local-run --executor-image-uri=python:3.11-slim "
         f"--local-package-path={ROOT} --python-module=trainer.task "
         "--extra-dirs=tfdist --output-image-uri=gcr.io/fake/trainer:1 "
+        "--requirements=tensorflow-datasets,importlib-resources "
         "-- --max_steps=5",
         path=docker,
     )
@@ -240,10 +240,11 @@ def test_create_packages_for_all_pools(tmp_path, docker, capsys):
         run_gcloud(
             tmp_path,
             "gcloud ai custom-jobs create --region=us-central1 "
-            f"--display-name=n --config=job.yaml {pool}=1,"
+            f"--display-name=n --config=job.yaml '{pool}=1,"
             f"executor-image-uri=python:3.11-slim,local-package-path={ROOT},"
             "python-module=trainer.task,extra-dirs=tfdist,"
-            f"output-image-uri={image} {pool}=2 {pool}=1 --args=--max_steps=5",
+            "requirements=tensorflow-datasets;importlib-resources,"
+            f"output-image-uri={image}' {pool}=2 {pool}=1 --args=--max_steps=5",
             server,
             path=docker,
         )
@@ -391,40 +392,61 @@ def test_replayed_dockerfile_has_a_trainer(tmp_path, docker, kind):
     assert shows_its_flags(image.run, *image.entrypoint)
 
 
+def installed(folder, *sources):
+    """Installs packages from copies of their sources, one after the other."""
+    target = folder / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+    for i, source in enumerate(sources):
+        copy = folder / f"source-{i}"
+        ignore = shutil.ignore_patterns(
+            "__pycache__", ".*", "notebooks", "*.egg-info", "build", "dist"
+        )
+        shutil.copytree(source, copy, ignore=ignore)
+        options = ["--no-build-isolation", "--no-index", f"--target={target}"]
+        subprocess.run([*pip, *options, copy], check=True)
+        shutil.rmtree(copy)
+    return target
+
+
 @pytest.mark.slow
-def test_sdist_has_a_trainer(tmp_path):
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    ignore = shutil.ignore_patterns("__pycache__")
-    source.mkdir()
-    shutil.copy(ROOT / "setup.py", source)
-    for package in ("tfdist", "trainer", "tests"):
-        shutil.copytree(ROOT / package, source / package, ignore=ignore)
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "sdist"], cwd=source, check=True
-    )
-    (sdist,) = (source / "dist").iterdir()
-    with tarfile.open(sdist) as archive:
-        folders = {name.split("/")[1] for name in archive.getnames()[1:]}
-    assert {"tfdist", "trainer"} <= folders
-    assert "tests" not in folders
-    subprocess.run(
-        [
-            *[sys.executable, "-m", "pip", "install", "-q", "--no-deps"],
-            *["--no-build-isolation", "--no-index", f"--target={installed}"],
-            sdist,
-        ],
-        check=True,
-    )
-    shutil.rmtree(source)
+def test_packages_have_a_trainer(tmp_path):
+    """tfdist and the example, as job files for packages bring them."""
+    target = installed(tmp_path, ROOT, ROOT / "trainer")
 
     def run(command, **options):
-        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        environment = {**os.environ, "PYTHONPATH": str(target)}
         return subprocess.run(
             command, cwd=tmp_path, env=environment, timeout=240, **options
         )
 
-    assert (installed / "tfdist" / "__init__.pyi").exists()
+    assert (target / "tfdist" / "__init__.pyi").exists()
+    assert (target / "tfdist" / "MIGRATION.md").exists()
     assert shows_its_flags(run, sys.executable, "-m", "trainer.task")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["tfdist", "trainer"])
+def test_installed_beside_the_users_own_trainer(tmp_path, first):
+    own = tmp_path / "own"
+    (own / "trainer").mkdir(parents=True)
+    (own / "trainer" / "__init__.py").touch()
+    (own / "trainer" / "task.py").write_text("print('own')")
+    (own / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='clicks', version='1', packages=['trainer'])"
+    )
+    sources = [ROOT, own] if first == "tfdist" else [own, ROOT]
+    target = installed(tmp_path, *sources)
+    assert (target / "tfdist" / "__init__.py").exists()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.task"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "own\n", done.stderr
 
 
 def test_dockerignore_keeps_what_an_image_needs():

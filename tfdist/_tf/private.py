@@ -7,6 +7,7 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -156,7 +157,12 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
             with tf.device(here):
                 return write(prefix)
 
-        concrete = written.get_concrete_function(tf.TensorSpec([], tf.string))
+        with warnings.catch_warnings():
+            # Of an iterator: that its options may be unknown in a graph.
+            warnings.simplefilter("ignore", UserWarning)
+            concrete = written.get_concrete_function(
+                tf.TensorSpec([], tf.string)
+            )
         # Not the function itself: it would become a part of the checkpoint.
         self._traced = lambda prefix: concrete(tf.constant(prefix))
 

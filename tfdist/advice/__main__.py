@@ -1,8 +1,8 @@
-"""`python -m tfdist.advice`: see `tfdist.advice.command`."""
+"""`tfdist advice`: see `tfdist.advice.command`."""
 
 import sys
 
-from tfdist.advice.command import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["advice", *sys.argv[1:]]))

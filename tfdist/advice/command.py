@@ -21,7 +21,7 @@ from tfdist.advice.workload import Workload, measure
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m tfdist.advice",
+        "tfdist advice",
         description=(
             "Prints which strategy to choose for a model, and why. Flags with "
             "the names of fields are described in `tfdist.advice.Workload` and "

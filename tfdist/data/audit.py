@@ -379,7 +379,7 @@ def _shared(one: np.ndarray, other: np.ndarray) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if there is a problem, else 0."""
     parser = argparse.ArgumentParser(
-        "python -m tfdist.audit",
+        "tfdist audit",
         description="Shows what each worker would read, without a cluster.",
     )
     add = parser.add_argument

@@ -1,8 +1,8 @@
-"""`python -m tfdist.launch`: see `tfdist.launch.command`."""
+"""`tfdist launch`: see `tfdist.launch.command`."""
 
 import sys
 
-from tfdist.launch.command import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["launch", *sys.argv[1:]]))

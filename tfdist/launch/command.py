@@ -20,7 +20,8 @@ promises:
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second Ctrl-C kills. Should the
   launcher itself be killed, the kernel kills its tasks.
 * TensorFlow's servers authenticate nobody and listen on every interface. The
-  cluster therefore gets a network of its own, where the system allows it.
+  cluster therefore gets a network of its own. Where the system allows none, the
+  launcher starts nothing, unless `--network=host` says that it may.
 """
 
 from __future__ import annotations
@@ -61,10 +62,14 @@ def say(text: str) -> None:
 
 
 class Launcher(Supervisor):
-    """Runs the cluster of `options` to its end, and shows what it prints."""
+    """Runs the cluster of `options` to its end, and shows what it prints.
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    `where` says in which network: "a private" or "the host's".
+    """
+
+    def __init__(self, options: argparse.Namespace, where: str) -> None:
         super().__init__()
+        self._where = where
         for job, index in task_ids(
             options.ps,
             options.workers,
@@ -94,7 +99,6 @@ class Launcher(Supervisor):
             ):
                 continue  # nohup: the user wants to outlive the terminal.
             self.loop.add_signal_handler(signum, self._interrupt, signum)
-        where = enter_network(self._options.network)
         cluster = self.place_tasks()
         for task in self.tasks.values():
             self.start(task)
@@ -102,7 +106,7 @@ class Launcher(Supervisor):
             f"{task.name} pid {task.pid} port {task.port}"
             for task in self.tasks.values()
         )
-        say(f"{cluster.shape} in {where} network: {pids}")
+        say(f"{cluster.shape} in {self._where} network: {pids}")
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
@@ -179,7 +183,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         The flags, and `command`: what to run as each task.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m tfdist.launch",
+        prog="tfdist launch",
         usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",
         description="Runs a program as every task of a local cluster.",
         allow_abbrev=False,
@@ -254,18 +258,15 @@ def _complete(
 
 
 def enter_network(mode: str) -> str:
-    """Enters the network of `--network`; says which it is."""
+    """Enters the network of `--network`; says which it is.
+
+    Raises:
+        OSError: The system refuses a private one.
+    """
     if mode == "host":
         say(f"The host's network: {network.EXPOSED}.")
         return "the host's"
-    try:
-        network.enter_private_network()
-    except OSError as error:
-        say(
-            f"The system refuses a private network ({error}); going on in the "
-            f"host's: {network.EXPOSED}."
-        )
-        return "the host's"
+    network.enter_private_network()
     say(
         "A private network: nothing outside can reach the tasks, and they can "
         "reach neither gs:// nor any other machine. For those: --network=host."
@@ -280,7 +281,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_options(argv)
     try:
-        return Launcher(options).run_to_end()
+        where = enter_network(options.network)
+    except OSError as error:
+        say(
+            f"The system refuses a private network ({error}). In the host's, "
+            f"{network.EXPOSED}: if nobody else can, say --network=host."
+        )
+        return 1
+    try:
+        return Launcher(options, where).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import time
@@ -16,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from signal import Signals
 from typing import IO
+
+from tfdist.launch.banner import BANNER
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,14 +32,6 @@ PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
 # Asks glibc for huge pages: a step touches rows all over a large table, and
 # with small pages each costs a walk through page tables that fit no cache.
 PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-# What TensorFlow prints at its start, before it knows TF_CPP_MIN_LOG_LEVEL, and
-# the "error" (303) that this machine has no GPU driver.
-_BANNER = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog\(\)"
-    rb"|I0000 00:00:[0-9.]+ +[0-9]+ [a-z_]+\.cc:[0-9]+\] "
-    rb"|E0000 .*Failed call to cuInit: UNKNOWN ERROR \(303\)"
-)
 
 
 def die_with_parent(parent: int) -> None:
@@ -90,7 +83,7 @@ class LineCutter:
         """Takes what was read; returns the lines complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._drop_banner:
-            lines = [line for line in lines if not _BANNER.match(line)]
+            lines = [line for line in lines if not BANNER.match(line)]
         if len(self._rest) > _MAX_LINE:
             lines, self._rest = [*lines, self._rest], b""
         return [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]

@@ -1,8 +1,8 @@
-"""`python -m tfdist.placement`: see `tfdist.placement.planner`."""
+"""`tfdist plan`: see `tfdist.placement.planner`."""
 
 import sys
 
-from tfdist.placement.planner import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -225,7 +225,7 @@ def _rows_flag(text: str) -> tuple[str, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m tfdist.placement",
+        "tfdist plan",
         description=(
             "Prints where a model's variables would live, without a cluster."
         ),

@@ -1,8 +1,8 @@
-"""`python -m tfdist.vertex`: see `tfdist.vertex.command`."""
+"""`tfdist vertex`: see `tfdist.vertex.command`."""
 
 import sys
 
-from tfdist.vertex.command import main
+from tfdist.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["vertex", *sys.argv[1:]]))

@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tfdist.vertex",
+        prog="tfdist vertex",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",
         description="Prints the YAML of a job on Vertex AI.",
         allow_abbrev=False,

@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0; a job that is wrong exits with 2 and a message.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m tfdist.kubernetes",
+        prog="tfdist kubernetes",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",
         description="Prints the YAML of a job on Kubernetes.",
         allow_abbrev=False,

@@ -1,0 +1,41 @@
+"""The programs of tfdist: `tfdist COMMAND`, or `python -m tfdist COMMAND`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.launch.banner import without_banner
+
+COMMANDS = {
+    "launch": ("launch.command", "runs a program as every task of a cluster"),
+    "advice": ("advice.command", "says which strategy suits a model, and why"),
+    "plan": ("placement.planner", "shows which server would hold what"),
+    "audit": ("data.audit", "shows which examples each worker would read"),
+    "vertex": ("vertex.command", "writes a job file for Vertex AI"),
+    "kubernetes": ("vertex.kubernetes", "writes a job file for Kubernetes"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a program; returns its exit code, 2 if there is none of the name."""
+    name, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in COMMANDS:
+        # What matters is raised as well.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        with without_banner():
+            program = importlib.import_module(f"tfdist.{COMMANDS[name][0]}")
+        return program.main(flags)
+    lines = [f"  {command:12}{what}" for command, (_, what) in COMMANDS.items()]
+    usage = "\n".join(["usage: tfdist COMMAND [flags]", "", *lines])
+    if name in ("-h", "--help"):
+        print(f"{usage}\n\n`tfdist COMMAND --help` lists the flags of one.")
+        return 0
+    print(f"{usage}\n\ntfdist: there is no command {name!r}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
