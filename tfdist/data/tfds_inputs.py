@@ -59,7 +59,13 @@ def read_tfds(
         ValueError: the dataset is not prepared, there is no such split, or an
             option is out of range.
     """
-    import tensorflow_datasets as tfds
+    try:
+        import tensorflow_datasets as tfds
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}. TensorFlow Datasets is an extra: "
+            "python -m pip install 'tfdist[tfds]'"
+        ) from error
 
     reading = ReadOptions(**options)
     if isinstance(builder, str):
