@@ -142,6 +142,8 @@ class Job:
 class EachStep(tfdist.SessionRunHook):
     """No step begins before the one before it has ended."""
 
+    wants_none_under_way = True
+
     def steps_until_next(self, step):
         return 1
 

@@ -73,12 +73,6 @@ def test_works_or_is_refused(table, name, strategy):
     assert not found[name]["outcome"].startswith("FAILED"), found[name]
 
 
-@pytest.mark.slow
-def test_enough_of_them():
-    assert len(IDS) >= 150
-    assert len(set(IDS)) == len(IDS)
-
-
 @pytest.mark.parametrize("case", all_cases()[::40], ids=lambda case: case.name)
 def test_in_one_process(case, tmp_path):
     """A few of them, for the README's test command."""
