@@ -5,6 +5,9 @@ from setuptools import find_packages, setup
 # Version 4.9.10 imports importlib-resources without requiring it.
 TFDS = ["tensorflow-datasets>=4.9.9", "importlib-resources>=6"]
 
+# These build docs/.
+DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8"]
+
 setup(
     name="tfdist",
     version="0.1.0",
@@ -26,28 +29,32 @@ setup(
     entry_points={"console_scripts": ["tfdist=tfdist.__main__:main"]},
     package_data={"": ["*.pyi", "py.typed", "*.md"]},
     install_requires=[
-        # The private names listed in tfdist/_tf/private.py pin these two.
-        "tensorflow>=2.21,<2.22",
-        "keras>=3.15,<3.16",
+        # Tested by .ci/versions; the private names in tfdist/_tf pin these two.
+        "tensorflow>=2.18,<2.22",
+        "keras>=3.12,<3.16",
         "absl-py>=2.1",
         "grpcio>=1.60",
         "lazy-loader>=0.4",
         "numpy>=1.26",
         "pyyaml>=6",
-        "tensorboard>=2.20",
+        "tensorboard>=2.18",
     ],
     extras_require={
         "tfds": TFDS,
-        "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
+        "gpu": ["tensorflow[and-cuda]>=2.18,<2.22"],
+        "docs": DOCS,
         "test": [
+            *DOCS,
             *TFDS,
             "array-record>=0.5",
             "google-cloud-aiplatform>=1.60",
             "hypothesis>=6.100",
             "ipykernel>=6.29",
+            "keras-tuner>=1.4",
             "matplotlib>=3.8",
             "mypy>=1.15",
             "nbclient>=0.10",
+            "pandas>=2.2",
             "psutil>=5.9",
             "pytest>=8",
             "pytest-xdist>=3.8",
@@ -61,6 +68,7 @@ setup(
             "matplotlib>=3.8",
             "nbclient>=0.10",
         ],
+        "tuner": ["keras-tuner>=1.4"],
         # The types that job files for Vertex AI are checked with.
         "vertex": ["google-cloud-aiplatform>=1.60"],
     },

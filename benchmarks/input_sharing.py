@@ -2,14 +2,14 @@
 
     python -m benchmarks.input_sharing [--picture=input_sharing.png]
 
-"Even with a well-shuffled data set on disk, if all your workers are loading
-straight from it, they will be seeing the same batch at the same time and
-produce the same gradients." For 1 to 16 files and 2 to 4 workers, with the
-index of the worker a number, as under all-reduce, and a tensor, as under
-parameter servers: the largest share of a batch that two workers read at the
-same step, for the pipeline of the guide of tf.data with the seed that all
-processes of a job have, and for `tfdist.read_tfrecords`. Prints a table and
-draws a picture. It takes some minutes, and no cluster.
+Workers that all load the same files see the same batch at the same time and
+compute the same gradients, however well the files are shuffled. For 1 to 16
+files and 2 to 4 workers, with the index of the worker a number, as under
+all-reduce, and a tensor, as under parameter servers: the largest share of a
+batch that two workers read at the same step, for the pipeline of the guide of
+tf.data with the seed that all processes of a job have, and for
+`tfdist.read_tfrecords`. Prints a table and draws a picture. It takes some
+minutes, and no cluster.
 """
 
 from __future__ import annotations

@@ -15,13 +15,16 @@ BATCH, IDS, DIM = 256, 8, 16
 
 
 def run_cluster(
-    case: dict[str, Any], workers: int = 2, task: str = "benchmarks.ps_task"
+    case: dict[str, Any],
+    workers: int = 2,
+    task: str = "benchmarks.ps_task",
+    ps: int = 2,
 ) -> dict[str, Any]:
-    """Runs `case` on 2 ps and some workers; returns what the chief measured."""
+    """Runs `case` on some ps and workers; returns what the chief measured."""
     with tempfile.TemporaryDirectory() as directory:
         output = pathlib.Path(directory) / "result.json"
         command = [
-            *(sys.executable, "-m", "tfdist.launch", "--ps=2"),
+            *(sys.executable, "-m", "tfdist.launch", f"--ps={ps}"),
             *(f"--workers={workers}", "-m", task),
             json.dumps({**case, "output": str(output)}),
         ]

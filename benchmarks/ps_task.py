@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from benchmarks import counters
@@ -27,6 +28,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
+from tfdist.embeddings.dynamic import DynamicEmbedding
 from tfdist.embeddings.layer import PartitionedEmbedding
 from tfdist.placement.scope import placed_scope
 from tfdist.training import optimizers
@@ -37,7 +39,16 @@ _OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.01),
     "adagrad": lambda: keras.optimizers.Adagrad(0.05),
     "adam": lambda: keras.optimizers.Adam(0.001),
+    "none": lambda: keras.optimizers.SGD(0.0),
 }
+
+
+@keras.saving.register_keras_serializable()
+class _Count(keras.constraints.Constraint):
+    """Adds 1 to each row that a step has read and updated, on its server."""
+
+    def __call__(self, rows: Any) -> Any:
+        return rows + 1.0
 
 
 def model_fn(case: dict[str, Any]) -> keras.Model:
@@ -59,8 +70,15 @@ def _table(case: dict[str, Any]) -> keras.layers.Layer:
     """A table, in two pieces unless `case` says otherwise."""
     if case["who"] == "stock":
         return keras.layers.Embedding(case["rows"], DIM)
-    shards = case.get("shards", 2)
-    return PartitionedEmbedding(case["rows"], DIM, num_shards=shards)
+    counted = {}
+    if "zipf" in case:
+        counted["partition_strategy"] = case["partition_strategy"]
+        counted |= {"embeddings_initializer": "zeros"}
+        counted |= {"embeddings_constraint": _Count()}
+    rows, shards = case.get("capacity", case["rows"]), case.get("shards", 2)
+    if case.get("grows"):
+        return DynamicEmbedding(DIM, rows, num_shards=shards)
+    return PartitionedEmbedding(rows, DIM, num_shards=shards, **counted)
 
 
 def _one_table(case: dict[str, Any], ids: Any) -> Any:
@@ -133,9 +151,14 @@ _MODELS = {
 
 
 def input_fn(
-    rows: int, batch_size: int = BATCH
+    rows: int, batch_size: int = BATCH, zipf: float = 0.0, new: int = 0
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """Uniform ids: the worst case, hardly one is needed twice."""
+    """Ids by Zipf's law. Uniform ones are the worst case: few come twice.
+
+    Of those of a batch so many are `new`, seen nowhere before.
+    """
+    shares = np.arange(1, rows + 1.0) ** -zipf
+    below = (np.cumsum(shares) / shares.sum())[:-1]
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         pipeline = tf.cast(context.input_pipeline_id, tf.int64)
@@ -144,6 +167,18 @@ def input_fn(
             seed = tf.stack([pipeline, i])
             shape = [batch_size, IDS]
             ids = tf.random.stateless_uniform(shape, seed, 0, rows, tf.int32)
+            if zipf:
+                drawn = tf.random.stateless_uniform(
+                    shape, seed, dtype="float64"
+                )
+                flat = tf.searchsorted(below, tf.reshape(drawn, [-1]))
+                ids = tf.reshape(flat, shape)
+            if new:
+                batch = i * context.num_input_pipelines + pipeline
+                first = rows + tf.cast(batch, tf.int32) * new
+                old = tf.reshape(ids, [-1])[new:]
+                ids = tf.concat([first + tf.range(new), old], axis=0)
+                ids = tf.reshape(ids, shape)
             return ids, tf.cast(ids[:, :1] % 2, tf.float32)
 
         return tf.data.Dataset.counter().map(batch).prefetch(20)
@@ -169,7 +204,12 @@ def runner(
         global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         model = model_fn(case)
         optimizers.build(model.optimizer, model.trainable_variables)
-    examples = input_fn(case["rows"], case.get("batch", BATCH))
+    examples = input_fn(
+        case["rows"],
+        case.get("batch", BATCH),
+        case.get("zipf", 0.0),
+        case.get("new", 0),
+    )
     unrolled = case.get("unrolled", 10)
     if case["who"] == "tfdist":
         spec = examples(tf.distribute.InputContext()).element_spec
@@ -300,6 +340,11 @@ def main() -> None:
         "bytes_per_step": sent / (steps * case["repeats"]),
         "least_bytes": least_bytes(case["rows"], dense),
         "peak_bytes": {"chief0": counters.peak_bytes()},
+        "rows_served": {
+            v.value.device: float(v.numpy()[:, 0].sum())
+            for v in model.trainable_variables
+            if "zipf" in case and "embeddings" in v.path
+        },
     }
     pathlib.Path(case["output"]).write_text(json.dumps(result))
     servers.release(cluster)

@@ -1,6 +1,7 @@
-"""What two safeguards cost: finite weights, and a hook at every step.
+"""What safeguards cost: finite weights, a hook at every step, checkpoints.
 
     python -m benchmarks.silence
+    python -m benchmarks.silence --save_secs=30 [--rounds=5]
 
 640 MB of variables are looked at and saved, in one process and on two
 parameter servers, with and without `check_numerics`; a model trains with and
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -155,25 +157,102 @@ def hooks() -> dict[str, object]:
     return {k: round(statistics.median(v)) for k, v in rates.items()}
 
 
+class _Alternates(tfdist.CheckpointSaverHook):
+    """Saves in each second period of three intervals, and measures."""
+
+    def __init__(self, directory: str, secs: float, rounds: int) -> None:
+        super().__init__(directory, save_secs=secs)
+        self._period, self._left = 3 * secs, 2 * rounds + 1
+        self._since: tuple[float, int] | None = None
+        self._saves = True
+        self.rates: dict[bool, list[float]] = {False: [], True: []}
+        self.pauses: list[float] = []
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Begins the next period if it is time to; the first one is none."""
+        now, step = time.monotonic(), run_context.session.step
+        then, before = self._since or (now - self._period, step)
+        if now - then >= self._period:
+            if self._since:
+                rate = (step - before) / (now - then)
+                self.rates[self._saves].append(rate)
+            self._since, self._saves = (now, step), not self._saves
+            self._timer.reset()  # Which triggers at once.
+            self._left -= 1
+            if self._left < 0:
+                run_context.request_stop()
+                return
+        super().after_run(run_context, run_values)
+
+    def on_trigger(self, context: Any, logs: Any) -> None:
+        """Saves, in every other period."""
+        if self._saves:
+            trigger = super().on_trigger
+            self.pauses.append(1000 * secs(lambda: trigger(context, logs)))
+
+
+def saving(save_secs: float, rounds: int) -> dict[str, object]:
+    """What is measured with `--save_secs`; of the first period nothing."""
+    rows = 200_000_000 // (2 * 4 * WIDTH)
+
+    def table() -> keras.Model:
+        ids = keras.Input([8], dtype="int32")
+        embed = tfdist.PartitionedEmbedding(
+            rows, WIDTH, num_shards=2, embeddings_initializer="ones"
+        )
+        hidden = keras.layers.Flatten()(embed(ids))
+        model = keras.Model(ids, keras.layers.Dense(1, "sigmoid")(hidden))
+        model.compile("adagrad", "binary_crossentropy")
+        return model
+
+    def batches() -> tf.data.Dataset:
+        ids = tf.random.uniform([64, 64, 8], 0, rows, tf.int32)
+        batch = ids, tf.ones([64, 64, 1])
+        return tf.data.Dataset.from_tensor_slices(batch).repeat()
+
+    with tempfile.TemporaryDirectory() as directory:
+        hook = _Alternates(directory, save_secs, rounds)
+        config = tfdist.RunConfig(
+            f"{directory}/model", save_checkpoints_secs=None
+        )
+        tfdist.Estimator(table, config).train(batches, [hook])
+    off, on = hook.rates[False][1:], hook.rates[True]
+    shares = [b / a for a, b in zip(off, on, strict=True)]
+    return {
+        "steps_per_sec_without": [*map(round, off)],
+        "steps_per_sec_with": [*map(round, on)],
+        "share": round(statistics.median(shares), 4),
+        "shares": [round(share, 3) for share in shares],
+        "pause_ms": [round(pause, 1) for pause in hook.pauses],
+    }
+
+
 def main() -> None:
     """Starts itself as every task of a cluster, too."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", action="store_true")
-    cluster = tfdist.Cluster.from_env()
+    parser.add_argument("--save_secs", type=float)
+    parser.add_argument("--rounds", type=int, default=5)
+    args, cluster = parser.parse_args(), tfdist.Cluster.from_env()
     if cluster.num_ps and cluster.role != "chief":
         servers.serve(cluster)
         return
     where = {"ps": cluster.num_ps, "workers": cluster.num_workers}
-    for sparse in (False, True):
-        found = check(cluster.num_ps, sparse)
-        print("RESULT", json.dumps({**where, "sparse": sparse, **found}))
-    print("RESULT", json.dumps({**where, "steps_per_sec": hooks()}), flush=True)
+    if not args.save_secs:
+        for sparse in (False, True):
+            found = check(cluster.num_ps, sparse)
+            print("RESULT", json.dumps({**where, "sparse": sparse, **found}))
+        found = {**where, "steps_per_sec": hooks()}
+        print("RESULT", json.dumps(found), flush=True)
+    elif cluster.num_ps:
+        found = {**where, **saving(args.save_secs, args.rounds)}
+        print("RESULT", json.dumps(found), flush=True)
     if cluster.num_ps:
         servers.release(cluster)
-    elif not parser.parse_args().task:
-        command = [sys.executable, "-m", "benchmarks.silence", "--task"]
-        with LocalCluster(command, ps=2, workers=2) as job:
-            job.wait(timeout_secs=600)
+    elif not args.task:
+        module = [sys.executable, "-m", "benchmarks.silence", "--task"]
+        with LocalCluster([*module, *sys.argv[1:]], ps=2, workers=2) as job:
+            job.wait(timeout_secs=3600)
             for line in job.output("chief:0").splitlines():
                 if line.startswith("RESULT"):
                     print(line)

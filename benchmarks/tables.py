@@ -7,13 +7,27 @@ private network, with tfdist and with Keras' own layer and optimizer in a plain
 `ClusterCoordinator` loop. Bytes are those on the loopback interface of that
 network, which only the cluster uses, over the least that could travel: unique
 rows and dense variables, down and up.
+
+Before that, how even the work is on 4 ps by each `partition_strategy`: rows
+that each has served of a table of 100,000, to batches of 4,096 ids by Zipf's
+law (1.05), counted on the servers.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks.ps_harness import median_and_range, run_cluster
+from benchmarks.ps_harness import IDS, median_and_range, run_cluster
+
+
+def load(strategy: str) -> float:
+    """Rows of a table that the fullest of 4 ps serves, over their mean."""
+    case = {"model": "table", "who": "tfdist", "optimizer": "none"}
+    case |= {"rows": 100_000, "zipf": 1.05, "batch": 4096 // IDS, "shards": 4}
+    case |= {"partition_strategy": strategy, "steps": 100, "repeats": 1}
+    served = [*run_cluster(case, ps=4)["rows_served"].values()]
+    assert len(served) == 4, served
+    return max(served) * len(served) / sum(served)
 
 
 def main() -> None:
@@ -25,7 +39,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stock_steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--load", action="store_true", help="that alone")
     args = parser.parse_args()
+    for strategy in ("div", "balanced"):
+        print(f"{strategy:<9} fullest of 4 ps over mean {load(strategy):.3f}")
+    if args.load:
+        return
     print(
         "rows       optimizer who      steps/s (range)      bytes  over least"
     )

@@ -256,6 +256,42 @@ class Sketch:
         self.axes.text(x, y, text, ha="center", va="center", fontsize=size)
 
 
+def draw_strategies() -> None:
+    """Draws who holds the variables under each strategy of TensorFlow's."""
+    title = "Three strategies copy the variables, one keeps them on servers"
+    sketch = Sketch(title, 12, 6.6)
+    sketch.text(2.9, 6.3, "MirroredStrategy: one process", size=10)
+    sketch.box(0.2, 4.0, 5.4, 2.0)
+    sketch.text(9.1, 6.3, "MultiWorkerMirroredStrategy", size=10)
+    for i, x in enumerate((0.5, 3.6)):
+        sketch.box(x, 4.4, 1.7, 1.2, f"device {i}\nall variables", "worker")
+    for i, x in enumerate((6.3, 9.8)):
+        sketch.box(x, 4.0, 2.0, 2.0, f"worker {i}", at_top=True)
+        sketch.box(x + 0.15, 4.4, 1.7, 1.0, "all variables", "worker")
+    for x, y in ((2.2, 3.6), (8.15, 9.95)):
+        sketch.arrow((x, 5.15), (y, 5.15), "all-reduce", offset=(0, 0.25))
+        sketch.arrow((y, 4.8), (x, 4.8))
+    sketch.text(2.9, 3.4, "ParameterServerStrategy", size=10)
+    sketch.box(0.2, 1.2, 1.4, 1.0, "chief", "chief")
+    for i, y in enumerate((2.0, 0.4)):
+        sketch.box(2.3, y, 1.3, 0.9, f"worker {i}", "worker")
+        sketch.box(4.3, y, 1.3, 0.9, f"ps {i}\nits share", "ps")
+        sketch.arrow((1.6, 1.7), (2.3, y + 0.45), dashed=True)
+        for end in 2.55, 0.75:
+            sketch.arrow((3.6, y + 0.45), (4.3, end))
+    sketch.text(0.9, 2.5, "schedules")
+    sketch.text(9.1, 3.4, "TPUStrategy (not run here)", size=10)
+    sketch.box(6.3, 0.4, 5.5, 2.6)
+    for i, x in enumerate((6.6, 9.4)):
+        for j, y in enumerate((1.85, 0.6)):
+            text = f"core {2 * j + i}\nall variables"
+            sketch.box(x, y, 2.1, 0.9, text, "worker")
+    sketch.arrow((8.7, 2.3), (9.4, 2.3))
+    sketch.arrow((10.45, 1.85), (10.45, 1.5))
+    sketch.arrow((9.4, 1.05), (8.7, 1.05))
+    sketch.arrow((7.65, 1.5), (7.65, 1.85))
+
+
 def steps_and_losses(output: str) -> tuple[list[int], list[float]]:
     """Steps and losses of tfdist's progress lines in a chief's output."""
     rows = (_step_and_loss(line) for line in output.splitlines())

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import PartitionedEmbedding
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 
 ROWS, BATCH, STEPS, FEATURES = 11, 6, 20, 3
 PLACES = ("call", "add_loss", "compute_loss", "compute_metrics")
@@ -173,11 +173,7 @@ def made(number, ours):
         else:
             table = keras.layers.Embedding(ROWS, width, name=f"table_{i}")
         table.build((None,))
-        whole = rng.normal(size=[ROWS, width])
-        parts = table.shards if ours else [table.embeddings]
-        for part in parts:
-            part.assign(whole[: part.shape[0]])
-            whole = whole[part.shape[0] :]
+        table.set_weights([rng.normal(size=[ROWS, width])])
         tables.append(table)
     model = Retrieval(tables, like["plan"], like["softmax"])
     model.project.build((None, FEATURES))
@@ -213,12 +209,7 @@ def dataset(number):
 
 def weights(model):
     """Every table in one piece, and the dense layer."""
-    tables = [
-        np.concatenate([s.numpy() for s in t.shards])
-        if hasattr(t, "shards")
-        else t.embeddings.numpy()
-        for t in model.tables
-    ]
+    tables = [t.get_weights()[0] for t in model.tables]
     return [*tables, model.project.kernel.numpy(), model.project.bias.numpy()]
 
 

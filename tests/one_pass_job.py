@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
+from notebooks.jobs import paced
 from tfdist.data.data_service import one_pass
 
 WORKERS = 3
@@ -51,23 +52,12 @@ def model_fn(args):
     return model
 
 
-def slowed(dataset, secs):
-    """The dataset, each element of which takes so much longer."""
-    variant = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        sleep_microseconds=tf.cast(1e6 * secs, tf.int64),
-        output_types=[tf.int64],
-        output_shapes=[[None]],
-    )
-    return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-
 def train_input_fn(args, context):
     blocks = tf.data.Dataset.range(0, args.examples, BLOCK)
     ids = blocks.flat_map(lambda i: tf.data.Dataset.range(i, i + BLOCK))
     worker = tf.cast(context.input_pipeline_id, tf.int64)
 
-    def example(ids):
+    def example(_, ids):
         ids = ids[:, None]
         features = {"id": ids, "worker": tf.fill(tf.shape(ids), worker)}
         return features, tf.zeros(tf.shape(ids))
@@ -80,7 +70,8 @@ def train_input_fn(args, context):
             tail.filter(lambda _: worker == 1).batch(BATCH)
         )
     pace = args.pace_secs * tf.cast(worker + 1, tf.float32)
-    return slowed(batches, pace).map(example)
+    slow = paced.pauses(1e6 * pace)
+    return tf.data.Dataset.zip(slow, batches).map(example)
 
 
 class Counts(tfdist.SessionRunHook):

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import tfdist
+from notebooks.jobs import paced
 from tfdist.cluster import servers
 from tfdist.cluster.connections import cut_connections
 from tfdist.cluster.spec import Cluster
@@ -85,24 +86,9 @@ def compute(secs):
 
 
 def slept(dataset, microseconds):
-    """`dataset`, which sleeps before each element.
-
-    The op that sleeps locks itself while it reads its input. When the step
-    fails, cancelling it waits for that lock, while a function in its input
-    (`map`, `Dataset.counter`) waits until all is cancelled: the worker would
-    hang. So its input is a constant.
-    """
-    constant = tf.data.Dataset.from_tensors(0).repeat()
-    variant = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(constant),
-        sleep_microseconds=microseconds,
-        output_types=[tf.int32],
-        output_shapes=[[]],
-    )
-    pauses = tf.data.experimental.from_variant(
-        variant, tf.TensorSpec([], tf.int32)
-    )
-    return tf.data.Dataset.zip(pauses, dataset).map(lambda _, batch: batch)
+    """`dataset`, which sleeps before each element."""
+    slow = paced.pauses(microseconds)
+    return tf.data.Dataset.zip(slow, dataset).map(lambda _, batch: batch)
 
 
 def eval_input_fn():

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.strategies import local_strategy
 from tfdist.placement.scope import placed_scope
@@ -27,7 +27,6 @@ STEPS = 50
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
 }
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.training import optimizers
 from tfdist.training.loop import LocalLoop
 from tfdist.training.step import ModelStep

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 
@@ -51,21 +51,19 @@ def rich():
     return model
 
 
-def dense(layer=None, policy="float32", jit_compile=False, **optimizer):
-    keras.mixed_precision.set_dtype_policy(policy)
+def dense(layer=None, jit_compile=False):
     x = keras.Input([4], name="x")
     hidden = keras.layers.Dense(8, "relu")(x)
     if layer:
         hidden = layer()(hidden)
-    output = keras.layers.Dense(1, "sigmoid", dtype="float32")(hidden)
+    output = keras.layers.Dense(1, "sigmoid")(hidden)
     model = keras.Model(x, output)
     model.compile(
-        keras.optimizers.Adam(0.01, **optimizer),
+        keras.optimizers.Adam(0.01),
         "binary_crossentropy",
         metrics=["auc"],
         jit_compile=jit_compile,
     )
-    keras.mixed_precision.set_dtype_policy("float32")
     return model
 
 
@@ -115,18 +113,6 @@ FEATURES = {
         functools.partial(dense, keras.layers.BatchNormalization),
         dense_data,
     ),
-    "synchronized_batch_norm": (
-        functools.partial(
-            dense, lambda: keras.layers.BatchNormalization(synchronized=True)
-        ),
-        dense_data,
-    ),
-    "accumulation": (
-        functools.partial(dense, gradient_accumulation_steps=4),
-        dense_data,
-    ),
-    "bfloat16": (functools.partial(dense, policy="mixed_bfloat16"), dense_data),
-    "float16": (functools.partial(dense, policy="mixed_float16"), dense_data),
     "jit_compile": (functools.partial(dense, jit_compile=True), dense_data),
     "dropout": (masks, masks_data),
 }

@@ -5,6 +5,7 @@
 The chief writes what it found into `DIRECTORY/<check>.npz` or `.json`.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import PartitionedEmbedding
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
@@ -66,14 +67,15 @@ def environment():
 # --- The models --------------------------------------------------------------
 
 
-def table_model(shards=(3, 2), rows=20, optimizer=None):
+def table_model(shards=(3, 2), rows=20, optimizer=None, strategy="balanced"):
     """Two tables of one width and one of another; moving averages."""
     reset_object_names()
     keras.utils.set_random_seed(1)
+    table = functools.partial(PartitionedEmbedding, partition_strategy=strategy)
     tables = [
-        PartitionedEmbedding(rows, 4, num_shards=shards[0], name="deep"),
-        PartitionedEmbedding(rows + 1, 4, num_shards=shards[1], name="more"),
-        PartitionedEmbedding(rows + 2, 1, num_shards=shards[1], name="wide"),
+        table(rows, 4, num_shards=shards[0], name="deep"),
+        table(rows + 1, 4, num_shards=shards[1], name="more"),
+        table(rows + 2, 1, num_shards=shards[1], name="wide"),
     ]
     ids = keras.Input([3], dtype="int32")
     hidden = [keras.layers.Flatten()(table(ids)) for table in tables]
@@ -100,12 +102,7 @@ def uneven_batches():
 
 def whole(variables):
     """Values by name, tables in one piece."""
-    return {
-        name: np.concatenate([v.numpy() for v in variable.variables])
-        if hasattr(variable, "variables")
-        else variable.numpy()
-        for name, variable in variables.items()
-    }
+    return {name: variable.numpy() for name, variable in variables.items()}
 
 
 def randomize(variables, seed=0):

@@ -19,6 +19,7 @@ from .canned import DNNRegressor as DNNRegressor
 from .canned import LinearClassifier as LinearClassifier
 from .canned import LinearRegressor as LinearRegressor
 from .cluster import Cluster as Cluster
+from .embeddings import DynamicEmbedding as DynamicEmbedding
 from .embeddings import PartitionedEmbedding as PartitionedEmbedding
 from .estimator import BestExporter as BestExporter
 from .estimator import Estimator as Estimator
@@ -29,6 +30,7 @@ from .estimator import LatestExporter as LatestExporter
 from .estimator import RunConfig as RunConfig
 from .estimator import TrainSpec as TrainSpec
 from .estimator import WarmStartSettings as WarmStartSettings
+from .estimator import fit as fit
 from .estimator import train_and_evaluate as train_and_evaluate
 from .hooks import CheckpointSaverListener as CheckpointSaverListener
 from .hooks import LoggingTensorHook as LoggingTensorHook

@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": ("placement.planner", "shows which server would hold what"),
     "audit": ("data.audit", "shows which examples each worker would read"),
     "vertex": ("vertex.command", "writes a job file for Vertex AI"),
+    "migrate": ("advice.migration", "lists what a TF 1 program must change"),
     "kubernetes": ("vertex.kubernetes", "writes a job file for Kubernetes"),
 }
 
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a program; returns its exit code, 2 if there is none of the name."""
     name, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
+        # A flag may name a module here; of the two ways to start a command
+        # only `python -m` looks for it here.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         # What matters is raised as well.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         with without_banner():

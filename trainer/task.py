@@ -45,9 +45,20 @@ _PASSING = (
 flags.DEFINE_string(
     "model_dir",
     None,
-    "Where checkpoints, summaries and exports go. Default: AIP_MODEL_DIR, "
-    "AIP_CHECKPOINT_DIR or AIP_TENSORBOARD_LOG_DIR, whichever Vertex AI sets, "
-    "else runs/wide_and_deep.",
+    "Where checkpoints and exports go. Default: AIP_CHECKPOINT_DIR, if Vertex "
+    "AI sets it, else runs/wide_and_deep.",
+)
+flags.DEFINE_string(
+    "summary_dir",
+    None,
+    "Where TensorBoard finds summaries. Default: AIP_TENSORBOARD_LOG_DIR, if "
+    "Vertex AI sets it, else the model_dir.",
+)
+flags.DEFINE_string(
+    "export_dir",
+    None,
+    "Where the final model is copied to, in place of what is there. Default: "
+    "AIP_MODEL_DIR, if Vertex AI sets it, else nowhere.",
 )
 flags.DEFINE_multi_string("train_files", [], "CSV files: paths or patterns.")
 flags.DEFINE_multi_string("eval_files", [], "CSV files: paths or patterns.")
@@ -115,6 +126,12 @@ flags.DEFINE_float(
     "Seconds the chief waits for workers and parameter servers that are "
     "missing, at the start and after one was lost.",
     lower_bound=1.0,
+)
+flags.DEFINE_string(
+    "tuning_metric",
+    None,
+    "The metric that a tuning job on Vertex AI is told to look at; a trial "
+    "whose evaluations have none of that name ends with an error.",
 )
 flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
 flags.DEFINE_bool(
@@ -216,7 +233,11 @@ def train_and_evaluate(
         return None, []
     return tfdist.train_and_evaluate(
         estimator,
-        tfdist.TrainSpec(train_input_fn, max_steps=FLAGS.max_steps),
+        tfdist.TrainSpec(
+            train_input_fn,
+            max_steps=FLAGS.max_steps,
+            hooks=tuning_hooks(estimator.eval_dir()),
+        ),
         tfdist.EvalSpec(
             eval_input_fn,
             steps=None,
@@ -235,23 +256,38 @@ def train_and_evaluate(
     )
 
 
-def model_dir() -> str:
-    """The flag, else what Vertex AI asks for, else a local default."""
-    for name in (
-        "AIP_MODEL_DIR",
-        "AIP_CHECKPOINT_DIR",
-        "AIP_TENSORBOARD_LOG_DIR",
-    ):
-        if not FLAGS.model_dir and os.environ.get(name):
-            return os.environ[name].rstrip("/")
-    return FLAGS.model_dir or os.path.join("runs", "wide_and_deep")
+def tuning_hooks(eval_dir: str) -> list[tfdist.SessionRunHook]:
+    """What reports each evaluation of a trial that Vertex AI runs."""
+    trial = _trial()
+    if trial is None:
+        return []
+    tag = FLAGS.tuning_metric
+    return [tfdist.estimator.ReportMetricsHook(eval_dir, *trial, tag=tag)]
+
+
+def _trial() -> tuple[str, str] | None:
+    """The metric file and the number of the trial that this is, if it is."""
+    path = os.environ.get("CLOUD_ML_HP_METRIC_FILE")
+    return (path, os.environ.get("CLOUD_ML_TRIAL_ID", "")) if path else None
+
+
+def directories() -> tuple[str, str | None, str | None]:
+    """Those of checkpoints, of summaries and of the final model."""
+    find = os.environ.get
+    return (
+        FLAGS.model_dir
+        or find("AIP_CHECKPOINT_DIR")
+        or os.path.join("runs", "wide_and_deep"),
+        FLAGS.summary_dir or find("AIP_TENSORBOARD_LOG_DIR") or None,
+        FLAGS.export_dir or find("AIP_MODEL_DIR") or None,
+    )
 
 
 def report(
     examples: Source,
     config: tfdist.RunConfig,
     metrics: dict[str, float],
-    exports: Sequence[str | None],
+    exports: Sequence[str],
     secs: float,
 ) -> str:
     """The final table, and where everything was written."""
@@ -264,14 +300,15 @@ def report(
             f"  {'best auc':<12}{best:>10.4f}  attainable on this data; "
             f"reached {share:.1%} of it"
         )
+    summaries = config.summary_dir or config.model_dir
     return "\n".join(
         [
             f"Data: {examples.description}",
             f"Evaluation after {metrics['global_step']} steps:",
             *rows,
-            f"Checkpoints and summaries: {config.model_dir}",
-            f"  look at them with: tensorboard --logdir={config.model_dir}",
-            *(f"Exported model: {path}" for path in exports if path),
+            f"Checkpoints: {config.model_dir}",
+            f"Summaries: tensorboard --logdir={summaries}",
+            *(f"Exported model: {path}" for path in exports),
             f"Time: {secs:.0f} s",
         ]
     )
@@ -339,8 +376,10 @@ def main(argv: Sequence[str]) -> None:
     _set_up_logs()
     try:
         examples = source()
+        model_dir, summary_dir, export_dir = directories()
         config = tfdist.RunConfig(
-            model_dir(),
+            model_dir,
+            summary_dir=summary_dir,
             tf_random_seed=FLAGS.seed,
             save_checkpoints_steps=FLAGS.save_checkpoints_steps,
             log_step_count_steps=FLAGS.log_steps,
@@ -348,7 +387,12 @@ def main(argv: Sequence[str]) -> None:
             placement=FLAGS.placement,
             session_creation_timeout_secs=FLAGS.session_creation_timeout_secs,
         )
-        metrics, exports = train_and_evaluate(examples, config)
+        metrics, exported = train_and_evaluate(examples, config)
+        exports = [path for path in exported if path]
+        leads = config.cluster.role in ("local", "chief")
+        if leads and exports and export_dir:
+            tfdist.vertex.copy_export(exports[0], export_dir)
+            exports.append(export_dir)
     except (ValueError, OSError, *_PASSING) as error:
         logging.debug("Traceback of the error below:", exc_info=True)
         print(
@@ -359,12 +403,11 @@ def main(argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues where it has saved.")
         sys.exit(128 + signal.SIGINT)
-    if config.cluster.role in ("local", "chief") and metrics:
+    if leads and metrics:
         secs = time.monotonic() - start
         print(report(examples, config, metrics, exports, secs))
-        if path := os.environ.get("CLOUD_ML_HP_METRIC_FILE"):
-            trial = os.environ.get("CLOUD_ML_TRIAL_ID", "")
-            tfdist.estimator.report_metrics(metrics, path, trial)
+        if trial := _trial():
+            tfdist.estimator.report_metrics(metrics, *trial)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 import time
 
 JOBS = ("chief", "worker", "ps", "evaluator")  # Of the worker pools 0 to 3.
+# What a replica logs when it misses another one, and when it saves.
+EVENTS = {"misses": "Waiting for", "saves": "Saved"}
 
 
 def variables(
@@ -41,7 +43,7 @@ def variables(
 
 
 def main(base: str, flags: list[str]) -> int:
-    """Runs the program; says when it began, spoke first and ended, and how."""
+    """Runs the program; says when it began and ended, and how."""
     config = json.loads(os.environ["TF_CONFIG"])  # The local cluster's.
     job, index = config["task"]["type"], config["task"]["index"]
     row = {"replica": f"{job} {index}", "start": time.time()}
@@ -52,7 +54,9 @@ def main(base: str, flags: list[str]) -> int:
         text=True,
     ) as program:
         for line in program.stdout:
-            row.setdefault("up", time.time())
+            for event, text in EVENTS.items():
+                if text in line:
+                    row.setdefault(event, time.time())
             print(line, end="", flush=True)
     row |= {"end": time.time(), "code": program.returncode}
     print(json.dumps(row), flush=True)

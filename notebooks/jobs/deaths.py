@@ -13,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import tensorflow as tf
+from paced import pauses
 
 import tfdist
 from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
@@ -35,17 +36,6 @@ def model_fn() -> keras.Model:
 def input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
     """Batches of 64 without end; others in each life of each worker."""
     index = tf.cast(context.input_pipeline_id, tf.int64)
-    pauses = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(
-            tf.data.Dataset.from_tensors(0).repeat()
-        ),
-        sleep_microseconds=PAUSE,
-        output_types=[tf.int32],
-        output_shapes=[[]],
-    )
-    pauses = tf.data.experimental.from_variant(
-        pauses, tf.TensorSpec([], tf.int32)
-    )
 
     def batch(seed: tf.Tensor, _: tf.Tensor) -> tuple[dict, tf.Tensor]:
         seed = tf.stack([seed, index])
@@ -53,7 +43,8 @@ def input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         ids = tf.random.stateless_uniform([64, 1], seed, 0, 100_000, tf.int64)
         return {"x": x, "ids": ids}, tf.reduce_sum(x, axis=1, keepdims=True)
 
-    return tf.data.Dataset.zip(tf.data.Dataset.random(), pauses).map(batch)
+    seeds = tf.data.Dataset.random()
+    return tf.data.Dataset.zip(seeds, pauses(PAUSE)).map(batch)
 
 
 class Diary(tfdist.SessionRunHook):

@@ -14,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import tensorflow as tf
+from paced import pauses
 
 import tfdist
 from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
@@ -52,17 +53,6 @@ def input_fn(context: tf.distribute.InputContext, kind: str) -> tf.data.Dataset:
     batches = numbers.batch(BATCH)
     if kind != "shares":
         batches = tfdist.one_pass(batches, context, name=kind)
-    pauses = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(
-            tf.data.Dataset.from_tensors(0).repeat()
-        ),
-        sleep_microseconds=PAUSE * (1 + 4 * worker),
-        output_types=[tf.int32],
-        output_shapes=[[]],
-    )
-    pauses = tf.data.experimental.from_variant(
-        pauses, tf.TensorSpec([], tf.int32)
-    )
 
     def features(numbers: tf.Tensor, _: tf.Tensor) -> tuple[dict, tf.Tensor]:
         numbers = numbers[:, None]
@@ -73,7 +63,8 @@ def input_fn(context: tf.distribute.InputContext, kind: str) -> tf.data.Dataset:
     # Or TensorFlow would read ahead, and more would be lost with a worker.
     options = tf.data.Options()
     options.experimental_optimization.map_parallelization = False
-    batches = tf.data.Dataset.zip(batches, pauses).map(features)
+    slow = pauses(PAUSE * (1 + 4 * worker))
+    batches = tf.data.Dataset.zip(batches, slow).map(features)
     return batches.with_options(options)
 
 

@@ -1,4 +1,4 @@
-"""The same training asynchronously and in step: the cluster's shape decides.
+"""The same training, asynchronous or synchronous: the cluster's shape decides.
 
 Usage: race.py MODEL_DIR, as every task. With ps the workers wait for nobody;
 without, chief and workers all-reduce their gradients. A batch takes 30 ms to
@@ -6,19 +6,19 @@ come; in the second run, for one of them, 150 ms.
 """
 
 import hashlib
-import json
 import os
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import tensorflow as tf
+from meters import Meter
+from paced import pauses
 
 import tfdist
 from tfdist.cluster import servers
-from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.hooks.session_run_hook import SessionRunValues
 
 STEPS = 80
 PAUSE = 30_000  # Microseconds.
@@ -28,7 +28,7 @@ def model_fn() -> keras.Model:
     """A linear model of twenty inputs."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([20]), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.02), "mse")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 
 
@@ -39,17 +39,6 @@ def input_fn(
     index = context.input_pipeline_id
     last = tf.equal(index, context.num_input_pipelines - 1)
     pause = tf.where(last, 5 * PAUSE if slow else PAUSE, PAUSE)
-    pauses = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(
-            tf.data.Dataset.from_tensors(0).repeat()
-        ),
-        sleep_microseconds=tf.cast(pause, tf.int64),
-        output_types=[tf.int32],
-        output_shapes=[[]],
-    )
-    pauses = tf.data.experimental.from_variant(
-        pauses, tf.TensorSpec([], tf.int32)
-    )
 
     def batch(i: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         seed = tf.stack([i, tf.cast(index, tf.int64)])
@@ -57,36 +46,26 @@ def input_fn(
         noise = tf.random.stateless_normal([16, 1], seed + 7)
         return x, tf.reduce_sum(x, axis=1, keepdims=True) + noise
 
-    return tf.data.Dataset.zip(tf.data.Dataset.counter(), pauses).map(batch)
+    counter = tf.data.Dataset.counter()
+    return tf.data.Dataset.zip(counter, pauses(pause)).map(batch)
 
 
-class Meter(tfdist.SessionRunHook):
-    """Notes step, time and loss; prints them, and a digest of the weights."""
+class Race(Meter):
+    """Marks the loss as well; prints all marks, and a digest of the weights."""
 
-    def __init__(self, slow: bool) -> None:
-        self._slow = slow
-        self._marks = []
-        self._start = None
+    def measured(self, run_values: SessionRunValues) -> tuple[float]:
+        """The loss."""
+        return (run_values.results["loss"],)
 
-    def steps_until_next(self, step: int) -> int:
-        """Every five steps."""
-        return 5 - step % 5
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Notes how it stands; the clock starts after the first steps."""
-        step = run_context.session.step
-        self._start = self._start or time.perf_counter()
-        secs = time.perf_counter() - self._start
-        self._marks.append((step, secs, run_values.results["loss"]))
-
-    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
-        """Prints a line of JSON."""
+    def found(self, session: tfdist.MonitoredTrainingSession) -> dict:
+        """The clock starts with the first mark."""
+        start = self.marks[0][1]
+        marks = [(step, secs - start, loss) for step, secs, loss in self.marks]
         weights = b"".join(v.numpy().tobytes() for v in session.model.variables)
-        digest = hashlib.sha256(weights).hexdigest()
-        row = {"slow": self._slow, "marks": self._marks, "weights": digest}
-        print(json.dumps(row), flush=True)
+        return {
+            "marks": marks,
+            "weights": hashlib.sha256(weights).hexdigest(),
+        }
 
 
 def main(directory: str) -> None:
@@ -106,7 +85,7 @@ def main(directory: str) -> None:
         tfdist.Estimator(model_fn, config).train(
             lambda context, slow=slow: input_fn(context, slow),
             max_steps=STEPS,
-            hooks=[Meter(slow)],
+            hooks=[Race(5, slow=slow)],
         )
     if cluster.num_ps:
         servers.release(cluster)

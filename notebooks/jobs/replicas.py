@@ -4,19 +4,18 @@ Usage: replicas.py MODEL_DIR, as every task of a cluster with ps. A step of a
 worker takes 40 ms, in which it only waits: so two cores can play many machines.
 """
 
-import json
 import os
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import tensorflow as tf
+from meters import Meter
+from paced import pauses
 
 import tfdist
 from tfdist.cluster import servers
-from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 STEPS = 300
 PAUSE = 40_000  # Microseconds.
@@ -35,49 +34,17 @@ def input_fn(
     """A batch after each pause; worker 0 may pause ten times as long."""
     is_first = tf.equal(context.input_pipeline_id, 0)
     pause = tf.where(is_first, 10 * PAUSE if slow else PAUSE, PAUSE)
-    pauses = tf.raw_ops.SleepDataset(
-        input_dataset=tf.data.experimental.to_variant(
-            tf.data.Dataset.from_tensors(0).repeat()
-        ),
-        sleep_microseconds=tf.cast(pause, tf.int64),
-        output_types=[tf.int32],
-        output_shapes=[[]],
-    )
-    pauses = tf.data.experimental.from_variant(
-        pauses, tf.TensorSpec([], tf.int32)
-    )
     batch = tf.ones([8, 10]), tf.ones([8, 1])
-    return pauses.map(lambda _: batch)
+    return pauses(pause).map(lambda _: batch)
 
 
-class Meter(tfdist.SessionRunHook):
-    """Measures the pace from step 50 on, and the staleness of all updates."""
+class Pace(Meter):
+    """Measures the pace, and the staleness of all updates."""
 
-    def __init__(self, slow: bool) -> None:
-        self._slow = slow
-        self._marks = []
-
-    def steps_until_next(self, step: int) -> int:
-        """Every 50 steps."""
-        return 50 - step % 50
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Notes step and time."""
-        step = run_context.session.step
-        if step >= 50:
-            self._marks.append((step, time.perf_counter()))
-
-    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
-        """Prints a line of JSON."""
-        first, *_, last = self._marks
-        row = {
-            "slow": self._slow,
-            "pace": (last[0] - first[0]) / (last[1] - first[1]),
-            "updates": session.staleness.tolist(),
-        }
-        print(json.dumps(row), flush=True)
+    def found(self, session: tfdist.MonitoredTrainingSession) -> dict:
+        """Steps per second; updates by staleness."""
+        (secs,) = self.per_step()
+        return {"pace": 1 / secs, "updates": session.staleness.tolist()}
 
 
 def main(directory: str) -> None:
@@ -96,7 +63,7 @@ def main(directory: str) -> None:
         tfdist.Estimator(model_fn, config).train(
             lambda context, slow=slow: input_fn(context, slow),
             max_steps=STEPS,
-            hooks=[Meter(slow)],
+            hooks=[Pace(50, slow=slow)],
         )
     servers.release(cluster)
 

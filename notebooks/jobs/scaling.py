@@ -3,7 +3,7 @@
 Usage: scaling.py MODEL_DIR, as every task of a cluster with ps. To compute a
 step takes 30 ms, in which a worker only waits, so that two cores can play
 several machines. What takes time beside that is to pull the weights and to push
-gradients.
+gradients. The server sends 50 MB a second, where the system can limit links.
 """
 
 import itertools
@@ -11,39 +11,30 @@ import json
 import os
 import statistics
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+import links
 import tensorflow as tf
+from meters import Meter
+from paced import pause
 
 import tfdist
 from tfdist.cluster import servers
-from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
 
 PAUSE = 30_000  # Microseconds.
 # Outputs of the model, and with how many workers it is trained.
-RUNS = {10: (1, 2, 3), 2_000: (1,), 5_000: (1, 2, 3)}
+RUNS = {10: (1, 2, 3), 250: (1,), 500: (1, 2, 3)}
 
 
 class Wait(keras.layers.Layer):
     """Passes on what it is given, after a pause."""
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
-        """TensorFlow's own sleep, since no Python runs on a worker."""
-        pause = tf.raw_ops.SleepDataset(
-            input_dataset=tf.data.experimental.to_variant(
-                tf.data.Dataset.from_tensors(0)
-            ),
-            sleep_microseconds=tf.constant(PAUSE, tf.int64),
-            output_types=[tf.int32],
-            output_shapes=[[]],
-        )
-        pause = tf.data.experimental.from_variant(
-            pause, tf.TensorSpec([], tf.int32)
-        )
-        only = pause.take(1).get_single_element()
+        """The pause is an op, since no Python runs on a worker."""
+        with tf.control_dependencies([x]):  # First the pull, then the pause.
+            only = pause(PAUSE)
         with tf.control_dependencies([only]):
             return tf.identity(x)
 
@@ -67,29 +58,14 @@ def input_fn(
     )
 
 
-class Pace(tfdist.SessionRunHook):
+class Pace(Meter):
     """Measures how many steps a second all workers do together."""
 
-    def __init__(self, units: int, workers: int) -> None:
-        self._row = {"bytes": 4 * 1001 * units, "workers": workers}
-        self._every = 5 * workers
-        self._times = []
-
-    def steps_until_next(self, step: int) -> int:
-        """Five for each worker."""
-        return self._every - step % self._every
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Notes the time."""
-        self._times.append(time.perf_counter())
-
-    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
-        """Prints a line of JSON."""
-        secs = [b - a for a, b in itertools.pairwise(self._times)]
-        pace = self._every / statistics.median(secs)
-        print(json.dumps({**self._row, "pace": pace}), flush=True)
+    def found(self, session: tfdist.MonitoredTrainingSession) -> dict:
+        """The median of some steps of each worker."""
+        times = [secs for _, secs in self.marks]
+        secs = [b - a for a, b in itertools.pairwise(times)]
+        return {"pace": self.every / statistics.median(secs)}
 
 
 def main(directory: str) -> None:
@@ -98,6 +74,7 @@ def main(directory: str) -> None:
     if cluster.role != "chief":
         servers.serve(cluster)
         return
+    print(json.dumps({"limited": links.limit(50.0)}), flush=True)
     for units, workers in ((u, n) for u, some in RUNS.items() for n in some):
         config = tfdist.RunConfig(
             os.path.join(directory, f"{units}_{workers}"),
@@ -111,7 +88,7 @@ def main(directory: str) -> None:
                 context, units, workers
             ),
             max_steps=30 * workers,
-            hooks=[Pace(units, workers)],
+            hooks=[Pace(5 * workers, bytes=4 * 1001 * units, workers=workers)],
         )
     servers.release(cluster)
 

@@ -3,21 +3,20 @@
 Usage: tables.py MODEL_DIR, as every task of a cluster with ps.
 """
 
-import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import tensorflow as tf
+from meters import Meter
 
 import tfdist
 from tfdist.cluster import servers
-from tfdist.hooks.session_run_hook import SessionRunContext, SessionRunValues
+from tfdist.hooks.session_run_hook import SessionRunValues
 
 STEPS = 40
 
@@ -59,33 +58,16 @@ def moved() -> int:
     return int(re.search(r"lo:\s*(\d+)", text)[1])
 
 
-class Meter(tfdist.SessionRunHook):
-    """Measures from step 10 on."""
+class Cost(Meter):
+    """Measures what a step costs and moves."""
 
-    def __init__(self, kind: str, rows: int) -> None:
-        self._row = {"kind": kind, "rows": rows}
-        self._marks = []
+    def measured(self, run_values: SessionRunValues) -> tuple[float]:
+        """The bytes."""
+        return (moved(),)
 
-    def steps_until_next(self, step: int) -> int:
-        """Every ten steps."""
-        return 10 - step % 10
-
-    def after_run(
-        self,
-        run_context: SessionRunContext,
-        run_values: SessionRunValues,
-    ) -> None:
-        """Notes the step, the time and the bytes."""
-        step = run_context.session.step
-        if step >= 10:
-            self._marks.append((step, time.perf_counter(), moved()))
-
-    def end(self, session: tfdist.MonitoredTrainingSession) -> None:
-        """Prints what a step costs."""
-        first, *_, last = self._marks
-        steps, secs, sent = (b - a for a, b in zip(first, last, strict=True))
-        row = {**self._row, "secs": secs / steps, "bytes": sent / steps}
-        print(json.dumps(row), flush=True)
+    def found(self, session: tfdist.MonitoredTrainingSession) -> dict:
+        """Of a step."""
+        return dict(zip(("secs", "bytes"), self.per_step(), strict=True))
 
 
 def main(directory: str) -> None:
@@ -108,7 +90,7 @@ def main(directory: str) -> None:
             estimator.train(
                 lambda rows=rows: input_fn(rows),
                 max_steps=STEPS,
-                hooks=[Meter(kind, rows)],
+                hooks=[Cost(10, kind=kind, rows=rows)],
             )
     servers.release(cluster)
 

@@ -195,10 +195,10 @@ from tfdist.estimator.evaluator import Evaluator
 
 directory = "gs://bucket/job"
 estimator = tfdist.Estimator(logistic, tfdist.RunConfig(directory))
-evaluator = Evaluator(logistic, batches, directory)
+evaluator = Evaluator(logistic, directory, tfdist.EvalSpec(batches))
 for act in (
     lambda: estimator.train(batches, max_steps=1),
-    lambda: evaluator.run_continuously(1, 0, 0),
+    lambda: evaluator.run_continuously(1),
     lambda: checkpoints.latest(directory),
 ):
     try:

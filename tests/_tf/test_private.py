@@ -1,13 +1,15 @@
 """Canaries: what tfdist takes from Keras behind its public API still works."""
 
+import concurrent.futures
 import inspect
 from types import SimpleNamespace
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf import private
+from tfdist._tf import private, private_keras
 
 
 def small_model(optimizer="adam"):
@@ -19,18 +21,18 @@ def small_model(optimizer="adam"):
 
 def test_seed_state_name():
     generator = keras.random.SeedGenerator(7)
-    assert generator.state.path.endswith(private.SEED_STATE_NAME)
+    assert generator.state.path.endswith(private_keras.SEED_STATE_NAME)
 
 
 def test_dropout_holds_a_seed_state():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.5)])
     (state,) = model.non_trainable_variables
-    assert state.path.endswith(private.SEED_STATE_NAME)
+    assert state.path.endswith(private_keras.SEED_STATE_NAME)
 
 
 def test_reset_object_names_repeats_paths():
     def paths():
-        private.reset_object_names()
+        private_keras.reset_object_names()
         model = small_model()
         return [v.path for v in [*model.variables, *model.optimizer.variables]]
 
@@ -40,7 +42,7 @@ def test_reset_object_names_repeats_paths():
 def test_reset_object_names_keeps_the_dtype_policy():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        private.reset_object_names()
+        private_keras.reset_object_names()
         assert keras.config.dtype_policy().name == "mixed_bfloat16"
     finally:
         keras.config.set_dtype_policy("float32")
@@ -56,33 +58,26 @@ def test_reset_object_names_keeps_the_dtype_policy():
         (keras.optimizers.Adam(amsgrad=True), 3),
         (keras.optimizers.Ftrl(), 2),
         (keras.optimizers.RMSprop(momentum=0.9, centered=True), 3),
+        (keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2), 2),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_slot_lists(optimizer, num_slots):
     model = small_model(optimizer)
-    lists = private.slot_lists(optimizer)
+    lists = private_keras.slot_lists(optimizer)
     assert len(lists) == num_slots
     for i, variable in enumerate(model.trainable_variables):
-        assert private.variable_index(optimizer, variable) == i
+        assert private_keras.variable_index(optimizer, variable) == i
         for slots in lists.values():
             assert slots[i].shape == variable.shape
-
-
-def test_moving_averages():
-    optimizer = keras.optimizers.SGD(use_ema=True)
-    model = small_model(optimizer)
-    averages = private.moving_averages(optimizer)
-    shapes = [v.shape for v in model.trainable_variables]
-    assert [v.shape for v in averages] == shapes
 
 
 def test_uses_weight_decay():
     optimizer = keras.optimizers.AdamW()
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     kernel, bias = small_model(optimizer).trainable_variables
-    assert private.uses_weight_decay(optimizer, kernel)
-    assert not private.uses_weight_decay(optimizer, bias)
+    assert private_keras.uses_weight_decay(optimizer, kernel)
+    assert not private_keras.uses_weight_decay(optimizer, bias)
 
 
 def test_unique_id_tells_variables_apart():
@@ -93,7 +88,7 @@ def test_unique_id_tells_variables_apart():
 def test_nadam_product():
     optimizer = keras.optimizers.Nadam()
     small_model(optimizer)
-    assert float(private.nadam_product(optimizer).value) == 1.0
+    assert float(private_keras.nadam_product(optimizer).value) == 1.0
 
 
 def test_coordinator():
@@ -142,16 +137,12 @@ def test_expire_remote_state_after(name, monkeypatch):
     assert private.context._KEEP_ALIVE_SECS == 7
 
 
-def test_accumulators_and_counter():
+def test_counter_of_accumulated_steps():
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     model = small_model(optimizer)
-    sums = private.accumulators(optimizer)
-    assert [s.shape for s in sums] == [
-        v.shape for v in model.trainable_variables
-    ]
-    gradients = [tf.ones(s.shape) for s in sums]
-    optimizer.apply(gradients)
-    assert int(private.counter(optimizer).numpy()) == 1
+    (sums,) = private_keras.slot_lists(optimizer).values()
+    optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
+    assert int(private_keras.counter(optimizer).numpy()) == 1
     assert int(optimizer.iterations) == 0
     assert float(keras.ops.sum(sums[0])) == 6.0
 
@@ -159,8 +150,23 @@ def test_accumulators_and_counter():
 def test_counter_of_a_scaled_optimizer():
     inner = keras.optimizers.SGD()
     scaled = keras.optimizers.LossScaleOptimizer(inner)
-    assert private.counter(scaled) is private.counter(inner)
-    assert private.counter(inner) is inner.iterations
+    assert private_keras.counter(scaled) is private_keras.counter(inner)
+    assert private_keras.counter(inner) is inner.iterations
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12"
+)
+def test_part_index():
+    """The second of the two optimizers is the one of all that are left."""
+    parts = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(), {".*bias": keras.optimizers.Adam()}
+    )
+    optimizer = keras.optimizers.MultiOptimizer(parts)
+    kernel, bias = small_model(optimizer).trainable_variables
+    assert isinstance(optimizer.optimizers[0], keras.optimizers.Adam)
+    assert private_keras.part_index(optimizer, kernel) == 1
+    assert private_keras.part_index(optimizer, bias) == 0
 
 
 def test_what_all_reduce_needs_of_the_context():
@@ -182,15 +188,237 @@ def test_what_all_reduce_needs_of_the_context():
     assert (job.name, job.num_tasks) == ("a", 2)
 
 
+def test_a_checkpoint_holds_a_table_whole(tmp_path):
+    """And a tensor is made by the class itself, not from its shards."""
+    shards = [tf.Variable([0.0, 3.0]), tf.Variable([1.0, 2.0])]
+    runs = [[(0, 1), (3, 1)], [(1, 2)]]
+    table = private.PartitionedVariable(shards, runs)
+    assert tf.convert_to_tensor(table).numpy().tolist() == [0, 1, 2, 3]
+    assert table[1:3].numpy().tolist() == [1, 2]
+    path = tf.train.Checkpoint(table=table).write(str(tmp_path / "table"))
+    saved = tf.train.load_variable(path, "table/.ATTRIBUTES/VARIABLE_VALUE")
+    assert saved.tolist() == [0, 1, 2, 3]
+    other = tf.Variable(tf.zeros([4]))
+    tf.train.Checkpoint(table=other).read(path).assert_consumed()
+    assert other.numpy().tolist() == [0, 1, 2, 3]
+    for shard in shards:
+        shard.assign([9.0, 9.0])
+    tf.train.Checkpoint(table=table).read(path).assert_consumed()
+    assert table.numpy().tolist() == [0, 1, 2, 3]
+    table = private.ShardedVariable(shards)
+    assert tf.convert_to_tensor(table).numpy().tolist() == [0, 3, 1, 2]
+
+
+def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):
+    iterator = iter(tf.data.Dataset.range(5))
+    assert next(iterator) == 0
+    position = private.HeldPosition(iterator)
+    position.hold()
+    assert next(iterator) == 1
+    path = tf.train.Checkpoint(iterator=position).write(str(tmp_path / "held"))
+    position.release()
+    tf.train.Checkpoint(iterator=iterator).restore(path).expect_partial()
+    assert next(iterator) == 1
+
+
 def test_masks():
     ids = tf.constant([[1, 0]])
     embedded = keras.layers.Embedding(3, 2, mask_zero=True)(ids)
-    assert private.mask_of(embedded).numpy().tolist() == [[True, False]]
+    assert private_keras.mask_of(embedded).numpy().tolist() == [[True, False]]
     other = tf.zeros([1, 2, 2])
-    assert private.mask_of(other) is None
-    private.set_mask(other, tf.constant([[False, True]]))
+    assert private_keras.mask_of(other) is None
+    private_keras.set_mask(other, tf.constant([[False, True]]))
     # A layer finds it there: the first of the two steps is left out.
     values = tf.constant([[[8.0], [2.0]]])
-    private.set_mask(values, private.mask_of(other))
+    private_keras.set_mask(values, private_keras.mask_of(other))
     pooled = keras.layers.GlobalAveragePooling1D()(values)
     assert pooled.numpy().tolist() == [[2.0]]
+
+
+def test_profiles():
+    assert not private_keras.profiles(keras.callbacks.TensorBoard())
+    callback = keras.callbacks.TensorBoard()
+    callback._init_profile_batch((2, 3))
+    assert private_keras.profiles(callback)
+
+
+def test_local_state_kept():
+    """What `StaticHashTable` and `tf.Variable` have to be made again from."""
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(["a"], [7]), -1
+    )
+    variable = tf.Variable([1.0, 2.0])
+    before = table.resource_handle, variable.handle
+    with private.local_state_kept():
+        variable.assign([0.0, 0.0])  # As it were lost.
+    assert table.resource_handle is not before[0]
+    assert variable.handle is not before[1]
+    assert table.lookup(tf.constant(["a", "b"])).numpy().tolist() == [7, -1]
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert (variable + 1.0).numpy().tolist() == [2.0, 3.0]
+
+
+def test_copy_tables():
+    """A function that was traced with a table looks up a copy of it."""
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(["a"], [7]), -1
+    )
+
+    @tf.function
+    def look_up():
+        data = tf.data.Dataset.from_tensors(tf.constant(["a", "b"]))
+        return data.map(table.lookup).get_single_element()
+
+    function = look_up.get_concrete_function()
+
+    def handle():
+        read = function.captured_inputs
+        return next(t for t in read if t.dtype == tf.resource)
+
+    assert handle() is table.resource_handle
+    private.copy_tables(function)
+    assert handle() is not table.resource_handle
+    assert function().numpy().tolist() == [7, -1]
+
+
+def test_late_captures():
+    graph = tf.__internal__.FuncGraph("late")
+    with graph.as_default():
+        spec = tf.TensorSpec([], tf.int32)
+        graph.capture_call_time_value(lambda: tf.constant(3), spec)
+    (stand_in,), (told,) = private.late_captures(graph)
+    assert stand_in.graph is graph
+    assert [int(t) for t in tf.nest.flatten(told())] == [3]
+
+
+def test_shared_table():
+    ids = [tf.feature_column.categorical_column_with_identity("a", 5)]
+    with tf.Graph().as_default():
+        [column] = tf.feature_column.shared_embeddings(ids, 2, trainable=False)
+    table = private.shared_table(column)
+    assert table.creator is column.shared_embedding_column_creator
+    assert (table.name, table.dimension) == ("a_shared_embedding", 2)
+    assert (table.trainable, table.ckpt_to_load_from) == (False, None)
+    assert table.initializer.get_config()["stddev"] == pytest.approx(2**-0.5)
+
+
+def test_config_of_a_column():
+    column = tf.feature_column.numeric_column("a", shape=(2,))
+    config = private.column_config(column)
+    assert private.column_from_config(config) == column
+
+
+def test_a_py_dataset_is_read_as_by_fit():
+    class Batches(keras.utils.PyDataset):
+        ended = 0
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return np.full([2, 1], index), np.zeros([2, 1])
+
+        def on_epoch_end(self):
+            self.ended += 1
+
+    data = Batches(workers=2)
+    read = [
+        int(x[0, 0]) for x, _ in private_keras.py_dataset_batches(data, False)
+    ]
+    assert (read, data.ended) == ([0, 1, 2], 1)
+    x, _ = private_keras.py_dataset_spec(data)
+    assert x.shape.as_list() == [None, 1]
+
+
+def test_a_tape_takes_a_tensor_for_a_variable():
+    value = tf.constant(3.0)
+
+    @tf.function
+    def gradient():
+        read = value * 1.0
+        read.handle, read.trainable = read, True
+        with tf.GradientTape() as tape:
+            private.variable_accessed(read)
+            square = read * read
+        return tape.gradient(square, read)
+
+    assert float(gradient()) == 6.0
+
+
+def test_seen_alone_changes_what_keras_asks_for():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    def run():
+        context = tf.distribute.get_replica_context()
+        with private.seen_alone():
+            assert not tf.distribute.has_strategy()
+            assert tf.distribute.get_replica_context() is context
+        return tf.distribute.get_strategy() is strategy
+
+    assert strategy.run(run)
+
+
+def test_trained():
+    model = small_model()
+    found = private_keras.trained(model.optimizer)
+    assert all(map(lambda a, b: a is b, found, model.trainable_variables))
+
+
+def test_each_thread_has_its_seed_generator():
+    keras.random.normal([])
+    own = private_keras.seed_generator()
+
+    def drawn_from(generator):
+        private_keras.use_seed_generator(generator)
+        keras.random.normal([])
+        return private_keras.seed_generator()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(private_keras.seed_generator).result() is None
+        assert thread.submit(drawn_from, own).result() is own
+        assert thread.submit(drawn_from, None).result() is not own
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_variable_beside_another_is_made_where_that_is(is_deferred):
+    """Also if Keras makes it later, where layers are built by their shapes."""
+    others = []
+
+    class Two(keras.layers.Layer):
+        def build(self, shape):
+            self.first = self.add_weight(shape=[3], name="first")
+            self.second = private_keras.VariableBeside(
+                self.first, (2, 4), "int64", "second"
+            )
+            self._track_variable(self.second)
+
+        def call(self, x):
+            return x
+
+    def creator(next_creator, **kwargs):
+        others.append(kwargs.get("colocate_with"))
+        return next_creator(**kwargs)
+
+    class Outer(keras.layers.Layer):
+        """Keras builds it by calling it without a tensor at hand."""
+
+        def __init__(self):
+            super().__init__()
+            self.two = Two(name="two")
+
+        def call(self, x):
+            return self.two(x)
+
+    layer = Outer() if is_deferred else Two(name="two")
+    strategy = tf.distribute.OneDeviceStrategy("cpu")
+    with strategy.scope(), tf.variable_creator_scope(creator):
+        layer(np.ones([1, 2]))
+    two = layer.two if is_deferred else layer
+    first, second = others
+    assert first is None
+    assert second is two.first.value
+    assert two.second.dtype == "int64"
+    assert two.second.path.endswith("two/second")
+    assert not two.second.trainable
+    np.testing.assert_array_equal(two.second.numpy(), np.zeros([2, 4]))
+    assert two.non_trainable_variables == [two.second]

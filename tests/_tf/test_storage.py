@@ -15,6 +15,7 @@ from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import export_saved_model, list_exports
+from tfdist.vertex.exports import copy_export
 
 gfile = tf.io.gfile
 BUCKET = "gs://bucket"
@@ -217,6 +218,21 @@ def test_an_export_that_fails_in_the_middle(monkeypatch):
         export_saved_model(logistic(), base)
     assert len(moved) == 2
     assert gfile.listdir(base) == []
+
+
+@pytest.mark.slow
+def test_an_export_is_copied(server, folder):
+    export = export_saved_model(logistic(), f"{folder}/export")
+    for _ in "12":  # As a job that was started again.
+        copy_export(export, f"{folder}/model/")
+    number = export.rpartition("/")[2]
+    names = [n for n in names_in(server, folder) if not n.endswith("/")]
+    exported, model = (
+        {n.removeprefix(part) for n in names if n.startswith(part)}
+        for part in (f"export/{number}/", "model/")
+    )
+    assert model == exported
+    assert "//" not in "".join(names)
 
 
 def test_an_export_of_a_process_that_died():

@@ -504,7 +504,17 @@ def test_the_table_marks_the_advised_row():
     lines = choose_strategy(RESNET, Machines(kind="gpu", devices=8)).table()
     (row,) = [line for line in lines.splitlines() if line.startswith("> ")]
     assert row.split()[1:3] == ["mirrored", "8"]
-    assert row.split()[-1] == "15,500"
+
+
+@pytest.mark.parametrize(
+    ("compute_secs", "shown"),
+    [(1e-9, "6.4e+10"), (0.00037, "170,000"), (0.5, "130"), (100.0, "0.64")],
+)
+def test_the_table_shows_two_digits_of_examples_a_second(compute_secs, shown):
+    step = dataclasses.replace(RESNET, compute_secs=compute_secs)
+    table = choose_strategy(step, Machines()).table()
+    (row,) = [line for line in table.splitlines() if line.startswith("> ")]
+    assert row.split()[-1] == shown
 
 
 # The formulas, against simulations.

@@ -383,9 +383,8 @@ def classifier(n_classes, **kwargs):
     )
 
 
-@pytest.mark.parametrize(
-    "n_classes", [2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n_classes", [2, 3])
 def test_export_of_a_classifier_is_served(n_classes, tmp_path):
     estimator = classifier(
         n_classes, label_vocabulary=["no", "yes", "both"][:n_classes]
@@ -461,7 +460,7 @@ def run_job(kind, directory, *launch):
 @pytest.mark.parametrize(
     ("kind", "launch"),
     [
-        ("linear", []),
+        pytest.param("linear", [], marks=pytest.mark.slow),
         pytest.param(
             "linear",
             ["-m", "tfdist.launch", "--ps=1", "--workers=1"],

@@ -10,8 +10,9 @@ from tfdist.canned.feature_columns import (
     checked_columns,
     look_up,
     read_vocabularies,
+    shared_embeddings,
 )
-from tfdist.canned.networks import InputLayer
+from tfdist.canned.layers import DenseFeatures
 
 fc = tf.feature_column
 NAMES = ["a", "b", "c"]
@@ -74,10 +75,10 @@ def test_same_numbers_as_input_layer(tmp_path, sparse):
         return x
 
     for column in columns:
-        layer = InputLayer([column], None)
+        layer = DenseFeatures(column)
         layer.build()
         np.testing.assert_allclose(
-            layer(batch=batch(column, features())),
+            layer(features=batch(column, features())),
             reference([column], features),
             rtol=1e-5,
             err_msg=column.name,
@@ -192,11 +193,20 @@ def test_no_column(column):
         checked_columns("columns", [column])
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"trainable": False}])
-def test_embedding_with_an_option_that_tables_lack(options):
-    column = fc.embedding_column(words(), 2, **options)
-    with pytest.raises(ValueError, match=next(iter(options))):
+def test_embedding_with_an_option_that_tables_lack():
+    column = fc.embedding_column(words(), 2, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm"):
         checked_columns("columns", column)
+
+
+def test_shared_embeddings_of_one_name():
+    column = fc.categorical_column_with_identity("g", 9)
+    shared = [
+        *shared_embeddings([words()], 2, shared_embedding_collection_name="t"),
+        *shared_embeddings([column], 2, shared_embedding_collection_name="t"),
+    ]
+    with pytest.raises(ValueError, match="different names"):
+        checked_columns("columns", shared)
 
 
 def test_feature_that_is_missing():

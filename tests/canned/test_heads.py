@@ -78,6 +78,7 @@ def test_metrics_of_parts_add_up_to_those_of_all(head, logits, labels):
                 sum(part.numpy() for part in parts),
                 variable.numpy(),
                 rtol=1e-5,
+                atol=1e-5,
                 err_msg=name,
             )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
 import tfdist
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables, restore
 from tfdist.training import optimizers
@@ -274,6 +274,7 @@ Checkpoints(sys.argv[1], {"global_step": step}).save(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", ["while the files are written", "before they are listed"]
 )

@@ -119,6 +119,20 @@ def test_another_program_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
+    variables = {"another/kernel": tf.Variable([1.0])}
+    checkpoints.Checkpoints(str(tmp_path / "model"), variables).save(3)
+    with start(tmp_path / "model") as job:
+        wait_until_gone(job, TASKS, timeout_secs=60)
+        assert set(map(tuple, job.exit_codes().values())) == {(1,)}
+        reason = r"ValueError: Checkpoint \S+ does not fit the model:"
+        assert re.search(f"^{reason}", job.output("chief:0"), re.MULTILINE)
+        for task in TASKS[1:]:
+            message = f"^RuntimeError: The leader of the job .*: {reason}"
+            assert re.search(message, job.output(task), re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_an_input_that_shards_twice_is_named(tmp_path):
     with start(tmp_path / "model", "--shards_itself", "--max_steps=5") as job:
         assert job.wait(timeout_secs=DEADLINE_SECS) == 0

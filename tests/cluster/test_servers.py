@@ -114,6 +114,7 @@ def test_waiting_is_visible(server, jobs, caplog, monkeypatch):
     assert "Waiting for worker:0" in caplog.text
 
 
+@pytest.mark.slow
 def test_port_in_use(server, jobs):
     second = start_ps(jobs, stderr=subprocess.PIPE, text=True)
     _, errors = second.communicate(timeout=DEADLINE)

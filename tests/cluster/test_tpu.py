@@ -22,6 +22,20 @@ def keras_table():
     return model
 
 
+def accumulating():
+    model = dense()
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    model.compile(optimizer, "binary_crossentropy")
+    return model
+
+
+def in_bfloat16():
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    model = dense()
+    keras.mixed_precision.set_dtype_policy("float32")
+    return model
+
+
 def ids_data():
     ids = tf.random.uniform([64, 3], 0, 50, tf.int32, seed=1)
     data = (ids, tf.cast(ids[:, :1] % 2, tf.float32))
@@ -38,11 +52,8 @@ PROGRAMS = {
         functools.partial(dense, lambda: keras.layers.Dropout(0.5)),
         dense_data,
     ),
-    "accumulation": (
-        functools.partial(dense, gradient_accumulation_steps=2),
-        dense_data,
-    ),
-    "bfloat16": (functools.partial(dense, policy="mixed_bfloat16"), dense_data),
+    "accumulation": (accumulating, dense_data),
+    "bfloat16": (in_bfloat16, dense_data),
     "table": (keras_table, ids_data),
 }
 

@@ -172,12 +172,17 @@ def no_batches():
     return numbers()
 
 
+def of_two_sizes():
+    return tf.data.Dataset.from_tensors((tf.ones([3]), tf.ones([2])))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (functools.partial(audit.audit, sharded, 0), "`num_workers` must be"),
         (functools.partial(audit.audit, sharded, 1, 0), "`num_batches` must"),
         (functools.partial(audit.audit, no_batches, 1), "must give batches"),
+        (functools.partial(audit.audit, of_two_sizes, 1), "the same for all"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -97,7 +97,7 @@ def test_fast_and_slow_readers_of_two_epochs(tmp_path):
 
 @pytest.mark.parametrize(
     ("own", "missing"),
-    [("chief", r"Missing: dispatcher:0 at .*, data_worker:0 at"), ("", "")],
+    [("chief", r"2 task.*: dispatcher:0 at .*, data_worker:0 at"), ("", "")],
 )
 def test_a_service_that_is_not_there(own, missing):
     chief, dispatcher, data_worker = addresses(3)

@@ -97,6 +97,7 @@ def test_as_tfds_gives_it(tmp_path, config, file_format):
     assert found.tolist() == list(range(4, 14))
 
 
+@pytest.mark.slow
 def test_shares_of_tfds(tmp_path):
     builder = prepared(tmp_path, "plain", "tfrecord")
     found = []

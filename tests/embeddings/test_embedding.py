@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_models import local_loop
 
 from tfdist import PartitionedEmbedding
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.embeddings.layer import logical_path, shard_of
 from tfdist.placement.partitioners import fixed_size_partitioner
 from tfdist.training import optimizers
@@ -19,7 +19,15 @@ COMBINERS = ["sum", "mean", "sqrtn"]
 
 def table_of(layer):
     """The whole table."""
-    return np.concatenate([shard.numpy() for shard in layer.shards])
+    return in_order(layer, [shard.numpy() for shard in layer.shards])
+
+
+def in_order(layer, pieces):
+    """What is of the form of the shards, in the order of ids."""
+    table = np.full([layer.input_dim, layer.output_dim], np.nan, "float32")
+    for row, size, shard, start in layer.runs:
+        table[row : row + size] = pieces[shard][start : start + size]
+    return table
 
 
 def built(rows, dim, seed=0, **kwargs):
@@ -33,12 +41,13 @@ def built(rows, dim, seed=0, **kwargs):
 
 
 def drawn_layer(data, combiner=None):
-    rows = data.draw(st.integers(1, 12))
+    rows = data.draw(st.integers(1, 40))
     return built(
         rows,
         data.draw(st.integers(1, 3)),
         num_shards=data.draw(st.integers(1, rows)),
         combiner=combiner,
+        partition_strategy=data.draw(st.sampled_from(["balanced", "div"])),
         seed=data.draw(st.integers(0, 100)),
     )
 
@@ -160,7 +169,7 @@ def test_gradients(data, combiner):
         tf.zeros_like(s.value) if g is None else tf.convert_to_tensor(g)
         for g, s in zip(gradient, layer.shards, strict=True)
     ]
-    np.testing.assert_allclose(tf.concat(got, 0), expected, atol=1e-5)
+    np.testing.assert_allclose(in_order(layer, got), expected, atol=1e-5)
 
 
 def test_compute_dtype_is_that_of_the_policy():
@@ -223,9 +232,8 @@ def test_step_equals_the_gradient_outside(form, combiner, num_shards):
         loss = tf.reduce_sum(model(tf.constant(batch, tf.int64)))
     shards = [s.value for s in layer.shards]
     gradient = tape.gradient(loss, shards)
-    expected = before - 0.1 * np.concatenate(
-        [np.asarray(tf.convert_to_tensor(g)) for g in gradient]
-    )
+    gradient = [tf.convert_to_tensor(g) for g in gradient]
+    expected = before - 0.1 * in_order(layer, gradient)
     trained(model, batch)
     np.testing.assert_allclose(table_of(layer), expected, rtol=1e-5)
 
@@ -290,6 +298,39 @@ def test_ids_that_depend_on_rows():
         trained(model, [[0]])
 
 
+# --- Regularizer, constraint, mask -------------------------------------------
+
+
+def test_regularizer_sees_each_row_of_the_batch_once():
+    layer = built(20, 2, num_shards=3, embeddings_regularizer="l2")
+    layer(tf.constant([[3, 3], [7, 3]]))
+    expected = keras.regularizers.L2()(table_of(layer)[[3, 7]])
+    np.testing.assert_allclose(layer.losses, [expected], rtol=1e-6)
+
+
+def test_constraint_of_the_rows_of_the_batch():
+    layer = built(7, 2, num_shards=3, embeddings_constraint="non_neg")
+    before = table_of(layer)
+    model = sum_model(layer, lambda x: x, 2, keras.optimizers.SGD(0.1))
+    trained(model, [[0, 5], [5, 2]])
+    counts = np.array([1, 0, 1, 0, 0, 2, 0])[:, None]
+    expected = before - 0.1 * counts
+    expected[[0, 2, 5]] = np.maximum(expected[[0, 2, 5]], 0)
+    np.testing.assert_allclose(table_of(layer), expected, rtol=1e-5)
+    assert (before[[0, 2, 5]] < 0).any()
+    assert (before[[1, 3, 4, 6]] < 0).any()
+
+
+def test_mask():
+    layer = built(7, 2, num_shards=3, mask_zero=True)
+    ids = tf.constant([[0, 5], [5, 2]])
+    mask = [[False, True], [True, True]]
+    assert layer.compute_mask(ids).numpy().tolist() == mask
+    assert built(7, 2).compute_mask(ids) is None
+    with pytest.raises(ValueError, match="Ragged ids have no padding"):
+        layer(ragged([[0], [1, 2]], tf.int64))
+
+
 # --- Bad input ---------------------------------------------------------------
 
 
@@ -303,6 +344,16 @@ def test_ids_that_depend_on_rows():
         ({"input_dim": 0}, ValueError, "input_dim=0"),
         ({"output_dim": -3}, ValueError, "output_dim=-3"),
         ({"combiner": "max"}, ValueError, "combiner='max'"),
+        (
+            {"partition_strategy": "mod"},
+            ValueError,
+            r"\('balanced', 'div'\). Received: partition_strategy='mod'",
+        ),
+        (
+            {"embeddings_constraint": "unit_norm"},
+            ValueError,
+            "each row by itself.* Received: 'unit_norm' with axis=0",
+        ),
         (
             {"partitioner": fixed_size_partitioner(2, axis=1)},
             ValueError,
@@ -394,6 +445,16 @@ def test_config():
     )
     copy = PartitionedEmbedding.from_config(layer.get_config())
     assert copy.get_config() == layer.get_config()
+    options = {
+        "partition_strategy": "div",
+        "embeddings_regularizer": "l2",
+        "embeddings_constraint": "non_neg",
+        "mask_zero": True,
+    }
+    config = PartitionedEmbedding(10, 4, **options).get_config()
+    copy = PartitionedEmbedding.from_config(config)
+    assert copy.get_config() == config
+    assert isinstance(copy.embeddings_constraint, keras.constraints.NonNeg)
     split = PartitionedEmbedding(10, 4, partitioner=fixed_size_partitioner(4))
     copy = PartitionedEmbedding.from_config(split.get_config())
     assert copy.num_shards == 4
@@ -406,6 +467,29 @@ def saved_model():
     model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
     model.compile("adam", "mse")
     return model
+
+
+def test_weights_are_one_table():
+    table = np.arange(40.0).reshape([20, 2])
+    for number, strategy in itertools.product([1, 3, 7], ["balanced", "div"]):
+        layer = built(20, 2, num_shards=number, partition_strategy=strategy)
+        layer.set_weights([table])
+        np.testing.assert_array_equal(layer.get_weights(), [table])
+        np.testing.assert_array_equal(
+            layer(tf.constant([19, 0])), table[[19, 0]]
+        )
+    with pytest.raises(ValueError, match=r"\(20, 2\). Received .*\(3, 2\)"):
+        layer.set_weights([table[:3]])
+
+
+def test_file_of_shards_one_by_one():
+    """As versions before this one wrote them."""
+    table = np.arange(20.0).reshape([10, 2])
+    store = {"0": table[:4], "1": table[4:7], "2": table[7:]}
+    for number in 1, 3, 4:
+        layer = built(10, 2, num_shards=number)
+        layer.load_own_variables(store)
+        np.testing.assert_array_equal(layer.get_weights()[0], table)
 
 
 IDS = np.array([[0, 9], [4, 4], [3, 7]], "int32")

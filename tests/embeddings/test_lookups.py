@@ -112,10 +112,7 @@ class Sampling(keras.Model):
         super().__init__()
         self.table = PartitionedEmbedding(50, 1, num_shards, name="table")
         self.table.build()
-        for shard, (start, num) in zip(
-            self.table.shards, self.table.slices, strict=True
-        ):
-            shard.assign(np.arange(start, start + num)[:, None])
+        self.table.set_weights([np.arange(50.0)[:, None]])
         self.seeds = keras.random.SeedGenerator(3)
         self.dense = keras.layers.Dense(1)
         self.dense.build((None, 4))

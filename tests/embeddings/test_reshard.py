@@ -12,8 +12,9 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tfdist import MultiOptimizer
-from tfdist._tf.private import reset_object_names
+from tfdist import MultiOptimizer, PartitionedEmbedding
+from tfdist._tf.private import ShardedVariable
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables
 from tfdist.training import optimizers
@@ -34,10 +35,12 @@ OPTIMIZERS = {
 }
 
 
-def built(shards, optimizer="adam", rows=20):
+def built(shards, optimizer="adam", rows=20, strategy="balanced"):
     """A model of tables in so many shards, with its slots."""
     reset_object_names()
-    model = table_checks.table_model(shards, rows, OPTIMIZERS[optimizer]())
+    model = table_checks.table_model(
+        shards, rows, OPTIMIZERS[optimizer](), strategy
+    )
     optimizers.build(model.optimizer, model.trainable_variables)
     return model
 
@@ -73,10 +76,16 @@ def assert_same(got, expected):
 )
 @given(st.data())
 def test_any_shards_into_any_others(tmp_path, data):
-    rows = data.draw(st.integers(1, 9))
-    numbers = st.tuples(st.integers(1, rows), st.integers(1, rows))
-    path, expected = saved(tmp_path, data.draw(numbers), rows=rows)
-    variables = variables_of(built(data.draw(numbers), rows=rows))
+    rows = data.draw(st.integers(1, 50))
+    number = st.integers(1, min(rows, 9))
+    strategies = st.sampled_from(["balanced", "div"])
+
+    def drawn():
+        shards = data.draw(number), data.draw(number)
+        return {"shards": shards, "strategy": data.draw(strategies)}
+
+    path, expected = saved(tmp_path, **drawn(), rows=rows)
+    variables = variables_of(built(**drawn(), rows=rows))
     checkpoints.restore(path, variables)
     assert_same(table_checks.whole(variables), expected)
 
@@ -87,6 +96,28 @@ def test_slots_of_every_kind(tmp_path, optimizer):
     variables = variables_of(built((1, 4), optimizer))
     checkpoints.restore(path, variables)
     assert_same(table_checks.whole(variables), expected)
+
+
+def test_slices_that_tensorflow_wrote(tmp_path):
+    """By its own class for shards, as versions before this one."""
+    table = np.arange(90.0, dtype="float32").reshape([30, 3])
+    parts = [table[:10], table[10:20], table[20:]]
+    whole = ShardedVariable([tf.Variable(part) for part in parts])
+    old = Checkpoints(str(tmp_path), {"t/embeddings": whole})
+    layer = PartitionedEmbedding(30, 3, num_shards=4, name="t")
+    layer.build()
+    new = named_variables(keras.Sequential([layer]))
+    assert len(layer.runs) > layer.num_shards
+    checkpoints.restore(old.save(1), new)
+    np.testing.assert_array_equal(layer.get_weights()[0], table)
+    # And the other way.
+    layer.set_weights([table + 1])
+    path = Checkpoints(str(tmp_path), new).save(2)
+    checkpoints.restore(path, {"t/embeddings": whole})
+    np.testing.assert_array_equal(whole.numpy(), table + 1)
+    assert checkpoints.load_variable(path, "t/embeddings")[29].tolist() == [
+        *[88.0, 89.0, 90.0]
+    ]
 
 
 def test_names_are_those_of_the_table_in_one_piece(tmp_path):

@@ -108,6 +108,7 @@ def test_resuming_changes_nothing(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_already_finished(tmp_path, caplog):
     (first, _), _ = job(tmp_path, 10)
     with caplog.at_level(logging.WARNING, "tfdist"):
@@ -142,6 +143,27 @@ def test_train_summaries(tmp_path):
     assert all(set(scalars[step]) == {"loss", "auc"} for step in scalars)
     evaluated = read_scalars(str(tmp_path / "eval"))
     assert set(evaluated[25]) == {"loss", "auc"}
+
+
+def test_summaries_elsewhere(tmp_path):
+    """Also the early stopping of `fit` finds them."""
+    x, y = np.zeros([8, 4], "float32"), np.zeros([8, 1], "float32")
+    stop = keras.callbacks.EarlyStopping("val_loss", min_delta=9.0, patience=1)
+    _, history = tfdist.fit(
+        model_fn,
+        (x, y),
+        validation_data=(x, y),
+        epochs=5,
+        batch_size=4,
+        callbacks=[stop],
+        model_dir=str(tmp_path / "job"),
+        summary_dir=tmp_path / "logs",
+        log_step_count_steps=1,
+    )
+    assert len(history.history["val_loss"]) == 2
+    events = {path.parent for path in tmp_path.rglob("*tfevents*")}
+    assert events == {tmp_path / "logs", tmp_path / "logs" / "eval"}
+    assert (tmp_path / "job" / "model.ckpt-4.index").exists()
 
 
 def test_steps_per_second(tmp_path):

@@ -53,6 +53,7 @@ ABSENT = {
 EVERYWHERE = {
     "model_dir": (None, "dir"),  # It must be given.
     "session_creation_timeout_secs": (7200, 600),  # Nobody waits two hours.
+    "save_checkpoints_secs": (600, 60),  # Steps go on meanwhile.
     "checkpoint_save_graph_def": (True, False),  # There is no graph.
     "experimental_max_worker_delay_secs": (-1, None),  # Ignored, so not kept.
 }

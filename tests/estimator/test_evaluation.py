@@ -80,13 +80,14 @@ def job(tmp_path):
 
 
 def evaluator_of(job, input_fn=input_fn, model_fn=model_fn, **kwargs):
-    return Evaluator(model_fn, input_fn, job.dir, **kwargs)
+    spec = {"steps": None, "start_delay_secs": 0, "throttle_secs": 0, **kwargs}
+    return Evaluator(model_fn, job.dir, tfdist.EvalSpec(input_fn, **spec))
 
 
-def evaluator_task(job, max_steps, throttle_secs=0.0, **kwargs):
+def evaluator_task(job, max_steps, **kwargs):
     """A whole life of the evaluator task; returns the evaluator."""
     evaluator = evaluator_of(job, **kwargs)
-    evaluator.run_continuously(max_steps, 0.0, throttle_secs)
+    evaluator.run_continuously(max_steps)
     return evaluator
 
 
@@ -444,14 +445,31 @@ def test_threads_of_hooks_are_joined(job):
 def test_evaluates_the_last_checkpoint_of_a_finished_job(job):
     path = job.save_after(4)
     recorder = Recorder()
-    evaluator = evaluator_of(job, exporters=[recorder])
-    evaluator.run_continuously(4, start_delay_secs=1e6, throttle_secs=1e6)
+    evaluator = evaluator_task(
+        job,
+        4,
+        start_delay_secs=1e6,
+        throttle_secs=1e6,
+        exporters=[recorder],
+    )
     assert recorder.calls == [(4, True)]
     assert evaluator.evaluated == path
     result = job.published()
     assert result["metrics"] == evaluator.result["metrics"]
     assert result["metrics"]["global_step"] == 4
     assert result["exports"] == [f"{job.dir}/export/recorder/1"]
+
+
+def test_a_killed_export_of_this_job_is_removed(job):
+    job.save_after(2)
+    export = Path(job.dir, "export")
+    of_another = export / "another" / f"temp-{int(time.time()) - 2}-ab"
+    ours = export / "served" / of_another.name
+    for path in (of_another, ours):
+        path.mkdir(parents=True)
+    evaluator_task(job, 2, exporters=[FinalExporter("served")])
+    assert of_another.exists()
+    assert [p.name.isdecimal() for p in ours.parent.iterdir()] == [True]
 
 
 def test_follows_the_checkpoints(job):
@@ -466,7 +484,9 @@ def test_follows_the_checkpoints(job):
 
 def test_throttle_delays_all_but_the_last(job):
     recorder = Recorder()
-    thread = Background(evaluator_task, job, 9, 1e6, exporters=[recorder])
+    thread = Background(
+        evaluator_task, job, 9, throttle_secs=1e6, exporters=[recorder]
+    )
     for _ in range(3):
         job.save_after(3)
         if job.step == 3:
@@ -515,9 +535,9 @@ def test_it_ends_though_the_chief_has_gone(job, published):
         evaluator_task(job, 3, exporters=[Recorder()])
     results.announce_end(job.dir, 3)
     recorder = Recorder()
-    evaluator = evaluator_of(job, exporters=[recorder])
+    evaluator = evaluator_of(job, start_delay_secs=1e6, exporters=[recorder])
     start = time.monotonic()
-    thread = Background(evaluator.run_continuously, None, 1e6, 0.0, 1.0)
+    thread = Background(evaluator.run_continuously, None, 1.0)
     thread.get()
     assert 1.0 <= time.monotonic() - start < 20
     assert recorder.calls == ([] if published else [(3, True)])
@@ -531,13 +551,14 @@ def test_an_object_store_is_asked_less_often(directory, secs):
     assert results.poll_secs(directory) == secs
 
 
+@pytest.mark.slow
 def test_it_follows_a_chief_that_comes_back_with_more_data(job):
     job.save_after(3)
     evaluator_task(job, 3)
     results.announce_end(job.dir, 3)
     recorder = Recorder()
     evaluator = evaluator_of(job, exporters=[recorder])
-    thread = Background(evaluator.run_continuously, None, 0.0, 0.0, 1.5)
+    thread = Background(evaluator.run_continuously, None, 1.5)
     results.retract_end(job.dir)
     time.sleep(2.5)
     assert thread.is_alive()
@@ -547,6 +568,7 @@ def test_it_follows_a_chief_that_comes_back_with_more_data(job):
     assert recorder.calls[-1] == (5, True)
 
 
+@pytest.mark.slow
 def test_a_chief_takes_back_the_end_of_an_earlier_one(tmp_path):
     config = tfdist.RunConfig(tmp_path, save_checkpoints_steps=2)
     seen = []
@@ -606,7 +628,7 @@ def test_what_another_exporter_made_is_kept(job):
     evaluator = evaluator_of(job, exporters=[once, final])
     evaluator.evaluate(job.save_after(3))
     evaluator.export(is_the_final_export=False)
-    evaluator.run_continuously(3, 0.0, 0.0)
+    evaluator.run_continuously(3)
     assert once.calls == final.calls == [(3, False), (3, True)]
     assert evaluator.result["exports"] == [
         f"{job.dir}/export/once/1",
@@ -622,6 +644,7 @@ def test_a_new_exporter_exports(job):
     assert [r.calls for r in recorders] == 2 * [[(3, True)]]
 
 
+@pytest.mark.slow
 def test_another_job_in_the_directory_is_evaluated(tmp_path):
     """Its checkpoints were deleted, its evaluation was not."""
     old = Job(tmp_path)
@@ -659,7 +682,17 @@ def damage(path, how):
         act(file)
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "half the data",
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in DAMAGES
+            if how != "half the data"
+        ),
+    ],
+)
 def test_the_newest_is_damaged(job, caplog, how):
     job.save_after(1)
     path = job.save_after(1)
@@ -751,6 +784,7 @@ def failing_evaluator(job, times):
     return evaluator_task(job, 3)
 
 
+@pytest.mark.slow
 def test_a_chief_does_not_give_up_at_the_first_failure(job, caplog):
     job.save_after(3)
     thread = Background(failing_evaluator, job, 2)
@@ -760,6 +794,7 @@ def test_a_chief_does_not_give_up_at_the_first_failure(job, caplog):
     assert caplog.text.count("may be started again: ValueError: There") >= 1
 
 
+@pytest.mark.slow
 def test_a_chief_gives_up_at_the_third_failure(job, caplog):
     job.save_after(3)
     thread = Background(failing_evaluator, job, 3)

@@ -8,7 +8,11 @@ import tensorflow as tf
 from small_models import logistic
 
 from tfdist.estimator import serving
-from tfdist.estimator.saved_models import export_saved_model, list_exports
+from tfdist.estimator.saved_models import (
+    export_saved_model,
+    list_exports,
+    remove_abandoned,
+)
 from tfdist.estimator.serving import Serving
 
 
@@ -81,6 +85,13 @@ def test_leftovers_of_dead_processes_go_after_an_hour(model, tmp_path):
     path = export_saved_model(model, str(tmp_path))
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {recent, "temp-mine", os.path.basename(path)}
+
+
+def test_a_jobs_own_leftovers_go_at_once(tmp_path):
+    for name in (f"temp-{int(time.time()) - 2}-ab12", "1700000000", "mine"):
+        (tmp_path / name).mkdir()
+    remove_abandoned(str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"1700000000", "mine"}
 
 
 def test_object_store_gets_the_graph_last(model, monkeypatch):

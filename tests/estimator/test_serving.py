@@ -6,8 +6,10 @@ from serving_checks import example, serve
 from small_models import examples, logistic
 
 import tfdist
+from tests.cases.models import compiled
 from tfdist.estimator.saved_models import export_saved_model
 from tfdist.estimator.serving import Serving
+from tfdist.training.compiled_model import checked_model
 
 
 def with_names(trained):
@@ -15,6 +17,7 @@ def with_names(trained):
     return keras.Model(inputs, {"probabilities": trained(inputs)})
 
 
+@pytest.mark.slow
 def test_a_keras_model_is_served_from_tensors_and_examples(tmp_path):
     model = logistic()
     path = export_saved_model(model, str(tmp_path), with_names)
@@ -106,7 +109,7 @@ def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
 
 def test_inputs_of_unknown_length_are_read_from_examples():
     ids = keras.Input([None], dtype="int32", name="ids")
-    (parse,) = Serving.of(keras.Model(ids, ids)).examples.values()
+    (parse,) = Serving.of(keras.Model(ids, ids + 1)).examples.values()
     assert isinstance(parse, tf.io.FixedLenSequenceFeature)
     assert parse.allow_missing
     assert (parse.shape, parse.dtype) == ([], tf.int64)
@@ -124,7 +127,7 @@ def test_inputs_that_no_example_holds(tmp_path, caplog):
 def test_classification_needs_examples():
     image = keras.Input([None, None, 3], name="image")
     with pytest.raises(ValueError, match="need `examples`"):
-        Serving.of(keras.Model(image, {"s": image}), regression="s")
+        Serving.of(keras.Model(image, {"s": image + 1}), regression="s")
 
 
 def test_model_that_does_not_know_its_inputs(tmp_path, caplog):
@@ -140,3 +143,43 @@ def test_model_that_does_not_know_its_inputs(tmp_path, caplog):
     signatures = tf.saved_model.load(path).signatures
     assert set(signatures) == {"serve", "serving_default"}
     assert "gets no signature for tf.Examples" in caplog.text
+
+
+def test_inputs_of_a_model_that_was_built_of_batches():
+    def inputs_of(features):
+        targets = tf.TensorSpec([4, 1])
+        model = checked_model(compiled(Taker()), (features, targets))
+        return Serving.of(model)
+
+    class Taker(keras.Model):
+        def call(self, given):
+            return tf.cast(tf.nest.flatten(given)[0], tf.float32)[:, :1]
+
+    dense, ids = tf.TensorSpec([4, 2]), tf.TensorSpec([4, 3], tf.int32)
+    assert inputs_of(dense).inputs == {
+        "given": tf.TensorSpec([None, 2], name="given")
+    }
+    assert set(inputs_of((dense, ids)).inputs) == {"given_0", "given_1"}
+    nested = inputs_of({"b": dense, "a": {"x": ids}})
+    assert list(nested.inputs) == ["a_x", "b"]
+    assert nested.examples["a_x"].dtype == tf.int64
+
+
+def test_ragged_and_sparse_inputs_are_read_from_examples():
+    class Counts(keras.Model):
+        def call(self, inputs):
+            total = tf.reduce_sum(inputs["ragged"], axis=1, keepdims=True)
+            return total + tf.sparse.reduce_sum(inputs["sparse"], 1, True)
+
+    features = {
+        "ragged": tf.RaggedTensorSpec([4, None], tf.int32, 1),
+        "sparse": tf.SparseTensorSpec([4, 5], tf.int32),
+    }
+    model = compiled(Counts())
+    serving = Serving.of(
+        checked_model(model, (features, tf.TensorSpec([4, 1])), targets=False)
+    )
+    strings = [example(ragged=[1, 2], sparse=[5]), example(sparse=[7])]
+    parsed = tf.io.parse_example(strings, serving.examples)
+    outputs = serving.predict(parsed)["output_0"]
+    assert outputs.numpy().tolist() == [[8], [7]]

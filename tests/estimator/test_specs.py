@@ -42,7 +42,7 @@ def test_bad_model_dir(model_dir, error):
 @pytest.mark.parametrize(
     ("kwargs", "trigger"),
     [
-        ({}, (600, None)),
+        ({}, (60, None)),
         ({"save_checkpoints_secs": 5}, (5, None)),
         ({"save_checkpoints_steps": 7}, (None, 7)),
         ({"save_checkpoints_steps": 0}, (None, 0)),
@@ -67,6 +67,15 @@ def test_whether_to_save(kwargs, saves):
     assert config(**kwargs).saves_checkpoints == saves
 
 
+def test_summary_dir():
+    assert tfdist.RunConfig("job").summary_dir is None
+    # As Vertex AI writes it.
+    given = tfdist.RunConfig("job", summary_dir="gs://bucket/logs/")
+    assert given.replace(model_dir="other").summary_dir == "gs://bucket/logs"
+    with pytest.raises(ValueError, match="`summary_dir` must not be empty"):
+        tfdist.RunConfig("job", summary_dir="")
+
+
 def test_replace():
     made = config(save_checkpoints_steps=5, log_step_count_steps=7)
     by_time = made.replace(save_checkpoints_secs=9)
@@ -83,6 +92,7 @@ def test_replace():
 @pytest.mark.parametrize(
     ("kwargs", "error"),
     [
+        ({"backup_workers": -1}, ValueError),
         ({"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError),
         ({"save_summary_steps": -1}, ValueError),
         ({"save_checkpoints_steps": -1}, ValueError),

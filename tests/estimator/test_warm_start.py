@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
@@ -27,11 +28,11 @@ def old(tmp_path_factory):
     return tfdist.Estimator(model_fn, config).train(endless, steps=5)
 
 
-def started(path, warm_start_from, model_fn=model_fn):
+def started(path, warm_start_from, model_fn=model_fn, input_fn=endless):
     """The weights of a new job before its first step."""
     config = tfdist.RunConfig(path, cluster=Cluster())
     made = tfdist.Estimator(model_fn, config, warm_start_from=warm_start_from)
-    made.train(endless, steps=1)
+    made.train(input_fn, steps=1)
     first = tfdist.Estimator(model_fn, config)
     saved = f"{path}/model.ckpt-0"
     return {
@@ -110,3 +111,34 @@ def test_another_shape(old, tmp_path):
 def test_no_path():
     with pytest.raises(ValueError, match="`ckpt_to_initialize_from` must be"):
         WarmStartSettings("")
+
+
+def growing():
+    ids = keras.Input([1], dtype="int64")
+    rows = tfdist.DynamicEmbedding(2, 100, num_shards=1, name="table")(ids)
+    output = keras.layers.Dense(1)(keras.layers.Flatten()(rows))
+    model = keras.Model(ids, output)
+    model.compile(keras.optimizers.Adam(0.1, use_ema=True), "mse")
+    return model
+
+
+def ids():
+    batch = np.array([[5], [7]]), np.ones([2, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+@pytest.mark.slow
+def test_a_growing_table_starts_with_its_ids_or_not_at_all(tmp_path):
+    config = tfdist.RunConfig(tmp_path / "old", cluster=Cluster())
+    old = tfdist.Estimator(growing, config).train(ids, steps=5)
+    new = tmp_path / "new"
+    values = started(new, old.model_dir, growing, ids)
+    for name in ("embeddings", "keys", "counters"):
+        found = values[f"table/{name}"]
+        assert np.array_equal(found, old.get_variable_value(f"table/{name}"))
+    assert np.count_nonzero(values["table/keys"]) == 2
+    averages = values["table/embeddings/adam/average"]
+    assert np.array_equal(averages, values["table/embeddings"])
+    pattern = WarmStartSettings(old.model_dir, "embeddings")
+    with pytest.raises(ValueError, match="all variables of a DynamicEmbedding"):
+        started(tmp_path / "newer", pattern, growing, ids)

@@ -1,15 +1,24 @@
+import contextlib
 import csv
+import re
+from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from counting import counting_session
 from small_models import batches, local_loop, logistic
 
+import tfdist
+from tests.cases import all_cases
+from tfdist._tf import versions
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.callbacks import KerasCallbackHook
 from tfdist.hooks.events import EventFile, read_scalars
+from tfdist.hooks.session_run_hook import steps_allowed
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 from tfdist.training.multi_optimizer import MultiOptimizer
 
@@ -274,43 +283,117 @@ def test_a_hook_may_serve_a_second_session():
     assert "epoch 0 ends" in recorder.calls
 
 
+def test_terminate_on_nan():
+    """It sees the NaN in the logs of a dispatch."""
+    hook = KerasCallbackHook([callbacks.TerminateOnNaN()], STEPS)
+    _, step = train(
+        [hook, LoggingTensorHook(["loss"], 2)],
+        4 * STEPS,
+        optimizer=lambda: keras.optimizers.SGD(float("nan")),
+    )
+    assert step < STEPS
+
+
+def test_no_step_is_under_way_when_an_epoch_ends():
+    saves = callbacks.ModelCheckpoint("m.keras", save_freq=3)
+    hook = KerasCallbackHook([saves], STEPS)
+    assert [hook.steps_until_next(n) for n in (0, 2, 3, 6, 8)] == [
+        3,
+        1,
+        3,
+        2,
+        1,
+    ]
+    assert steps_allowed([hook], 0, 100) == (3, 0)
+    by_batch = KerasCallbackHook([Recorder()], STEPS)
+    assert steps_allowed([by_batch], 5, 100) == (1, 2)
+
+
+def test_what_was_not_evaluated_is_not_kept(tmp_path, caplog):
+    """Those of epoch 0 were evaluated; in epoch 1 the weights are others."""
+    best = callbacks.ModelCheckpoint(
+        str(tmp_path / "{epoch}.keras"), save_best_only=True
+    )
+    writer = EventFile(str(tmp_path))
+
+    def write(epoch, logs=None):
+        writer.write_scalars({"loss": 0.5}, STEPS)
+        writer.flush()
+
+    hook = KerasCallbackHook(
+        [callbacks.LambdaCallback(on_epoch_begin=write), best],
+        STEPS,
+        eval_dir=str(tmp_path),
+    )
+    train([hook], 2 * STEPS)
+    assert [path.name for path in tmp_path.glob("*.keras")] == ["1.keras"]
+    assert "ModelCheckpoint skips epoch 1" in caplog.text
+
+
+def test_what_a_callback_sets_last_is_saved_evaluated_and_exported(tmp_path):
+    """After the last step was saved and evaluated, at `max_steps`."""
+
+    def zero(logs):
+        zeros = [0 * w for w in callback.model.get_weights()]
+        callback.model.set_weights(zeros)
+
+    callback = callbacks.LambdaCallback(on_train_end=zero)
+    config = tfdist.RunConfig(
+        tmp_path, cluster=Cluster(), save_checkpoints_steps=STEPS
+    )
+    estimator = tfdist.Estimator(logistic, config)
+    seen = []
+
+    class Exporter(tfdist.Exporter):
+        def export(self, model, directory, metrics, is_the_final_export):
+            zeros = not any(w.any() for w in model.get_weights())
+            seen.append((zeros, is_the_final_export))
+
+    metrics, _ = tfdist.train_and_evaluate(
+        estimator,
+        tfdist.TrainSpec(
+            lambda: batches().repeat(),
+            max_steps=STEPS,
+            hooks=[KerasCallbackHook([callback], STEPS)],
+        ),
+        tfdist.EvalSpec(
+            batches, exporters=[Exporter("noting")], throttle_secs=0
+        ),
+    )
+    assert seen[-1] == (True, True)
+    assert metrics["loss"] == pytest.approx(np.log(2), rel=1e-4)
+    (kernel,) = (n for n in estimator.get_variable_names() if "/kernel" in n)
+    assert not estimator.get_variable_value(kernel).any()
+
+
 # --- What is refused ---------------------------------------------------------
 
 
-class BatchBegin(callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        pass
-
-
-class TestEnd(callbacks.Callback):
+class TestBatches(callbacks.Callback):
     __test__ = False
 
-    def on_test_end(self, logs=None):
+    def on_test_batch_end(self, batch, logs=None):
         pass
+
+
+def orbax():
+    """Without the package that its constructor looks for."""
+    kind = versions.OrbaxCheckpoint
+    if not issubclass(kind, callbacks.Callback):  # Keras 3.12 has none.
+        kind = type(kind.__name__, (kind, callbacks.Callback), {})
+    return object.__new__(kind)
 
 
 REFUSED = {
-    "ModelCheckpoint": lambda: callbacks.ModelCheckpoint("m.keras"),
-    "restores from its last|goes on from its last": (
-        lambda: callbacks.BackupAndRestore("d")
-    ),
-    "NanTensorHook": callbacks.TerminateOnNaN,
     "ProgressHook": callbacks.ProgbarLogger,
-    "another machine": lambda: callbacks.SwapEMAWeights(1),
+    "Evaluations read checkpoints": callbacks.SwapEMAWeights,
     "one by one": lambda: callbacks.CallbackList([]),
-    "BestExporter keeps": lambda: callbacks.EarlyStopping(
-        "loss", restore_best_weights=True
-    ),
     "'val_loss': pass `eval_dir`": callbacks.EarlyStopping,
+    "'val_auc': pass `eval_dir`": lambda: callbacks.ModelCheckpoint(
+        "best.keras", "val_auc", save_best_only=True
+    ),
     "update_freq=1 counts": lambda: callbacks.TensorBoard(update_freq="batch"),
-    "BatchBegin.*on_train_batch_begin": BatchBegin,
-    "TestEnd.*on_test_end": TestEnd,
-    "LambdaCallback.*on_predict_begin": lambda: callbacks.LambdaCallback(
-        on_predict_begin=lambda logs: None
-    ),
-    "on_batch_begin": lambda: callbacks.LambdaCallback(
-        on_batch_begin=lambda batch, logs: None
-    ),
+    "TestBatches.*on_test_batch_end.*EvalSpec": TestBatches,
 }
 
 
@@ -318,6 +401,11 @@ REFUSED = {
 def test_callbacks_without_a_meaning(message):
     with pytest.raises(ValueError, match=message):
         KerasCallbackHook([REFUSED[message]()], STEPS)
+
+
+def test_orbax_is_refused():
+    with pytest.raises(ValueError, match="ModelCheckpoint saves files of"):
+        KerasCallbackHook([orbax()], STEPS)
 
 
 @pytest.mark.parametrize(
@@ -345,3 +433,47 @@ def test_one_learning_rate_for_several_optimizers():
             1,
             optimizer=lambda: MultiOptimizer([("", keras.optimizers.SGD(0.1))]),
         )
+
+
+# --- The page ----------------------------------------------------------------
+
+PAGE = (Path(tfdist.__file__).parent / "hooks/CALLBACKS.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| `")
+]
+MAKE = {
+    "BackupAndRestore": lambda: callbacks.BackupAndRestore("d"),
+    "CSVLogger": lambda: callbacks.CSVLogger("log.csv"),
+    "CallbackList": lambda: callbacks.CallbackList([]),
+    "LearningRateScheduler": lambda: callbacks.LearningRateScheduler(abs),
+    "ModelCheckpoint": lambda: callbacks.ModelCheckpoint("m.keras"),
+    "OrbaxCheckpoint": orbax,
+}
+
+
+def test_the_page_names_each_callback_of_keras():
+    here = {
+        name
+        for name, kind in vars(callbacks).items()
+        if isinstance(kind, type) and issubclass(kind, callbacks.Callback)
+    }
+    # Keras 3.12 has no OrbaxCheckpoint.
+    here.add("OrbaxCheckpoint")
+    assert {name.strip("`") for name, _, _ in ROWS} == here
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_page_is_true(row):
+    """What it refuses is refused; its cases and tests are there."""
+    name, what, shown = row
+    name = name.strip("`")
+    made = (MAKE.get(name) or getattr(callbacks, name))()
+    refused = what.startswith("refused")
+    error = pytest.raises(ValueError, match="cannot run in tfdist's training")
+    with error if refused else contextlib.nullcontext():
+        KerasCallbackHook([made], STEPS, eval_dir="eval")
+    known = {case.name for case in all_cases() if case.area == "callbacks"}
+    for test in re.findall("`(.+?)`", shown):
+        assert test in known or callable(globals()[test])

@@ -53,7 +53,7 @@ def test_num_steps_survives_a_recovery(tmp_path):
     ) as session:
         while not session.should_stop():
             session.run()
-    assert session.restored_from.endswith("-7")
+    assert session.restored_from.endswith("-8")
     assert session.step == 13
 
 

@@ -33,6 +33,8 @@ def test_a_hook_is_one_of_tf1s():
     own = {name for name, _ in inspect.getmembers(SessionRunHook)}
     assert own - set(dir(theirs)) == {
         "on_preemption",
+        "sets_variables",
+        "single_steps",
         "steps_until_next",
         "wants_none_under_way",
     }

@@ -1,11 +1,13 @@
 import logging
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from both_sessions import Scripted, summaries
 from counting import count, counting_session
 
+import tfdist
 from tfdist.hooks.basic import SessionRunHook, StopAtStepHook
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.summary_hooks import (
@@ -177,6 +179,39 @@ def test_staleness(tmp_path, caplog):
 def test_no_staleness(tmp_path, counts):
     count([Stale(counts), StalenessHook(str(tmp_path), 2)], 5)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- DynamicEmbeddingHook ----------------------------------------------------
+
+
+def test_how_full_growing_tables_are(tmp_path):
+    """An Estimator tells as often as it saves; each step has two new ids."""
+
+    def model_fn():
+        ids = keras.Input([2], dtype="int64")
+        rows = tfdist.DynamicEmbedding(2, 8192, num_shards=2, name="table")(ids)
+        model = keras.Model(ids, keras.layers.Flatten()(rows))
+        model.compile("sgd", "mse")
+        return model
+
+    def input_fn():
+        ids = np.arange(10).reshape([-1, 2])
+        data = tf.data.Dataset.from_tensor_slices((ids, np.zeros([5, 4])))
+        return data.batch(1)
+
+    config = tfdist.RunConfig(
+        tmp_path, save_checkpoints_steps=2, cluster=tfdist.Cluster()
+    )
+    tfdist.Estimator(model_fn, config).train(input_fn)
+    every = read_scalars(str(tmp_path))
+    for step in (2, 4, 5):
+        assert every[step]["table/num_ids"] == 2 * step
+        assert every[step]["table/admitted_ids"] == 2 * step
+        for never in ("dropped_gradients", "refused", "not_admitted"):
+            assert every[step][f"table/{never}"] == 0
+        assert every[step]["table/evicted_ids"] == 0
+        fullest = 4096 * every[step]["table/fullest_segment"]
+        assert step <= fullest <= 2 * step
 
 
 # --- ProfilerHook ------------------------------------------------------------

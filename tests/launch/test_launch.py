@@ -432,6 +432,37 @@ def test_signals_end_everything(tmp_path, signum, code):
     assert "ended by launcher (SIGTERM)" in job.summary("worker:0")
 
 
+def test_a_chief_that_saves_is_waited_for(tmp_path):
+    """The others serve on: to kill them would spoil its checkpoint."""
+    script = """
+if me.task_type == "chief":
+    def save(*_):
+        time.sleep(2)
+        print("saved")
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, save)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready")
+while True:
+    time.sleep(9)
+"""
+    code = """
+import sys
+from tfdist.launch import command
+command._TERM_SECS = 0.5
+sys.exit(command.main(sys.argv[1:]))
+"""
+    flags = ("--ps=1", "--workers=1", "--network=host")
+    with Launch(tmp_path, script, *flags, code=code) as job:
+        job.read_until("ready", 3)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 143
+    assert job.lines_of("chief:0") == ["ready", "saved"]
+    assert "ended by launcher (exit code 143)" in job.summary("chief:0")
+    assert "ended by launcher (SIGKILL)" in job.summary("ps:0")
+
+
 def test_the_second_ctrl_c_kills(tmp_path):
     script = """
 signal.signal(signal.SIGTERM, lambda *_: print("no"))

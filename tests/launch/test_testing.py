@@ -492,6 +492,7 @@ def test_a_network_that_is_cut_and_mended():
 # --- Runs with faults --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_faults():
     faults = [
         Fault("kill", "ps:0", at_step=6, for_secs=0.0),

@@ -1,5 +1,6 @@
 """Partitioners, against `tf.compat.v1`."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from tfdist.placement.partitioners import (
     apply_partitioner,
     fixed_size_partitioner,
     min_max_variable_partitioner,
+    row_runs,
     row_slices,
     variable_axis_size_partitioner,
 )
@@ -135,3 +137,51 @@ def test_a_partitioner_of_axis_1():
 def test_a_partitioner_that_is_none():
     with pytest.raises(TypeError, match="`partitioner` must be callable"):
         apply_partitioner(2, TABLE)
+
+
+# --- Runs of rows ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["div", "balanced"])
+@given(st.integers(1, 3000), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_every_row_is_in_one_run(strategy, num_rows, num_shards):
+    num_shards = min(num_shards, num_rows)
+    runs = row_runs(num_rows, num_shards, strategy)
+    row, held = 0, [0] * num_shards
+    for run in runs:
+        assert run.row == row
+        assert run.position == held[run.shard]
+        row += run.size
+        held[run.shard] += run.size
+    assert row == num_rows
+    assert held == [size for _, size in row_slices(num_rows, num_shards)]
+
+
+def expected_load(runs, num_rows, batch, exponent):
+    """Rows of each shard in a batch of ids by Zipf's law, each once."""
+    share = np.arange(1, num_rows + 1.0) ** -exponent
+    once = 1 - (1 - share / share.sum()) ** batch
+    held = np.zeros(1 + max(run.shard for run in runs))
+    for run in runs:
+        held[run.shard] += once[run.row : run.row + run.size].sum()
+    return held.max() / held.mean()
+
+
+@pytest.mark.parametrize(("num_shards", "div"), [(2, 1.8), (4, 3.2), (8, 5.5)])
+def test_balanced_runs_share_the_frequent_rows(num_shards, div):
+    arguments = 100_000, 4096, 1.05
+    before = expected_load(row_runs(100_000, num_shards, "div"), *arguments)
+    after = expected_load(row_runs(100_000, num_shards), *arguments)
+    assert after < 1.02 < div < before
+
+
+@pytest.mark.parametrize("exponent", [0.6, 0.8, 1.05, 1.3])
+@pytest.mark.parametrize("batch", [256, 65536])
+@pytest.mark.parametrize("num_rows", [3_000, 1_000_000])
+def test_balanced_by_any_power_law(num_rows, batch, exponent):
+    runs = row_runs(num_rows, 8)
+    assert expected_load(runs, num_rows, batch, exponent) < 1.05
+    assert len(runs) < 60 * 8
+    # Those beyond the first ones begin where TensorFlow copies no slice.
+    assert not any(run.position % 16 for run in runs if run.position >= 80)

@@ -164,7 +164,7 @@ def model_that_reads():
 @pytest.mark.parametrize(
     ("model_fn", "error", "match"),
     [
-        (unbuilt_model, ValueError, r"keras.Input.*model.build\(input_shape"),
+        (unbuilt_model, ValueError, r"keras.Input.*call the model on one"),
         (model_that_reads, ValueError, "reads the value of a variable"),
         (lambda: 3, TypeError, "must return a `keras.Model`"),
         (3, TypeError, "must be callable"),

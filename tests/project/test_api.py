@@ -26,13 +26,13 @@ WINGS = [
 PUBLIC = (
     "BestExporter CheckpointSaverListener Cluster DNNClassifier "
     "DNNLinearCombinedClassifier DNNLinearCombinedRegressor DNNRegressor "
-    "Estimator EvalSpec Exporter FinalExporter GreedyLoadBalancingStrategy "
-    "LatestExporter LinearClassifier LinearRegressor LoggingTensorHook "
-    "MonitoredTrainingSession MultiOptimizer NanTensorHook "
-    "PartitionedEmbedding RandomStrategy RoundRobinStrategy RunConfig "
-    "SessionRunHook StopAtStepHook TrainSpec Trainable WarmStartSettings "
-    "byte_size_load_fn fixed_size_partitioner min_max_variable_partitioner "
-    "replica_device_setter train_and_evaluate "
+    "DynamicEmbedding Estimator EvalSpec Exporter FinalExporter "
+    "GreedyLoadBalancingStrategy LatestExporter LinearClassifier "
+    "LinearRegressor LoggingTensorHook MonitoredTrainingSession MultiOptimizer "
+    "NanTensorHook PartitionedEmbedding RandomStrategy RoundRobinStrategy "
+    "RunConfig SessionRunHook StopAtStepHook TrainSpec Trainable "
+    "WarmStartSettings byte_size_load_fn fit fixed_size_partitioner "
+    "min_max_variable_partitioner replica_device_setter train_and_evaluate "
     "variable_axis_size_partitioner"
 ).split()
 

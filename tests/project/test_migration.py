@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -12,18 +11,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.advice import migration
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import saved_models
 
-PAGE = Path(tfdist.__file__).with_name("MIGRATION.md").read_text()
-_, _, _TABLE = PAGE.partition("| TF 1, TF 2.15 |")
-
-
-def cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-ROWS = [cells(line) for line in _TABLE.splitlines()[2:] if line[:1] == "|"]
+PAGE = migration.PAGE.read_text()
+ROWS = migration.read_table()
 BLOCKS = re.findall(r"^```(.*)\n([\s\S]*?)^```$", PAGE, re.M)
 
 
@@ -84,7 +77,17 @@ rows = pytest.mark.parametrize("row", ROWS, ids=symbol)
 
 def test_the_table_is_read():
     assert len(ROWS) > 40
-    assert {len(row) for row in ROWS} == {4}
+    names = [name for row in ROWS for name in quoted(row.symbols)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [n for row in ROWS for n in quoted(row.symbols) if n.startswith(".")],
+)
+def test_a_method_that_is_listed_by_its_name_is_gone(method):
+    for kind in (tf.data.Dataset, tfdist.Estimator, tfdist.SessionRunHook):
+        assert not hasattr(kind, method[1:])
 
 
 @rows
@@ -192,6 +195,7 @@ def old_checkpoint(directory):
         tf.compat.v1.train.Saver().save(session, path, global_step=500)
 
 
+@pytest.mark.slow
 def test_the_snippets_run(tmp_path):
     old_checkpoint(tmp_path)
     names = {

@@ -146,6 +146,22 @@ WRONG = {
             "answer_3 = keras.Model",
         ],
     },
+    "13": {
+        1: [
+            "answer_1 = 3.0, [4.0, 8.0]",
+            "answer_1 = [2.0, 4.0], 6.0",
+        ],
+        2: [
+            "answer_2 = lambda errors, total: tf.reduce_mean(errors)",
+            "answer_2 = lambda errors, total: tf.reduce_sum(errors)",
+        ],
+        3: [
+            "answer_3 = lambda context: tf.data.Dataset.range(64).batch("
+            "context.get_per_replica_batch_size(16))",
+            "answer_3 = lambda context: tf.data.Dataset.range(64).shard("
+            "context.num_input_pipelines, context.input_pipeline_id).batch(16)",
+        ],
+    },
 }
 
 
@@ -204,7 +220,7 @@ def test_lesson_has_all_parts(name):
     ):
         assert part in text, part
     assert text.count("assert ") >= 5
-    assert 30 <= len(notebook["cells"]) <= 45
+    assert 30 <= len(notebook["cells"]) <= 60
     figures = sum(shown.count("a figure") for shown in texts(notebook))
     assert figures >= 2, "a drawing and a measurement"
 
@@ -275,6 +291,42 @@ def test_links_lead_somewhere():
                 assert (FOLDER / target.partition("#")[0]).exists(), name
         for module in re.findall(r"`((?:tfdist|trainer)/\w+\.\w+)`", text):
             assert (ROOT / module).exists(), f"{name}: {module}"
+
+
+def anchors(name):
+    """What JupyterLab calls the headings of a notebook in an address."""
+    text = "\n".join(
+        source(cell)
+        for cell in read(name)["cells"]
+        if cell["cell_type"] == "markdown"
+    )
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {text.replace("`", "").replace(" ", "-") for text in headings}
+
+
+def test_the_map_of_concepts_leads_to_sections():
+    text = (FOLDER / "README.md").read_text()
+    rows = re.findall(
+        r"^\| (.*?) \| \[.*?\]\((.*?)#(.*?)\) \|$", text, re.MULTILINE
+    )
+    assert len(rows) == len(dict((row[0], row) for row in rows)) > 40
+    assert {name for _, name, _ in rows} == set(LESSONS)
+    for concept, name, anchor in rows:
+        assert anchor in anchors(name), concept
+
+
+def test_the_glossary_is_in_order_and_leads_to_lessons():
+    text = (FOLDER / "glossary.md").read_text()
+    rows = re.findall(
+        r"^\| \*\*(.*?)\*\*.* \| ([\d, ]+) \|$", text, re.MULTILINE
+    )
+    words = [word.lower() for word, _ in rows]
+    assert words == sorted(words)
+    assert len(rows) > 40
+    numbers = {number for _, found in rows for number in found.split(", ")}
+    assert {f"{int(number):02}" for number in numbers} == {
+        name[:2] for name in LESSONS
+    } - {"11"}
 
 
 # --- Run ---------------------------------------------------------------------

@@ -163,7 +163,13 @@ def test_worker_killed_comes_back(job):
 
 
 @pytest.mark.parametrize(
-    "killed", [["ps:0"], ["ps:1", "worker:0"]], ids=["ps", "ps and worker"]
+    "killed",
+    [
+        pytest.param(["ps:0"], id="ps"),
+        pytest.param(
+            ["ps:1", "worker:0"], id="ps and worker", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_ps_killed_comes_back(job, killed):
     goes_on(job, 1)

@@ -1,6 +1,8 @@
 """What is decided about a failure, without a cluster."""
 
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfdist import session
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.session import recovery
@@ -157,3 +160,13 @@ def test_updates_of_others_are_counted():
 def test_choose_action_in_sync(error, expected):
     """TensorFlow connects no two processes of an all-reduce job again."""
     assert recovery.choose_action(error, {}, in_sync=True) is expected
+
+
+def test_the_failure_table_names_tests_that_exist():
+    named = set(re.findall(r"\btest_\w+", session.__doc__))
+    files = Path(__file__).parents[1].glob("*/test_*.py")
+    defined = re.findall(
+        r"(?m)^def (test_\w+)", "\n".join(f.read_text() for f in files)
+    )
+    assert len(named) > 15
+    assert not named - {*defined}

@@ -129,7 +129,9 @@ def test_hooks_are_called_in_order():
     ]
 
 
-@pytest.mark.parametrize("max_steps", [1, 7, 150])
+@pytest.mark.parametrize(
+    "max_steps", [1, pytest.param(7, marks=pytest.mark.slow), 150]
+)
 def test_number_of_steps_is_exact(max_steps):
     build = make()
     session = train(build, max_steps)
@@ -427,7 +429,14 @@ def test_checkpoints_of_another_model(tmp_path):
         train(other, 4, checkpoint_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["data cut", "index cut", "data gone"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "data cut",
+        pytest.param("index cut", marks=pytest.mark.slow),
+        pytest.param("data gone", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over(kind, tmp_path, caplog):
     options = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 2}
     train(counted(), 4, **options)
@@ -443,6 +452,7 @@ def test_a_damaged_checkpoint_is_passed_over(kind, tmp_path, caplog):
     assert "model.ckpt-4 is damaged" in caplog.text
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_damaged(tmp_path):
     train(counted(), 2, checkpoint_dir=str(tmp_path))
     for path in tmp_path.glob("model.ckpt-*.data*"):

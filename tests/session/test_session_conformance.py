@@ -322,7 +322,8 @@ def test_bad_arguments(library, name, kwargs, tmp_path):
         getattr(library, name)(**kwargs)
 
 
-# What TF 2.15.1 installed by default, with seconds and steps of each timer
+# What TF 2.15.1 installed by default, with seconds and steps of each timer; but
+# it saved every 600 s
 # (the hooks of TF1's session are not public).
 DEFAULT_HOOKS = {
     "checkpoint_dir": (
@@ -331,7 +332,7 @@ DEFAULT_HOOKS = {
             ("MyChiefHook", None, None),
             ("StepCounterHook", None, 100),
             ("SummarySaverHook", None, 100),
-            ("CheckpointSaverHook", 600, None),
+            ("CheckpointSaverHook", 60, None),
             ("MyHook", None, None),
         ],
     ),
@@ -353,7 +354,7 @@ DEFAULT_HOOKS = {
         [
             ("MyChiefHook", None, None),
             ("SummarySaverHook", None, 100),
-            ("CheckpointSaverHook", 600, None),
+            ("CheckpointSaverHook", 60, None),
             ("MyHook", None, None),
         ],
     ),
@@ -363,7 +364,7 @@ DEFAULT_HOOKS = {
             ("MyChiefHook", None, None),
             ("StepCounterHook", None, 100),
             ("SummarySaverHook", 5, None),
-            ("CheckpointSaverHook", 600, None),
+            ("CheckpointSaverHook", 60, None),
             ("MyHook", None, None),
         ],
     ),

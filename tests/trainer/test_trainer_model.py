@@ -171,6 +171,7 @@ def test_it_learns(trained):
     assert figures["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_export_gives_the_same_predictions(trained, tmp_path):
     examples, built = trained
     prepare = model.preprocessor(examples.schema)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import batches, examples, logistic, unbuilt, uncompiled
+from small_models import batches, examples, logistic, uncompiled
 
 import tfdist
 from tfdist.checkpoint import checkpoints
@@ -222,6 +222,47 @@ def test_no_targets(tmp_path):
     assert len(list(estimator(tmp_path).predict(lambda: dataset))) == 64
 
 
+@pytest.mark.parametrize(
+    ("of_x", "message"),
+    [
+        (lambda x: {"a": {"b": None}}, r"batch\[0\]\['a'\]\['b'\] is a NoneTe"),
+        (lambda x: tf.experimental.Optional.from_value(x), "is a OptionalSpec"),
+        (lambda x: tf.data.Dataset.from_tensors(x), "is a DatasetSpec"),
+    ],
+)
+def test_what_is_no_tensor(tmp_path, of_x, message):
+    def input_fn():
+        return batches().map(lambda x, y: (of_x(x), y))
+
+    with pytest.raises(ValueError, match=f"must be of tensors. .*{message}"):
+        trained(tmp_path, input_fn)
+
+
+@pytest.mark.skipif(
+    not hasattr(tf, "NoneTensorSpec"), reason="refused in this version"
+)
+def test_weights_may_be_none():
+    dataset = batches().map(lambda x, y: (x, y, None))
+    call = input_fns.without_context(lambda: dataset)
+    assert call().element_spec == batches().element_spec
+
+
+def test_what_cannot_be_traced_for_workers():
+    call = input_fns.without_context(lambda: batches().take(int(tf.ones([]))))
+    call()
+    message = "not on a worker .* Call `adapt`.* outside of the input function"
+    with pytest.raises(ValueError, match=message):
+        tf.function(call, autograph=False)()
+
+
+def test_labels_of_strings(tmp_path):
+    def input_fn():
+        return batches().map(lambda x, y: (x, tf.strings.as_string(y)))
+
+    with pytest.raises(ValueError, match="cannot be computed of strings"):
+        trained(tmp_path, input_fn)
+
+
 def test_no_batch_dimension(tmp_path):
     with pytest.raises(ValueError, match=r"Expected shape \(None, 4\)"):
         trained(tmp_path, lambda: batches().unbatch())
@@ -273,13 +314,24 @@ def test_another_number_of_features_later(tmp_path, caplog, signature):
 # --- Model functions ---------------------------------------------------------
 
 
+def without_call():
+    class Parts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.part = keras.layers.Dense(1)
+
+    model = Parts()
+    model.compile("sgd", "mse")
+    return model
+
+
 @pytest.mark.parametrize(
     ("model_fn", "error", "message"),
     [
         (lambda: None, TypeError, "must return a `keras.Model`. Received: Non"),
         (lambda: (logistic(), 1), TypeError, "of type tuple"),
         (uncompiled, ValueError, "must be compiled with an optimizer and a lo"),
-        (unbuilt, ValueError, "has no variables yet"),
+        (without_call, ValueError, "has no variables yet.*`call`"),
     ],
 )
 def test_model_functions(tmp_path, model_fn, error, message):
@@ -304,8 +356,9 @@ def test_own_train_step_on_a_cluster(tmp_path):
     model_dir = tmp_path / "cluster"
     command = [sys.executable, "-c", code, str(model_dir)]
     with LocalCluster(command, ps=1, workers=1, cwd=HERE.parent) as cluster:
-        cluster.wait_for_line("chief:0", "ValueError: OwnStep overrides `train")
+        cluster.wait_for_line("chief:0", "ValueError: The `train_step` of Own")
         output = cluster.output("chief:0")
-    assert "Override `compute_loss` instead, or train on one device." in output
+    assert "applies gradients 0 times" in output
+    assert "Override `compute_loss` instead, or train by all-reduce" in output
     assert_nothing_left(cluster)
     assert not list(model_dir.glob("model.ckpt*"))

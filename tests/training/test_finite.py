@@ -134,6 +134,7 @@ def test_a_nan_that_the_loss_does_not_show(tmp_path, nan_at, max_steps, good):
     assert len(list((tmp_path / "export/latest").iterdir())) == good // 10
 
 
+@pytest.mark.slow
 def test_turned_off(tmp_path):
     train(tmp_path, 24, check_numerics=False)
     assert tf.train.latest_checkpoint(tmp_path).endswith("model.ckpt-40")

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 from small_models import batches, local_loop
 
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.training import optimizers
 from tfdist.training.step import ModelStep
 
@@ -428,7 +428,30 @@ def flat(logs):
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of each kind; the others only differ in the metric.
+FAST = [
+    "docstring_of_compute_metrics",
+    "extras",
+    "unlisted",
+    "in_call",
+    "in_loss",
+    "two_outputs",
+    "matrix",
+    "nested",
+    "names",
+    "weighted",
+    "minimum",
+    "aggregation",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_evaluates_and_logs_as_keras_does(name):
     """Each evaluation, and each run, begins anew; neither disturbs others."""
     theirs = MODELS[name]()

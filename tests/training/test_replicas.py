@@ -1,4 +1,7 @@
-"""However many replicas share a global batch, they learn what one would."""
+"""Replicas that share a global batch learn what one would.
+
+Here four, with batches of fewer examples; two are those of the cases.
+"""
 
 import json
 import subprocess
@@ -46,7 +49,7 @@ def test_shares_are_a_partition(size, num):
 def reports(tmp_path_factory):
     directory = tmp_path_factory.mktemp("replicas")
     made = {}
-    for num in (1, 2, 4):
+    for num in (1, 4):
         path = directory / f"{num}.json"
         command = [sys.executable, "-m", "tests.replica_checks"]
         command += [f"--replicas={num}", f"--report={path}"]
@@ -56,10 +59,9 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
-@pytest.mark.parametrize("num", [2, 4])
-def test_weights_after_fifty_steps(reports, num, optimizer):
-    ours, wanted = reports[num][optimizer], reports[1][optimizer]
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_weights_after_fifty_steps(reports, optimizer):
+    ours, wanted = reports[4][optimizer], reports[1][optimizer]
     # Keras' own trackers of each output's loss count batches, not examples.
     for name in ("loss", "click_auc", "price_mae"):
         assert ours["metrics"][name] == pytest.approx(
@@ -74,4 +76,4 @@ def test_weights_after_fifty_steps(reports, num, optimizer):
                 mine, theirs, TOLERANCE, TOLERANCE, err_msg=name
             )
             largest = max(largest, np.max(np.abs(np.subtract(mine, theirs))))
-    print(f"\n{num} replicas, {optimizer}: off by {largest:.1e} at most")
+    print(f"\n{optimizer}: off by {largest:.1e} at most")

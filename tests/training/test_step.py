@@ -213,9 +213,23 @@ class RunningMaximum(keras.metrics.Metric):
         return self.maximum
 
 
+class SeedsOfEachCall(keras.Model):
+    def call(self, x):
+        seed = keras.random.SeedGenerator(1)
+        return x + keras.random.normal([], seed=seed)
+
+
+def seeds_of_each_call():
+    model = SeedsOfEachCall()
+    model.compile("sgd", "mse")
+    model(tf.zeros([1, 4]))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (seeds_of_each_call, ValueError, "other variables each time.*seed"),
         (lambda: 5, TypeError, "must return a `keras.Model`. Received: 5"),
         (uncompiled, ValueError, "must be compiled"),
         (unbuilt, ValueError, "has no variables yet"),
@@ -226,14 +240,9 @@ class RunningMaximum(keras.metrics.Metric):
         ),
         (
             lambda: logistic(
-                keras.optimizers.SGD(gradient_accumulation_steps=4)
-            ),
-            ValueError,
-            "gradient_accumulation_steps",
-        ),
-        (
-            lambda: logistic(
-                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+                keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD(gradient_accumulation_steps=4)
+                )
             ),
             ValueError,
             "LossScaleOptimizer",

@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 import yaml
 
 from tests.trainer.test_task_end_to_end import data_flags, write_csv
 from tests.vertex.test_kubernetes import pods
 from tfdist.estimator import tuning
+from tfdist.hooks.events import read_scalars
 from tfdist.vertex.kubernetes import Job
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +132,31 @@ def kubernetes(**replicas):
     return tasks
 
 
+def aip_variables(base):
+    """Made of baseOutputDirectory; each ends in a slash."""
+    return {
+        "AIP_MODEL_DIR": f"{base}/model/",
+        "AIP_CHECKPOINT_DIR": f"{base}/checkpoints/",
+        "AIP_TENSORBOARD_LOG_DIR": f"{base}/logs/",
+    }
+
+
+def check_folders(base):
+    """Each thing is where a part of the service looks for it."""
+    # An upload of the model.
+    signatures = tf.saved_model.load(str(base / "model")).signatures
+    assert "serving_default" in signatures
+    assert (base / "model" / "assets.extra" / "schema.json").exists()
+    # The managed TensorBoard; `eval` is another run of it.
+    assert read_scalars(str(base / "logs"))[MAX_STEPS]["global_step/sec"] > 0
+    assert read_scalars(str(base / "logs" / "eval"))[MAX_STEPS]["auc"] > 0.5
+    # A task that starts again.
+    index = base / "checkpoints" / f"model.ckpt-{MAX_STEPS}.index"
+    assert index.exists()
+    events = {path.parent for path in base.rglob("*tfevents*")}
+    assert events == {base / "logs", base / "logs" / "eval"}
+
+
 def vertex_all_reduce(*replicas):
     """The third pool runs Google's reduction servers, not our program."""
     return {
@@ -176,16 +203,14 @@ def on_loopback(tasks):
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_task_runs_to_the_end(directory, tmp_path, name):
     hosts, tasks = on_loopback(ENVIRONMENTS[name])
-    model_dir = tmp_path / "model"
     for variables in tasks.values():
-        # As Vertex AI makes it of baseOutputDirectory, with a slash.
-        variables["AIP_MODEL_DIR"] = f"{model_dir}/"
+        variables |= aip_variables(tmp_path)
         variables["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "trainer.task", *data_flags(directory)]
     job = {
         "hosts": hosts,
         "tasks": tasks,
-        "command": [*command, f"--max_steps={MAX_STEPS}"],
+        "command": [*command, f"--max_steps={MAX_STEPS}", "--log_steps=20"],
     }
     done = subprocess.run(
         [
@@ -207,7 +232,7 @@ def test_every_task_runs_to_the_end(directory, tmp_path, name):
     assert codes == dict.fromkeys(tasks, 0), said
     (chief,) = {"chief:0", "master:0"} & set(tasks)
     assert f"Evaluation after {MAX_STEPS} steps:" in outputs[chief]
-    assert (model_dir / f"model.ckpt-{MAX_STEPS}.index").exists()
+    check_folders(tmp_path)
     assert not list(tmp_path.glob("runs"))
 
 
@@ -237,12 +262,13 @@ def trial(directory, number, values):
             *[sys.executable, *command, *container["args"]],
             *[word for k, v in values.items() for word in (f"--{k}", v)],
             *[*data_flags(directory), f"--max_steps={MAX_STEPS}"],
+            *["--tuning_metric=auc", "--log_steps=20"],
         ],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "CLUSTER_SPEC": json.dumps(spec),
-            "AIP_MODEL_DIR": f"{folder}/model/",
+            **aip_variables(folder),
             "CLOUD_ML_TRIAL_ID": number,
             "CLOUD_ML_HP_METRIC_FILE": f"{folder}/metrics/output.metrics",
         },
@@ -285,12 +311,13 @@ def test_trials_leave_the_metric_file_of_the_service(trials):
             # As cloudml-hypertune 0.1.0.dev6 writes it.
             assert isinstance(line.pop("timestamp"), float)
             assert line.pop("trial") == str(number)
-            assert line.pop("global_step") == str(MAX_STEPS)
+            assert 0 < int(line.pop("global_step")) <= MAX_STEPS
             assert line.pop("checkpoint_path") == ""
             ((name, value),) = line.items()
             by_name[name] = float(value)
             assert isinstance(value, str)
         assert set(by_name) == {"loss", "auc", "accuracy"}
+        check_folders(folder)
         text = (folder / "stdout").read_text()
         assert f"{wanted['metricId']:<14}{by_name['auc']:>8.4f}" in text
         reported.append(by_name[wanted["metricId"]])
@@ -333,9 +360,14 @@ def test_report(tmp_path, caplog):
         "trial": "3",
     }
     assert "Metric 'loss' is nan and is not reported" in caplog.text
-    tuning.report_metrics({"auc": 1.0}, str(path))
-    (line,) = read(path)
-    assert (line["auc"], line["global_step"]) == ("1.0", "0")
+    tuning.report_metrics({"auc": 0.8, "global_step": 30}, str(path))
+    tuning.report_metrics({"auc": 0.9, "global_step": 20}, str(path))
+    # A recovery has undone step 30.
+    reported = [(line["auc"], line["global_step"]) for line in read(path)]
+    assert reported == [("0.75", "10"), ("0.9", "20")]
+    for step in range(30, 200):
+        tuning.report_metrics({"auc": 1.0, "global_step": step}, str(path))
+    assert [int(x["global_step"]) for x in read(path)] == [*range(100, 200)]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 

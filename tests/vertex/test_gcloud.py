@@ -68,9 +68,9 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving():
+def serving(handler=Service):
     """A service on loopback; its `requests` are (path, body)."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.requests = []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -347,7 +347,7 @@ class Replay:
 
     def on_run(self, rest, _):
         rest = re.sub(
-            r"(?<=\s)/(?=(usr/app|home|etc)\b)", f"{self.root}/", rest
+            r"(?<=\s)/(?=(usr/app|home|etc|var)\b)", f"{self.root}/", rest
         )
         self.run(["sh", "-c", rest], check=True)
 
@@ -359,6 +359,9 @@ class Replay:
             shutil.copytree(source, target, ignore=ignore)
         else:
             shutil.copy(source, target)
+
+    def on_user(self, rest, _):
+        assert rest == "1000:1000"
 
     def on_entrypoint(self, rest, _):
         self.entrypoint = json.loads(rest)

@@ -1,3 +1,5 @@
+import copy
+import ipaddress
 import json
 import re
 import subprocess
@@ -12,6 +14,7 @@ from tfdist.vertex import kubernetes
 from tfdist.vertex.kubernetes import Job
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "vertex" / "Dockerfile"
 COMMON = ["--image=registry/trainer:1"]
 
 # name: (flags, role -> number of its tasks)
@@ -47,8 +50,30 @@ def generated(capsys, *flags):
     return list(yaml.safe_load_all(text)), text
 
 
+def as_the_controller_makes_them(jobset):
+    """The headless Service and the Jobs of a JobSet."""
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    metadata, spec = jobset["metadata"], copy.deepcopy(jobset["spec"])
+    subdomain = spec["network"]["subdomain"]
+    assert spec["network"]["enableDNSHostnames"]
+    service = {"clusterIP": "None", "selector": {}}
+    yield {
+        "kind": "Service",
+        "metadata": {**metadata, "name": subdomain},
+        "spec": service,
+    }
+    for replicated in spec["replicatedJobs"]:
+        for number in range(replicated["replicas"]):
+            name = f"{metadata['name']}-{replicated['name']}-{number}"
+            job = copy.deepcopy(replicated["template"])
+            job["spec"]["template"]["spec"]["subdomain"] = subdomain
+            yield {"kind": "Job", "metadata": {**metadata, "name": name}, **job}
+
+
 def pods(objects):
     """Address -> environment of each pod, as Kubernetes makes them."""
+    for jobset in [o for o in objects if o["kind"] == "JobSet"]:
+        objects = [*as_the_controller_makes_them(jobset)]
     (service,) = (o for o in objects if o["kind"] == "Service")
     assert service["spec"]["clusterIP"] == "None"
     result = {}
@@ -79,24 +104,35 @@ def environment(container, index):
     return values
 
 
-def containers(objects):
-    """Role -> container, of either kind of job."""
+def templates(objects):
+    """Role -> spec of its pods, of any kind of job."""
     for thing in objects:
         if thing["kind"] == "Job":
             role = thing["metadata"]["name"].rpartition("-")[2]
-            yield role, thing["spec"]["template"]["spec"]["containers"][0]
+            yield role, thing["spec"]["template"]["spec"]
+        elif thing["kind"] == "JobSet":
+            for job in thing["spec"]["replicatedJobs"]:
+                spec = job["template"]["spec"]["template"]["spec"]
+                yield job["name"], spec
         elif thing["kind"] == "TFJob":
             for role, spec in thing["spec"]["tfReplicaSpecs"].items():
-                yield role.lower(), spec["template"]["spec"]["containers"][0]
+                yield role.lower(), spec["template"]["spec"]
+
+
+def containers(objects):
+    """Role -> container, of any kind of job."""
+    for role, spec in templates(objects):
+        yield role, spec["containers"][0]
 
 
 # --- Plain objects -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["plain", "jobset"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_pod_knows_its_place(capsys, name):
+def test_every_pod_knows_its_place(capsys, kind, name):
     flags, replicas = SHAPES[name]
-    objects, _ = generated(capsys, *flags)
+    objects, _ = generated(capsys, f"--kind={kind}", *flags)
     tasks = pods(objects)
     assert len(tasks) == sum(replicas.values())
     told = {
@@ -112,23 +148,86 @@ def test_every_pod_knows_its_place(capsys, name):
     assert {job: jobs.count(job) for job in jobs} == replicas
 
 
-def test_every_host_name_is_a_label_of_dns(capsys):
-    objects, _ = generated(
-        capsys, f"--name={'a' * 40}", "--workers=1000", "--ps=1", "--evaluator"
-    )
+@pytest.mark.parametrize("kind", ["plain", "jobset"])
+def test_every_host_name_is_a_label_of_dns(capsys, kind):
+    flags = ["--workers=1000", "--ps=1", "--evaluator", f"--kind={kind}"]
+    objects, _ = generated(capsys, f"--name={'a' * 40}", *flags)
     for address in pods(objects):
         assert all(len(label) <= 63 for label in address.split("."))
 
 
-def test_only_the_job_reaches_itself(capsys):
-    for kind in ("plain", "tfjob"):
-        objects, text = generated(capsys, f"--kind={kind}", "--workers=1")
-        (policy,) = (o for o in objects if o["kind"] == "NetworkPolicy")
-        wanted = policy["spec"]["podSelector"]["matchLabels"]
-        assert policy["spec"]["policyTypes"] == ["Ingress"]
-        assert policy["spec"]["ingress"] == [
-            {"from": [{"podSelector": {"matchLabels": wanted}}]}
+def test_a_jobset_is_done_when_its_chief_is(capsys):
+    objects, _ = generated(capsys, "--kind=jobset", *SHAPES["ps"][0])
+    assert [o["kind"] for o in objects] == ["NetworkPolicy", "JobSet"]
+    spec = objects[1]["spec"]
+    assert {*spec} == {
+        *("network", "successPolicy", "failurePolicy", "replicatedJobs")
+    }
+    assert spec["successPolicy"] == {
+        "operator": "All",
+        "targetReplicatedJobs": ["chief"],
+    }
+    assert spec["failurePolicy"] == {"maxRestarts": 0}
+    plain, _ = generated(capsys, *SHAPES["ps"][0])
+    for job, alone in zip(spec["replicatedJobs"], plain[2:], strict=True):
+        assert {*job} == {"name", "replicas", "template"}
+        # The controller sets the subdomain; addresses have a number more.
+        mine, theirs = job["template"]["spec"], alone["spec"]
+        env = mine["template"]["spec"]["containers"][0]["env"]
+        assert ".tfdist.default.svc:2222" in env[-1]["value"]
+        env[-1]["value"] = env[-1]["value"].replace("-0-", "-")
+        assert mine == theirs
+
+
+def policy(objects):
+    (found,) = (o for o in objects if o["kind"] == "NetworkPolicy")
+    return found["spec"]
+
+
+def allows(spec, address, port, protocol="TCP"):
+    """Whether a pod may connect to a host outside of the cluster."""
+    for rule in spec["egress"]:
+        blocks = [
+            x["ipBlock"]["cidr"] for x in rule.get("to", []) if "ipBlock" in x
         ]
+        there = "to" not in rule or any(
+            ipaddress.ip_address(address) in ipaddress.ip_network(block)
+            for block in blocks
+        )
+        wanted = {"protocol": protocol, "port": port}
+        if there and ("ports" not in rule or wanted in rule["ports"]):
+            return True
+    return False
+
+
+def test_ways_out_of_the_pods(capsys):
+    closed = policy(generated(capsys, "--", "--model_dir=/mnt/job")[0])
+    assert allows(closed, "10.0.0.10", 53, "UDP")
+    assert allows(closed, "169.254.20.10", 53)
+    assert not allows(closed, "142.250.1.207", 443)
+    assert not allows(closed, "169.254.169.254", 80)
+    google = policy(generated(capsys, "--", "--model_dir=gs://b/job")[0])
+    assert allows(google, "142.250.1.207", 443)
+    assert allows(google, "169.254.169.254", 80)
+    assert allows(google, "169.254.169.252", 988)
+    assert not allows(google, "142.250.1.207", 80)
+    flags = ["--egress=199.36.153.8/30:443", "--egress=10.1.0.0/16:9000"]
+    own = policy(generated(capsys, *flags, "--", "--model_dir=gs://b/job")[0])
+    assert allows(own, "199.36.153.9", 443)
+    assert allows(own, "10.1.2.3", 9000)
+    assert allows(own, "169.254.169.254", 80)
+    assert not allows(own, "142.250.1.207", 443)
+
+
+def test_only_the_job_reaches_itself(capsys):
+    for kind in ("plain", "jobset", "tfjob"):
+        objects, text = generated(capsys, f"--kind={kind}", "--workers=1")
+        spec = policy(objects)
+        wanted = spec["podSelector"]["matchLabels"]
+        own = [{"podSelector": {"matchLabels": wanted}}]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        assert spec["ingress"] == [{"from": own}]
+        assert {"to": own} in spec["egress"]
         templates = re.findall(r"tfdist-job: (\S+)", text)
         assert set(templates) == set(wanted.values())
         assert "authenticate nobody" in text
@@ -164,7 +263,34 @@ def test_a_mistake_of_the_chief_ends_its_job(capsys):
 # --- Both kinds --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "tfjob"])
+@pytest.mark.parametrize("kind", ["plain", "jobset", "tfjob"])
+def test_pods_have_no_rights(capsys, kind):
+    flags = [f"--kind={kind}", *SHAPES["ps and evaluator"][0]]
+    found = dict(templates(generated(capsys, *flags)[0]))
+    assert set(found) == {"chief", "worker", "ps", "evaluator"}
+    for pod in found.values():
+        user = pod["securityContext"].pop("runAsUser")
+        assert f"USER {user}:{user}\n" in DOCKERFILE.read_text()
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsGroup": user,
+            "fsGroup": user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+        (volume,), (mount,) = pod["volumes"], container["volumeMounts"]
+        assert volume == {"name": mount["name"], "emptyDir": {}}
+        assert mount["mountPath"] == "/tmp"
+        # Keras and pip's kin write below it.
+        assert {"name": "HOME", "value": "/tmp"} in container["env"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "jobset", "tfjob"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_containers(capsys, kind, name):
     flags, replicas = SHAPES[name]
@@ -178,7 +304,7 @@ def test_containers(capsys, kind, name):
         (port,) = container["ports"]
         assert port["containerPort"] == 2222
         variables = {entry["name"] for entry in container["env"]}
-        assert ("TF_CONFIG" in variables) == (kind == "plain")
+        assert ("TF_CONFIG" in variables) == (kind != "tfjob")
         assert ("GLIBC_TUNABLES" in variables) == (role == "ps")
         computes = role == "worker" or (
             role == "chief" and "ps" not in replicas
@@ -239,6 +365,11 @@ def test_tfjob(capsys):
         (["--image="], "Argument `image` must name the container image"),
         (["--workers=-1"], "must be an integer from 0 to 1000"),
         (["--kind=job"], "invalid choice: 'job'"),
+        (
+            ["--workers=1", "--ps=1", "--gpus=2"],
+            "must be at most 1 with `ps`, where a worker computes on one GPU",
+        ),
+        (["--egress=10.0.0.1"], "`egress` must be like 10.0.0.0/8:443"),
     ],
 )
 def test_bad_input(capsys, flags, message):

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 import yaml
 from google.cloud.aiplatform_v1.types import (
     CustomJobSpec,
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 
 from tfdist.vertex import command, jobs
 from tfdist.vertex.checks import problems_of_job
+from tfdist.vertex.exports import copy_export
 from tfdist.vertex.jobs import Job, Machine
 from tfdist.vertex.tuning import Tuning, parameter
 
@@ -63,6 +66,7 @@ def generated(capsys, *flags):
 # --- Shapes ------------------------------------------------------------------
 
 N1, HIGHCPU = "n1-standard-4", "n1-highcpu-16"
+RESERVATION = "projects/p/zones/us-central1-a/reservations/mine"
 A100 = ["--machine=a2-highgpu-1g", "--accelerator=NVIDIA_TESLA_A100"]
 
 # name: (flags, [(replicas, machine type, accelerator) of each pool])
@@ -123,12 +127,12 @@ SHAPES = {
     "ps, workers with GPUs, evaluator with one": (
         [
             *["--workers=2", "--ps=1", "--evaluator"],
-            *["--accelerator=NVIDIA_TESLA_T4:2"],
+            *["--accelerator=NVIDIA_TESLA_T4"],
             *["--evaluator_accelerator=NVIDIA_TESLA_T4"],
         ],
         [
             (1, N1, None),
-            (2, N1, "NVIDIA_TESLA_T4:2"),
+            (2, N1, "NVIDIA_TESLA_T4:1"),
             (1, N1, None),
             (1, N1, "NVIDIA_TESLA_T4:1"),
         ],
@@ -138,6 +142,13 @@ SHAPES = {
         [(1, N1, None), (1000, N1, None), (200, N1, None)],
     ),
     "all-reduce": (["--workers=3"], [(1, N1, None), (3, N1, None)]),
+    "all-reduce, queued, any reservation": (
+        [
+            *["--workers=1", "--flex_start", "--max_wait=3d"],
+            "--reservation=any",
+        ],
+        [(1, N1, None), (1, N1, None)],
+    ),
     "all-reduce of GPUs": (
         [
             *["--workers=3", "--machine=a2-ultragpu-2g"],
@@ -193,6 +204,9 @@ SHAPES = {
             *["--service_account=me@my-project.iam.gserviceaccount.com"],
             *["--network=projects/123/global/networks/default"],
             *["--tensorboard=projects/1/locations/us-central1/tensorboards/2"],
+            *["--web_access", "--persistent_resource=my-machines"],
+            *["--network_attachment=my-attachment"],
+            *["--boot_disk_type=pd-standard", f"--reservation={RESERVATION}"],
             *["--", "--max_steps=10", "--train_files=gs://b/*.csv", "--x"],
         ],
         [(1, N1, None), (2, N1, None), (1, N1, None), (1, N1, None)],
@@ -255,12 +269,26 @@ def test_everything_that_was_set(capsys):
     assert evaluator["containerSpec"]["imageUri"].endswith("a" * 64)
     assert [pool.get("diskSpec") for pool in spec["workerPoolSpecs"]] == [
         None,
-        {"bootDiskSizeGb": 200},
+        {"bootDiskType": "pd-standard", "bootDiskSizeGb": 200},
+        None,
+        None,
+    ]
+    machines = [pool["machineSpec"] for pool in spec["workerPoolSpecs"]]
+    assert [machine.get("reservationAffinity") for machine in machines] == [
+        None,
+        {
+            "reservationAffinityType": "SPECIFIC_RESERVATION",
+            "key": "compute.googleapis.com/reservation-name",
+            "values": [RESERVATION],
+        },
         None,
         None,
     ]
     del spec["workerPoolSpecs"]
     assert spec == {
+        "persistentResourceId": "my-machines",
+        "pscInterfaceConfig": {"networkAttachment": "my-attachment"},
+        "enableWebAccess": True,
         "scheduling": {
             "timeout": "5400s",
             "restartJobOnWorkerRestart": True,
@@ -273,6 +301,21 @@ def test_everything_that_was_set(capsys):
         "tensorboard": "projects/1/locations/us-central1/tensorboards/2",
     }
     assert text.startswith("# chief, 2 workers, 1 ps, evaluator. Made by:\n")
+
+
+def test_a_job_that_waits_for_machines(capsys):
+    spec, _ = generated(
+        capsys, *SHAPES["all-reduce, queued, any reservation"][0]
+    )
+    assert spec["scheduling"] == {
+        "restartJobOnWorkerRestart": True,
+        "strategy": "FLEX_START",
+        "maxWaitDuration": "259200s",
+    }
+    for pool in spec["workerPoolSpecs"]:
+        assert pool["machineSpec"]["reservationAffinity"] == {
+            "reservationAffinityType": "ANY_RESERVATION"
+        }
 
 
 @pytest.mark.parametrize(
@@ -342,13 +385,17 @@ TUNING = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tuning(capsys, shape):
-    flags = [*TUNING, "--goal=minimize", "--algorithm=random"]
+    flags = [
+        *TUNING,
+        *("--goal=minimize", "--algorithm=random", "--stopping=median"),
+    ]
     job, text = generated(capsys, *flags, *SHAPES[shape][0])
     plain, _ = generated(capsys, *SHAPES[shape][0])
     assert as_proto(job) == with_int64_as_text(job)
     assert job["trialJobSpec"] == plain
     assert (job["maxTrialCount"], job["parallelTrialCount"]) == (20, 4)
     assert job["studySpec"]["algorithm"] == "RANDOM_SEARCH"
+    assert job["studySpec"]["medianAutomatedStoppingSpec"] == {}
     assert job["studySpec"]["metrics"] == [
         {"metricId": "auc", "goal": "MINIMIZE"}
     ]
@@ -492,6 +539,27 @@ BAD = {
     "reduction servers without GPUs": (
         ["--workers=2", "--reduction_servers=1"],
         "the chief and the workers must have GPUs",
+    ),
+    "several GPUs for a worker of parameter servers": (
+        [*WORKERS, "--accelerator=NVIDIA_TESLA_T4:2"],
+        "workerPoolSpecs[1] has several GPUs on each machine, and on "
+        "parameter servers a worker computes on one",
+    ),
+    "several GPUs for an evaluator": (
+        ["--evaluator", "--evaluator_accelerator=NVIDIA_TESLA_T4:2"],
+        "workerPoolSpecs[3] has several GPUs: an evaluator uses one",
+    ),
+    "spot and a queue": (
+        ["--spot", "--flex_start"],
+        "Set at most one of `flex_start` and `spot`",
+    ),
+    "a longest wait without a queue": (
+        ["--max_wait=1h"],
+        "(--max_wait) counts only with the strategy FLEX_START",
+    ),
+    "a reservation of a job with a gap": (
+        ["--evaluator", "--reservation=any"],
+        "gcloud takes such jobs only as flags",
     ),
     "a variable of the service": (
         ["--env=TF_CONFIG={}"],
@@ -725,6 +793,45 @@ def test_file_is_what_the_command_in_it_makes(path, capsys):
 
 
 # --- The module --------------------------------------------------------------
+
+
+def test_copy_export(tmp_path, monkeypatch):
+    """On a store: tests/_tf/test_storage.py."""
+    root = str(tmp_path)
+    older, newer = f"{root}/export/1", f"{root}/export/2/"
+    for folder, files in (
+        (older, ["saved_model.pb", "variables/old", "assets/words"]),
+        (newer, ["saved_model.pb", "fingerprint.pb", "variables/new"]),
+    ):
+        for name in files:
+            path = os.path.join(folder, name)
+            tf.io.gfile.makedirs(os.path.dirname(path))
+            tf.io.gfile.GFile(path, "w").write(path)
+    directory = f"{root}/model/"  # As the service writes it.
+    copy_export(older, directory)
+    tf.io.gfile.GFile(f"{root}/model/mine", "w").write("")
+    copied, copy_file = [], tf.io.gfile.copy
+    monkeypatch.setattr(
+        tf.io.gfile,
+        "copy",
+        lambda *args, **kwargs: (
+            copied.append(args[0]) or copy_file(*args, **kwargs)
+        ),
+    )
+    copy_export(newer, directory)
+    assert copied[-1] == f"{newer}saved_model.pb"
+    found = {
+        os.path.join(folder, name).removeprefix(directory)
+        for folder, _, names in tf.io.gfile.walk(directory)
+        for name in names
+    }
+    assert {name.lstrip("/") for name in found} == {
+        *("saved_model.pb", "fingerprint.pb", "variables/new", "mine")
+    }
+    with tf.io.gfile.GFile(f"{root}/model/saved_model.pb") as file:
+        assert file.read() == f"{newer}saved_model.pb"
+    with pytest.raises(ValueError, match="must be a SavedModel"):
+        copy_export(f"{root}/export", directory)
 
 
 def test_tuning_of_the_library():

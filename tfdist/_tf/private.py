@@ -6,14 +6,21 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import gc
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
-from keras.src.utils import naming
+
+# What a thread knows of its replica, for `seen_alone`.
+from tensorflow.python.distribute import distribute_lib
 
 # Describes the processes of an all-reduce job, for `leave_together`.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -34,13 +41,16 @@ from tensorflow.python.distribute.sharded_variable import (
 )
 
 # The connection to the servers, for `expire_remote_state_after`.
-from tensorflow.python.eager import context
+# What a `tf.GradientTape` knows of variables, for `variable_accessed`.
+from tensorflow.python.eager import context, tape
 
-# The handle of a variable without memory, with which a model is described
-# before anything is allocated; `tf.saved_model.load` uses it as well.
+# A variable without memory: to describe a model with, or to hold a value in.
 from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
 )
+
+# What a checkpoint writes and reads for one variable: here, several slices.
+from tensorflow.python.training.saving import saveable_object
 
 from tfdist._tf import storage
 
@@ -56,69 +66,40 @@ COORDINATOR_ERRORS = (
 Saveable = tf.Variable | ShardedVariable
 """What a checkpoint holds under one name."""
 
-SEED_STATE_NAME = "seed_generator_state"
-"""Name of the variable in which a `keras.random.SeedGenerator` counts.
-
-Keras marks it in no other way. A step gives each generator a seed that
-belongs to that step instead of this shared counter.
-"""
-
-
-def reset_object_names() -> None:
-    """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
-
-    Checkpoints name variables by their path, so a model function that is called
-    twice in one process must make the same paths. The public
-    `keras.utils.clear_session()` also drops the user's dtype policy.
-    """
-    naming.reset_uids()
+SharedTable = collections.namedtuple(
+    "SharedTable",
+    "creator name dimension initializer trainable ckpt_to_load_from",
+)
+"""What the columns of one `tf.feature_column.shared_embeddings` share."""
 
 
-def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
-    """The optimizer's lists with one slot per trainable variable, by name.
-
-    Their names are any (`_momentums`, `_accumulators`, ...); what they share is
-    the index of the variable.
-    """
-    own = {id(variable) for variable in optimizer.variables}
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list)
-        and len(value) == len(optimizer._trainable_variables)
-        and value is not optimizer._trainable_variables
-        and value is not optimizer._variables
-        and any(id(item) in own for item in value)
-    }
+def shared_table(column: Any) -> SharedTable:
+    """The table of a shared embedding column, which only TF's layers read."""
+    creator = column.shared_embedding_column_creator
+    own = [getattr(creator, f"_{name}") for name in SharedTable._fields[1:]]
+    return SharedTable(creator, *own)
 
 
-def variable_index(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> int:
-    """Where in each of `slot_lists` the slot of `variable` is."""
-    return optimizer._get_variable_index(variable)
+def column_config(column: Any) -> dict[str, Any]:
+    """A `tf.feature_column` as JSON; TF has no public way to save one."""
+    if hasattr(column, "shared_embedding_column_creator"):
+        raise NotImplementedError(
+            f"A layer with the shared embedding {column.name!r} has no config: "
+            "save its weights, or a SavedModel."
+        )
+    return tf.__internal__.feature_column.serialize_feature_column(column)
 
 
-def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
-    """The slots of `use_ema=True`, which the base class keeps."""
-    return optimizer._model_variables_moving_average
-
-
-def uses_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> bool:
-    """Whether `exclude_from_weight_decay` spares `variable`."""
-    return optimizer._use_weight_decay(variable)
+def column_from_config(config: dict[str, Any]) -> Any:
+    """The column of `column_config`."""
+    return tf.__internal__.feature_column.deserialize_feature_column(
+        config, keras.saving.get_custom_objects()
+    )
 
 
 def unique_id(variable: tf.Variable) -> str:
     """The key under which a TensorFlow optimizer of Keras knows a variable."""
     return variable._unique_id
-
-
-def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
-    """The product of Nadam's momentum schedule so far."""
-    return optimizer._u_product
 
 
 def expire_remote_state_after(secs: int) -> None:
@@ -133,6 +114,106 @@ def expire_remote_state_after(secs: int) -> None:
         context.Context.update_server_def,
     ):
         method.__defaults__ = (secs,)
+
+
+class PartitionedVariable(ShardedVariable):
+    """Shards of one table, saved and read in the order of its rows.
+
+    Each server writes what it holds, each run of rows as a slice of the table.
+    A run is its first row and its size.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[tf.Variable],
+        runs: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        super().__init__(variables)
+        self.runs = list(zip(self._variables, runs, strict=True))
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        def saveables(name: str) -> list[_Slices]:
+            return [_Slices(*shard, self.shape, name) for shard in self.runs]
+
+        return {"VARIABLE_VALUE": saveables}
+
+    def __tf_tensor__(
+        self, dtype: tf.DType | None = None, name: str | None = None
+    ) -> tf.Tensor:
+        pieces: dict[int, tf.Tensor] = {}
+        for variable, runs in self.runs:
+            split = tf.split(variable.read_value(), [size for _, size in runs])
+            pieces |= zip((row for row, _ in runs), split, strict=True)
+        return tf.concat([pieces[row] for row in sorted(pieces)], 0, name)
+
+    def __getitem__(self, spec: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(self)[spec]
+
+    def numpy(self) -> np.ndarray:
+        """The table."""
+        return tf.convert_to_tensor(self).numpy()
+
+
+class _Slices(saveable_object.SaveableObject):
+    """One shard in a checkpoint: its runs, as slices of the table."""
+
+    def __init__(
+        self,
+        variable: tf.Variable,
+        runs: Sequence[tuple[int, int]],
+        shape: tf.TensorShape,
+        name: str,
+    ) -> None:
+        specs, start, (_, *rest) = [], 0, shape.as_list()
+        for row, size in runs:
+            where = tf.Variable.SaveSliceInfo(
+                name, shape.as_list(), [row] + [0] * len(rest), [size, *rest]
+            )
+            rows = functools.partial(_rows, variable, start, start + size)
+            spec = where.spec, name, variable.dtype, variable.device
+            specs.append(saveable_object.SaveSpec(rows, *spec))
+            start += size
+        super().__init__(variable, specs, name)
+
+    def restore(
+        self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any
+    ) -> Any:
+        with tf.device(self.op.device):
+            return self.op.assign(tf.concat(restored_tensors, axis=0))
+
+
+def _rows(variable: tf.Variable, start: int, end: int) -> tf.Tensor:
+    """Some rows, without a copy if they are aligned in memory."""
+    with tf.device(variable.device):
+        rows = variable.read_value_no_copy()[start:end]
+        # From a GPU, which no file is written on.
+        with tf.device("/device:CPU:0"):
+            return tf.identity(rows)
+
+
+class HeldPosition(UninitializedVariable):
+    """What a checkpoint saves in place of an iterator: where it was."""
+
+    def __init__(self, iterator: Any) -> None:
+        super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
+        self._iterator = iterator
+
+    def hold(self) -> None:
+        """Takes the position of now, or raises what saving it would."""
+        (state,) = self._iterator._serialize_to_tensors().values()
+        self.assign(state, read_value=False)
+
+    def release(self) -> None:
+        """Gives its memory back: it may hold a buffer of examples."""
+        self.assign(tf.raw_ops.OptionalNone(), read_value=False)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        def state(name: str) -> saveable_object.SaveableObject:
+            spec = self.read_value, "", f"{name}_STATE", self.dtype, self.device
+            own = [saveable_object.SaveSpec(*spec)]
+            return saveable_object.SaveableObject(self, own, name)
+
+        return {"ITERATOR": state}
 
 
 class CheckpointTracedOnce(tf.train.Checkpoint):
@@ -166,9 +247,7 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
         # Not the function itself: it would become a part of the checkpoint.
         self._traced = lambda prefix: concrete(tf.constant(prefix))
 
-    def _write(
-        self, file_prefix: str, options: tf.train.CheckpointOptions
-    ) -> str:
+    def _write(self, file_prefix: str, options: Any) -> str:
         if self._traced is None:
             self.trace()
             assert self._traced is not None
@@ -194,6 +273,51 @@ def trace(
     )
     with coordinator.strategy.scope():
         return function.get_concrete_function(*specs)
+
+
+@contextlib.contextmanager
+def local_state_kept() -> Iterator[None]:
+    """Keeps this process's lookup tables and variables while it connects.
+
+    Its devices are others then, and what was on those of before is lost:
+    preprocessing layers that were made before training.
+    """
+    here, kind = tf.constant(0).device, type(tf.Variable(0))
+    objects = gc.get_objects()
+    tables = [o for o in objects if type(o) is tf.lookup.StaticHashTable]
+    variables = [o for o in objects if type(o) is kind]
+    values = [(v, v.numpy()) for v in variables if v.handle.device == here]
+    yield
+    for table in tables:
+        table._resource_handle = table._create_resource()
+        table._initialize()
+    for variable, value in values:
+        made = tf.Variable(value, dtype=variable.dtype, shape=variable.shape)
+        variable._handle = made.handle
+
+
+def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:
+    """Gives each worker that calls a function its own lookup tables.
+
+    Else it would ask this process, for every lookup in its input.
+    """
+    for handle in function.graph.external_captures:
+        table: Any = getattr(handle, "_parent_trackable", lambda: None)()
+        if type(table) is tf.lookup.StaticHashTable:
+            function.replace_capture_with_deferred_capture(
+                handle,
+                functools.partial(_table, *table.export()),
+                tf.TensorSpec([], tf.resource),
+            )
+
+
+def _table(keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """The handle of a new lookup table."""
+    handle = tf.raw_ops.AnonymousHashTable(
+        key_dtype=keys.dtype, value_dtype=values.dtype
+    )
+    tf.raw_ops.InitializeTableV2(table_handle=handle, keys=keys, values=values)
+    return handle
 
 
 def raise_at_once(coordinator: ClusterCoordinator) -> None:
@@ -283,12 +407,7 @@ def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
 
     Else the first one, which all others talk to, may be gone before they have
     said goodbye, and they look for it for half a minute. To be called before
-    the strategy is made, which would configure the service without this.
-
-    Args:
-        jobs: Job to its number of tasks.
-        leader: The device name of the first task.
-        secs: How long they wait.
+    the strategy is made, with the size of each job and the first task's device.
     """
     context.context().configure_coordination_service(
         "standalone",
@@ -301,24 +420,30 @@ def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
     )
 
 
-def accumulators(optimizer: keras.optimizers.Optimizer) -> list:
-    """The sums that `gradient_accumulation_steps` keeps, one per variable."""
-    return optimizer._accumulated_gradients
+def late_captures(
+    graph: tf.__internal__.FuncGraph,
+) -> tuple[list[tf.Tensor], list[Callable[[], list[tf.Tensor]]]]:
+    """Placeholders of the tables each worker makes, and what makes them."""
+    return graph.deferred_internal_captures, graph.deferred_external_captures
 
 
-def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """What `optimizer.iterations` is computed from, where it is no variable.
+def variable_accessed(value: tf.Tensor) -> None:
+    """Has all tapes watch what has a variable's `handle` and `trainable`."""
+    tape.variable_accessed(value)
 
-    With `gradient_accumulation_steps` it counts steps, not updates.
+
+@contextlib.contextmanager
+def seen_alone() -> Iterator[None]:
+    """A replica that Keras takes for the only one.
+
+    It divides its own losses by the number of replicas, but none that a model
+    computes itself. What is asked of the replica's context is as before.
     """
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
-
-
-def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The mask that a Keras layer has given to its output, for a loss."""
-    return getattr(tensor, "_keras_mask", None)
-
-
-def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
-    """Gives a tensor a mask, where Keras looks for it."""
-    tensor._keras_mask = mask
+    alone = distribute_lib._get_default_strategy()
+    context = tf.distribute.get_replica_context()
+    mode = distribute_lib._ThreadMode(alone, None, context)
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()

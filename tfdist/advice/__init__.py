@@ -1,8 +1,8 @@
-"""Which strategy suits a model and its machines, and why.
+"""Which strategy suits a model and its machines, and what to change for it.
 
 Read in this order: `workload` (what a step needs), `machines`, `cost_formulas`,
 `estimate` (what each strategy would cost), `chooser` (the recommendation),
-`command` (`python -m tfdist.advice`).
+`command` (`python -m tfdist.advice`); `migration` (`tfdist migrate`).
 """
 
 import lazy_loader

@@ -70,7 +70,10 @@ class Recommendation:
         return {e.strategy: e for e in self.estimates}.get(self.strategy or "")
 
     def table(self) -> str:
-        """Returns estimates and reasons as text of at most 79 columns."""
+        """Returns estimates and reasons as text of at most 79 columns.
+
+        Examples a second are rounded to two digits.
+        """
         step, machines = self.workload, self.machines
         seconds = ("compute", "input", "wait", "wire", "step")
         names = "".join(f"{name:>8}" for name in seconds)
@@ -201,8 +204,9 @@ def _row(estimate: Estimate, advised: bool) -> str:
         *(estimate.wire_secs, estimate.secs_per_step),
     )
     seconds = "".join(f"{in_units(part, SECS):>8}" for part in parts)
-    rate = estimate.examples_per_sec
-    rounded = f"{rate:,.0f}" if 100 <= rate < 1e8 else f"{rate:.3g}"
+    # An estimate knows no more than two digits.
+    rate = float(f"{estimate.examples_per_sec:.2g}")
+    rounded = f"{rate:,.0f}" if 10 <= rate < 1e8 else f"{rate:.2g}"
     return f"{name:23}{estimate.replicas:>5}{seconds}{rounded:>11}"
 
 

@@ -1,8 +1,8 @@
-"""Ready-made linear and deep estimators.
+"""Ready-made linear and deep estimators, and layers, on feature columns.
 
 Read in this order: `estimators`, `canned_model` (one Keras model of all their
-parts), `feature_columns` with `vocabulary` (features become numbers),
-`networks`, `heads` (numbers become predictions and losses).
+parts), `feature_columns` with `vocabulary` (features become numbers), `layers`
+(also for a model of one's own), `heads` (numbers become predictions, losses).
 """
 
 import lazy_loader

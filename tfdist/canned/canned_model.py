@@ -1,37 +1,20 @@
-"""The Keras model of a canned estimator, and what it is made of."""
+"""The Keras model of a canned estimator."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.canned import heads
-from tfdist.canned.feature_columns import (
-    Batch,
-    Column,
-    Features,
-    Partitioner,
-    read_vocabularies,
-)
+from tfdist.canned.feature_columns import Batch, Features, read_vocabularies
 from tfdist.canned.heads import Head
 from tfdist.estimator.serving import Serving
-from tfdist.training.multi_optimizer import MultiOptimizer
 
 _REDUCTIONS = ("sum_over_batch_size", "sum")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A layer of `units` numbers, which is made when the model is."""
-
-    layer_fn: Callable[..., keras.layers.Layer]
-    columns: Sequence[Column]
-    optimizer_fn: Callable[[], keras.optimizers.Optimizer]
 
 
 class CannedModel(keras.Model):
@@ -41,25 +24,22 @@ class CannedModel(keras.Model):
 
     Args:
         head: Makes predictions, losses and metrics of the logits.
-        parts: Layers whose outputs, added up, are the logits.
-        columns: All columns that the parts read.
-        weight_column: As of an estimator.
-        loss_reduction: As of an estimator.
+        parts: Layers of columns; their outputs, added up, are the logits.
+        weight_column, loss_reduction: As of an estimator.
     """
 
     def __init__(
         self,
         head: Head,
         parts: Sequence[keras.layers.Layer],
-        columns: Sequence[Column],
-        weight_column: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
+        weight_column: Any,
+        loss_reduction: str,
     ) -> None:
         super().__init__(name="canned")
         self._head = head
         self._parts = list(parts)
-        self._columns = tuple(columns)
-        self._vocabularies = read_vocabularies(columns)
+        self._columns = [c for part in parts for c in part.feature_columns]
+        self._vocabularies = read_vocabularies(self._columns)
         self._weight_column = weight_column
         self._reduction = loss_reduction
         self._metrics_of_head = head.metrics()
@@ -72,22 +52,9 @@ class CannedModel(keras.Model):
         self, features: Features, training: bool | None = None
     ) -> tf.Tensor:
         """Logits, float32 `(batch, head.units)`."""
-        if not isinstance(features, Mapping):
-            raise ValueError(
-                "The features of a canned estimator must be a dictionary from "
-                "name to tensor; the input function gives (features, labels). "
-                f"Received: {type(features).__name__}."
-            )
         batch = Batch(features, self._vocabularies)
         # By its name: by position Keras takes only tensors.
-        return tf.add_n([part(batch=batch) for part in self._parts])
-
-    def compute_output_spec(
-        self, features: Features, training: bool | None = None
-    ) -> keras.KerasTensor:
-        """Shape and dtype of the logits."""
-        batch = keras.tree.flatten(features)[0].shape[0]
-        return keras.KerasTensor((batch, self._head.units), "float32")
+        return tf.add_n([part(features=batch) for part in self._parts])
 
     def compute_loss(
         self,
@@ -165,27 +132,6 @@ class CannedModel(keras.Model):
                 weight[:, tf.newaxis] if weight.shape.rank == 1 else weight
             )
         return math.prod(weights) if weights else None
-
-
-def build(
-    head: Head,
-    parts: Iterable[Part],
-    partitioner: Partitioner,
-    weight_column: Any,
-    loss_reduction: str,
-) -> CannedModel:
-    """The compiled model of a linear part, a deep one, or both."""
-    layers, optimizers = [], []
-    columns: list[Column] = []
-    for part in parts:
-        layer = part.layer_fn(units=head.units, partitioner=partitioner)
-        layers.append(layer)
-        columns.extend(part.columns)
-        optimizers.append((f"^{layer.name}/", part.optimizer_fn()))
-    model = CannedModel(head, layers, columns, weight_column, loss_reduction)
-    (_, first), *others = optimizers
-    model.compile(MultiOptimizer(optimizers) if others else first)
-    return model
 
 
 def check_loss(weight_column: Any, loss_reduction: str) -> None:

@@ -11,8 +11,7 @@
     tfdist.train_and_evaluate(estimator, train_spec, eval_spec)
 
 Arguments, defaults (those of TF 2.15, also the learning rates), metrics and
-predictions are theirs. Tables of ids, however large, are
-`PartitionedEmbedding`s, split as TF1 split them. What differs:
+predictions are theirs. Tables of ids are `PartitionedEmbedding`s. What differs:
 
 - arguments after `model_dir` are given by name;
 - of a table, Adam and RMSProp move only the rows that were looked up (see
@@ -27,25 +26,20 @@ predictions are theirs. Tables of ids, however large, are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import keras
 
-from tfdist.canned import canned_model
-from tfdist.canned.canned_model import CannedModel, Part
-from tfdist.canned.feature_columns import (
-    Column,
-    Partitioner,
-    checked_columns,
-    is_dense,
-)
+from tfdist.canned.canned_model import CannedModel, check_loss
+from tfdist.canned.feature_columns import Column, Partitioner, checked_columns
 from tfdist.canned.heads import Head, class_head, regression_head
-from tfdist.canned.networks import DNNModel, LinearModel
+from tfdist.canned.layers import DNNModel, LinearModel
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.specs import RunConfig
 from tfdist.placement.partitioners import min_max_variable_partitioner
+from tfdist.training.multi_optimizer import MultiOptimizer
 
 Optimizer: TypeAlias = (
     str
@@ -65,6 +59,13 @@ _OPTIMIZERS = {
 _LEAST_SHARD = 64 << 20
 
 
+class _Part(NamedTuple):
+    """What makes a layer whose numbers are logits, and its optimizer."""
+
+    layer_fn: Callable[..., keras.layers.Layer]
+    optimizer_fn: Callable[[], keras.optimizers.Optimizer]
+
+
 class _CannedEstimator(Estimator):
     """Parts under a head, which `head_arguments` describe."""
 
@@ -72,7 +73,7 @@ class _CannedEstimator(Estimator):
 
     def __init__(
         self,
-        parts: Iterable[Part],
+        parts: Sequence[_Part],
         model_dir: str | None,
         *,
         config: RunConfig | None = None,
@@ -83,7 +84,7 @@ class _CannedEstimator(Estimator):
         **head_arguments: Any,
     ) -> None:
         head = self._make_head(**head_arguments)
-        canned_model.check_loss(weight_column, loss_reduction)
+        check_loss(weight_column, loss_reduction)
         if config is None:
             if model_dir is None:
                 raise ValueError(
@@ -101,9 +102,18 @@ class _CannedEstimator(Estimator):
         )
 
         def model_fn() -> CannedModel:
-            return canned_model.build(
-                head, parts, partitioner, weight_column, loss_reduction
-            )
+            layers = [
+                part.layer_fn(units=head.units, partitioner=partitioner)
+                for part in parts
+            ]
+            model = CannedModel(head, layers, weight_column, loss_reduction)
+            optimizers = [
+                (f"^{layer.name}/", part.optimizer_fn())
+                for layer, part in zip(layers, parts, strict=True)
+            ]
+            one = optimizers[0][1] if len(parts) == 1 else None
+            model.compile(one or MultiOptimizer(optimizers))
+            return model
 
         super().__init__(model_fn, config, warm_start_from)
 
@@ -118,7 +128,7 @@ class _Linear(_CannedEstimator):
         sparse_combiner: str = "sum",
         **others: Any,
     ) -> None:
-        columns = _columns("feature_columns", feature_columns)
+        columns = checked_columns("feature_columns", feature_columns)
         part = _linear_part(columns, optimizer, sparse_combiner, 0.2)
         super().__init__([part], model_dir, **others)
 
@@ -139,7 +149,7 @@ class _DNN(_CannedEstimator):
     ) -> None:
         part = _dnn_part(
             "",
-            _columns("feature_columns", feature_columns),
+            feature_columns,
             _optimizer_fn(optimizer or "Adagrad"),
             hidden_units=hidden_units,
             activation_fn=activation_fn,
@@ -170,7 +180,9 @@ class _DNNLinearCombined(_CannedEstimator):
     ) -> None:
         parts = []
         if linear_feature_columns:
-            columns = _columns("linear_feature_columns", linear_feature_columns)
+            columns = checked_columns(
+                "linear_feature_columns", linear_feature_columns
+            )
             rate = min(0.005, 1 / math.sqrt(len(columns)))
             parts.append(
                 _linear_part(
@@ -181,7 +193,7 @@ class _DNNLinearCombined(_CannedEstimator):
             parts.append(
                 _dnn_part(
                     "dnn_",
-                    _columns("dnn_feature_columns", dnn_feature_columns),
+                    dnn_feature_columns,
                     _optimizer_fn(dnn_optimizer or "Adagrad", 0.001),
                     hidden_units=dnn_hidden_units,
                     activation_fn=dnn_activation_fn,
@@ -350,53 +362,39 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
     _make_head = staticmethod(regression_head)
 
 
-def _columns(name: str, columns: Iterable[Column]) -> tuple[Column, ...]:
-    checked = checked_columns(name, columns)
-    if not checked:
-        raise ValueError(f"Argument `{name}` must have columns.")
-    return checked
-
-
 def _linear_part(
     columns: tuple[Column, ...],
     optimizer: Optimizer,
     sparse_combiner: str,
     learning_rate: float,
-) -> Part:
+) -> _Part:
     if optimizer is None:
         optimizer = "Ftrl"
         learning_rate = min(learning_rate, 1 / math.sqrt(len(columns)))
-    return Part(
-        partial(LinearModel, columns, sparse_combiner=sparse_combiner),
-        columns,
-        _optimizer_fn(optimizer, learning_rate),
+    layer_fn = partial(
+        LinearModel, columns, sparse_combiner=sparse_combiner, name="linear"
     )
+    return _Part(layer_fn, _optimizer_fn(optimizer, learning_rate))
 
 
 def _dnn_part(
     prefix: str,
-    columns: tuple[Column, ...],
+    columns: Iterable[Column],
     optimizer_fn: Callable[[], keras.optimizers.Optimizer],
     *,
     hidden_units: Iterable[int] | None,
     **network: Any,
-) -> Part:
+) -> _Part:
     """A deep part; the names of its arguments begin with `prefix`."""
-    for column in columns:
-        if not is_dense(column):
-            raise ValueError(
-                f"Argument `{prefix}feature_columns` must have dense columns. "
-                f"Received the categorical column {column.name!r}: put it into "
-                "an embedding_column or indicator_column."
-            )
+    checked = checked_columns(f"{prefix}feature_columns", columns, dense=True)
     sizes = list(hidden_units or ())
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(
             f"Argument `{prefix}hidden_units` must have positive integers. "
             f"Received: {prefix}hidden_units={hidden_units}."
         )
-    layer_fn = partial(DNNModel, columns, hidden_units=sizes, **network)
-    return Part(layer_fn, columns, optimizer_fn)
+    layer_fn = partial(DNNModel, checked, hidden_units=sizes, **network)
+    return _Part(layer_fn, optimizer_fn)
 
 
 def _optimizer_fn(

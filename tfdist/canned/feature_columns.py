@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.private import shared_table
 from tfdist.canned.vocabulary import Vocabulary
 from tfdist.embeddings.layer import PartitionedEmbedding
 
@@ -30,77 +32,103 @@ Features = Mapping[str, Any]
 Column = Any
 Partitioner = Callable[..., Any]
 
-_CLASSES = {
-    "BucketizedColumn",
-    "CrossedColumn",
-    "EmbeddingColumn",
-    "HashedCategoricalColumn",
-    "IdentityCategoricalColumn",
-    "IndicatorColumn",
-    "NumericColumn",
-    "VocabularyFileCategoricalColumn",
-    "VocabularyListCategoricalColumn",
-    "WeightedCategoricalColumn",
-}
-
-# Those of them that map each value of one feature to an id.
+# Classes that map each value of one feature to an id.
 _VALUE_BY_VALUE = {
     "HashedCategoricalColumn",
     "IdentityCategoricalColumn",
     "VocabularyFileCategoricalColumn",
     "VocabularyListCategoricalColumn",
 }
+_CLASSES = _VALUE_BY_VALUE | {
+    "BucketizedColumn",
+    "CrossedColumn",
+    "EmbeddingColumn",
+    "IndicatorColumn",
+    "NumericColumn",
+    "SharedEmbeddingColumn",
+    "WeightedCategoricalColumn",
+}
+# Options of an embedding that must be None.
+_OPTIONS = ("ckpt_to_load_from", "max_norm")
 
 
-# Options of an embedding, and the only values that tables can have.
-_OPTIONS = {"ckpt_to_load_from": None, "max_norm": None, "trainable": True}
-
-
-def checked_columns(name: str, columns: Any) -> tuple[Column, ...]:
-    """Argument `name`, a column or several, ordered by name, as TF did.
-
-    Raises:
-        TypeError: something else than a column of `tf.feature_column`.
-        ValueError: two columns of one name, or an option that has no
-            counterpart.
-    """
+def checked_columns(
+    name: str, columns: Any, dense: bool = False
+) -> tuple[Column, ...]:
+    """Argument `name`, if it is one that tfdist takes, ordered as TF did."""
     columns = [columns] if _class(columns) in _CLASSES else list(columns or ())
+    if not columns:
+        raise ValueError(f"Argument `{name}` must have columns.")
     for column in columns:
         if _class(column) not in _CLASSES:
             raise TypeError(
                 f"Argument `{name}` must hold columns of `tf.feature_column`, "
-                "none of a sequence and none with a shared embedding (which TF "
-                f"2.21 makes only in a graph). Received: {column!r} of type "
+                f"none of a sequence. Received: {column!r} of type "
                 f"{_class(column)}."
             )
-        for option, value in _OPTIONS.items():
-            if getattr(column, option, value) != value:
+        if dense and not hasattr(column, "get_dense_tensor"):
+            raise ValueError(
+                f"Argument `{name}` must have dense columns. Received the "
+                f"categorical column {column.name!r}: put it into an "
+                "embedding_column or indicator_column."
+            )
+        for holder, option in product((column, table_of(column)), _OPTIONS):
+            value = getattr(holder, option, None)
+            if value is not None:
                 raise ValueError(
-                    f"Column {column.name!r} has {option}="
-                    f"{getattr(column, option)!r}, which tfdist's tables do "
-                    "not support."
+                    f"Column {column.name!r} has {option}={value!r}, which "
+                    "tfdist's tables do not support."
                 )
-    names = sorted(column.name for column in columns)
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"Argument `{name}` must have columns of different names. "
-            f"Received: {names}."
-        )
+    tables = {table_of(column) for column in columns} - {None}
+    for named in (columns, tables):
+        names = sorted(one.name for one in named)
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Argument `{name}` must have columns of different names. "
+                f"Received: {names}."
+            )
     return tuple(sorted(columns, key=lambda column: column.name))
 
 
+def shared_embeddings(
+    categorical_columns: Iterable[Column],
+    dimension: int,
+    *arguments: Any,
+    **options: Any,
+) -> list[Column]:
+    """Embedding columns of several features, which look up one table.
+
+    >>> bought, seen = (
+    ...     tf.feature_column.categorical_column_with_identity(name, 100)
+    ...     for name in ("bought", "seen")
+    ... )
+    >>> columns = tfdist.canned.shared_embeddings([bought, seen], 8)
+    >>> layer = tfdist.canned.DenseFeatures(columns)
+    >>> layer({"bought": tf.constant([3]), "seen": tf.constant([5])}).shape
+    TensorShape([1, 16])
+    >>> [tuple(table.shape) for table in layer.weights]
+    [(100, 8)]
+
+    Calls `tf.feature_column.shared_embeddings`, which TF 2.21 does only in a
+    graph, with the same arguments, except for `max_norm` and
+    `ckpt_to_load_from`. Columns that it made in a graph are taken as well. All
+    of them go into one layer, or into one canned estimator's network: another
+    layer makes a table of its own.
+    """
+    with tf.Graph().as_default():
+        return tf.feature_column.shared_embeddings(
+            list(categorical_columns), dimension, *arguments, **options
+        )
+
+
 def _class(column: Any) -> str:
-    return type(column).__name__
+    # Keras wraps shared columns, which `type` would tell.
+    return column.__class__.__name__
 
 
 def is_categorical(column: Column) -> bool:
     """Whether `column` gives ids; a bucketized one gives both."""
     return hasattr(column, "get_sparse_tensors")
-
-
-def is_dense(column: Column) -> bool:
-    """Whether `column` gives numbers."""
-    return hasattr(column, "get_dense_tensor")
 
 
 def dense_size(column: Column) -> int:
@@ -153,6 +181,12 @@ class Batch:
     def __init__(
         self, features: Features, vocabularies: Mapping[Column, Lookup]
     ) -> None:
+        if not isinstance(features, Mapping):
+            raise ValueError(
+                "The features of columns must be a dictionary from name to "
+                "tensor; an input function gives (features, labels). "
+                f"Received: {type(features).__name__}."
+            )
         self._features = features
         self._vocabularies = vocabularies
         self._known: dict[str | Column, Any] = {}
@@ -292,27 +326,21 @@ def look_up(
     return table(tf.sparse.retain(ids, keep), tf.sparse.retain(weights, keep))
 
 
-def embedding(
-    column: Column, partitioner: Partitioner | None
-) -> PartitionedEmbedding:
-    """The table of an embedding column."""
-    return PartitionedEmbedding(
-        column.categorical_column.num_buckets,
-        column.dimension,
-        partitioner=partitioner,
-        combiner=column.combiner,
-        embeddings_initializer=_initializer(column.initializer),
-        name=layer_name(column),
-    )
+def table_of(column: Column) -> Any:
+    """What has the size and initializer of an embedding's table, or None."""
+    if _class(column) == "SharedEmbeddingColumn":
+        return shared_table(column)
+    return column if _class(column) == "EmbeddingColumn" else None
 
 
-def layer_name(column: Column) -> str:
-    """The name of the column, without the separator of variable paths."""
+def layer_name(column: Any) -> str:
+    """Name of a column or table, without the separator of variable paths."""
     return column.name.replace("/", "_")
 
 
-def _initializer(initializer: Any) -> Callable:
+def initializer_of(table: Any) -> Callable:
     """Keras' counterpart of the default one, which Keras' seed governs."""
+    initializer = table.initializer
     if type(initializer).__name__ == "TruncatedNormal":
         config = initializer.get_config()
         return keras.initializers.TruncatedNormal(

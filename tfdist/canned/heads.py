@@ -63,6 +63,7 @@ class _ClassHead(Head):
     classification = ("all_classes", "probabilities")
 
     def __init__(self, n_classes: int, names: Sequence[str] | None) -> None:
+        self.units = n_classes if n_classes > 2 else 1
         self._names = [str(i) for i in range(n_classes)]
         self._vocabulary = None
         if names is not None:
@@ -103,7 +104,6 @@ class _AccuracyBaseline(keras.metrics.Mean):
 class _BinaryHead(_ClassHead):
     """Two classes, one logit; labels are `(batch, 1)`, numbers from 0 to 1."""
 
-    units = 1
     regression = "logistic"
     _metrics: ClassVar = {
         "accuracy": keras.metrics.Mean,
@@ -158,10 +158,6 @@ class _MultiClassHead(_ClassHead):
     """
 
     _metrics = dict.fromkeys(("accuracy", "average_loss"), keras.metrics.Mean)
-
-    def __init__(self, n_classes: int, names: Sequence[str] | None) -> None:
-        super().__init__(n_classes, names)
-        self.units = n_classes
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
         labels = self._ids(y)

@@ -1,8 +1,9 @@
 """Variables by name, whatever the cluster.
 
-Read in this order: `names` (one name a variable, whatever its shards),
-`checkpoints` (saved in slices, by those who hold them; restored into any
-number), `estimator_checkpoint` (those that TF 2.15's Estimator wrote).
+Read in this order: `names` (one name a variable, whatever its shards), `held`
+(values of one moment, while steps go on), `checkpoints` (saved in slices, by
+those who hold them; restored into any number), `estimator_checkpoint` (those
+that TF 2.15's Estimator wrote).
 """
 
 import lazy_loader

@@ -5,30 +5,34 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private import CheckpointTracedOnce, Saveable
-from tfdist.checkpoint.names import GLOBAL_STEP
+from tfdist._tf.private import CheckpointTracedOnce, HeldPosition, Saveable
+from tfdist.checkpoint.held import HeldValues, can_hold
+from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
+from tfdist.checkpoint.names import of_optimizers, saved_shapes
+from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
 
 # What an iterator raises whose position cannot be saved.
 _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
-_PREFIX = "variables/"
-_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
     "that is whole; to start over, move all away or choose another model_dir."
 )
 BASENAME = "model.ckpt"
+# What it takes from steps that go on meanwhile, at most.
+_COST_BEHIND = 0.1
 # Errors in reading that say nothing about the file. TensorFlow has a dozen for
 # files that are cut, missing or overwritten, IndexError among them.
 NO_DAMAGE = (
@@ -63,6 +67,9 @@ class Checkpoints:
 
     Attributes:
         position_restored: Whether the input's position was restored.
+        optimizer_restored: Whether the optimizer's state was; see `restore`.
+        cost_secs: For how long steps had to wait for the last one, or a tenth
+            of the time for which it was written beside them.
     """
 
     def __init__(
@@ -85,14 +92,21 @@ class Checkpoints:
         self._iterator_fn = iterator_fn
         self._before_save = before_save
         self.position_restored = False
-        self._finite = FiniteCheck(variables) if check_numerics else None
+        self.optimizer_restored = True
+        self.cost_secs = 0.0
+        self._writing: futures.Future[str] | None = None
+        self._held = HeldValues(variables) if can_hold(variables) else None
+        self._saved = self._held.variables if self._held else self._variables
+        self._finite = FiniteCheck(self._saved) if check_numerics else None
         self._set_iterator(None)
 
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
-        self._iterator = iterator
+        self._iterator, self._position = iterator, None
         parts = {} if iterator is None else {"iterator": iterator}
+        if self._held and isinstance(iterator, tf.data.Iterator):
+            self._position = parts["iterator"] = HeldPosition(iterator)
         self._checkpoint = CheckpointTracedOnce(
-            variables=dict(self._variables), **parts
+            variables=dict(self._saved), **parts
         )
         self._manager = self._manager_of(self._checkpoint)
 
@@ -111,9 +125,9 @@ class Checkpoints:
     def prepare(self) -> None:
         """Traces the functions that the first save would trace."""
         self._set_iterator(self._iterator_fn())
-        self._checkpoint.trace()
-        if self._finite:
-            self._finite.trace()
+        for part in (self._checkpoint, self._held, self._finite):
+            if part:
+                part.trace()
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path.
@@ -121,25 +135,102 @@ class Checkpoints:
         Raises:
             NonFiniteVariablesError: a variable is not finite.
         """
-        self._check_finite(step)
-        self._before_save(step)
+        return self.save_behind(step, behind=False).result()
+
+    def save_behind(
+        self, step: int, behind: bool = True
+    ) -> futures.Future[str]:
+        """As `save`, but steps may go on while it is written.
+
+        What is being written is waited for. Then it holds what it writes (see
+        `HeldValues`), and returns: when it has been written only where the
+        values do not `fit` twice, have a copy for each replica, or an iterator
+        is not of a dataset in this process.
+
+        Returns:
+            Its path, or what `save` raises, once it has been written. The
+            error's `saved_step` is `step`.
+        """
+        self.wait()
+        since = time.monotonic()
+        self._hold()
+        has_all = self._iterator is None or self._position is not None
+        behind = behind and has_all and bool(self._held and self._held.fit())
+        written: futures.Future[str] = futures.Future()
+
+        def write() -> None:
+            try:
+                path = self._write(step)
+                self.cost_secs = time.monotonic() - since
+                self.cost_secs *= _COST_BEHIND if behind else 1
+                written.set_result(path)
+            except BaseException as error:  # For whoever asks for the result.
+                what = summarize_error(error)
+                _log.warning("No checkpoint of step %d: %s", step, what)
+                vars(error)["saved_step"] = step
+                written.set_exception(error)
+
+        if behind:
+            threading.Thread(target=write, daemon=True).start()
+        else:
+            write()
+        self._writing = written
+        return written
+
+    def wait(self, secs: float | None = None) -> bool:
+        """Waits for what is being written, if anything is.
+
+        Returns:
+            Whether it has ended, well or not.
+        """
+        begun = [self._writing] if self._writing else []
+        return not futures.wait(begun, secs).not_done
+
+    def _hold(self) -> None:
+        """Holds all that is saved, or as much as can be held."""
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
             self._set_iterator(iterator)
+        if self._held:
+            self._held.hold()
+        if self._position is not None:
+            try:
+                self._position.hold()
+            except _NO_POSITION as error:
+                self._give_position_up(error)
+
+    def _write(self, step: int) -> str:
+        """Writes what is held, or what is there."""
+        try:
+            self._check_finite(step)
+            self._before_save(step)
+            path = self._save(step)
+        finally:
+            for held in (self._held, self._position):
+                if held is not None:
+                    held.release()
+        _log.info("Saved %s.", path)
+        return path
+
+    def _save(self, step: int) -> str:
         try:
             return self._manager.save(checkpoint_number=step)
         except _NO_POSITION as error:
             # An HTTP request: the store's host is not found.
-            if iterator is None or "HTTP request" in error.message:
+            held = self._iterator is None or self._position is not None
+            if held or "HTTP request" in error.message:
                 raise
-            _log.warning(
-                "The position of the input cannot be saved: a restored job "
-                "will not go on from there. TensorFlow says: %s",
-                summarize_error(error),
-            )
+            self._give_position_up(error)
+            return self._manager.save(checkpoint_number=step)
+
+    def _give_position_up(self, error: tf.errors.OpError) -> None:
+        _log.warning(
+            "The position of the input cannot be saved: a restored job "
+            "will not go on from there. TensorFlow says: %s",
+            summarize_error(error),
+        )
         self._iterator_fn = lambda: None
         self._set_iterator(None)
-        return self._manager.save(checkpoint_number=step)
 
     def _check_finite(self, step: int) -> None:
         names = self._finite.not_finite() if self._finite else []
@@ -173,8 +264,7 @@ class Checkpoints:
             _check_there_is_none(self._directory)
         for path, older in itertools.zip_longest(paths, paths[1:]):
             try:
-                restore(path, self._variables, exact=True)
-                self._restore_iterator(path)
+                self.restore_from(path, path)
                 return path
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if isinstance(error, NO_DAMAGE):
@@ -209,7 +299,7 @@ class Checkpoints:
 
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
-        restore(path, self._variables, exact=True)
+        self.optimizer_restored = restore(path, self._variables, exact=True)
         if tf.io.gfile.exists(f"{position}.index"):
             self._restore_iterator(position)
 
@@ -292,13 +382,18 @@ def _newest(directory: str) -> str | None:
 
 def restore(
     path: str, variables: Mapping[str, Saveable], exact: bool = False
-) -> None:
+) -> bool:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
     Args:
         path: The checkpoint.
         variables: Name to variable.
-        exact: Whether the checkpoint must hold nothing but `variables`.
+        exact: Whether the checkpoint must hold nothing but `variables`. Where
+            other variables were trained then, so that slots differ, no value
+            of an optimizer is restored.
+
+    Returns:
+        Whether the values of optimizers, if there are any, were restored.
 
     Raises:
         ValueError: the variables differ; the message lists in what.
@@ -307,10 +402,14 @@ def restore(
     >>> variables = {"weight": saved}
     >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
     >>> tfdist.checkpoint.restore(path, {"weight": empty})
+    True
     >>> float(empty)
     1.0
     """
     saved = saved_shapes(path)
+    others = of_optimizers(saved, variables) if exact else set()
+    variables = {n: v for n, v in variables.items() if n not in others}
+    saved = {n: shape for n, shape in saved.items() if n not in others}
     problems = [
         f"  {name}: shape {tuple(v.shape)} in the model, "
         + (f"{tuple(saved[name])}" if name in saved else "missing")
@@ -330,53 +429,15 @@ def restore(
             f"Checkpoint {path} does not fit the model:\n"
             + "\n".join(problems)
             + "\nIt was written by another model function. Restore the "
-            "matching code, or choose another model_dir."
+            "matching code (a DynamicEmbedding keeps its `capacity`), or "
+            "choose another model_dir."
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()
-    for whole in variables.values():
-        for shard in getattr(whole, "variables", ()):
-            if isinstance(shard, tf.distribute.DistributedValues):
-                # TensorFlow has restored the copy of the first replica alone.
-                shard.assign(tf.convert_to_tensor(shard))
-
-
-def saved_shapes(path: str) -> dict[str, Sequence[int]]:
-    """Name to shape of every variable in checkpoint `path`."""
-    return {
-        _decoded(key.removeprefix(_PREFIX).removesuffix(_SUFFIX)): shape
-        for key, shape in tf.train.list_variables(path)
-        if key.startswith(_PREFIX)
-    }
-
-
-def _decoded(key: str) -> str:
-    """The name that TensorFlow has written as a part of a key.
-
-    >>> _decoded("encoder..Self.Sq")
-    'encoder.Self/q'
-    """
-    return re.sub(r"\.[.S]", lambda m: "." if m[0] == ".." else "/", key)
-
-
-def load_variable(path: str, name: str) -> np.ndarray:
-    """The value of a variable in checkpoint `path`, whatever its shards.
-
-    >>> variables = {"weight": tf.Variable([1.0, 2.0])}
-    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
-    >>> tfdist.checkpoint.load_variable(path, "weight")
-    array([1., 2.], dtype=float32)
-    """
-    key = name.replace(".", "..").replace("/", ".S")
-    return tf.train.load_variable(path, f"{_PREFIX}{key}{_SUFFIX}")
-
-
-def step_of(path: str) -> int:
-    """The step at which checkpoint `path` was written.
-
-    >>> variables = {"global_step": tf.Variable(7, dtype=tf.int64)}
-    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(7)
-    >>> tfdist.checkpoint.step_of(path)
-    7
-    """
-    return int(load_variable(path, GLOBAL_STEP))
+    if others:
+        _log.warning(
+            "Other variables were trained when %s was saved. The weights are "
+            "restored; the optimizer begins anew, as after `compile`.",
+            path,
+        )
+    return not others

@@ -8,8 +8,8 @@ from collections import defaultdict
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import SEED_STATE_NAME
-from tfdist.embeddings.layer import logical_path
+from tfdist._tf.private_keras import SEED_STATE_NAME
+from tfdist.embeddings.layer import logical_path, own_rows
 
 # From names here to those of TF 2.15; what fits none is called the same.
 _RULES = (
@@ -75,8 +75,7 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
             f"{'; '.join(wrong)}. The checkpoint has: {sorted(shapes)}."
         )
     for name, pieces in wanted.items():
-        value, start = reader.get_tensor(name), 0
+        value = reader.get_tensor(name)
         for piece in pieces:
-            piece.assign(value[start : start + piece.shape[0]])
-            start += piece.shape[0]
+            piece.assign(own_rows(piece, value))
     return sorted(wanted)

@@ -1,21 +1,26 @@
 """What the variables of a model are called in its checkpoints.
 
 Keras 3 numbers them, so the order in which layers were made is part of its
-format. Here every variable has the name of its path.
+format. Here every variable, and its value, has the name of its path.
 """
 
 from __future__ import annotations
 
 import collections
+import re
+from collections.abc import Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable, ShardedVariable
-from tfdist.embeddings.layer import copy_shard, logical_path, shard_of
+from tfdist._tf.private import PartitionedVariable, Saveable
+from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
 
 GLOBAL_STEP = "global_step"
+_PREFIX = "variables/"
+_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 def named_variables(
@@ -53,7 +58,9 @@ def named_variables(
         if len(variables) == 1:
             named[name] = variables[0].value
         elif all(shard_of(v) is not None for v in variables):
-            named[name] = ShardedVariable([v.value for v in variables])
+            named[name] = PartitionedVariable(
+                [v.value for v in variables], list(map(runs_of, variables))
+            )
         else:
             raise ValueError(
                 f"Two variables of model {model.name!r} are both called "
@@ -79,11 +86,78 @@ def _add_optimizer(
             copy_shard(variable, slot)
             grouped[prefix + kind].append(slot)
             seen.add(id(slot))
-    for part, name in zip(
-        [*parts, model.optimizer], [*names, model.optimizer.name], strict=True
-    ):
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    every = [*parts, inner, model.optimizer]
+    names += [inner.name, model.optimizer.name]
+    for part, name in zip(every, names, strict=True):
         for variable in part.variables:
             if id(variable) not in seen:
                 kind = slots.shared_name(part, variable)
                 grouped[f"{name}/{kind}"].append(variable)
                 seen.add(id(variable))
+
+
+def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Their names, if slots differ since other variables are trained now.
+
+    >>> saved = ["a/kernel", "b/kernel", "adam/iteration"]
+    >>> sorted(of_optimizers(saved, [*saved, "a/kernel/adam/momentum"]))
+    ['a/kernel/adam/momentum', 'adam/iteration']
+    """
+    both = {*saved, *names}
+    end = "/iteration"
+    optimizers = {n.removesuffix(end) for n in both if n.endswith(end)}
+
+    def variable(name: str) -> str:
+        """Whose slot it is."""
+        head, _, optimizer = name.rpartition("/")[0].rpartition("/")
+        return head if optimizer in optimizers else ""
+
+    changed = {*map(variable, saved)} ^ {*map(variable, names)}
+    differ = {*map(variable, {*saved} ^ {*names})}
+    if not changed or not differ <= changed:
+        return set()
+    return {
+        n for n in both if variable(n) or n.rpartition("/")[0] in optimizers
+    }
+
+
+def saved_shapes(path: str) -> dict[str, Sequence[int]]:
+    """Name to shape of every variable in checkpoint `path`."""
+    return {
+        _decoded(key.removeprefix(_PREFIX).removesuffix(_SUFFIX)): shape
+        for key, shape in tf.train.list_variables(path)
+        if key.startswith(_PREFIX)
+    }
+
+
+def _decoded(key: str) -> str:
+    """The name that TensorFlow has written as a part of a key.
+
+    >>> _decoded("encoder..Self.Sq")
+    'encoder.Self/q'
+    """
+    return re.sub(r"\.[.S]", lambda m: "." if m[0] == ".." else "/", key)
+
+
+def load_variable(path: str, name: str) -> np.ndarray:
+    """The value of a variable in checkpoint `path`, whatever its shards.
+
+    >>> variables = {"weight": tf.Variable([1.0, 2.0])}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
+    >>> tfdist.checkpoint.load_variable(path, "weight")
+    array([1., 2.], dtype=float32)
+    """
+    key = name.replace(".", "..").replace("/", ".S")
+    return tf.train.load_variable(path, f"{_PREFIX}{key}{_SUFFIX}")
+
+
+def step_of(path: str) -> int:
+    """The step at which checkpoint `path` was written.
+
+    >>> variables = {"global_step": tf.Variable(7, dtype=tf.int64)}
+    >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(7)
+    >>> tfdist.checkpoint.step_of(path)
+    7
+    """
+    return int(load_variable(path, GLOBAL_STEP))

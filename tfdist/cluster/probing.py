@@ -110,7 +110,7 @@ def wait_for_all(
     tasks: Mapping[str, str],
     states: Callable[[], Sequence[TaskState]],
     timeout_secs: float,
-    give_up: Callable[[], None],
+    give_up: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits, as `wait_until_up`, until `states` are all `LIVE`.
 
@@ -145,5 +145,6 @@ def wait_for_all(
             f"within {timeout_secs:g} s: {missing}. Start them with the same "
             "cluster in TF_CONFIG and check that the addresses are right "
             "and can be reached from here. "
-            "RunConfig(session_creation_timeout_secs=...) sets the limit."
+            "RunConfig(session_creation_timeout_secs=...) sets the limit, of "
+            "a tf.data service one_pass(start_timeout_secs=...)."
         )

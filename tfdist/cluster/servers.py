@@ -17,11 +17,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.waiting import wait_for
+from tfdist.cluster.memory import tell_free_bytes
 from tfdist.cluster.probing import SERVER_JOBS, TaskState, ask, probe
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.termination import Sigterm
@@ -129,10 +131,11 @@ def serve(
     next_round = 0.0
     while not tf.io.gfile.exists(_DONE):
         if sigterm.received:
-            _wait_until_gone(chief, _TERM_SECS)
+            wait_until_gone(chief, _TERM_SECS)
             sigterm.leave()
         if time.monotonic() >= next_round:
             next_round = time.monotonic() + _ROUND_SECS
+            tell_free_bytes()
             _trim_memory()  # Of the functions of chiefs and sessions past.
             before, chief_state = chief_state, probe(chief)
             if chief_state is not before:
@@ -141,7 +144,7 @@ def serve(
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
-    _wait_until_gone(chief, _GOODBYE_SECS)
+    wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", cluster.task)
 
 
@@ -164,7 +167,8 @@ def _num_connections() -> int:
     return tf.io.gfile.stat(_CONNECTIONS).length
 
 
-def _wait_until_gone(address: str, timeout_secs: float) -> None:
+def wait_until_gone(address: str, timeout_secs: float) -> None:
+    """Waits until nothing answers there, so long at most."""
     wait_for(lambda: probe(address) is not TaskState.LIVE, timeout_secs)
 
 
@@ -260,15 +264,22 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
 
     deadline = time.monotonic() + timeout_secs
     for task in cluster.addresses("worker"):
-        while True:
-            try:
-                with tf.device(_device(task)):
-                    exists()
-                break
-            except tf.errors.UnavailableError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_POLL_SECS)
+        with tf.device(_device(task)):
+            retried(exists, deadline - time.monotonic())
+
+
+def retried(call: Callable[[], Any], secs: float) -> Any:
+    """What `call` returns, which may fail for so long.
+
+    A connection to a server that was restarted waits up to two seconds between
+    its attempts (`reconnect_quickly`).
+    """
+    deadline = time.monotonic() + secs
+    while time.monotonic() < deadline:
+        with contextlib.suppress(tf.errors.UnavailableError):
+            return call()
+        time.sleep(_POLL_SECS)
+    return call()
 
 
 def refuse_second_chief(cluster: Cluster) -> None:

@@ -13,13 +13,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist._tf.private import expire_remote_state_after, leave_together
+from tfdist._tf import private
 from tfdist.cluster import peers, probing, servers
 from tfdist.cluster.spec import Cluster
 
@@ -27,7 +26,6 @@ from tfdist.cluster.spec import Cluster
 # life. A chief that was frozen for longer rebuilds everything.
 _KEEP_ALIVE_SECS = 60
 _CONNECT_SECS = 15.0
-_RETRY_SECS = 0.5
 # How long the processes of an all-reduce job wait for each other at the end.
 _LEAVE_SECS = 10.0
 # A process can join the others of a job once.
@@ -58,9 +56,10 @@ def parameter_server_strategy(
     check_is_chief(cluster)
     _widen_thread_pool()
     servers.reconnect_quickly()
-    expire_remote_state_after(_KEEP_ALIVE_SECS)
+    private.expire_remote_state_after(_KEEP_ALIVE_SECS)
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
-    strategy = _connect(_resolver(cluster))
+    with private.local_state_kept():
+        strategy = _connect(_resolver(cluster))
     servers.hold(cluster)
     servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
@@ -196,15 +195,21 @@ def multi_worker_strategy(
     servers.reconnect_quickly()
     peers.meet(cluster, start_timeout_secs, give_up)
     leader = next(iter(cluster.tasks))
-    leave_together(
+    private.leave_together(
         {job: len(tasks) for job, tasks in cluster.tasks.items()},
         f"/job:{leader}/replica:0/task:0",
         _LEAVE_SECS,
     )
-    with _time_limit(start_timeout_secs):
-        _joined[cluster] = tf.distribute.MultiWorkerMirroredStrategy(
-            _resolver(cluster)
-        )
+    join = tf.distribute.MultiWorkerMirroredStrategy
+    try:
+        with _time_limit(start_timeout_secs):
+            _joined[cluster] = join(_resolver(cluster))
+    except RuntimeError as error:
+        raise ValueError(
+            "An all-reduce job is joined before TensorFlow computes anything, "
+            "which it has here. Make layers, tables, tensors and datasets in "
+            "the model function or the input function."
+        ) from error
     return _joined[cluster]
 
 
@@ -236,20 +241,9 @@ def _time_limit(secs: float) -> Iterator[None]:
 def _connect(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> tf.distribute.ParameterServerStrategy:
-    """Connects, and tries again for a while.
-
-    A connection to a server that was restarted waits up to two seconds between
-    its attempts (`servers.reconnect_quickly`).
-    """
-    deadline = time.monotonic() + _CONNECT_SECS
-    while True:
-        try:
-            with _fail_fast():
-                return tf.distribute.ParameterServerStrategy(resolver)
-        except tf.errors.UnavailableError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_RETRY_SECS)
+    connect = functools.partial(tf.distribute.ParameterServerStrategy, resolver)
+    with _fail_fast():
+        return servers.retried(connect, _CONNECT_SECS)
 
 
 def _resolver(

@@ -4,10 +4,9 @@
 
 runs the pipeline of each of four workers in this process and prints how many
 examples two of them share, at the same step and in all they read, which
-examples nobody reads, and how well they are shuffled. "Even with a
-well-shuffled data set on disk, if all your workers are loading straight from
-it, they will be seeing the same batch at the same time and produce the same
-gradients": that is a row of 100 % here, and exit code 1.
+examples nobody reads, and how well they are shuffled. Workers that load the
+same files see the same batch at the same time and compute the same gradients,
+however well the files are shuffled: a row of 100 % here, and exit code 1.
 """
 
 from __future__ import annotations
@@ -241,15 +240,8 @@ def check_workers_differ(
     >>> print(check_workers_differ(input_fn, 2).partition(" (")[0])
     Workers 0 and 1 read the same examples at the same step
 
-    Args:
-        input_fn: as of a `TrainSpec`.
-        num_workers: how many there are.
-        index_as_tensor: as in `audit`.
-        seed: as in `audit`.
-
-    Returns:
-        A warning that names the function and says what to do; None if they
-        differ, and for a single worker.
+    The arguments are those of `audit`. Returns a warning that names the
+    function and says what to do; None if they differ, and for a single worker.
     """
     if num_workers < 2:
         return None
@@ -266,6 +258,12 @@ def check_workers_differ(
 def fingerprints(batch: Any) -> np.ndarray:
     """int64 `(batch,)`: equal numbers for equal examples."""
     columns = [_rows(tensor) for tensor in tf.nest.flatten(batch)]
+    if len({*map(len, columns)}) > 1:
+        shapes = tf.nest.map_structure(lambda tensor: tensor.shape, batch)
+        raise ValueError(
+            "The dataset must give batches: tensors whose first dimension is "
+            f"the batch, the same for all. Received shapes: {shapes}."
+        )
     digests = b"".join(
         hashlib.blake2b(b"".join(parts), digest_size=8).digest()
         for parts in zip(*columns, strict=True)
@@ -275,11 +273,6 @@ def fingerprints(batch: Any) -> np.ndarray:
 
 def _rows(tensor: Any) -> list[bytes]:
     """The bytes of each example in a tensor."""
-    if not tensor.shape.rank:
-        raise ValueError(
-            "The dataset must give batches: tensors whose first dimension is "
-            f"the batch. Received: {tensor!r}. Use `dataset.batch(...)`."
-        )
     if isinstance(tensor, tf.Tensor):
         values = tensor.numpy().reshape(len(tensor), -1)
         if tensor.dtype != tf.string:
@@ -312,14 +305,18 @@ def _read_workers(
     seed: int | None,
 ) -> list[Batches]:
     """What the first workers read, each as in a process of its own."""
-    call = with_context(input_fn)
     before = tf.compat.v1.get_seed(None)[0]
     seed = before if seed is None else seed
 
     def make(worker: int | tf.Tensor) -> tf.data.Dataset:
         if seed is not None:
             tf.random.set_seed(seed)
-        return call(tf.distribute.InputContext(num_workers, worker, 1))
+        context = tf.distribute.InputContext(num_workers, worker, 1)
+        return with_context(input_fn)(context)
+
+    @tf.function(autograph=False)
+    def traced(worker: tf.Tensor) -> tf.Tensor:
+        return tf.data.experimental.to_variant(make(worker))
 
     def read(worker: int) -> Batches:
         dataset = make(worker)
@@ -329,10 +326,6 @@ def _read_workers(
             dataset = tf.data.experimental.from_variant(variant, spec)
         return _read(dataset, num_batches)
 
-    traced = tf.function(
-        lambda worker: tf.data.experimental.to_variant(make(worker)),
-        autograph=False,
-    )
     try:
         return [read(worker) for worker in range(num_read)]
     finally:
@@ -387,11 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workers", type=int, default=2)
     add("--batches", type=int, help="of each worker; default: all")
     add("--in_order", help="package.module:function: all examples, once")
-    add(
-        "--index_as_tensor",
-        action="store_true",
-        help="as under a parameter-server strategy",
-    )
+    add("--index_as_tensor", action="store_true", help="as on a ps cluster")
     add("--seed", type=int, help="tf_random_seed of the RunConfig")
     args = parser.parse_args(argv)
     in_order = args.in_order

@@ -97,17 +97,12 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
 
     def parsed(records: tf.Tensor, places: tf.Tensor) -> Any:
         def explain(record: tf.Tensor, place: tf.Tensor) -> Any:
-            shown: tuple = ()
+            path = tf.gather(list(files.paths), place // _MOST_RECORDS)
+            message = [f"expected {files.expected}"]
             if files.unit == "line":
-                shown = ". Received: ", tf.strings.substr(record, 0, 200)
-            error = check(
-                False,
-                tf.gather(list(files.paths), place // _MOST_RECORDS),
-                files.unit,
-                place % _MOST_RECORDS,
-                f"expected {files.expected}",
-                *shown,
-            )
+                message += ". Received: ", tf.strings.substr(record, 0, 200)
+            number = place % _MOST_RECORDS
+            error = check(False, path, files.unit, number, *message)
             with tf.control_dependencies([error]):
                 return parse(tf.identity(records))
 
@@ -140,6 +135,8 @@ def check(
     """An assertion about a record of a file; `number` counts from 0."""
     counted = tf.strings.as_string(number + 1)
     text = tf.strings.join([path, f", {unit} ", counted, ": ", *message])
+    # Errors are UTF-8, what files hold need not be.
+    text = tf.strings.unicode_transcode(text, "UTF-8", "UTF-8")
     return tf.debugging.Assert(condition, [text])
 
 

@@ -34,9 +34,7 @@ class Layout:
             dtype if the column is required.
         header: whether the first line of a file names the columns.
         origin: the file that tells the columns.
-        field_delim: as in `tf.io.decode_csv`.
-        use_quote_delim: as in `tf.io.decode_csv`.
-        na_value: as in `tf.io.decode_csv`.
+        field_delim: as in `tf.io.decode_csv`, like those that follow.
     """
 
     columns: dict[str, Any]
@@ -180,11 +178,7 @@ def infer(
     na_value: str = "",
     num_rows_for_inference: int | None = 1000,
 ) -> Layout:
-    """The layout of CSV files; the arguments are those of `read_csv`.
-
-    Raises:
-        ValueError: there is no header, names repeat, or defaults do not fit.
-    """
+    """The layout of CSV files; the arguments are those of `read_csv`."""
 
     def rows(lines: Iterator[str]) -> Iterator[list[str]]:
         return csv.reader(
@@ -199,6 +193,7 @@ def infer(
         filled = (i for i, path in enumerate(paths) if any(_lines(path)))
         start = next(filled, 0)
         origin = paths[start]
+        record_files.check_text(origin)
         header = next(rows(_lines(origin)), None)
         if column_names is not None:
             names = list(column_names)
@@ -215,12 +210,11 @@ def infer(
                 f"empty. Received: {names}."
             )
         known = _by_name(origin, names, column_defaults)
-        lines = (itertools.islice(_lines(p), skip, None) for p in paths[start:])
-        told: Iterator[str]
-        if num_rows_for_inference is None:
-            told = itertools.chain.from_iterable(lines)
-        else:
-            told = itertools.islice(next(lines), num_rows_for_inference)
+        end = None if num_rows_for_inference is None else start + 1
+        files = paths[start:end]
+        lines = (itertools.islice(_lines(p), skip, None) for p in files)
+        every = itertools.chain.from_iterable(lines)
+        told = itertools.islice(every, num_rows_for_inference)
         inferred = _inferred(rows(told), names, set(known), na_value)
     return Layout(
         {name: (inferred | known)[name] for name in names},
@@ -272,35 +266,33 @@ def _inferred(
     na_value: str,
 ) -> dict[str, Any]:
     """The defaults of the other columns."""
-    kinds = {name: 0 for name in names if name not in known}
-    present = set()
+    found: dict[int, set[int]] = {
+        i: set() for i, name in enumerate(names) if name not in known
+    }
     # Reading the file will name the line of a quote that is not closed.
     with contextlib.suppress(csv.Error):
         for row in rows:
-            if not kinds or len(row) != len(names):
-                continue
-            for name, value in zip(names, row, strict=True):
-                if kinds.get(name, 2) == 2:
-                    continue
-                if value in ("", na_value):
-                    kinds[name] = 1
-                    continue
-                present.add(name)
-                kinds[name] = max(kinds[name], _kind(value))
-    defaults = (tf.int64, math.nan, "")
-    return {
-        name: defaults[kind if name in present else 2]
-        for name, kind in kinds.items()
-    }
+            for i, kinds in found.items() if len(row) == len(names) else ():
+                if 3 not in kinds:
+                    kinds.add(_kind(row[i], na_value))
+    return {names[i]: _default(kinds) for i, kinds in found.items()}
 
 
-def _kind(text: str) -> int:
-    """0: an int64, 1: another number, 2: a string."""
+def _kind(text: str, na_value: str) -> int:
+    """0: an int64, 1: a missing value, 2: another number, 3: a string."""
+    if text in ("", na_value):
+        return 1
     if "_" in text:
-        return 2
+        return 3
     with contextlib.suppress(ValueError):
-        return int(not -(2**63) <= int(text) < 2**63)
+        return 0 if -(2**63) <= int(text) < 2**63 else 2
     with contextlib.suppress(ValueError):
         float(text)
-        return 1
-    return 2
+        return 2
+    return 3
+
+
+def _default(kinds: set[int]) -> Any:
+    if 3 in kinds or kinds <= {1}:
+        return ""
+    return tf.int64 if kinds == {0} else math.nan

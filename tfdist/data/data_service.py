@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -48,11 +49,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.waiting import wait_for
-from tfdist.cluster import probing
-from tfdist.cluster.servers import starting
+from tfdist.cluster.probing import TaskState, wait_for_all
+from tfdist.cluster.servers import starting, wait_until_gone
 from tfdist.cluster.spec import Cluster, current_cluster
-from tfdist.cluster.termination import TERMINATED, Sigterm
+from tfdist.cluster.termination import Sigterm
+from tfdist.cluster.tf_config import DATA_JOBS
 from tfdist.data.worker_context import read_by_all
 
 _log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def one_pass(
             "tfdist.launch --data_workers=1 ...`, or give TF_CONFIG's cluster "
             'the jobs "dispatcher" and "data_worker".'
         )
-    _wait_until_up(cluster, start_timeout_secs)
+    _wait_until_up(cluster, start_timeout_secs, *DATA_JOBS)
     service = tf.data.experimental.service
     # Decompression and injected prefetching would buffer more batches, one per
     # CPU, which are lost with their worker.
@@ -149,35 +150,26 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
     """Runs a dispatcher or data worker until training is over.
 
     After SIGTERM it serves for up to 20 more seconds while the leading process
-    is alive, since the whole job may have been told to end.
-
-    Args:
-        cluster: In which this process is the dispatcher or a data worker.
-        work_dir: Of the dispatcher's journal.
-        is_over: Whether training has ended.
-
-    Raises:
-        RuntimeError: The server could not start.
-        TimeoutError: There is no dispatcher.
-        SystemExit: with code 143, after SIGTERM.
+    is alive, since the whole job may have been told to end; then it exits with
+    code 143. The dispatcher's journal is in `work_dir`.
     """
     sigterm = Sigterm()
-    task = f"{cluster.task_type}:{cluster.task_index}"
     with starting(cluster):
         server = _server(cluster, work_dir)
-    _log.info("Task %s serves on %s.", task, cluster.address)
+    _log.info("Task %s serves on %s.", cluster.task, cluster.address)
+    # The chief, or worker 0 where there is none.
+    leader = next(iter(cluster.tasks.values()), {}).get(0, "")
     while not is_over():
         time.sleep(_POLL_SECS)
         if sigterm.received:
-            _wait_until_leader_is_gone(cluster, _TERM_SECS)
-            _log.warning("Task %s was told to end (SIGTERM).", task)
-            raise SystemExit(TERMINATED)
+            wait_until_gone(leader, _TERM_SECS)
+            sigterm.leave()
     # Clients still disconnect from the service.
-    _wait_until_leader_is_gone(cluster, float("inf"))
+    wait_until_gone(leader, math.inf)
     server.stop()
     if cluster.role == "dispatcher":
         tf.io.gfile.rmtree(work_dir)
-    _log.info("Task %s ends: training is over.", task)
+    _log.info("Task %s ends: training is over.", cluster.task)
 
 
 def _server(cluster: Cluster, work_dir: str) -> Any:
@@ -199,7 +191,7 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
                 worker_timeout_ms=_WORKER_TIMEOUT_MS,
             )
         )
-    _wait_until_up(cluster, _START_SECS, data_workers=False)
+    _wait_until_up(cluster, _START_SECS, "dispatcher")
     return service.WorkerServer(
         service.WorkerConfig(
             dispatcher_address=cluster.dispatcher,
@@ -226,43 +218,17 @@ def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
     storage.write_text(path, now)
 
 
-def _wait_until_up(
-    cluster: Cluster, timeout_secs: float, data_workers: bool = True
-) -> None:
+@tf.autograph.experimental.do_not_convert
+def _wait_until_up(cluster: Cluster, timeout_secs: float, *jobs: str) -> None:
     """Waits for the service; TensorFlow itself would wait without end."""
-    assert cluster.dispatcher is not None
-    tasks = {"dispatcher:0": cluster.dispatcher}
-    if data_workers:
-        for index, address in enumerate(cluster.data_workers):
-            tasks[f"data_worker:{index}"] = address
-
-    def missing() -> dict[str, str]:
-        return {t: a for t, a in tasks.items() if not _listens(a)}
-
-    if not wait_for(lambda: not missing(), timeout_secs, _POLL_SECS):
-        listed = ", ".join(f"{t} at {a}" for t, a in missing().items())
-        raise TimeoutError(
-            f"The tf.data service did not come up within {timeout_secs:g} s. "
-            f"Missing: {listed}. Start its tasks with the same cluster in "
-            "TF_CONFIG and check that the addresses are right and can be "
-            "reached from here."
-        )
+    tasks = cluster.addresses(*jobs)
+    wait_for_all(tasks, lambda: [*map(_state, tasks.values())], timeout_secs)
 
 
-def _listens(address: str) -> bool:
+def _state(address: str) -> TaskState:
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError):
         place = host.strip("[]"), int(port)
         socket.create_connection(place, timeout=1.0).close()
-        return True
-    return False
-
-
-def _wait_until_leader_is_gone(cluster: Cluster, timeout_secs: float) -> None:
-    """Waits for the chief, or worker 0 where there is none."""
-    leader = next(iter(cluster.tasks.values()), {}).get(0)
-    wait_for(
-        lambda: not leader or probing.probe(leader) != probing.TaskState.LIVE,
-        timeout_secs,
-        _POLL_SECS,
-    )
+        return TaskState.LIVE
+    return TaskState.DEAD

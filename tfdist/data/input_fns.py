@@ -15,10 +15,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.versions import NoneTensorSpec
 from tfdist.data.input_wait import InputWatch
 from tfdist.data.worker_context import read_by_all
 
 InputFn = Callable[..., tf.data.Dataset]
+_TENSORS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+MADE_OUTSIDE = (
+    "uses a dataset that was made outside of it, in this process, which the "
+    "workers of a cluster with parameter servers cannot read. Make all of the "
+    "dataset in the function."
+)
 
 
 def takes_context(input_fn: InputFn) -> bool:
@@ -30,11 +37,7 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
     """Whether a user's function has one required argument.
 
     `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, do not
-    count.
-
-    Raises:
-        ValueError: it requires other arguments; the message says that argument
-            `name` is called with what is `given`.
+    count. A `ValueError` says that argument `name` is called with `given`.
     """
     signature = inspect.signature(function)
     for takes, args in ((False, ()), (True, (given,))):
@@ -52,21 +55,27 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
 def with_context(
     input_fn: InputFn,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """Calls the user's input function and checks that it returns a dataset.
-
-    The dataset does not tune itself unless its options say so; see `untuned`.
-
-    Raises:
-        TypeError: (when called) it returns something else.
-    """
+    """Calls the user's input function and checks what it returns; `untuned`."""
     takes = takes_context(input_fn)
     watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
 
-    def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
+    def dataset_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
         if not takes:
             read_by_all(context)
-        with watch:
-            dataset = input_fn(context) if takes else input_fn()
+        try:
+            with watch:
+                dataset = input_fn(context) if takes else input_fn()
+        except (TypeError, ValueError, AttributeError) as error:
+            if tf.executing_eagerly():
+                raise
+            raise ValueError(
+                f"Input function {described(input_fn)} runs here, but not on a "
+                "worker of a parameter-server job, for which TensorFlow traces "
+                "it: there a tensor has no value. Call `adapt`, `numpy()` and "
+                "the like before training, outside of the input function; each "
+                "worker gets a copy of the layer. TensorFlow says: "
+                + str(error).partition("\n")[0]
+            ) from error
         if not isinstance(dataset, tf.data.Dataset):
             raise TypeError(
                 f"Input function {described(input_fn)} must return a "
@@ -75,9 +84,38 @@ def with_context(
                 "`tf.data.Dataset.from_tensor_slices((features, labels))"
                 ".batch(...)`, a generator by `from_generator`."
             )
-        return untuned(dataset)
+        return untuned(_of_tensors(dataset, input_fn))
+
+    def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        try:
+            return dataset_of(context)
+        except tf.errors.InvalidArgumentError as error:
+            # Of a dataset that is older than this process' cluster.
+            if "unknown device" not in error.message:
+                raise
+            raise ValueError(
+                f"Input function {described(input_fn)} {MADE_OUTSIDE}"
+            ) from error
 
     return call
+
+
+def _of_tensors(dataset: tf.data.Dataset, input_fn: InputFn) -> tf.data.Dataset:
+    """Leaves out targets and weights that are None, as Keras; no other."""
+    spec = dataset.element_spec
+    while isinstance(spec, tuple) and isinstance(spec[-1], NoneTensorSpec):
+        dataset, spec = dataset.map(lambda *parts: parts[:-1]), spec[:-1]
+    for path, part in keras.tree.flatten_with_path(spec):
+        if not isinstance(part, _TENSORS) or part.shape.rank == 0:
+            keys = "".join(f"[{key!r}]" for key in path)
+            raise ValueError(
+                f"The dataset of input function {described(input_fn)} must "
+                "give batches, which must be of tensors. Received: "
+                f"batch{keys} is a {part}. Make a tensor of it by `map` or "
+                "`flat_map` (of a window by its `batch`), leave it out, or "
+                "make batches of examples by `dataset.batch(...)`."
+            )
+    return dataset
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -136,12 +174,8 @@ def check_batches(
     """Raises ValueError if a dataset has not what a built model reads.
 
     If names differ, Keras matches features by position, with a warning at most:
-    one feature too many shifts all that follow it.
-
-    Args:
-        model: Its features are checked if it was made from `keras.Input`s.
-        element_spec: Of one batch.
-        targets: Whether there must be targets for a compiled loss.
+    one feature too many shifts all that follow it. `targets` says whether there
+    must be some for a compiled loss.
     """
     features, y, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
     inputs = getattr(model, "inputs", None) or []
@@ -153,6 +187,12 @@ def check_batches(
             f"Model {model.name!r} is compiled with a loss, so a batch must be "
             "`(features, targets)` or `(features, targets, sample_weight)`. "
             f"Received batches without targets: {element_spec}."
+        )
+    if targets and model.loss is not None and any(_are_strings(y)):
+        raise ValueError(
+            f"The loss of model {model.name!r} cannot be computed of strings. "
+            f"Received targets: {y}. Use `keras.layers.StringLookup` in the "
+            "input function."
         )
 
 
@@ -171,13 +211,12 @@ def _check_features(
             names = list(range(len(flat)))
         features = dict(zip(names, flat, strict=True))
         by_key = True
-    missing = set(expected) - set(features)
+    missing = expected.keys() - features
     # Where the inputs are a list, Keras picks features by name.
-    unread = set(features) - set(expected) if by_key else set()
-    both = set(expected) & set(features)
+    unread = features.keys() - expected if by_key else set()
     differ = any(
         _are_strings(expected[name]) != _are_strings(features[name])
-        for name in both
+        for name in expected.keys() & features
     )
     if missing or unread or differ:
         raise ValueError(
@@ -198,12 +237,9 @@ def _are_strings(parts: Any) -> list[bool]:
 
 
 def _listed(features: Mapping[Any, Any]) -> str:
-    return ", ".join(
-        f"{name} ("
-        + ", ".join(
-            f"{tf.as_dtype(part.dtype).name} {part.shape}"
-            for part in tf.nest.flatten(value)
-        )
-        + ")"
-        for name, value in sorted(features.items(), key=str)
-    )
+    listed = []
+    for name, value in sorted(features.items(), key=str):
+        parts = tf.nest.flatten(value)
+        kinds = [f"{tf.as_dtype(p.dtype).name} {p.shape}" for p in parts]
+        listed.append(f"{name} ({', '.join(kinds)})")
+    return ", ".join(listed)

@@ -128,11 +128,8 @@ def _awaited() -> tf.Tensor:
 class InputWatch:
     """Logs what is waited for, after a minute and at most once a minute.
 
-    As a context manager it does so from a thread of its own.
-
-    Args:
-        waits: Returns what is waited for, with a number that changes when it
-            has arrived; 0 for nothing.
+    That is what `waits` returns, with a number that changes when it has
+    arrived; 0 for nothing. As a context manager it has a thread of its own.
     """
 
     SECS = 60.0

@@ -210,6 +210,7 @@ def read_text(
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
+    record_files.check_text(paths[0])
     files = _files(paths, tf.data.TextLineDataset, unit="line")
     return batches(files, tf.identity, batch_size, reading)
 

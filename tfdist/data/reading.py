@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -128,15 +129,9 @@ class ReadOptions:
 def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
 ) -> tf.data.Dataset:
-    """Batches of one worker's share of the records.
-
-    Raises:
-        ValueError: `batch_size` is not positive, or there is no example for an
-            endless dataset.
-    """
+    """Batches of one worker's share of the records."""
     check_at_least("batch_size", batch_size, 1)
-    deterministic = options.deterministic
-    seed = options.seed
+    seed, deterministic = options.seed, options.deterministic
     if seed is None:
         seed = tf.compat.v1.get_seed(None)[0]
     if deterministic is None:
@@ -152,22 +147,20 @@ def batches(
     full = endless or options.drop_remainder
     dataset = records.batch(
         together * batch_size, drop_remainder=full and together == 1
-    ).map(
-        _as_written(parser(files, parse)),
-        num_parallel_calls=tf.data.AUTOTUNE,
     )
-    if options.transform is not None:
-        dataset = dataset.map(
-            options.transform, num_parallel_calls=tf.data.AUTOTUNE
-        )
+    for function in (_as_written(parser(files, parse)), options.transform):
+        if function is not None:
+            # In order: these may be all of a pass, which passes then would mix.
+            dataset = dataset.map(
+                function, tf.data.AUTOTUNE, deterministic=True
+            )
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
         # A loop packs many steps into a dispatch only if there is no end.
+        infinite = tf.data.INFINITE_CARDINALITY
         dataset = dataset.apply(
-            tf.data.experimental.assert_cardinality(
-                tf.data.INFINITE_CARDINALITY
-            )
+            tf.data.experimental.assert_cardinality(infinite)
         )
     settings = tf.data.Options()
     settings.deterministic = deterministic
@@ -189,9 +182,6 @@ def shards_by_file(
 
     >>> [shards_by_file(n, 4) for n in (1, 4, 5, 8, 17, 1000)]
     [False, True, False, True, True, True]
-
-    Raises:
-        ValueError: `shard_by="file"` and fewer files than workers.
     """
     if shard_by == "file" and num_files < num_workers:
         raise ValueError(
@@ -248,13 +238,9 @@ def _passes(
         _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
 
-    def dealt(number: tf.Tensor) -> tf.data.Dataset:
-        return _dealt(files, options, size, worker, own_seed, number)
-
-    cached = None
-    if options.cache:
-        cached = dealt(first).cache()
-    else:
+    dealt = functools.partial(_dealt, files, options, size, worker, own_seed)
+    cached = dealt(first).cache() if options.cache else None
+    if cached is None:
         read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
@@ -300,12 +286,8 @@ def _dealt(
     if options.shuffle and (tf.is_tensor(first) or first > 0):
         # Or workers that are often started again would never come to the end
         # of a large file.
-        begins_again = (number == first) & (number > 0)
-        most = (
-            _file_bytes(files)
-            // (block * size)
-            * tf.cast(begins_again, tf.int64)
-        )
+        begins_again = tf.cast((number == first) & (number > 0), tf.int64)
+        most = _file_bytes(files) // (block * size) * begins_again
 
     def read(index: tf.Tensor) -> tf.data.Dataset:
         offset = (turn - index) % every

@@ -18,21 +18,21 @@ _log = logging.getLogger(__name__)
 CHECKED_GZIP_BYTES = 1 << 30
 _THREADS = 16
 _CHUNK = 1 << 20
+_NO_TEXT = {  # By how such files begin.
+    b"PK\x03\x04": "a zip archive or an Excel sheet",
+    b"PAR1": "a Parquet file",
+    b"\x1f\x8b": "compressed by gzip; its name must end in .gz",
+    b"BZh": "compressed by bzip2",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xff\xfe": "in UTF-16",
+    b"\xfe\xff": "in UTF-16",
+}
 
 
 def match(
     file_pattern: str | Sequence[str], check_gzip: bool | None = False
 ) -> list[str]:
-    """The files that match one of the patterns, sorted, each once.
-
-    Args:
-        file_pattern: as `tf.io.gfile.glob` takes them.
-        check_gzip: See `ReadOptions`.
-
-    Raises:
-        FileNotFoundError: a pattern matches nothing.
-        ValueError: there is no pattern, or a gzip file is damaged.
-    """
+    """The files that match one of the patterns, sorted, each once."""
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
     paths = set()
@@ -62,6 +62,15 @@ def compression(path: str) -> str:
     ('GZIP', '')
     """
     return "GZIP" if path.endswith((".gz", ".gzip")) else ""
+
+
+def check_text(path: str) -> None:
+    """Raises ValueError if a file begins like one that is no text."""
+    with tf.io.gfile.GFile(path, "rb") as file:
+        begins = b"" if compression(path) else file.read(4)
+    for first, kind in _NO_TEXT.items():
+        if begins.startswith(first):
+            raise ValueError(f"{path} is no text in UTF-8, but {kind}.")
 
 
 def _check_gzip(packed: Sequence[str], always: bool | None) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def compute_once(
         ) from None
 
 
-class FeatureStatistics(Mapping[str, "NumberStatistics | StringStatistics"]):
+class FeatureStatistics(dict[str, "NumberStatistics | StringStatistics"]):
     """Statistics of each feature, batch by batch.
 
     >>> statistics = FeatureStatistics()
@@ -120,26 +120,14 @@ class FeatureStatistics(Mapping[str, "NumberStatistics | StringStatistics"]):
     ['smith', 'clerk']
     """
 
-    def __init__(self) -> None:
-        self._features: dict[str, NumberStatistics | StringStatistics] = {}
-
     def add(self, features: Mapping[str, tf.Tensor]) -> None:
         """Adds a batch: tensors of strings or numbers, of any shape."""
         for name, values in features.items():
-            if name not in self._features:
+            if name not in self:
                 is_string = tf.as_dtype(values.dtype) == tf.string
                 kind = StringStatistics if is_string else NumberStatistics
-                self._features[name] = kind()
-            self._features[name].add(values)
-
-    def __getitem__(self, name: str) -> NumberStatistics | StringStatistics:
-        return self._features[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._features)
-
-    def __len__(self) -> int:
-        return len(self._features)
+                self[name] = kind()
+            self[name].add(values)
 
 
 class NumberStatistics:

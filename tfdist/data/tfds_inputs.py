@@ -97,7 +97,7 @@ def read_tfds(
     ]
     files = Files(
         paths,
-        (paths, _int64([part.skip for part in parts]), _int64(stops)),
+        (paths, np.array([part.skip for part in parts]), np.array(stops)),
         read,
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
@@ -116,26 +116,14 @@ def read_array_records(
 ) -> tf.data.Dataset:
     """Batches of the `tf.train.Example`s in ArrayRecord files.
 
-    As `tfdist.read_tfrecords`. TensorFlow has no operation for these files.
-    Python reads them, which a worker of a parameter-server strategy does not
-    run.
-
-    Args:
-        file_pattern: as in `tfdist.read_csv`, but local.
-        features: as in `tfdist.read_tfrecords`, like all that follow.
-        batch_size: examples in a batch.
-        label_key: the feature with the labels. Default: no labels.
-        **options: those of `ReadOptions`.
-
-    Returns:
-        As `tfdist.read_tfrecords`.
+    TensorFlow has no operation for these files. Python reads them, which a
+    worker of a parameter-server strategy does not run. Arguments, result and
+    errors are those of `tfdist.read_tfrecords`, but files are local.
 
     Raises:
-        FileNotFoundError: no file matches.
         ImportError: package `array_record` is not installed.
-        TypeError: an unknown option.
-        ValueError: not an ArrayRecord file, `label_key` is not a feature, an
-            option is out of range, or the index of the worker is a tensor.
+        ValueError: not an ArrayRecord file, or the index of the worker is a
+            tensor.
     """
     reading = ReadOptions(**options)
     _check_index(reading)
@@ -143,7 +131,7 @@ def read_array_records(
     stops = [_reader(path).num_records() for path in paths]
     files = Files(
         paths,
-        (paths, _int64([0] * len(paths)), _int64(stops)),
+        (paths, np.zeros(len(paths), np.int64), np.array(stops)),
         _array_records,
         expected=expected_example(features),
     )
@@ -158,10 +146,6 @@ def _check_index(reading: ReadOptions) -> None:
             "parameter-server strategy do not run. Write the records to "
             "TFRecord files."
         )
-
-
-def _int64(values: list[int]) -> np.ndarray:
-    return np.array(values, np.int64)
 
 
 def _tfrecords(
@@ -211,30 +195,27 @@ def _tfds_parser(
     import tensorflow_datasets as tfds
 
     features = info.features
+    for name in select_features or ():
+        if name not in features:
+            raise ValueError(
+                "Argument `select_features` must name features of "
+                f"{info.full_name}: {sorted(features)}. Received: {name!r}."
+            )
     if select_features is not None:
-        for name in select_features:
-            if name not in features:
-                raise ValueError(
-                    "Argument `select_features` must name features of "
-                    f"{info.full_name}: {sorted(features)}. Received: {name!r}."
-                )
-        features = tfds.features.FeaturesDict(
-            {name: features[name] for name in select_features}
-        )
+        chosen = {name: features[name] for name in select_features}
+        features = tfds.features.FeaturesDict(chosen)
     if as_supervised and not info.supervised_keys:
         raise ValueError(
             f"Argument `as_supervised` needs a label, and {info.full_name} "
             f"names none. Its features: {sorted(info.features)}."
         )
-    decode: Any = features.deserialize_example
     spec = features.get_tensor_spec()
-    is_plain = _is_plain(features)
+    each: Any = functools.partial(tf.map_fn, fn_output_signature=spec)
+    if _is_plain(features):
+        each = tf.vectorized_map
 
     def parse(records: tf.Tensor) -> Any:
-        if is_plain:
-            examples = tf.vectorized_map(decode, records)
-        else:
-            examples = tf.map_fn(decode, records, fn_output_signature=spec)
+        examples = each(features.deserialize_example, records)
         if not as_supervised:
             return examples
         return tuple(

@@ -1,7 +1,9 @@
-"""Tables that are split over parameter servers.
+"""Tables that are split over parameter servers, and those that grow there.
 
 Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
-reads), `routing` (which server holds them).
+reads), `routing` (which server holds them); then of tables that grow `dynamic`
+(the layer), `growing` (a shard of it), `index` (which slot is whose),
+`admission` (which ids get one), `initial` (what a row begins with).
 """
 
 import lazy_loader

@@ -1,1 +1,2 @@
+from .dynamic import DynamicEmbedding as DynamicEmbedding
 from .layer import PartitionedEmbedding as PartitionedEmbedding

@@ -1,34 +1,45 @@
 """Embedding tables split along rows over the parameter servers.
 
 TF1's `tf.get_variable(..., partitioner=...)` with
-`tf.nn.embedding_lookup(..., partition_strategy="div")`, as a Keras layer.
+`tf.nn.embedding_lookup(..., partition_strategy=...)`, as a Keras layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras import constraints, initializers, regularizers
 
+from tfdist._tf.arguments import check_positive
 from tfdist.embeddings import lookups
-from tfdist.placement.partitioners import apply_partitioner, row_slices
+from tfdist.embeddings.routing import Group
+from tfdist.placement.partitioners import (
+    apply_partitioner,
+    row_runs,
+    row_slices,
+)
 
-# Attribute that a shard carries: a checkpoint saves shards as one variable.
-_SHARD_OF = "_tfdist_shard_of"
-_COMBINERS = ("sum", "mean", "sqrtn")
+# Attribute that a shard carries: a checkpoint saves shards as one variable. Its
+# path, and the first row and the size of each run of rows that the shard holds.
+_SHARD = "_tfdist_shard"
+_NO_SHARD = (None,)
+_COMBINERS = (None, "sum", "mean", "sqrtn")
+_STRATEGIES = ("balanced", "div")
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class PartitionedEmbedding(keras.layers.Layer):
     """Looks up rows of a table that is held in pieces.
 
-    Each shard is an ordinary variable on one parameter server, with consecutive
-    rows ("div"). A step gathers each row that it needs once, on the server that
-    holds it; only these rows travel. Without a cluster it is an ordinary layer
-    with the same numbers.
+    Each shard is an ordinary variable on one parameter server. A step gathers
+    each row that it needs once, on the server that holds it; only these rows
+    travel. Without a cluster it is an ordinary layer with the same numbers.
+    Checkpoints, Keras' files and exports hold the table as one tensor.
 
     >>> layer = PartitionedEmbedding(10, 4, num_shards=3)
     >>> layer(tf.constant([[1, 9], [1, 0]])).shape
@@ -43,7 +54,8 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
-    an error on every device, never another row; no `mask_zero`.
+    an error on every device, never another row; a regularizer and a constraint
+    see the rows of the batch alone.
 
     Args:
         input_dim: Rows of the table.
@@ -61,6 +73,17 @@ class PartitionedEmbedding(keras.layers.Layer):
             the server that holds it. A random one draws differently for each
             shard, so a table's initial values depend on `num_shards`.
         name: Name of the layer.
+        partition_strategy: Which rows a shard has. Default: `"balanced"`, for
+            ids in the order of their frequency, as vocabularies are: each
+            shard has the same share of the frequent ones. `"div"`, TF1's:
+            consecutive rows, the most frequent ones on the first server. Both
+            read each other's checkpoints.
+        embeddings_regularizer: Keras regularizer. Each call adds its loss for
+            the rows that it looks up, each row once.
+        embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
+            applied in a step to the rows that it has updated.
+        mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
+            the layers after this one by their mask.
         **kwargs: As for every layer.
 
     Call arguments:
@@ -74,12 +97,19 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     Raises:
         ValueError: a size is not positive, more shards than rows, an unknown
-            combiner, a partitioner that splits another axis than 0; at the
-            call: sparse ids or weights without a combiner.
+            combiner or strategy, a partitioner that splits another axis than
+            0, a constraint across rows; at the call, without a combiner:
+            sparse ids, weights, or ragged ids with `mask_zero`.
         TypeError: at the call: ids of another dtype than int32 or int64.
         tf.errors.InvalidArgumentError: at run time: a negative id or one of
             at least `input_dim`.
     """
+
+    _arguments: ClassVar[Sequence[str]] = (
+        "input_dim output_dim num_shards combiner partition_strategy mask_zero "
+        "embeddings_initializer embeddings_regularizer embeddings_constraint"
+    ).split()
+    group_type = Group
 
     def __init__(
         self,
@@ -90,19 +120,24 @@ class PartitionedEmbedding(keras.layers.Layer):
         combiner: str | None = None,
         embeddings_initializer: Any = "uniform",
         name: str | None = None,
+        partition_strategy: str = "balanced",
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
+        mask_zero: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(name=name, **kwargs)
-        if input_dim <= 0 or output_dim <= 0:
-            raise ValueError(
-                "Arguments `input_dim` and `output_dim` must be positive. "
-                f"Received: input_dim={input_dim}, output_dim={output_dim}."
-            )
-        if combiner not in (None, *_COMBINERS):
-            raise ValueError(
-                f"Argument `combiner` must be one of {_COMBINERS} or None. "
-                f"Received: combiner={combiner!r}."
-            )
+        check_positive("input_dim", input_dim)
+        check_positive("output_dim", output_dim)
+        for argument, value, known in (
+            ("combiner", combiner, _COMBINERS),
+            ("partition_strategy", partition_strategy, _STRATEGIES),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"Argument `{argument}` must be one of {known}. "
+                    f"Received: {argument}={value!r}."
+                )
         if partitioner is not None:
             if num_shards is not None:
                 raise ValueError(
@@ -114,10 +149,20 @@ class PartitionedEmbedding(keras.layers.Layer):
         self.output_dim = output_dim
         self.num_shards = 1 if num_shards is None else num_shards
         self.slices = row_slices(input_dim, self.num_shards)
+        self.partition_strategy = partition_strategy
+        self.runs = row_runs(input_dim, self.num_shards, partition_strategy)
         self.combiner = combiner
-        self.embeddings_initializer = keras.initializers.get(
-            embeddings_initializer
-        )
+        self.embeddings_initializer = initializers.get(embeddings_initializer)
+        self.embeddings_regularizer = regularizers.get(embeddings_regularizer)
+        self.embeddings_constraint = constraints.get(embeddings_constraint)
+        axis = getattr(self.embeddings_constraint, "axis", 1)
+        if [*np.ravel(axis)] not in ([1], [-1]):
+            raise ValueError(
+                "Argument `embeddings_constraint` must treat each row by "
+                "itself, as steps update some rows: give it axis=1. Received: "
+                f"{embeddings_constraint!r} with axis={axis}."
+            )
+        self.mask_zero = self.supports_masking = mask_zero
         self.shards: list[keras.Variable] = []
 
     def build(self, *input_shapes: Any) -> None:
@@ -126,12 +171,55 @@ class PartitionedEmbedding(keras.layers.Layer):
             part = f"_part_{i}" if self.num_shards > 1 else ""
             shard = self.add_weight(
                 shape=(num_rows, self.output_dim),
-                initializer=_of_shard(self.embeddings_initializer, i),
+                initializer=self._initializer_of(i),
+                constraint=self.embeddings_constraint,
                 name=f"embeddings{part}",
             )
             if part:
-                setattr(shard, _SHARD_OF, shard.path.removesuffix(part))
+                own = [run[:2] for run in self.runs if run.shard == i]
+                mark_shard(shard, part, own)
             self.shards.append(shard)
+
+    @property
+    def pieces(self) -> list[keras.Variable]:
+        """All variables that hold the table."""
+        return self.shards
+
+    def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
+        """The initializer of one shard; TF1 gave all the same values."""
+        # Keras draws a seed when one is made; each shard needs its own.
+        initializer = self.embeddings_initializer
+        seed = getattr(initializer, "seed", None)
+        if isinstance(seed, int):
+            config = {**initializer.get_config(), "seed": seed + shard}
+            initializer = initializer.from_config(config)
+        return initializer
+
+    def get_weights(self) -> list[np.ndarray]:
+        """The table, as one array in the order of ids."""
+        shards = [shard.numpy() for shard in self.shards]
+        pieces = [shards[i][at : at + size] for _, size, i, at in self.runs]
+        return [np.concatenate(pieces)]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the rows to those of the one array `(input_dim, output_dim)`."""
+        wanted = [(self.input_dim, self.output_dim)]
+        if (found := [*map(np.shape, weights)]) != wanted:
+            raise ValueError(
+                f"Layer {self.path!r} has one table of shape {wanted[0]}. "
+                f"Received arrays of shape: {found}."
+            )
+        for shard in self.shards:
+            shard.assign(own_rows(shard, weights[0]))
+
+    def save_own_variables(self, store: dict[str, Any]) -> None:
+        """Writes one table, whatever its shards, to a file of Keras'."""
+        store["0"] = self.get_weights()[0]
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Reads it, or the shards ("div") that earlier versions wrote."""
+        shards = [store[str(i)] for i in range(len(store))]
+        self.set_weights([np.concatenate(shards)])
 
     def call(self, ids: Any, weights: Any = None) -> Any:
         """Looks up `ids`; see the class."""
@@ -145,6 +233,8 @@ class PartitionedEmbedding(keras.layers.Layer):
             ids = ids.values
         elif isinstance(ids, tf.RaggedTensor):
             if self.combiner is None:
+                if self.mask_zero:
+                    raise ValueError("Ragged ids have no padding to mask.")
                 return ids.with_flat_values(self._rows(ids.flat_values))
             segment, num = ids.value_rowids(), ids.nrows()
             weights = weights.flat_values if weights is not None else None
@@ -173,13 +263,20 @@ class PartitionedEmbedding(keras.layers.Layer):
         if weights is None:
             weights = tf.ones_like(ids, rows.dtype)
         weights = tf.cast(weights, rows.dtype)[..., tf.newaxis]
+        if self.mask_zero:
+            weights *= tf.cast(ids != 0, rows.dtype)[..., tf.newaxis]
         combined = total(rows * weights)
-        if self.combiner == "mean":
-            return tf.math.divide_no_nan(combined, total(weights))
-        if self.combiner == "sqrtn":
-            norm = tf.sqrt(total(weights * weights))
-            return tf.math.divide_no_nan(combined, norm)
-        return combined
+        if self.combiner == "sum":
+            return combined
+        is_mean = self.combiner == "mean"
+        norm = total(weights) if is_mean else tf.sqrt(total(weights * weights))
+        return tf.math.divide_no_nan(combined, norm)
+
+    def compute_mask(self, ids: Any, previous_mask: Any = None) -> Any:
+        """Where ids are not padding, if rows are not combined."""
+        if not self.mask_zero or self.combiner is not None:
+            return None
+        return keras.ops.not_equal(ids, 0)
 
     def compute_output_spec(
         self, ids: Any, weights: Any = None
@@ -194,16 +291,37 @@ class PartitionedEmbedding(keras.layers.Layer):
     def _rows(self, flat: tf.Tensor) -> tf.Tensor:
         """Rows `(n, output_dim)` of ids `(n,)`."""
         self._check_dtype(flat.dtype.name)
-        flat = tf.cast(flat, tf.int64)
+        flat = self._as_ids(flat)
         provider = lookups.current()
-        if provider is not None:
-            return provider.rows(self, flat)
-        rows = tf.compat.v1.nn.embedding_lookup(
+        rows = provider.rows(self, flat) if provider else self._read(flat)
+        if self.embeddings_regularizer is not None:
+            unique, which = tf.unique(flat)
+            once = tf.math.unsorted_segment_mean(
+                tf.cast(rows, self.variable_dtype), which, tf.size(unique)
+            )
+            loss = self.embeddings_regularizer(once)
+            self.add_loss(tf.cast(loss, keras.config.floatx()))  # As others.
+        return tf.cast(rows, self.compute_dtype)
+
+    def _as_ids(self, flat: tf.Tensor) -> tf.Tensor:
+        return tf.cast(flat, tf.int64)
+
+    def _read(self, flat: tf.Tensor) -> tf.Tensor:
+        """Rows of int64 ids, from where they are."""
+        return tf.compat.v1.nn.embedding_lookup(
             [shard.value for shard in self.shards],
-            self.checked(flat),
+            self._dealt(self.checked(flat)),
             partition_strategy="div",
         )
-        return tf.cast(rows, self.compute_dtype)
+
+    def _dealt(self, flat: tf.Tensor) -> tf.Tensor:
+        """Where rows are if the shards are laid end to end."""
+        if len(self.runs) == self.num_shards:
+            return flat
+        starts = np.array([run.row for run in self.runs], np.int64)
+        ends = [self.slices[run.shard][0] + run.position for run in self.runs]
+        which = tf.searchsorted(starts, flat, side="right") - 1
+        return flat + tf.gather(np.array(ends, np.int64) - starts, which)
 
     def _check_dtype(self, dtype: str) -> None:
         if dtype not in ("int32", "int64"):
@@ -215,37 +333,50 @@ class PartitionedEmbedding(keras.layers.Layer):
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
         """`flat`, if every id is in the table."""
         inside = (flat >= 0) & (flat < self.input_dim)
+        # No quotes: TensorFlow would escape them.
+        wanted = f"Ids of table {self.path} must be in [0, {self.input_dim})."
         check = tf.debugging.Assert(
             tf.reduce_all(inside),
-            [
-                # No quotes: TensorFlow would escape them.
-                f"Ids of table {self.path} must be in "
-                f"[0, {self.input_dim}). Received:",
-                tf.boolean_mask(flat, ~inside),
-            ],
+            [f"{wanted} Received:", tf.boolean_mask(flat, ~inside)],
         )
-        if check is None:
-            return flat
         with tf.control_dependencies([check]):
             return tf.identity(flat)
 
     def get_config(self) -> dict[str, Any]:
         """Configuration from which `from_config` makes the same layer."""
-        return {
-            **super().get_config(),
-            "input_dim": self.input_dim,
-            "output_dim": self.output_dim,
-            "num_shards": self.num_shards,
-            "combiner": self.combiner,
-            "embeddings_initializer": keras.initializers.serialize(
-                self.embeddings_initializer
-            ),
+        serialized = keras.saving.serialize_keras_object
+        own = {
+            name: serialized(getattr(self, name)) for name in self._arguments
         }
+        return {**super().get_config(), **own}
+
+
+def mark_shard(
+    variable: keras.Variable, part: str, runs: Sequence[tuple[int, int]]
+) -> None:
+    """Has a checkpoint save a variable as rows of a whole.
+
+    Its name is that of the whole and `part`.
+    """
+    setattr(variable, _SHARD, (variable.path.removesuffix(part), runs))
 
 
 def shard_of(variable: keras.Variable) -> str | None:
     """Path of the whole of which `variable` is a shard; None if it is none."""
-    return getattr(variable, _SHARD_OF, None)
+    return getattr(variable, _SHARD, _NO_SHARD)[0]
+
+
+def runs_of(variable: keras.Variable) -> list[tuple[int, int]]:
+    """First row and size of each run of rows that a shard holds."""
+    return getattr(variable, _SHARD)[1]
+
+
+def own_rows(variable: keras.Variable, table: Any) -> Any:
+    """The rows of a table that `variable` holds, which may be the table."""
+    if shard_of(variable) is None:
+        return table
+    runs = runs_of(variable)
+    return np.concatenate([table[row : row + size] for row, size in runs])
 
 
 def logical_path(variable: keras.Variable) -> str:
@@ -255,19 +386,7 @@ def logical_path(variable: keras.Variable) -> str:
 
 def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
     """Marks a slot of a shard as a shard."""
-    setattr(slot, _SHARD_OF, shard_of(variable))
-
-
-def _of_shard(
-    initializer: keras.initializers.Initializer, shard: int
-) -> Callable[..., tf.Tensor]:
-    """The initializer of one shard; TF1 gave every shard the same values."""
-    # Keras draws a seed when an initializer is made; each shard needs its own.
-    seed = getattr(initializer, "seed", None)
-    if isinstance(seed, int):
-        config = initializer.get_config()
-        initializer = initializer.from_config({**config, "seed": seed + shard})
-    return initializer
+    setattr(slot, _SHARD, getattr(variable, _SHARD, _NO_SHARD))
 
 
 def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -63,11 +63,13 @@ class Answers:
 
     Args:
         tables: The table of each lookup.
-        answers: Its rows `(n, dim)`.
+        answers: Its rows `(n, dim)`, or what returns them at its time.
     """
 
     def __init__(
-        self, tables: Sequence[Any], answers: Sequence[tf.Tensor]
+        self,
+        tables: Sequence[Any],
+        answers: Sequence[tf.Tensor | Callable[[], tf.Tensor]],
     ) -> None:
         self._left = list(zip(tables, answers, strict=True))
 
@@ -77,7 +79,8 @@ class Answers:
         expected, answer = self._left.pop(0) if self._left else (None, None)
         if expected is not table:
             raise _differs(table.path, expected)
-        return tf.cast(answer, table.compute_dtype)
+        rows = answer() if callable(answer) else answer
+        return tf.cast(rows, table.compute_dtype)
 
     def check_all_given(self) -> None:
         """Raises `ValueError` if a lookup was not done this time."""

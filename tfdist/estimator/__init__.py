@@ -1,9 +1,9 @@
 """`Estimator` and `train_and_evaluate`: a model function to a served model.
 
 Read in this order: `estimator`, `specs` (the configuration), `building` (what
-`train` runs), `chief_hooks`, `training` (`train_and_evaluate`), `evaluator`
-with `evaluation` and `results`, `exporters` with `saved_models` and `serving`,
-`on_workers`, `warm_start`, `tuning`.
+`train` runs), `chief_hooks`, `training` (`train_and_evaluate`), `fitting`
+(`fit`), `evaluator` with `evaluation` and `results`, `exporters` with
+`saved_models` and `serving`, `on_workers`, `warm_start`, `tuning`.
 """
 
 import lazy_loader

@@ -5,34 +5,43 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable, reset_object_names
+from tfdist._tf.private import Saveable
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.specs import ModelFn, RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
 from tfdist.session.recoverable import Trainable
 from tfdist.training import optimizers
-from tfdist.training.compiled_model import checked_model, overrides
+from tfdist.training.compiled_model import (
+    checked_model,
+    element_spec_of,
+    overrides,
+)
 from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.loop import LocalLoop, Loop
 from tfdist.training.replicas import Replicas
 from tfdist.training.replicated_loop import ReplicatedLoop
 from tfdist.training.step import ModelStep
+from tfdist.training.synchronous_loop import SynchronousLoop
 
 _log = logging.getLogger(__name__)
 
-ModelFn = Callable[[], keras.Model]
+_ELEMENT_SPEC = "element_spec"
 
 
 def build(
@@ -49,28 +58,48 @@ def build(
             num_replicas_in_sync=strategy.num_replicas_in_sync
         )
         dataset = with_context(input_fn)(context)
-    global_step, model = create_variables(model_fn, config, strategy)
     with named(input_fn):
+        global_step, model = create_variables(
+            model_fn, config, strategy, dataset.element_spec
+        )
         step, loop = _step_and_loop(
             config, strategy, model, global_step, dataset, input_fn
         )
     variables = checkpoints.named_variables(model, global_step)
-    if isinstance(step, KerasStep):
-        variables = step.variables(variables)
-    elif isinstance(strategy, tf.distribute.TPUStrategy):
+    variables = step.variables(variables)
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        assert isinstance(step, ModelStep)
         check_tpu(dataset.element_spec, step.tables)
     _log_placement(variables)
+    if element_spec_of(model) is not None and config.cluster.is_chief:
+        # A dataset without a batch is no more than its spec.
+        dataset.take(0).save(os.path.join(config.model_dir, _ELEMENT_SPEC))
     return Trainable(loop, global_step, variables, model=model)
 
 
+def trained_element_spec(model_dir: str) -> Any:
+    """Of what a job's model was built; None: it knows, or there is no job."""
+    path = os.path.join(model_dir, _ELEMENT_SPEC)
+    exists = tf.io.gfile.exists(path)
+    return tf.data.Dataset.load(path).element_spec if exists else None
+
+
 def create_variables(
-    model_fn: ModelFn, config: RunConfig, strategy: tf.distribute.Strategy
+    model_fn: ModelFn,
+    config: RunConfig,
+    strategy: tf.distribute.Strategy,
+    element_spec: Any,
+    targets: bool = True,
 ) -> tuple[tf.Variable, keras.Model]:
     """The step counter, on the first server as in TF1, and the model."""
+
+    def made() -> keras.Model:
+        return checked_model(model_fn(), element_spec, targets)
+
     num_ps, placement = config.cluster.num_ps, config.placement
     specs: Sequence[VariableSpec] = ()
     if num_ps and placement != "round_robin":
-        specs = describe(model_fn)
+        specs = describe(made)
     if isinstance(placement, str):
         placement = placement_by_name(placement, specs, num_ps or 1)
     with placed_scope(strategy, num_ps=num_ps):
@@ -85,15 +114,14 @@ def create_variables(
     with placed_scope(
         strategy, num_ps=num_ps, placement=placement, specs=specs
     ):
-        model = checked_model(model_fn())
+        model = made()
         for variable in model.variables:
             if not strategy.extended.variable_created_in_scope(variable.value):
                 raise ValueError(
                     f"The model function has returned model {model.name!r} "
-                    f"with variable {variable.path!r}, which it did not make: "
-                    "the variables of a model that was made elsewhere are not "
-                    "where the strategy needs them. Make the model, and all of "
-                    "its layers, inside the model function."
+                    f"with variable {variable.path!r}, which it did not make, "
+                    "and which is not where the strategy needs it. Make the "
+                    "model, and all of its layers, inside the model function."
                 )
         optimizers.build(model.optimizer, model.trainable_variables)
     return global_step, model
@@ -111,7 +139,11 @@ def _step_and_loop(
     spec, per_dispatch = dataset.element_spec, config.steps_per_dispatch
     if config.strategy_name == "ps":
         step = ModelStep(model, spec, global_step=global_step, remote=True)
-        return step, CoordinatedLoop(
+        backup = config.backup_workers
+        make: Callable[..., Loop] = CoordinatedLoop
+        if backup is not None:
+            make = partial(SynchronousLoop, backup_workers=backup)
+        return step, make(
             step,
             global_step,
             with_context(input_fn),
@@ -147,11 +179,8 @@ def _same_as_others(
 ) -> tf.data.Dataset:
     """The dataset of one process of an all-reduce job.
 
-    They read the same global batches only if they shuffle them alike; if
-    `input_fn` takes a context, each reads batches of its own.
-
-    Raises:
-        ValueError: the processes do not run the same program.
+    All shuffle global batches alike; if `input_fn` takes a context, each reads
+    its own. Raises `ValueError` if they do not run the same program.
     """
     peers, tasks = Peers(config.cluster), list(config.cluster.addresses())
     index, own = tasks.index(peers.name), takes_context(input_fn)
@@ -172,8 +201,11 @@ def _same_as_others(
         "batch": str(dataset.element_spec),
         "steps_per_dispatch": str(config.steps_per_dispatch),
     }
-    for spec in describe(model_fn):
-        program[f"variable {spec.name}"] = f"{spec.dtype} {spec.shape}"
+    spec = dataset.element_spec
+    for variable in describe(lambda: checked_model(model_fn(), spec)):
+        program[f"variable {variable.name}"] = (
+            f"{variable.dtype} {variable.shape}"
+        )
     peers.check_same_program(program, lambda: None)
     if not own:
         _warn_of_other_batches(peers, dataset)
@@ -215,8 +247,8 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
             "process takes its share of every batch, so examples are repeated "
             "and left out. Have the input function read the same everywhere "
             "(no sharding in it, seeds for what shuffles outside TensorFlow), "
-            "or give it an argument: then it gets the InputContext and reads "
-            "what belongs to its process.",
+            "or give it an argument, the InputContext, and let it read what "
+            "belongs to its process.",
             ", ".join(differ),
             peers.name,
         )

@@ -18,6 +18,7 @@ from tfdist.hooks.saving_hooks import (
 )
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.hooks.summary_hooks import (
+    DynamicEmbeddingHook,
     StalenessHook,
     StepCounterHook,
     SummarySaverHook,
@@ -38,7 +39,8 @@ def chief_hooks(
     They act at multiples of their intervals, where TF1 began at step 1: so
     they cut the steps into the same pieces as the checkpoints.
     """
-    directory, every = config.model_dir, config.log_step_count_steps
+    directory = config.summary_dir or config.model_dir
+    every = config.log_step_count_steps
     hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
     if every is not None:
         counter = StepCounterHook(
@@ -62,11 +64,14 @@ def chief_hooks(
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
     if config.saves_checkpoints:
+        steps = config.save_checkpoints_steps or None
+        secs = config.save_checkpoints_secs or None
+        hooks.append(DynamicEmbeddingHook(directory, steps, secs))
         hooks.append(
             CheckpointSaverHook(
-                directory,
-                save_steps=config.save_checkpoints_steps or None,
-                save_secs=config.save_checkpoints_secs or None,
+                config.model_dir,
+                save_steps=steps,
+                save_secs=secs,
                 listeners=listeners,
                 max_to_keep=config.keep_checkpoint_max,
                 keep_checkpoint_every_n_hours=(
@@ -100,8 +105,8 @@ class _LogStart(SessionRunHook):
         else:
             _log.warning(
                 "This job is finished already: %s is at step %d, and max_steps "
-                "is %d. No step is run. Raise max_steps to train on, or choose "
-                "another model_dir to train from step 0.",
+                "is %d. No step is run. Raise max_steps (of fit: epochs) to "
+                "train on, or choose another model_dir to train from step 0.",
                 restored,
                 step,
                 self._max_steps,

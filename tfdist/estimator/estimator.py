@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
-from tfdist._tf.private import reset_object_names
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
@@ -31,12 +31,13 @@ from tfdist.data.input_fns import (
     takes_context,
     without_context,
 )
-from tfdist.estimator.building import ModelFn, build
+from tfdist.estimator import results
+from tfdist.estimator.building import build, trained_element_spec
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import step_on_workers
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.hooks.session_run_hook import SessionRunHook
@@ -44,7 +45,8 @@ from tfdist.placement import planner
 from tfdist.placement.plans import Plan
 from tfdist.placement.variables import describe
 from tfdist.session.monitored_session import MonitoredTrainingSession
-from tfdist.training.compiled_model import checked_model
+from tfdist.training import optimizers
+from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.loop import metrics_from_states
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class Estimator:
     ['global_step', 'loss']
 
     Args:
-        model_fn: Returns a compiled, built Keras model. Called inside the
+        model_fn: Returns a compiled Keras model; one without its input shape
+            is built of the dataset's `element_spec`. Called inside the
             strategy's scope, and again for each rebuilt copy. Its own
             `train_step`, `test_step` and `predict_step` are used in one
             process. On a cluster `train_step` is refused, `test_step` is used
@@ -103,6 +106,16 @@ class Estimator:
         """Directory of checkpoints, summaries and exports."""
         return self.config.model_dir
 
+    def eval_dir(self, name: str | None = None) -> str:
+        """Where TensorBoard finds the evaluation called `name`.
+
+        >>> config = tfdist.RunConfig("job", summary_dir="logs")
+        >>> tfdist.Estimator(keras.Sequential, config).eval_dir()
+        'logs/eval'
+        """
+        config = self.config
+        return results.eval_dir(config.summary_dir or config.model_dir, name)
+
     def latest_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint, or None."""
         return checkpoints.latest(self.model_dir)
@@ -121,11 +134,10 @@ class Estimator:
         Must be called on the chief of a cluster or in a single process.
 
         Args:
-            input_fn: As for `TrainSpec`.
-            hooks: As for `TrainSpec`.
-            steps: Steps to run from the latest checkpoint on. A process that
-                dies and is started again begins to count again: jobs that may
-                be use `max_steps`.
+            input_fn: As for `TrainSpec`, as are `hooks`.
+            hooks: See there.
+            steps: Steps to run from the latest checkpoint on, also in a process
+                that is started again: jobs that may be use `max_steps`.
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
             saving_listeners: Told of each checkpoint.
@@ -155,7 +167,7 @@ class Estimator:
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
-        listeners = list(saving_listeners or ())
+        listeners = tuple(saving_listeners or ())
         own = chief_hooks(
             config, input_fn, max_steps, self._warm_start, listeners
         )
@@ -191,8 +203,8 @@ class Estimator:
             raise ValueError(
                 f"The dataset of input function {described(input_fn)} has no "
                 "batch: no step was run, and nothing is exported. Are its "
-                "files empty, or smaller than one batch with "
-                "drop_remainder=True?"
+                "files empty, or smaller than one batch with drop_remainder="
+                "True?"
             )
         _log.warning(
             "No step was run: the input had been read to its end when %s was "
@@ -201,16 +213,18 @@ class Estimator:
         )
 
     def _audit(self, input_fn: InputFn) -> None:
-        """Warns if two workers would read the same examples."""
+        """Warns if two workers would read the same."""
+        if self.config.strategy_name != "ps":
+            return
+        num_workers = self.config.cluster.num_workers
         wanted = self.config.audit_input
         if wanted is None:
             wanted = not takes_context(input_fn)
-        if not wanted or self.config.strategy_name != "ps":
-            return
-        problem = audit.check_workers_differ(
-            input_fn, self.config.cluster.num_workers, index_as_tensor=True
-        )
-        if problem:
+        if wanted and (
+            problem := audit.check_workers_differ(
+                input_fn, num_workers, index_as_tensor=True
+            )
+        ):
             _log.warning("%s", problem)
 
     @runs_in_its_cluster
@@ -228,23 +242,19 @@ class Estimator:
         there are hooks.
 
         Args:
-            input_fn: As for `EvalSpec`.
+            input_fn: As for `EvalSpec`, as are `hooks` and `name`.
             steps: Batches to read at most; None for all.
-            hooks: As for `EvalSpec`.
+            hooks: See there.
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized.
-            name: As for `EvalSpec`.
+            name: See there.
 
         Returns:
             Metric name to value, `loss` and `global_step` among them.
         """
+        spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
         evaluator = Evaluator(
-            self.model_fn,
-            without_context(input_fn),
-            self.model_dir,
-            steps=steps,
-            name=name,
-            hooks=tuple(hooks or ()),
+            self.model_fn, self.model_dir, spec, self.config.summary_dir
         )
         path = checkpoint_path or self.latest_checkpoint()
 
@@ -252,6 +262,8 @@ class Estimator:
             with step_on_workers(
                 self.model_fn, self.config, path, batches, metrics=True
             ) as (step, on_each_batch):
+                if overrides(step.model, "test_step"):
+                    return {}
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)
 
@@ -265,23 +277,19 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Yields the model's outputs.
+        """Yields the model's outputs, as NumPy arrays.
 
         On the chief of a cluster the variables stay on the parameter servers
         and the workers compute; the features are read here. A worker's death
         costs nothing, that of a ps is an error.
 
         Args:
-            input_fn: Returns a dataset of batches, as for training; only the
-                features are read.
+            input_fn: As for `TrainSpec`; only the features are read.
             predict_keys: Of a model whose output is a dictionary, the keys to
                 yield. Default: all.
             checkpoint_path: As for `evaluate`.
             yield_single_examples: Whether to yield an example at a time,
                 without the batch dimension, else a batch.
-
-        Yields:
-            What the model returns, as NumPy arrays.
 
         Raises:
             ValueError: the output has no such key.
@@ -305,11 +313,32 @@ class Estimator:
             ) as (step, on_each_batch):
                 yield from on_each_batch(step.predict)
             return
-        model = self._restored(path)
+        model = self._restored(path, dataset.element_spec, targets=False)
         check_batches(model, dataset.element_spec, targets=False)
         call = tf.function(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
+
+    def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
+        """The model in this process, with the weights of a checkpoint.
+
+        And the state of its optimizer, where the checkpoint has all of it, so
+        that Keras' `fit` goes on from there. Tables are whole, in the memory of
+        this process.
+
+        Args:
+            checkpoint_path: Default: the latest.
+
+        Raises:
+            ValueError: there is no checkpoint, or it is of another model.
+        """
+        path = checkpoint_path or self._checkpoint()
+        model = self._restored(path)
+        optimizers.build(model.optimizer, model.trainable_variables)
+        variables = checkpoints.named_variables(model)
+        if variables.keys() <= checkpoints.saved_shapes(path).keys():
+            checkpoints.restore(path, variables)
+        return model
 
     def export_saved_model(
         self,
@@ -352,10 +381,17 @@ class Estimator:
             raise ValueError(f"There is no checkpoint in {self.model_dir!r}.")
         return path
 
-    def _restored(self, path: str | None) -> keras.Model:
-        """The model in this process, from a checkpoint if there is one."""
+    def _restored(
+        self, path: str | None, element_spec: Any = None, targets: bool = True
+    ) -> keras.Model:
+        """The model in this process, from a checkpoint if there is one.
+
+        Built, if need be, of the spec of a batch; default: of those of train.
+        """
+        if element_spec is None:
+            element_spec = trained_element_spec(self.model_dir)
         reset_object_names()
-        model = checked_model(self.model_fn())
+        model = checked_model(self.model_fn(), element_spec, targets)
         if path:
             variables = checkpoints.named_variables(model, optimizer=False)
             checkpoints.restore(path, variables)

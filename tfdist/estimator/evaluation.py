@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable, reset_object_names
+from tfdist._tf.private import Saveable
+from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
-from tfdist.hooks.session_run_hook import HookRunner
+from tfdist.data.input_fns import without_context
+from tfdist.estimator.specs import EvalSpec, ModelFn
+from tfdist.hooks.session_run_hook import Hook, HookRunner
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep
 
 _GRACE_SECS = 120.0
-
-Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
 
 
 class DamagedCheckpointError(ValueError):
@@ -28,9 +29,8 @@ class DamagedCheckpointError(ValueError):
 class EvaluationSession:
     """What the hooks of an evaluation get as their session.
 
-    It has what a `MonitoredTrainingSession` has, as far as it makes sense
-    here, so that hooks that only look (`LoggingTensorHook`, `NanTensorHook`,
-    `FinalOpsHook`) serve both.
+    It has what hooks that only look (`LoggingTensorHook`, `NanTensorHook`,
+    `FinalOpsHook`) find in a `MonitoredTrainingSession`.
 
     Attributes:
         step: Batches evaluated so far; what hooks' timers count.
@@ -66,29 +66,22 @@ class EvaluationSession:
 
 
 class Evaluation:
-    """Evaluates a model with the weights of one checkpoint after another.
+    """Evaluates a model, made once, with one checkpoint after another."""
 
-    The model is made once. The arguments are those of an `Evaluator`.
-    """
-
-    def __init__(
-        self,
-        model_fn: Callable[[], keras.Model],
-        input_fn: Callable[[], tf.data.Dataset],
-        steps: int | None,
-        hooks: Sequence[Hook],
-    ) -> None:
-        self._model_fn = model_fn
-        self._input_fn = input_fn
-        self._steps = steps
-        self._hooks = hooks
+    def __init__(self, model_fn: ModelFn, spec: EvalSpec) -> None:
+        self._model_fn, self._spec = model_fn, spec
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
+
+    def forget(self) -> None:
+        """Has the model read its weights again when it is asked for."""
+        self._session = None
 
     def model(self, path: str | None) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
         if self._session is None or self._session.restored_from != path:
-            self._load(path, self._input_fn().element_spec)
+            dataset = without_context(self._spec.input_fn)()
+            self._load(path, dataset.element_spec)
         assert self._session is not None
         return self._session.model
 
@@ -96,7 +89,8 @@ class Evaluation:
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
         """Metrics, and the step of the checkpoint."""
-        step = self._load(path, dataset.element_spec, self._hooks)
+        hooks = self._spec.hooks
+        step = self._load(path, dataset.element_spec, hooks)
         session = self._session
         assert session is not None
         states, batches = step.zero_states(), iter(dataset)
@@ -106,22 +100,22 @@ class Evaluation:
             return step.result(step.pack(states).numpy())
 
         try:
-            for hook in self._hooks:
+            for hook in hooks:
                 hook.after_create_session(session, coord)
             # As in TF1, either ends an evaluation, whoever raises it.
             with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
                 while not (
-                    session.step == self._steps
+                    session.step == self._spec.steps
                     or session.should_stop()
                     or coord.should_stop()
                 ):
-                    around = HookRunner(self._hooks, session)
+                    around = HookRunner(hooks, session)
                     states = self._evaluate_batch(next(batches), states)
                     session.step += 1
-                    around.end(metrics() if self._hooks else {})
+                    around.end(metrics() if hooks else {})
                     if around.stop_requested:
                         session.request_stop()
-            for hook in self._hooks:
+            for hook in hooks:
                 hook.end(session)
         finally:
             coord.request_stop()
@@ -134,7 +128,7 @@ class Evaluation:
         """The step, with the weights of `path` and a new session."""
         if self._step is None:
             reset_object_names()
-            model = checked_model(self._model_fn())
+            model = checked_model(self._model_fn(), element_spec)
             own = overrides(model, "test_step")
             self._step = (KerasStep if own else ModelStep)(model, element_spec)
             self._evaluate_batch = tf.function(

@@ -5,7 +5,8 @@ checkpoints by variable name. What each failure costs:
 
 The evaluator dies: started again, it goes on with the newest checkpoint. None
   that it has published is evaluated again; a final export that is missing is
-  made. The chief waits for it at the end, `evaluator_timeout_secs` at most.
+  made, an export that it was writing removed. The chief waits for it at the
+  end, `evaluator_timeout_secs` at most.
 An error in it (no batch, a hook or an exporter that raises): the process ends
   with it, as `tf.estimator`'s, and leaves it in `<eval_dir>/failure.json`.
   Whoever started the process may start it again. A chief that waits for the
@@ -24,21 +25,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
-from tfdist.estimator import results
-from tfdist.estimator.evaluation import (
-    DamagedCheckpointError,
-    Evaluation,
-    Hook,
-)
-from tfdist.estimator.exporters import Exporter
+from tfdist.data.input_fns import without_context
+from tfdist.estimator import results, saved_models
+from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
+from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.hooks.events import EventFile, event_file
 
 _log = logging.getLogger(__name__)
@@ -47,13 +44,13 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Evaluates and exports the checkpoints of one job.
 
-    The arguments are those of an `EvalSpec`, but that `input_fn` has none.
-    Hooks are called in each evaluation, as `tf.estimator` did: `begin`,
-    `after_create_session` when the weights are restored, `before_run` and
-    `after_run` around each batch, `end` unless there is an error. Their session
-    is an `EvaluationSession`, their logs are loss and metrics so far.
+    Hooks are called in each evaluation, as `tf.estimator` did, around each
+    batch. Their session is an `EvaluationSession`, their logs are loss and
+    metrics so far.
 
     Attributes:
+        spec: What to evaluate on.
+        eval_dir: Where the results go.
         evaluated: Path of the checkpoint evaluated last.
         result: Its `metrics`, and the `exports` that the `exporters` (by name)
             then returned; which `checkpoint` it was, and whether it is the
@@ -62,23 +59,17 @@ class Evaluator:
 
     def __init__(
         self,
-        model_fn: Callable[[], keras.Model],
-        input_fn: Callable[[], tf.data.Dataset],
+        model_fn: ModelFn,
         model_dir: str,
-        *,
-        steps: int | None = None,
-        name: str | None = None,
-        exporters: Sequence[Exporter] = (),
-        hooks: Sequence[Hook] = (),
+        spec: EvalSpec,
+        summary_dir: str | None = None,
     ) -> None:
+        self.spec = spec
         self._model_dir = model_dir
-        self._exporters = list(exporters)
-        self._hooks = list(hooks)
-        self._steps = steps
-        self._input_fn = input_fn
-        self._evaluation = Evaluation(model_fn, input_fn, steps, self._hooks)
-        self.eval_dir = results.eval_dir(model_dir, name)
+        self._evaluation = Evaluation(model_fn, spec)
+        self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
+        self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
         self._writer: EventFile | None = None
         self.evaluated: str | None = None
         self.result: dict[str, Any] = {}
@@ -91,32 +82,29 @@ class Evaluator:
     ) -> dict[str, float]:
         """Metrics of checkpoint `path`, or of the model as it is initialized.
 
-        Args:
-            path: Of a checkpoint, or None.
-            elsewhere: Computes the metrics of the weights in `path`, so that
-                they need not be read here (`MonitoredTrainingSession.evaluate`
-                does it on a cluster's workers). Not if there are hooks, which
-                are to see each batch.
+        `elsewhere` computes those of the weights in `path`, which then need not
+        be read here, unless it returns none, or hooks are to see each batch.
         """
-        dataset = self._input_fn()
+        dataset = without_context(self.spec.input_fn)()
         self.check_ends(dataset)
-        if self._steps is not None:
-            dataset = dataset.take(self._steps)
+        if self.spec.steps is not None:
+            dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
-        if elsewhere and not self._hooks:
+        metrics: dict[str, float] = {}
+        if elsewhere and not self.spec.hooks:
             assert path is not None
             metrics, step = elsewhere(dataset), checkpoints.step_of(path)
-        else:
+            self._evaluation.forget()  # `path` may have been written again.
+        if not metrics:
             metrics, step = self._evaluation.run(dataset, path)
         if not metrics:
             raise ValueError(
                 "There is no batch to evaluate: the `input_fn` of the EvalSpec "
                 f"whose results go to {self.eval_dir!r} returned an empty "
-                "dataset, or a hook stopped before the first batch. Check that "
-                "its files hold examples and that `batch(drop_remainder=True)` "
-                "does not drop them all."
+                "dataset, or a hook stopped before the first batch. Are its "
+                "files empty, or does `batch(drop_remainder=True)` drop all?"
             )
-        self._writer = self._writer or event_file(self.eval_dir)
+        self._writer = self._writer or event_file(self._summaries)
         self._writer.write_scalars(metrics, step)
         self._writer.flush()
         text = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
@@ -128,15 +116,15 @@ class Evaluator:
         return metrics
 
     def _forget_exports(self) -> None:
-        names = [exporter.name for exporter in self._exporters]
+        names = [exporter.name for exporter in self.spec.exporters]
         nothing = {"exports": [None] * len(names), "final": False}
         self.result.update(nothing, exporters=names)
 
     def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
         """Raises `ValueError` if an evaluation would never end."""
-        if self._steps is not None or self._hooks:  # Which may stop it.
+        if self.spec.steps is not None or self.spec.hooks:  # Which may stop.
             return
-        dataset = self._input_fn() if dataset is None else dataset
+        dataset = dataset or without_context(self.spec.input_fn)()
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 "The `input_fn` of the evaluation whose results go to "
@@ -151,10 +139,10 @@ class Evaluator:
         One that sees no reason to export again what it has exported, before
         the model was known to be the last, has exported that.
         """
-        for i, exporter in enumerate(self._exporters):
+        for i, exporter in enumerate(self.spec.exporters):
             path = exporter.export(
                 self._evaluation.model(self.evaluated),
-                os.path.join(self._model_dir, "export", exporter.name),
+                self._export_path(exporter.name),
                 self.result["metrics"],
                 is_the_final_export,
             )
@@ -163,26 +151,34 @@ class Evaluator:
         self.result["final"] = is_the_final_export
         results.write_json(self._result_path, self.result)
 
+    def _export_path(self, name: str) -> str:
+        return os.path.join(self._model_dir, "export", name)
+
+    def begin(self) -> None:
+        """Removes the exports that an earlier process of this job was writing.
+
+        Raises:
+            ValueError: an evaluation would never end.
+        """
+        self.check_ends()
+        for exporter in self.spec.exporters:
+            saved_models.remove_abandoned(self._export_path(exporter.name))
+
     # --- The evaluator task --------------------------------------------------
 
     def run_continuously(
         self,
         max_steps: int | None,
-        start_delay_secs: float,
-        throttle_secs: float,
         patience_secs: float = 600.0,
     ) -> None:
         """Evaluates each newest checkpoint until the last of the job.
 
-        Only new checkpoints, and only the newest; the last one without delay.
         What an earlier process has published is taken over; delete
         `<eval_dir>/latest.json` to have it evaluated again.
 
         Args:
             max_steps: Step of the last checkpoint; None for when the chief
                 says that it is done.
-            start_delay_secs: As of an `EvalSpec`.
-            throttle_secs: As of an `EvalSpec`.
             patience_secs: Seconds to wait for a chief that takes back, as it
                 starts, an end of training that an earlier one has announced.
         """
@@ -191,11 +187,9 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process is back from it.
         try:
-            self.check_ends()
+            self.begin()
             self._resume()
-            self._follow(
-                max_steps, start_delay_secs, throttle_secs, patience_secs
-            )
+            self._follow(max_steps, patience_secs)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             results.write_json(failure, {"error": text, "time": time.time()})
@@ -208,20 +202,14 @@ class Evaluator:
             return
         self.result = result
         self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
-        if result["exporters"] != [e.name for e in self._exporters]:
+        if result["exporters"] != [e.name for e in self.spec.exporters]:
             self._forget_exports()
 
-    def _follow(
-        self,
-        max_steps: int | None,
-        start_delay_secs: float,
-        throttle_secs: float,
-        patience_secs: float,
-    ) -> None:
+    def _follow(self, max_steps: int | None, patience_secs: float) -> None:
         done_path = results.done_path(self._model_dir)
         done_before = results.read_json(done_path)
         start = time.monotonic()
-        not_before = start + start_delay_secs
+        not_before = start + self.spec.start_delay_secs
         while True:
             now = time.monotonic()
             done = results.read_json(done_path)
@@ -237,10 +225,10 @@ class Evaluator:
             if (
                 path
                 and now >= not_before
-                and not self._has_evaluated(path)
+                and not self.has_evaluated(path)
                 and self._evaluate_newest(path)
             ):
-                not_before = now + throttle_secs
+                not_before = now + self.spec.throttle_secs
             time.sleep(results.poll_secs(self._model_dir))
 
     def _evaluate_newest(self, path: str) -> bool:
@@ -264,7 +252,7 @@ class Evaluator:
     def _finish(self, path: str) -> None:
         """Evaluates and exports the last checkpoint, or what is missing."""
         try:
-            if not self._has_evaluated(path):
+            if not self.has_evaluated(path):
                 self.evaluate(path)
             elif self.result["final"]:
                 return
@@ -278,5 +266,6 @@ class Evaluator:
             ) from error.__cause__
         self.export(is_the_final_export=True)
 
-    def _has_evaluated(self, path: str) -> bool:
+    def has_evaluated(self, path: str) -> bool:
+        """Whether the result is that of what `path` now holds."""
         return self.result.get("checkpoint") == results.identity_of(path)

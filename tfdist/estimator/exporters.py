@@ -15,6 +15,7 @@ from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import (
+    FORMATS,
     ServingModelFn,
     checked_assets,
     export_saved_model,
@@ -24,7 +25,6 @@ from tfdist.estimator.saved_models import (
 _log = logging.getLogger(__name__)
 
 _BEST_FILE = "best.json"
-
 
 CompareFn = Callable[..., bool]
 
@@ -36,11 +36,8 @@ class Exporter:
     instead of an estimator and a checkpoint path, and `serving_model_fn`
     replaces `serving_input_receiver_fn`. There is no `as_text`.
 
-    What `export` raises is raised, as there: a model that cannot be served is
-    not kept for the end. Earlier exports stay, nothing is left half-written. An
-    evaluator task, or a chief that evaluates, ends with the error; started
-    again, the first exports that checkpoint once more while training goes on,
-    and the other trains on from it.
+    What `export` raises ends an evaluator task, or a chief that evaluates, as
+    there. Earlier exports stay, nothing is left half-written.
 
     >>> class PrintingExporter(tfdist.Exporter):
     ...     def export(
@@ -58,10 +55,16 @@ class Exporter:
             `serving()` returns, if it has one (the canned models do).
         assets_extra: Files to copy into the SavedModel's `assets.extra`:
             path there (relative) to path of the source.
+        format: What to write into the numbered directory: "saved_model";
+            "keras", a `model.keras` for `keras.models.load_model`, with the
+            tables of `PartitionedEmbedding` in one piece; or "weights", a
+            `model.weights.h5` for `Model.load_weights`. The last two hold the
+            model itself unless `serving_model_fn` is given.
 
     Raises:
         ValueError: `name` is empty or no plain directory name; a destination
-            of `assets_extra` is absolute or leads elsewhere.
+            of `assets_extra` is absolute or leads elsewhere; an unknown
+            `format`.
         TypeError: `serving_model_fn` is not callable, `assets_extra` no
             dictionary of strings.
     """
@@ -71,6 +74,7 @@ class Exporter:
         name: str,
         serving_model_fn: ServingModelFn | None = None,
         assets_extra: Mapping[str, str] | None = None,
+        format: str = "saved_model",
     ) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
@@ -79,7 +83,13 @@ class Exporter:
             )
         if serving_model_fn is not None:
             check_callable("serving_model_fn", serving_model_fn)
+        if format not in FORMATS:
+            raise ValueError(
+                f"Argument `format` must be one of {FORMATS}. Received: "
+                f"format={format!r}."
+            )
         self.name = name
+        self._format = format
         self._serving_model_fn = serving_model_fn
         self._assets_extra = checked_assets(assets_extra)
         self._exports_to_keep: int | None = None
@@ -100,12 +110,16 @@ class Exporter:
             is_the_final_export: Whether training is over.
 
         Returns:
-            The directory of the SavedModel, or None.
+            The directory of what was written, or None.
         """
         if not self._is_due(export_path, eval_result, is_the_final_export):
             return None
         path = export_saved_model(
-            model, export_path, self._serving_model_fn, self._assets_extra
+            model,
+            export_path,
+            self._serving_model_fn,
+            self._assets_extra,
+            self._format,
         )
         self._exported(path, eval_result)
         if self._exports_to_keep is not None:
@@ -120,7 +134,7 @@ class Exporter:
         raise NotImplementedError
 
     def _exported(self, path: str, eval_result: dict[str, float]) -> None:
-        """Called with the directory of each new SavedModel."""
+        """Called with the directory of each new export."""
 
 
 class FinalExporter(Exporter):
@@ -152,8 +166,9 @@ class LatestExporter(Exporter):
         serving_model_fn: ServingModelFn | None = None,
         exports_to_keep: int | None = 5,
         assets_extra: Mapping[str, str] | None = None,
+        format: str = "saved_model",
     ) -> None:
-        super().__init__(name, serving_model_fn, assets_extra)
+        super().__init__(name, serving_model_fn, assets_extra, format)
         check_at_least("exports_to_keep", exports_to_keep, 1)
         self._exports_to_keep = exports_to_keep
 
@@ -191,12 +206,10 @@ def loss_smaller(
 class BestExporter(LatestExporter):
     """Exports when an evaluation is better than all before, keeps the newest.
 
-    The first evaluation is always exported. What the best one was is written
-    beside the exports (`best.json`), after the export itself: a restarted
-    evaluator, or a job that trains on, goes on comparing with it.
-    (`tf.estimator.BestExporter` read events files for this and forgot after a
-    restart; there is no `event_file_pattern`.) Without an export beside it the
-    file is ignored: delete `<model_dir>/export/<name>` to begin again.
+    The first evaluation is always exported. `best.json` beside the exports says
+    what the best one was: a restarted evaluator, or a job that trains on, goes
+    on comparing with it (so there is no `event_file_pattern`). Delete
+    `<model_dir>/export/<name>` to begin again.
 
     >>> exporter = BestExporter(
     ...     "best_auc",
@@ -223,8 +236,11 @@ class BestExporter(LatestExporter):
         compare_fn: CompareFn = loss_smaller,
         exports_to_keep: int | None = 5,
         assets_extra: Mapping[str, str] | None = None,
+        format: str = "saved_model",
     ) -> None:
-        super().__init__(name, serving_model_fn, exports_to_keep, assets_extra)
+        super().__init__(
+            name, serving_model_fn, exports_to_keep, assets_extra, format
+        )
         if compare_fn is None:
             raise ValueError("Argument `compare_fn` must not be None.")
         check_callable("compare_fn", compare_fn)
@@ -252,8 +268,6 @@ class BestExporter(LatestExporter):
 
     def _exported(self, path: str, eval_result: dict[str, float]) -> None:
         numbers = {name: float(value) for name, value in eval_result.items()}
-        results.write_json(
-            os.path.join(os.path.dirname(path), _BEST_FILE),
-            {"best_eval_result": numbers},
-        )
+        best = os.path.join(os.path.dirname(path), _BEST_FILE)
+        results.write_json(best, {"best_eval_result": numbers})
         _log.info("Best model so far exported to %s: %s", path, eval_result)

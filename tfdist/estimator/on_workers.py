@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.strategies import parameter_server_strategy
-from tfdist.estimator.building import ModelFn, create_variables
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.building import create_variables
+from tfdist.estimator.specs import ModelFn, RunConfig
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
@@ -31,7 +31,9 @@ def step_on_workers(
     """A step, and what yields a function's value for each batch."""
     cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
-    global_step, model = create_variables(model_fn, config, strategy)
+    global_step, model = create_variables(
+        model_fn, config, strategy, dataset.element_spec, metrics
+    )
     if path:
         variables = checkpoints.named_variables(model, optimizer=False)
         checkpoints.restore(path, variables)

@@ -63,12 +63,8 @@ def wait_for_result(
 
     Says meanwhile, again and again, that training is over, at `step`: an
     evaluator that starts only now cannot tell an announcement it finds from one
-    of an earlier job.
-
-    Returns:
-        What the evaluator called `name` has published, or None, with a warning
-        that says why, if it does not come within `timeout_secs`, or fails too
-        often or for too long.
+    of an earlier job. Returns None, with a warning that says why, if there is
+    no result within `timeout_secs`, or it fails too often or for too long.
     """
     directory = eval_dir(model_dir, name)
     newest = tf.train.latest_checkpoint(model_dir)

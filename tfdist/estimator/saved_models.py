@@ -1,4 +1,4 @@
-"""SavedModels in directories named by time: `<base>/<seconds>/`.
+"""Exported models in directories named by time: `<base>/<seconds>/`.
 
 Which signatures they have is `tfdist.estimator.serving`'s matter. A directory
 appears under its final name when it is complete, and TensorFlow Serving takes
@@ -30,6 +30,8 @@ ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
 _ABANDONED_SECS = 3600
 _NUMBER = r"\d{10}"
 _LAST_FILE = "saved_model.pb"
+_KERAS_FILES = {"keras": "model.keras", "weights": "model.weights.h5"}
+FORMATS = ("saved_model", *_KERAS_FILES)
 
 
 def export_saved_model(
@@ -37,11 +39,12 @@ def export_saved_model(
     export_dir_base: str,
     serving_model_fn: ServingModelFn | None = None,
     assets_extra: Mapping[str, str] | None = None,
+    format: str = "saved_model",
 ) -> str:
-    """Writes a SavedModel under the time, in seconds, as its number.
+    """Exports under the time, in seconds, or a greater number.
 
-    The number is greater than any that is there. What fails leaves nothing
-    behind; leftovers of a process that died are removed after an hour.
+    What fails leaves nothing behind; leftovers of a process that died are
+    removed after an hour, those of a job's exporters at its next start.
 
     >>> import tempfile
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
@@ -53,8 +56,9 @@ def export_saved_model(
     Args:
         model: A built Keras model.
         export_dir_base: Where the numbered directories are.
-        serving_model_fn: See `Exporter`.
-        assets_extra: See `Exporter`.
+        serving_model_fn: See `Exporter`, as for the rest.
+        assets_extra: See there.
+        format: See there.
 
     Returns:
         The path of the new directory.
@@ -71,8 +75,8 @@ def export_saved_model(
             raise FileNotFoundError(
                 f"Source {source!r} of `assets_extra` does not exist."
             )
-    served = _served(model, serving_model_fn)
-    _remove_abandoned(export_dir_base)
+    served = _served(model, serving_model_fn, format)
+    remove_abandoned(export_dir_base, _ABANDONED_SECS)
     name = f"temp-{int(time.time()):010d}-{uuid.uuid4().hex}"
     temporary = os.path.join(export_dir_base, name)
     storage.make_directory(temporary)
@@ -83,8 +87,13 @@ def export_saved_model(
             tf.io.gfile.copy(source, target)
         if isinstance(served, Serving):
             serving.write(served, temporary)
-        else:
+        elif format == "saved_model":
             served.export(temporary, format="tf_saved_model", verbose=False)
+        else:
+            path = os.path.join(temporary, _KERAS_FILES[format])
+            whole = format == "keras"
+            save = served.save if whole else served.save_weights
+            save(path)
         return _publish(temporary, export_dir_base)
     finally:
         storage.remove_tree(temporary)
@@ -106,29 +115,33 @@ def list_exports(export_path: str) -> list[str]:
 
 def _is_complete(path: str) -> bool:
     """Whether a numbered directory has all its files."""
-    return not storage.is_object_store(path) or tf.io.gfile.exists(
-        os.path.join(path, _LAST_FILE)
+    return not storage.is_object_store(path) or any(
+        tf.io.gfile.exists(os.path.join(path, name))
+        for name in (_LAST_FILE, *_KERAS_FILES.values())
     )
 
 
 def _served(
-    model: keras.Model, serving_model_fn: ServingModelFn | None
+    model: keras.Model, serving_model_fn: ServingModelFn | None, format: str
 ) -> Serving | keras.Model:
     """What to write; a model that does not know its inputs as it is."""
-    served = model
+    in_keras, served = format in _KERAS_FILES, model
     if serving_model_fn is not None:
         served = serving_model_fn(model)
-    elif callable(getattr(model, "serving", None)):
+    elif callable(getattr(model, "serving", None)) and not in_keras:
         served = model.serving()
-    if isinstance(served, keras.Model):
-        if serving.symbolic_inputs(served) is not None:
-            return Serving.of(served)
-        serving.warn_of_no_examples(served, "it does not know its inputs")
-    elif not isinstance(served, Serving):
+    wanted = keras.Model if in_keras else keras.Model | Serving
+    if not isinstance(served, wanted):
+        or_serving = "" if in_keras else " or a tfdist.Serving"
         raise TypeError(
-            "The `serving_model_fn` must return a keras.Model or a "
-            f"tfdist.Serving. Received: {served!r}."
+            f"With format={format!r} the `serving_model_fn` must return a "
+            f"keras.Model{or_serving}. Received: {served!r}."
         )
+    if in_keras or isinstance(served, Serving):
+        return served
+    if serving.inputs_of(served) is not None:
+        return Serving.of(served)
+    serving.warn_of_no_examples(served, "it does not know its inputs")
     return served
 
 
@@ -175,11 +188,14 @@ def _move_files(temporary: str, final: str) -> None:
         raise
 
 
-def _remove_abandoned(export_path: str) -> None:
-    """Removes what processes left that died while they exported."""
+def remove_abandoned(export_path: str, after_secs: float = 0.0) -> None:
+    """Removes what processes left that died while they exported.
+
+    Whatever began so long ago: with 0, nobody may be exporting there.
+    """
     for name in _names(export_path):
         match = re.fullmatch(rf"({_NUMBER})|temp-({_NUMBER})(-\w+)?", name)
-        if match and int(match[1] or match[2]) < time.time() - _ABANDONED_SECS:
+        if match and int(match[1] or match[2]) < time.time() - after_secs:
             path = os.path.join(export_path, name)
             if match[2] or not _is_complete(path):
                 storage.remove_tree(path)

@@ -14,13 +14,17 @@ TensorFlow Serving.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfdist.training.compiled_model import element_spec_of
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class Serving:
 
     Attributes:
         model: What holds the variables and tables that `predict` uses.
-        inputs: Name to `tf.TensorSpec`, the batch first.
+        inputs: Name to `tf.TypeSpec`, the batch first.
         predict: From tensors by name to outputs by name.
         examples: How to parse `tf.Example`s, as `tf.io.parse_example` takes
             it; its keys are those of `inputs`. None: they cannot be parsed,
@@ -56,7 +60,7 @@ class Serving:
     """
 
     model: keras.Model
-    inputs: Mapping[str, tf.TensorSpec]
+    inputs: Mapping[str, tf.TypeSpec]
     predict: Callable[[Tensors], Tensors]
     examples: Mapping[str, Any] | None = None
     classification: tuple[str, str] | None = None
@@ -72,7 +76,7 @@ class Serving:
 
     @classmethod
     def of(cls, model: keras.Model, **kwargs: Any) -> Serving:
-        """A functional or sequential model: its inputs, its outputs.
+        """A Keras model: its inputs, its outputs.
 
         If its output is a dictionary, the keys are the names; else the name
         is `output_0`, as Keras has it.
@@ -89,26 +93,17 @@ class Serving:
         Raises:
             ValueError: the model does not know its inputs.
         """
-        structure = symbolic_inputs(model)
+        structure = inputs_of(model)
         if structure is None:
             raise ValueError(
                 f"Model {model.name!r} does not say what its inputs are: it is "
-                "neither functional nor sequential."
+                "neither functional nor sequential, nor an Estimator's."
             )
-        # Names: the keys of a dictionary, else those of the inputs.
-        by_key = isinstance(structure, dict)
-        flat = tf.nest.flatten(structure)
-        symbols = structure if by_key else {s.name: s for s in flat}
-        inputs = {
-            name: tf.TensorSpec([None, *s.shape[1:]], s.dtype, name=name)
-            for name, s in symbols.items()
-        }
+        inputs = _named(structure, next(iter(signature(model.call).parameters)))
 
         def predict(tensors: Tensors) -> Tensors:
-            values: Any = dict(tensors)
-            if not by_key:
-                flat = [tensors[name] for name in symbols]
-                values = tf.nest.pack_sequence_as(structure, flat)
+            flat = [tensors[name] for name in inputs]
+            values = keras.tree.pack_sequence_as(structure, flat)
             outputs = model(values, training=False)
             if isinstance(outputs, Mapping):
                 return outputs
@@ -120,22 +115,47 @@ class Serving:
         return cls(**{"model": model, "inputs": inputs, **kwargs})
 
 
-def symbolic_inputs(model: keras.Model) -> Any:
+def inputs_of(model: keras.Model) -> Any:
     """In the structure in which a model takes them; None: it knows none."""
-    if isinstance(model, keras.Sequential):
-        return model.inputs[0]
-    try:
-        return model.input
-    except (AttributeError, ValueError):
-        return None
+    spec = element_spec_of(model)
+    is_sequential = isinstance(model, keras.Sequential)
+    # One that is built of a batch takes floats, says Keras, whatever came.
+    if spec is None or not is_sequential:
+        with contextlib.suppress(AttributeError, ValueError):
+            return model.inputs[0] if is_sequential else model.input
+    return spec and keras.utils.unpack_x_y_sample_weight(spec)[0]
 
 
-def _feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
+def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
+    """Specs of inputs, each by its name, in their order.
+
+    That is the key in a dictionary, Keras' name, or the argument of `call`.
+    """
+    inputs = {}
+    for path, part in keras.tree.flatten_with_path(structure):
+        names = [str(step) for step in path]
+        if not isinstance(structure, dict):
+            names.insert(0, argument)
+            if isinstance(part, keras.KerasTensor):
+                names = [part.name]
+        name, shape = "_".join(names), [None, *part.shape[1:]]
+        if isinstance(part, tf.RaggedTensorSpec):
+            inputs[name] = tf.RaggedTensorSpec(
+                shape, part.dtype, part.ragged_rank, part.row_splits_dtype
+            )
+        elif isinstance(part, tf.SparseTensorSpec):
+            inputs[name] = tf.SparseTensorSpec(shape, part.dtype)
+        else:
+            inputs[name] = tf.TensorSpec(shape, part.dtype, name)
+    return inputs
+
+
+def _feature_spec(inputs: Mapping[str, tf.TypeSpec]) -> dict | None:
     """How to read such tensors from `tf.Example`s, none of them missing.
 
     None if a dimension other than the first two is unknown: they cannot be.
     """
-    spec = {}
+    spec: dict[str, Any] = {}
     for name, tensor in inputs.items():
         shape, dtype = tensor.shape.as_list()[1:], tensor.dtype
         if dtype.is_floating:
@@ -144,7 +164,13 @@ def _feature_spec(inputs: Mapping[str, tf.TensorSpec]) -> dict | None:
             dtype = tf.int64
         if None in shape[1:]:
             return None
-        if None in shape:
+        if isinstance(tensor, tf.RaggedTensorSpec):
+            spec[name] = tf.io.RaggedFeature(
+                dtype, row_splits_dtype=tensor.row_splits_dtype
+            )
+        elif isinstance(tensor, tf.SparseTensorSpec):
+            spec[name] = tf.io.VarLenFeature(dtype)
+        elif None in shape:
             spec[name] = tf.io.FixedLenSequenceFeature(
                 shape[1:], dtype, allow_missing=True
             )
@@ -162,7 +188,10 @@ def write(serving: Serving, path: str) -> None:
     archive = keras.export.ExportArchive()
     archive.track(serving.model)
     for name, (function, spec) in endpoints.items():
-        archive.add_endpoint(name, function, input_signature=[spec])
+        # Keras itself would take no specs of ragged or sparse tensors.
+        traced = tf.function(function, [spec], autograph=False)
+        traced.get_concrete_function()
+        archive.add_endpoint(name, traced)
     # Keras lets `serving_default` be the first of them.
     archive.write_out(path, verbose=False)
     methods = {name: _METHODS[name] for name in endpoints if name in _METHODS}
@@ -190,7 +219,7 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
             predicted = predict(strings)
             return {key: predicted[name] for key, name in outputs.items()}
 
-        endpoints[name] = function, _strings("inputs")
+        endpoints[name] = function, tf.TensorSpec([None], tf.string, "inputs")
 
     if serving.classification:
         classes, scores = serving.classification
@@ -202,7 +231,8 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
         dict(serving.inputs),
     )
     if serving.examples:
-        endpoints["predict"] = predict, _strings("examples")
+        strings = tf.TensorSpec([None], tf.string, "examples")
+        endpoints["predict"] = predict, strings
     else:
         warn_of_no_examples(serving.model, "its inputs have unknown dimensions")
     return endpoints
@@ -217,10 +247,6 @@ def warn_of_no_examples(model: keras.Model, reason: str) -> None:
         model.name,
         reason,
     )
-
-
-def _strings(name: str) -> tf.TensorSpec:
-    return tf.TensorSpec([None], tf.string, name=name)
 
 
 def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -21,12 +22,17 @@ from tfdist.cluster import strategies as strategy_lib
 from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import InputFn, takes_context
 from tfdist.estimator.exporters import Exporter
-from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverListener
+from tfdist.hooks.saving_hooks import (
+    DEFAULT_SAVE_SECS,
+    USE_DEFAULT,
+    CheckpointSaverListener,
+)
 from tfdist.placement.variables import VariableSpec
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_SAVE_SECS = 600
+ModelFn = Callable[[], keras.Model]
+
 
 # Fields of TF 2.15 that change nothing, and why.
 _IGNORED = {
@@ -54,8 +60,7 @@ class RunConfig:
 
     As `tf.estimator.RunConfig`, with these differences:
 
-    * `model_dir` must be given, and `TF_CONFIG` cannot give it. (Without it
-      each task of a cluster would have got a temporary directory of its own.)
+    * `model_dir` must be given, and `TF_CONFIG` cannot give it.
     * `session_creation_timeout_secs` is ten minutes instead of two hours.
     * Which task this is comes from `cluster`, which reads the environment:
       `tfdist.Cluster` says what is accepted. There is no `master`,
@@ -71,11 +76,14 @@ class RunConfig:
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
             all tasks (`gs://` works).
+        summary_dir: Directory of what TensorBoard reads, that of evaluations in
+            `eval` and the like below it. Default: `model_dir`.
         tf_random_seed: Seeds Python, NumPy and the initializers.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
         save_checkpoints_steps: Steps between checkpoints.
         save_checkpoints_secs: Seconds between checkpoints. At most one of the
-            two. Default: 600 s. None or 0: there are no checkpoints.
+            two. Default: 60 s, or what costs 1 % of the time if that is more.
+            None or 0: there are no checkpoints.
         keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
             the default, which is over a year: none.
@@ -84,6 +92,12 @@ class RunConfig:
             `steps_per_execution` of `compile`, if more than 1; else up to ten,
             fewer for models of many variables. On parameter servers data that
             end are read one step per request.
+        backup_workers: Makes steps on parameter servers synchronous, as TF1's
+            `SyncReplicasOptimizer`: a step is the mean over a batch of each
+            worker, but for so many that are slowest (its `total_num_replicas`
+            minus `replicas_to_aggregate`); 0 to wait for all. What those find
+            for a step that is over is dropped, with their batch. Default:
+            asynchronous steps. It has no meaning in one process.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -106,12 +120,10 @@ class RunConfig:
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
         cluster: Default: from the environment.
-        session_config: Ignored, with a warning that says why, as are
-            `eval_distribute`, `experimental_max_worker_delay_secs` and
-            `checkpoint_save_graph_def`.
-        train_distribute: Refused, with what there is instead, as are
-            `device_fn`, `experimental_distribute`, and a `protocol` other than
-            "grpc".
+        session_config, eval_distribute, experimental_max_worker_delay_secs,
+            checkpoint_save_graph_def: Ignored; a warning says why.
+        train_distribute, device_fn, experimental_distribute, protocol: Refused,
+            with what there is instead.
 
     Raises:
         ValueError: a value out of range, both `save_checkpoints_*`, or a field
@@ -121,6 +133,7 @@ class RunConfig:
 
     model_dir: str
     _: dataclasses.KW_ONLY
+    summary_dir: str | None = None
     tf_random_seed: int | None = None
     save_summary_steps: int = 100
     save_checkpoints_steps: int | None = USE_DEFAULT
@@ -129,6 +142,7 @@ class RunConfig:
     keep_checkpoint_every_n_hours: float | None = 10000
     log_step_count_steps: int | None = 100
     steps_per_dispatch: int | None = None
+    backup_workers: int | None = None
     strategy: str | tf.distribute.Strategy = "auto"
     audit_input: bool | None = None
     check_numerics: bool = True
@@ -148,17 +162,13 @@ class RunConfig:
     def __post_init__(self, *without_meaning: Any) -> None:
         names = (*_IGNORED, *_REFUSED)
         _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
-        check_type("model_dir", self.model_dir, str | os.PathLike)
-        path = os.fspath(self.model_dir)
-        if not path:
-            raise ValueError("Argument `model_dir` must not be empty.")
-        storage.check_no_pattern(path)
-        # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
-        # sets ends in a slash.
-        object.__setattr__(self, "model_dir", path.rstrip("/") or "/")
+        for name in ("model_dir", "summary_dir"):
+            if name == "model_dir" or self.summary_dir is not None:
+                directory = _directory(name, getattr(self, name))
+                object.__setattr__(self, name, directory)
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is USE_DEFAULT and secs is USE_DEFAULT:
-            secs = _DEFAULT_SAVE_SECS
+            secs = DEFAULT_SAVE_SECS
         steps = None if steps is USE_DEFAULT else steps
         secs = None if secs is USE_DEFAULT else secs
         if steps is not None and secs is not None:
@@ -184,11 +194,32 @@ class RunConfig:
             ("keep_checkpoint_every_n_hours", 1e-9),
             ("log_step_count_steps", 1),
             ("steps_per_dispatch", 1),
+            ("backup_workers", 0),
             ("session_creation_timeout_secs", 1e-9),
             ("evaluator_timeout_secs", 0),
         ):
             check_at_least(name, getattr(self, name), least)
         strategy_lib.check(self.strategy, self.cluster)
+        self._check_backup_workers()
+
+    def _check_backup_workers(self) -> None:
+        backup, workers = self.backup_workers, self.cluster.num_workers
+        if backup is None or not self.cluster.is_distributed:
+            return
+        if not self.cluster.num_ps:
+            raise ValueError(
+                "Argument `backup_workers` is for parameter servers, and this "
+                f"cluster has none: {self.cluster.shape}. All-reduce waits for "
+                "every worker: leave it out."
+            )
+        if backup >= workers or (self.steps_per_dispatch or 1) > 1:
+            raise ValueError(
+                "Argument `backup_workers` must leave a worker to wait for, "
+                "and `steps_per_dispatch` be 1 with it, as the servers put "
+                f"each step together. Received: backup_workers={backup}, "
+                f"steps_per_dispatch={self.steps_per_dispatch}, of {workers} "
+                "workers."
+            )
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which some fields have other values.
@@ -349,12 +380,24 @@ class EvalSpec:
             object.__setattr__(self, "exporters", (self.exporters,))
         _make_tuple(self, "exporters", Exporter)
         names = [getattr(e, "name", None) for e in self.exporters]
-        strings = all(name and isinstance(name, str) for name in names)
-        if not strings or len(set(names)) != len(names):
+        strings = {name for name in names if name and isinstance(name, str)}
+        if len(strings) != len(names):
             raise ValueError(
                 "Argument `exporters` must have unique names, which are "
                 f"strings. Received: names={names}."
             )
+
+
+def _directory(name: str, value: Any) -> str:
+    """A directory as `os.path.join` needs it, checked."""
+    check_type(name, value, str | os.PathLike)
+    path = os.fspath(value)
+    if not path:
+        raise ValueError(f"Argument `{name}` must not be empty.")
+    storage.check_no_pattern(path)
+    # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
+    # sets ends in a slash.
+    return path.rstrip("/") or "/"
 
 
 def _refuse_or_ignore(fields: dict[str, Any]) -> None:

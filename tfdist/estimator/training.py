@@ -18,7 +18,6 @@ from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.data import data_service
-from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.evaluator import Evaluator
@@ -33,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 @runs_in_its_cluster
 def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec | None
 ) -> tuple[dict[str, float] | None, list[str | None]]:
     """Does this process's part of the job.
 
-    The chief (or the only process) trains; a separate evaluator task evaluates.
-    Where there is none, each checkpoint but the initial one is evaluated before
-    training goes on: by the workers on the variables where they are, or, if the
-    EvalSpec has hooks or the model its own `test_step`, in the chief's process,
-    which also exports. Workers and parameter servers serve, and so do the tasks
-    of a tf.data service (`tfdist.one_pass`). The chief leaves last.
+    The chief (or the only process) trains; an evaluator task evaluates. Without
+    one, each checkpoint but the initial one is evaluated before training goes
+    on: by the workers, where the variables are, or, if the EvalSpec has hooks
+    or the model its own `test_step`, by the chief, which also exports. Workers,
+    parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
+    serve. The chief leaves last.
 
     >>> import tempfile
     >>> def model_fn():
@@ -65,24 +64,20 @@ def train_and_evaluate(
     `tfdist.MonitoredTrainingSession` and `tfdist.Exporter` do otherwise and:
 
     * All tasks end by themselves, an evaluator also where training ends before
-      `max_steps`. It and the chief of a cluster return what a single process
-      does; TF returned None there.
-    * The export of the last checkpoint is always the final one; TF told the
-      exporters so only at `max_steps`, so that a `FinalExporter` never exported
-      when the data ended first. One that was exported before it was known to
-      be the last is exported again.
+      `max_steps`. It and the chief return what a single process does, not None.
+    * The export of the last checkpoint is always the final one, also where the
+      data ended before `max_steps`. One that was exported before it was known
+      to be the last is exported again.
     * A job that has reached `max_steps` already is evaluated and exported, for
-      its last process may have died before that; hooks and listeners begin and
-      end around no step. TF returned `(None, None)`.
-    * A training input without a single batch is an error; TF evaluated and
-      exported the model as it was.
+      its last process may have died before that.
+    * A training input without a single batch is an error.
     * `training_done.json` is written, which ends an evaluator, and
       `latest.json` in the evaluation's directory.
 
     Args:
         estimator: The model and configuration.
         train_spec: What to train on.
-        eval_spec: What to evaluate on.
+        eval_spec: What to evaluate on. None: nothing is.
 
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
@@ -94,12 +89,9 @@ def train_and_evaluate(
         ValueError: the estimator's configuration has no checkpoints, or an
             evaluation would have no end.
     """
-    for name, value, wanted in (
-        ("eval_spec", eval_spec, EvalSpec),
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-    ):
-        check_type(name, value, wanted)
+    check_type("estimator", estimator, Estimator)
+    check_type("train_spec", train_spec, TrainSpec)
+    check_type("eval_spec", eval_spec, EvalSpec | None)
     if not estimator.config.saves_checkpoints:
         raise ValueError(
             "`train_and_evaluate` evaluates checkpoints, and there are none. "
@@ -125,31 +117,25 @@ def train_and_evaluate(
             max_steps=train_spec.max_steps,
         )
         return None, []
-    evaluator = Evaluator(
-        estimator.model_fn,
-        without_context(eval_spec.input_fn),
-        estimator.model_dir,
-        steps=eval_spec.steps,
-        name=eval_spec.name,
-        hooks=eval_spec.hooks,
-        exporters=eval_spec.exporters,
-    )
-    result: dict[str, Any] | None
-    if cluster.role == "evaluator":
-        evaluator.run_continuously(
-            train_spec.max_steps,
-            eval_spec.start_delay_secs,
-            eval_spec.throttle_secs,
-            estimator.config.session_creation_timeout_secs,
+    evaluator = None
+    if eval_spec:
+        evaluator = Evaluator(
+            estimator.model_fn,
+            estimator.model_dir,
+            eval_spec,
+            estimator.config.summary_dir,
         )
-        result = evaluator.result
-    else:
-        result = _train_and_evaluate(
-            estimator, train_spec, eval_spec, evaluator
-        )
+    if cluster.role != "evaluator":
+        result = _train_and_evaluate(estimator, train_spec, evaluator)
         if on_ps:
             # Only now: after an error the servers wait for a restart.
             servers.release(cluster)
+    elif evaluator:
+        wait_secs = estimator.config.session_creation_timeout_secs
+        evaluator.run_continuously(train_spec.max_steps, wait_secs)
+        result = evaluator.result
+    else:
+        result = None
     return (result["metrics"], result["exports"]) if result else (None, [])
 
 
@@ -161,25 +147,18 @@ def _end_of_training(model_dir: str) -> Callable[[], bool]:
 
 
 def _train_and_evaluate(
-    estimator: Estimator,
-    train_spec: TrainSpec,
-    eval_spec: EvalSpec,
-    evaluator: Evaluator,
+    estimator: Estimator, train_spec: TrainSpec, evaluator: Evaluator | None
 ) -> dict[str, Any] | None:
     """The chief's part; returns the last result, if there is one."""
     config = estimator.config
     separate = config.cluster.has_evaluator
     storage.check_writable(config.model_dir)
     listeners = [*train_spec.saving_listeners]
-    if not separate:
-        evaluator.check_ends()
+    if evaluator and not separate:
+        evaluator.begin()
+        has_workers = config.strategy_name == "ps"
         listeners.append(
-            _EvaluateAfterSave(
-                evaluator,
-                eval_spec.throttle_secs,
-                train_spec.max_steps,
-                has_workers=config.strategy_name == "ps",
-            )
+            _EvaluateAfterSave(evaluator, train_spec.max_steps, has_workers)
         )
     results.retract_end(config.model_dir)
     estimator.train(
@@ -192,32 +171,34 @@ def _train_and_evaluate(
     assert path is not None  # Training ends with one.
     last_step = checkpoints.step_of(path)
     results.announce_end(config.model_dir, last_step)
-    if not separate:
-        return evaluator.result
-    return results.wait_for_result(
-        config.model_dir,
-        eval_spec.name,
-        last_step,
-        config.evaluator_timeout_secs,
-    )
+    if evaluator and separate:
+        return results.wait_for_result(
+            config.model_dir,
+            evaluator.spec.name,
+            last_step,
+            config.evaluator_timeout_secs,
+        )
+    return evaluator.result if evaluator else None
 
 
 class _EvaluateAfterSave(CheckpointSaverListener):
     """Evaluates on the chief, where there is no evaluator task."""
 
     def __init__(
-        self,
-        evaluator: Evaluator,
-        throttle_secs: float,
-        max_steps: int | None,
-        has_workers: bool,
+        self, evaluator: Evaluator, max_steps: int | None, has_workers: bool
     ) -> None:
         self._evaluator = evaluator
-        self._throttle_secs = throttle_secs
+        self._throttle_secs = evaluator.spec.throttle_secs
         self._max_steps = max_steps
         self._has_workers = has_workers
         self._not_before = 0.0
-        self._exported_the_last = False
+        self._exported_the_last = self.told_later = False
+
+    def before_save(
+        self, session: MonitoredTrainingSession, global_step_value: int
+    ) -> None:
+        """Training waits for what will be evaluated, of the step it is at."""
+        self.told_later = time.monotonic() < self._not_before
 
     def after_save(
         self, session: MonitoredTrainingSession, global_step_value: int
@@ -225,8 +206,9 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         """Evaluates what was saved, but no initial state and not too often."""
         if not session.secs_in_steps:
             return
+        self._exported_the_last = False
         at_end = session.should_stop() or global_step_value == self._max_steps
-        if time.monotonic() >= self._not_before:
+        if not self.told_later:
             self._not_before = time.monotonic() + self._throttle_secs
             self._evaluate(session, is_the_last=at_end)
         elif not at_end:
@@ -249,8 +231,11 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     ) -> None:
         assert session.checkpoint_dir is not None
         path = checkpoints.latest(session.checkpoint_dir)
-        if self._evaluator.evaluated != path:
-            here = overrides(session.model, "test_step")
+        assert path is not None  # It was just saved.
+        if not self._evaluator.has_evaluated(path):
+            # Of its own step only the checkpoints are evaluated.
+            methods = "train_step", "test_step"
+            here = any(overrides(session.model, own) for own in methods)
             elsewhere = self._has_workers and not here
             self._evaluator.evaluate(
                 path, elsewhere=session.evaluate if elsewhere else None

@@ -15,14 +15,24 @@ import time
 from collections.abc import Mapping
 
 from tfdist._tf import storage
+from tfdist.hooks.events import read_scalars
+from tfdist.hooks.session_run_hook import (
+    Logs,
+    Session,
+    SessionRunContext,
+    TimedHook,
+)
 
 _log = logging.getLogger(__name__)
+_MOST_LINES = 100  # As many as cloudml-hypertune keeps.
 
 
 def report_metrics(
     metrics: Mapping[str, float], path: str, trial: str = ""
 ) -> None:
-    """Writes the metrics of a trial, in place of those that are there.
+    """Adds the metrics of one evaluation to those of a trial.
+
+    They take the place of those of the same step, or of a later one.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -32,29 +42,81 @@ def report_metrics(
     ['auc', 'checkpoint_path', 'global_step', 'timestamp', 'trial']
 
     Args:
-        metrics: What `tfdist.train_and_evaluate` returns: name to value, with
-            `global_step` among them. One that is no finite number is left out,
-            with a warning: a trial without its metric counts as failed.
+        metrics: Name to value, as `tfdist.train_and_evaluate` returns them. One
+            that is not finite is left out, with a warning: a trial without its
+            metric counts as failed.
         path: A local file; the service sets CLOUD_ML_HP_METRIC_FILE.
         trial: Its number; the service sets CLOUD_ML_TRIAL_ID.
     """
+    step = int(metrics.get("global_step", 0))
     common = {
         "checkpoint_path": "",
-        "global_step": str(int(metrics.get("global_step", 0))),
+        "global_step": str(step),
         "timestamp": time.time(),
         "trial": trial,
     }
-    lines = []
+    path = os.path.abspath(path)
+    lines = (storage.read_text(path) or "").splitlines()
+    lines = [x for x in lines if int(json.loads(x)["global_step"]) < step]
     for name, value in metrics.items():
         if name == "global_step":
             continue
         if math.isfinite(value):
-            line = {name: str(float(value)), **common}
-            lines.append(json.dumps(line) + "\n")
+            lines.append(json.dumps({name: str(float(value)), **common}))
         else:
             _log.warning(
                 "Metric %r is %s and is not reported for this trial.",
                 name,
                 value,
             )
-    storage.write_text(os.path.abspath(path), "".join(lines))
+    text = "".join(f"{line}\n" for line in lines[-_MOST_LINES:])
+    storage.write_text(path, text)
+
+
+class ReportMetricsHook(TimedHook):
+    """Reports a trial's metrics while it trains, so that it can be stopped.
+
+    Only on the chief, and whoever evaluates.
+
+    >>> hook = tfdist.estimator.ReportMetricsHook(directory, "metrics")
+    >>> hook.steps_until_next(0)
+    1
+
+    Args:
+        eval_dir: Where the evaluations write: `Estimator.eval_dir()`.
+        path: As for `report_metrics`, as is `trial`.
+        trial: See there.
+        every_secs: Seconds between two looks at `eval_dir`.
+        tag: The metric that the job tunes. It is a ValueError, in training, if
+            an evaluation has none of the name. Default: not looked for.
+    """
+
+    def __init__(
+        self,
+        eval_dir: str,
+        path: str,
+        trial: str = "",
+        every_secs: float = 10,
+        tag: str | None = None,
+    ) -> None:
+        super().__init__(every_secs=every_secs)
+        self._eval_dir, self._trial, self._tag = eval_dir, (path, trial), tag
+        self._reported = -1
+
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Reports evaluations that are new."""
+        self.end(context.session)
+
+    def end(self, session: Session) -> None:
+        """Reports the last ones, too."""
+        found = read_scalars(self._eval_dir) if session.is_chief else {}
+        for step in found:
+            if step > self._reported:
+                self._reported = step
+                if self._tag not in (None, *found[step]):
+                    raise ValueError(
+                        f"{self._tag!r} is tuned, and an evaluation has "
+                        f"{sorted(found[step])}."
+                    )
+                metrics = {**found[step], "global_step": step}
+                report_metrics(metrics, *self._trial)

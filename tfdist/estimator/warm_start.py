@@ -8,11 +8,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
+from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import logical_path
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
+from tfdist.training import optimizers
+from tfdist.training.layout import is_seed
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +34,9 @@ class WarmStartSettings:
 
     Attributes:
         ckpt_to_initialize_from: A checkpoint, or a directory with some.
-        vars_to_warm_start: Regular expression that a trainable variable's name
-            must match somewhere, or a list of such. Slots and counters are
-            never taken. Default: all.
+        vars_to_warm_start: Regular expression that a weight's name must match
+            somewhere, or a list of such; not trained ones too, unlike in TF.
+            Slots and counters are never taken. Default: all.
         var_name_to_prev_var_name: Names in the checkpoint, of variables that
             had another name there.
 
@@ -66,7 +70,8 @@ class WarmStartHook(SessionRunHook):
         """Assigns the weights, unless the session was restored."""
         if session.restored_from is not None:
             return
-        settings = self._settings
+        settings, model = self._settings, session.model
+        assert model is not None  # An `Estimator` always has one.
         given = settings.ckpt_to_initialize_from
         path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
         if not (path and tf.io.gfile.exists(f"{path}.index")):
@@ -75,13 +80,13 @@ class WarmStartHook(SessionRunHook):
             )
         patterns = settings.vars_to_warm_start
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        assert session.model is not None  # An `Estimator` always has one.
-        names = {logical_path(v) for v in session.model.trainable_variables}
+        names = {logical_path(v) for v in model.weights if not is_seed(v)}
         renamed = settings.var_name_to_prev_var_name
+        chosen = {n for n in names if any(re.search(p, n) for p in patterns)}
+        _check_whole(model, chosen)
         taken = {
             renamed.get(name, name): session.variables[name]
-            for name in sorted(names)
-            if any(re.search(pattern, name) for pattern in patterns)
+            for name in sorted(chosen)
         }
         unknown = sorted(set(renamed) - names)
         if unknown or not taken:
@@ -92,4 +97,22 @@ class WarmStartHook(SessionRunHook):
                 f"{sorted(names)}."
             )
         checkpoints.restore(path, taken)
+        for growing in filter(None, map(growing_of, model.weights)):
+            # It was seen in steps of the other job.
+            growing.seen.value.assign(tf.zeros_like(growing.seen.value))
+        optimizers.begin(model.optimizer, model.trainable_variables)
         _log.info("Warm start: %d variables from %s.", len(taken), path)
+
+
+def _check_whole(model: keras.Model, chosen: set[str]) -> None:
+    """Raises `ValueError` for rows of a growing table without their ids."""
+    for growing in filter(None, map(growing_of, model.weights)):
+        pieces = {logical_path(piece) for piece in growing.pieces}
+        if len(pieces & chosen) not in (0, len(pieces)):
+            raise ValueError(
+                "A warm start takes all variables of a DynamicEmbedding, which "
+                f"say whose its rows are, or none. Received a pattern for "
+                f"{sorted(pieces & chosen)} and not for "
+                f"{sorted(pieces - chosen)}. Choose them by the layer's name, "
+                f"{growing.table.path!r}."
+            )

@@ -19,6 +19,7 @@ from .session_run_hook import SessionRunArgs as SessionRunArgs
 from .session_run_hook import SessionRunContext as SessionRunContext
 from .session_run_hook import SessionRunHook as SessionRunHook
 from .session_run_hook import SessionRunValues as SessionRunValues
+from .summary_hooks import DynamicEmbeddingHook as DynamicEmbeddingHook
 from .summary_hooks import ProfilerHook as ProfilerHook
 from .summary_hooks import StalenessHook as StalenessHook
 from .summary_hooks import StepCounterHook as StepCounterHook

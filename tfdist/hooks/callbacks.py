@@ -1,18 +1,22 @@
 """Keras callbacks in tfdist's training loop (design decision D1).
 
 A callback was written for `fit`: batch after batch in one process. What of that
-has a meaning here is called; one that relies on the rest is refused.
+has a meaning here is called; one that relies on the rest is refused, with what
+does its work instead. `CALLBACKS.md` is the table of all.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
+from tfdist._tf.private_keras import profiles
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
     Session,
@@ -21,19 +25,17 @@ from tfdist.hooks.session_run_hook import (
     SessionRunValues,
     warn_of_single_steps,
 )
+from tfdist.training.loop import Logs
 from tfdist.training.multi_optimizer import MultiOptimizer
 
+_log = logging.getLogger(__name__)
+
 _INSTEAD = {
-    (keras.callbacks.ModelCheckpoint, keras.callbacks.OrbaxCheckpoint): (
-        "RunConfig(save_checkpoints_steps=...) and BestExporter save the model."
-    ),
-    keras.callbacks.BackupAndRestore: "Every job goes on from its last "
-    "checkpoint by itself.",
-    keras.callbacks.TerminateOnNaN: "NanTensorHook stops training when the "
-    "loss is NaN, before it is saved.",
+    versions.OrbaxCheckpoint: "ModelCheckpoint saves files of Keras, "
+    "RunConfig(save_checkpoints_steps=...) checkpoints.",
     keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
-    keras.callbacks.SwapEMAWeights: "The evaluation runs on another machine, "
-    "whose weights it cannot swap.",
+    keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, which it "
+    "cannot swap; they hold the averages beside the weights.",
     keras.callbacks.CallbackList: "Give its callbacks one by one.",
 }
 
@@ -41,42 +43,60 @@ _SETS_RATE = (
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
 )
-_NEVER_CALLED = (
-    "on_batch_begin",
-    "on_train_batch_begin",
-    *(
-        f"on_{mode}_{what}"
-        for mode in ("test", "predict")
-        for what in ("begin", "end", "batch_begin", "batch_end")
-    ),
+# Files, and what listens to them, get one of each: the chief's.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
 )
+_SET_NOTHING = (
+    *_WRITERS,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,  # Nothing after a step.
+    keras.callbacks.TerminateOnNaN,
+)
+_OF_BATCHES = (
+    *("on_batch_begin", "on_batch_end"),
+    *("on_train_batch_begin", "on_train_batch_end"),
+)
+_NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
 
 
 class KerasCallbackHook(SessionRunHook):
     """Runs Keras callbacks in a session.
 
     An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
-    step 200. Differences from `fit` are:
+    step 200. At its end, and where `ModelCheckpoint(save_freq=...)` saves, no
+    step is under way: the weights are those of that step, also on parameter
+    servers. Differences from `fit` are:
 
-    * `on_train_batch_end` has the logs of its step alone. Where a callback
-      overrides it, steps run one by one, which a warning tells.
-    * The logs of an epoch are the means over its steps of the logs of its
-      runs: exact for means over batches of one size, not for others (AUC).
+    * Callbacks of batches have the logs of their step alone, and have steps
+      dispatched one by one, which a warning tells.
+    * With a `train_step` of its own the logs of an epoch are the means over
+      its steps of the logs of its runs.
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
-      first epoch that ends after it; epochs without a new one have none.
-    * After a recovery the steps since the last checkpoint run again. An epoch
-      that had ended is not reported a second time. After a restart of the
-      process callbacks start over, at the epoch where the job is.
+      first epoch that ends after it, with `on_test_begin` and `on_test_end`;
+      epochs without a new one have none. What keeps the best weights skips an
+      epoch whose end was not evaluated. With as many steps between checkpoints
+      as in an epoch, and `EvalSpec(throttle_secs=0)` without an evaluator task,
+      it is.
+    * In all-reduce every process has to have the hook, and runs the callbacks
+      with the chief's logs; the chief alone runs those of Keras that write.
+    * After a recovery the steps since the last checkpoint run again, but no
+      epoch is reported a second time. After a restart of the process callbacks
+      start over, at the epoch where the job is.
 
     `model.stop_training = True` requests a stop. A learning rate that a
-    callback sets reaches the optimizer's variable, also on a parameter server.
-    `TensorBoard(profile_batch=...)` does nothing here: use `ProfilerHook`.
+    callback sets reaches the optimizer's variable, weights the model's, also on
+    a parameter server and in the last checkpoint.
 
     Args:
         callbacks: The callbacks.
         steps_per_epoch: Steps of an epoch.
         eval_dir: Where the evaluations write (`<model_dir>/eval`); needed for
             callbacks that monitor a `val_` metric.
+        epochs: What callbacks find in `params["epochs"]`.
 
     Raises:
         ValueError: a callback has no meaning here; the message says why and
@@ -91,13 +111,20 @@ class KerasCallbackHook(SessionRunHook):
     50
     """
 
+    wants_none_under_way = True
+    _exact: Logs | None
+
     def __init__(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
         steps_per_epoch: int,
         eval_dir: str | None = None,
+        epochs: int | None = None,
     ) -> None:
         check_positive("steps_per_epoch", steps_per_epoch)
+        self._steps_per_epoch = steps_per_epoch
+        self._cadences = [steps_per_epoch]
+        self._given: list[keras.callbacks.Callback] = []
         for callback in callbacks:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(
@@ -109,23 +136,38 @@ class KerasCallbackHook(SessionRunHook):
                     f"{type(callback).__name__} cannot run in tfdist's "
                     f"training loop. {reason}"
                 )
-        self._callbacks = list(callbacks)
-        # TensorBoard overrides all, and does nothing there but by batches.
-        by_batches = [
-            callback
-            for callback in callbacks
-            if _overrides(callback, "on_train_batch_end", "on_batch_end")
-            and not isinstance(callback, keras.callbacks.TensorBoard)
-        ]
-        for callback in by_batches:
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                _log.warning(
+                    "BackupAndRestore is what every session does by itself: it "
+                    "goes on from its last checkpoint. Nothing is written to "
+                    "backup_dir=%r; RunConfig(save_checkpoints_steps=...) says "
+                    "how often.",
+                    callback.backup_dir,
+                )
+            else:
+                self._add(callback)
+        self._eval_dir = eval_dir
+        self._params = {
+            "steps": steps_per_epoch,
+            "epochs": epochs,
+            "verbose": 0,
+        }
+        self.begin()
+
+    def _add(self, callback: keras.callbacks.Callback) -> None:
+        """Adds a callback, and what it wants of the steps."""
+        if of_batches := _overrides(callback, *_OF_BATCHES):
+            self.single_steps = True
             warn_of_single_steps(
-                f"{type(callback).__name__}.on_train_batch_end",
+                f"{type(callback).__name__}.{of_batches[0]}",
                 "Let it act at the end of an epoch instead, if that is enough.",
             )
-        self._each_batch = bool(by_batches)
-        self._steps_per_epoch = steps_per_epoch
-        self._eval_dir = eval_dir
-        self.begin()
+        self._given.append(callback)
+        if not isinstance(callback, _SET_NOTHING):
+            sets = getattr(callback, "restore_best_weights", True)
+            self.sets_variables |= sets
+        if isinstance(every := getattr(callback, "save_freq", None), int):
+            self._cadences.append(every)
 
     def begin(self) -> None:
         """Forgets an earlier session."""
@@ -134,6 +176,7 @@ class KerasCallbackHook(SessionRunHook):
         self._epoch = -1  # The one under way, or -1 between two.
         self._ended_epoch = -1
         self._evaluated_step = -1
+        self._logs: dict[str, float] = {}  # Of the epoch that ended last.
         self._forget_logs()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
@@ -144,11 +187,15 @@ class KerasCallbackHook(SessionRunHook):
                 "KerasCallbackHook needs a session that trains a Keras model; "
                 "this one runs a plain step function. Use hooks instead."
             )
-        params = {"steps": self._steps_per_epoch, "epochs": None, "verbose": 0}
         model.stop_training = False
+        self._callbacks = [
+            callback
+            for callback in self._given
+            if session.is_chief or not isinstance(callback, _WRITERS)
+        ]
         for callback in self._callbacks:
             _check_model(callback, model)
-            callback.set_params(params)
+            callback.set_params(self._params)
             callback.set_model(model)
         if not self._begun:
             self._call("on_train_begin")
@@ -156,16 +203,18 @@ class KerasCallbackHook(SessionRunHook):
         self._step, self._epoch = session.step, -1
 
     def steps_until_next(self, step: int) -> int:
-        """Steps until the epoch ends, or one where a callback sees each."""
-        rest = self._steps_per_epoch - step % self._steps_per_epoch
-        return 1 if self._each_batch else rest
+        """Steps until the epoch ends, or a callback saves."""
+        return min(every - step % every for every in self._cadences)
 
     def before_run(self, run_context: SessionRunContext) -> None:
-        """Begins an epoch."""
+        """Begins an epoch, and a batch."""
+        epoch, batch = divmod(run_context.session.step, self._steps_per_epoch)
         if self._epoch < 0:
-            self._epoch = run_context.session.step // self._steps_per_epoch
+            self._epoch = epoch
             self._forget_logs()
-            self._call("on_epoch_begin", self._epoch)
+            self._call("on_epoch_begin", epoch)
+        if self.single_steps:
+            self._call("on_train_batch_begin", batch)
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -177,39 +226,75 @@ class KerasCallbackHook(SessionRunHook):
             self._logged_steps += steps
             for name, value in run_values.results.items():
                 self._sums[name] += value * steps
+            if isinstance(run_values.results, Logs):
+                self._exact = run_values.results.after(self._exact)
             batch = (session.step - 1) % self._steps_per_epoch
             self._call("on_train_batch_end", batch, dict(run_values.results))
         if session.step // self._steps_per_epoch > self._epoch:
-            self._end_epoch()
+            self._end_epoch(session)
         if session.model.stop_training:
             run_context.request_stop()
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""
         if self._epoch >= 0 and self._logged_steps:
-            self._end_epoch()
-        self._call("on_train_end")
+            self._end_epoch(session)
+        self._call("on_train_end", self._logs)
+        session.unsaved |= self.sets_variables
 
-    def _end_epoch(self) -> None:
+    def _found(self) -> tuple[int, dict[str, float], dict[str, float]]:
+        """Step and metrics of the newest evaluation, and the epoch's logs.
+
+        No metrics where an epoch has had them.
+        """
+        results = read_scalars(self._eval_dir) if self._eval_dir else {}
+        newest = max(results, default=-1)
+        logs = {k: v / self._logged_steps for k, v in self._sums.items()}
+        new = results[newest] if newest > self._evaluated_step else {}
+        return newest, new, logs | (self._exact or {})
+
+    def _end_epoch(self, session: Session) -> None:
         epoch, self._epoch = self._epoch, -1
+        # All processes of an all-reduce job decide by what its chief has found.
+        evaluated, results, self._logs = session.agreed(self._found)
         if epoch <= self._ended_epoch:
             return
         self._ended_epoch = epoch
-        logs = {k: v / self._logged_steps for k, v in self._sums.items()}
-        results = read_scalars(self._eval_dir) if self._eval_dir else {}
-        newest = max(results, default=-1)
-        if newest > self._evaluated_step:  # No epoch had it yet.
-            self._evaluated_step = newest
-            logs |= {f"val_{k}": v for k, v in results[newest].items()}
-        self._call("on_epoch_end", epoch, logs)
+        if results:
+            self._evaluated_step = evaluated
+            self._logs |= {f"val_{k}": v for k, v in results.items()}
+            self._call("on_test_begin")
+            self._call("on_test_end", results)
+        for callback in self._callbacks:
+            if evaluated == self._step or not _keeps_the_best(callback):
+                callback.on_epoch_end(epoch, self._logs)
+                continue
+            _log.warning(
+                "%s skips epoch %d, whose end (step %d) was not evaluated. "
+                "RunConfig(save_checkpoints_steps=%d) and EvalSpec("
+                "throttle_secs=0), without an evaluator task, evaluate each; "
+                "else BestExporter keeps the best.",
+                type(callback).__name__,
+                epoch,
+                self._step,
+                self._steps_per_epoch,
+            )
 
     def _forget_logs(self) -> None:
         self._logged_steps = 0
         self._sums: dict[str, float] = collections.defaultdict(float)
+        self._exact = None
 
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*args)
+
+
+def _keeps_the_best(callback: keras.callbacks.Callback) -> bool:
+    """Whether it keeps weights for what an evaluation has found of them."""
+    options = "save_best_only", "restore_best_weights"
+    keeps = any(getattr(callback, option, False) for option in options)
+    return keeps and callback.monitor.startswith("val_")
 
 
 def _reason_against(
@@ -220,41 +305,37 @@ def _reason_against(
         if isinstance(callback, kind):
             return instead
     if isinstance(callback, keras.callbacks.TensorBoard):
-        # It overrides all methods; by epochs it does without those of batches.
-        if callback.update_freq == "epoch":
-            return None
-        return (
-            f"update_freq={callback.update_freq!r} counts batches. "
-            "SummarySaverHook writes by steps."
-        )
-    if getattr(callback, "restore_best_weights", False):
-        return (
-            "restore_best_weights=True would set the weights after the last "
-            "checkpoint. BestExporter keeps the best model."
-        )
+        if profiles(callback):
+            return "ProfilerHook profiles steps; set profile_batch=0."
+        if callback.update_freq != "epoch":
+            return (
+                f"update_freq={callback.update_freq!r} counts batches. "
+                "SummarySaverHook writes by steps."
+            )
     monitor = getattr(callback, "monitor", None) or ""
-    if monitor.startswith("val_") and not with_evaluations:
+    monitors = getattr(callback, "save_best_only", True)
+    if monitors and monitor.startswith("val_") and not with_evaluations:
         return (
             f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
             "the evaluations write, or let it monitor 'loss'."
         )
     if never := _overrides(callback, *_NEVER_CALLED):
         return (
-            f"It overrides {never[0]}, which is never called: many steps run "
-            "in one go, and evaluations apart from training."
+            f"It overrides {never[0]}, which is never called: evaluations run "
+            "apart from training. EvalSpec(hooks=...) see their batches, "
+            "on_test_end their results."
         )
     return None
 
 
 def _overrides(callback: keras.callbacks.Callback, *methods: str) -> list[str]:
-    """Those of `methods` that a callback, or its class, has of its own."""
-    return [
-        name
-        for name in methods
-        if name in vars(callback)
-        or getattr(type(callback), name)
-        is not getattr(keras.callbacks.Callback, name)
-    ]
+    """Those of `methods` that are not Keras', whose own do without most."""
+
+    def is_own(name: str) -> bool:
+        module = getattr(type(callback), name).__module__
+        return name in vars(callback) or not module.startswith("keras.")
+
+    return list(filter(is_own, methods))
 
 
 def _check_model(

@@ -6,6 +6,7 @@ may be another machine, wrote to `<model_dir>/eval`, and stop the training.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -22,6 +23,7 @@ from tfdist.hooks.session_run_hook import (
 )
 
 _log = logging.getLogger(__name__)
+_Compare = Callable[[float, float], bool]
 
 
 def make_early_stopping_hook(
@@ -89,10 +91,7 @@ def stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory
     ... )
     """
-
-    def stops(values: dict[int, float]) -> bool:
-        return any(value > threshold for value in values.values())
-
+    stops = functools.partial(_any, operator.gt, threshold)
     should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
@@ -116,10 +115,7 @@ def stop_if_lower_hook(
     ...     None, "loss", 0.1, eval_dir=directory
     ... )
     """
-
-    def stops(values: dict[int, float]) -> bool:
-        return any(value < threshold for value in values.values())
-
+    stops = functools.partial(_any, operator.lt, threshold)
     should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
@@ -146,10 +142,7 @@ def stop_if_no_increase_hook(
     ...     None, "accuracy", max_steps_without_increase=500, eval_dir=directory
     ... )
     """
-
-    def stops(values: dict[int, float]) -> bool:
-        return _longest_stall(values, operator.gt) >= max_steps_without_increase
-
+    stops = functools.partial(_stalls, operator.gt, max_steps_without_increase)
     should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
@@ -173,10 +166,7 @@ def stop_if_no_decrease_hook(
     ...     None, "loss", max_steps_without_decrease=500, eval_dir=directory
     ... )
     """
-
-    def stops(values: dict[int, float]) -> bool:
-        return _longest_stall(values, operator.lt) >= max_steps_without_decrease
-
+    stops = functools.partial(_stalls, operator.lt, max_steps_without_decrease)
     should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
@@ -226,16 +216,21 @@ def _asked(
     return should_stop
 
 
-def _longest_stall(
-    values: dict[int, float], is_better: Callable[[float, float], bool]
-) -> int:
-    """Most steps that an evaluation is after the best before it."""
+def _any(passes: _Compare, bound: float, values: dict[int, float]) -> bool:
+    """Whether an evaluation passes the bound."""
+    return any(passes(value, bound) for value in values.values())
+
+
+def _stalls(
+    better: _Compare, most_steps: int, values: dict[int, float]
+) -> bool:
+    """Whether an evaluation is so many steps after the best before it."""
     best, best_step, longest = None, 0, 0
     for step, value in values.items():
-        if best is None or is_better(value, best):
+        if best is None or better(value, best):
             best, best_step = value, step
         longest = max(longest, step - best_step)
-    return longest
+    return longest >= most_steps
 
 
 def eval_dir_of(estimator: Any) -> str:

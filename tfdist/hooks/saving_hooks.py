@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from os.path import normpath
 from typing import Any, TypeAlias
 
@@ -12,8 +13,10 @@ import tensorflow as tf
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
     Logs,
+    SecondOrStepTimer,
     Session,
     SessionRunContext,
+    SessionRunValues,
     TimedHook,
 )
 
@@ -27,6 +30,13 @@ USE_DEFAULT: Any = object()
 """A cadence that was not given, where None means none."""
 
 
+class Sparing(float):
+    """Seconds between checkpoints, or more where they cost over 1 %."""
+
+
+DEFAULT_SAVE_SECS = Sparing(60)
+
+
 class CheckpointSaverHook(TimedHook):
     """Saves a new job's first state, on a timer, and at the end.
 
@@ -35,13 +45,27 @@ class CheckpointSaverHook(TimedHook):
     name is always `model.ckpt`; on SIGTERM the current step is saved, without
     the listeners, which may take longer than the process has.
 
+    On parameter servers and in one process steps go on while a checkpoint is
+    written, of values that are held as they were (see
+    `tfdist.checkpoint.held`). It is in the list of checkpoints once it is
+    complete. What it fails with is logged, and raised after a later step, if
+    there is one: at the end and on SIGTERM it is saved anew. One that comes due
+    meanwhile waits for it if `save_steps` are given; by seconds, it is taken
+    when the one before is complete. The first and the last one are waited for,
+    and so is one under way before a recovery and after SIGTERM.
+
     Args:
         checkpoint_dir: Where to.
         save_secs: Seconds between checkpoints.
-        save_steps: Steps between checkpoints. Exactly one must be given.
+        save_steps: Steps between checkpoints, which are at multiples of it,
+            where TF1 counts from the step restored. Exactly one must be given.
         listeners: Told of every checkpoint, the one of the first state
             included. One whose `after_save` returns True stops training,
-            unless at the start or at the end.
+            unless at the start or at the end. `after_save` is called at the
+            step that was saved, so no step runs before the checkpoint is
+            complete; unless every listener has a true attribute `told_later`
+            after `before_save`: then after the first run of steps that finds
+            it complete.
         max_to_keep: Most recent checkpoints kept; None or 0 keeps all.
         keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
 
@@ -70,11 +94,13 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
         super().__init__(save_secs=save_secs, save_steps=save_steps)
-        self._directory = checkpoint_dir
+        self._directory, self._save_steps = checkpoint_dir, save_steps
+        self._save_secs = save_secs
         self._listeners = list(listeners or ())
         self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
+        self._begun: tuple[int, Future[str]] | None = None
         self.last_path: str | None = None
 
     def begin(self) -> None:
@@ -85,6 +111,8 @@ class CheckpointSaverHook(TimedHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Saves the state, unless it is that of the newest checkpoint."""
+        self._forget_failure(wait=False)  # Which the session recovers from.
+        self._tell(session, wait=False)
         self._checkpoints = session.checkpoints(self._directory, *self._keep)
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and normpath(restored) == normpath(latest):
@@ -92,42 +120,89 @@ class CheckpointSaverHook(TimedHook):
             self._checkpoints.prepare()
         else:
             self._save(session)
-        self._timer.update_last_triggered_step(session.step)
+        # Multiples of an interval stay so when a job goes on between two.
+        begun = session.step - session.step % (self._save_steps or 1)
+        self._timer.update_last_triggered_step(begun)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
-        """Saves."""
-        session = context.session
+        """Saves; if training ends, and nobody evaluates, `end` does."""
+        session, ends = context.session, context.stop_requested
+        if ends and not self._listeners:
+            return  # An evaluator task sees the last step once, as it stays.
         session.wait_for_steps()
+        if ends:
+            session.average_weights()
         self._timer.update_last_triggered_step(session.step)
-        if self._save(session):
+        if self._save(session, wait=ends):
             context.request_stop()
 
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Tells of what has been written, and saves if it is time to."""
+        if self._tell(run_context.session, wait=False):
+            run_context.request_stop()
+        if self._begun is None or self._save_steps:
+            super().after_run(run_context, run_values)
+
     def end(self, session: Session) -> None:
-        """Saves the last step, if it is not saved."""
-        if self._saved_step != session.step:
+        """Saves the last step, if it is not saved as it is now."""
+        self._forget_failure()
+        self._tell(session)
+        if session.unsaved or self._saved_step != session.step:
             self._save(session)
         for listener in self._listeners:
             listener.end(session, session.step)
 
     def on_preemption(self, session: Session) -> None:
         """Saves this step, if it is not saved."""
+        self._forget_failure()
+        self._complete()
         if self._saved_step != session.step:
-            self._write(session.step)
+            self._begin(session)
+            self._complete()
 
-    def _save(self, session: Session) -> bool:
+    def _save(self, session: Session, wait: bool = True) -> bool:
         """Saves, with the listeners; says whether one wants to stop."""
-        step = session.step
+        stops = self._tell(session)
         for listener in self._listeners:
-            listener.before_save(session, step)
-        self._write(step)
+            listener.before_save(session, session.step)
+        for listener in self._listeners:
+            wait |= not getattr(listener, "told_later", False)
+        self._begin(session, wait)
+        return self._tell(session, wait) or stops
+
+    def _tell(self, session: Session, wait: bool = True) -> bool:
+        """Tells the listeners of what is complete; as `_save`."""
         stops = False
-        for listener in self._listeners:
-            if listener.after_save(session, step):
+        for listener in self._listeners if self._complete(wait) else ():
+            if listener.after_save(session, self._saved_step):
+                step = session.step
                 _log.info("%r requests a stop at step %d.", listener, step)
                 stops = True
         return stops
 
-    def _write(self, step: int) -> None:
-        self.last_path = self._checkpoints.save(step)
-        self._saved_step = step
-        _log.info("Saved %s.", self.last_path)
+    def _begin(self, session: Session, wait: bool = True) -> None:
+        step = session.step
+        self._begun = step, self._checkpoints.save_behind(step, not wait)
+        session.unsaved = False
+
+    def _forget_failure(self, wait: bool = True) -> None:
+        """Forgets an error that was logged, since it is saved again."""
+        begun = self._begun
+        if begun and (wait or begun[1].done()) and begun[1].exception():
+            self._begun = None
+
+    def _complete(self, wait: bool = True) -> bool:
+        """Whether what was begun has been written by now."""
+        if self._begun is None or not (wait or self._begun[1].done()):
+            return False
+        (step, written), self._begun = self._begun, None
+        self.last_path = written.result()
+        is_first, self._saved_step = self._saved_step is None, step
+        # The first one is waited for, traces, and tells nothing of the others.
+        if isinstance(self._save_secs, Sparing) and not is_first:
+            secs = max(self._save_secs, 100 * self._checkpoints.cost_secs)
+            self._timer = SecondOrStepTimer(every_secs=secs)
+            self._timer.update_last_triggered_step(step)
+        return True

@@ -39,6 +39,8 @@ class Session(Protocol):
     """What hooks may ask of a `MonitoredTrainingSession` (see there)."""
 
     step: int
+    is_chief: bool
+    unsaved: bool
     restored_from: str | None
     secs_in_steps: float
     input_secs: Any
@@ -49,9 +51,11 @@ class Session(Protocol):
     should_stop: Callable[[], bool]
     request_stop: Callable[[], None]
     wait_for_steps: Callable[[], None]
+    average_weights: Callable[[], None]
     tasks_alive: Callable[[], str]
     missing_workers: Callable[[float], list[str]]
     checkpoints: Callable[..., Checkpoints]
+    agreed: Callable[[Callable[[], Any]], Any]
 
 
 class SessionRunHook(tf.compat.v1.train.SessionRunHook):
@@ -71,6 +75,9 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
         wants_none_under_way: Whether, after the steps that `steps_until_next`
             allowed, no other step may be under way on a worker. Else some are,
             so that workers need not wait for the slowest.
+        single_steps: Whether no two steps may run in one go.
+        sets_variables: Whether `end` may set what a checkpoint holds: it is
+            then called before those of the savers.
 
     >>> class Losses(tfdist.SessionRunHook):
     ...     def after_run(self, run_context, run_values):
@@ -83,7 +90,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     0.5
     """
 
-    wants_none_under_way = False
+    wants_none_under_way = single_steps = sets_variables = False
 
     def steps_until_next(self, step: int) -> int | None:
         """How many steps may run before the next call; None for any number.
@@ -300,7 +307,7 @@ def steps_allowed(
                 f"{type(hook).__name__}.steps_until_next must return None or "
                 f"at least 1. Received: {wish} at step {step}."
             )
-        most = min(most, wish)
+        most = min(most, 1 if getattr(hook, "single_steps", False) else wish)
         if getattr(hook, "wants_none_under_way", False):
             until = min(until, wish)
     return most, max(0, until - most)

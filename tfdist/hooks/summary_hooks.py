@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import input_wait
+from tfdist.embeddings.growing import growing_of
 from tfdist.hooks.events import event_file
 from tfdist.hooks.session_run_hook import (
     Logs,
@@ -208,6 +209,52 @@ class StalenessHook(TimedHook):
         """Logs the figures of all updates."""
         if session.staleness is not None:
             _log.info("%s", staleness.describe(session.staleness))
+
+
+class DynamicEmbeddingHook(TimedHook):
+    """Writes how full each `DynamicEmbedding` of the model is.
+
+    Of each, what its `counters` returns. Servers count their own ids, which
+    takes some 4 ms a million rows; an `Estimator` has it done as often as it
+    saves. Nothing where there is no such table.
+
+    Args:
+        output_dir: Directory of the event file.
+        every_n_steps: Steps between summaries.
+        every_n_secs: Seconds between summaries. Exactly one must be given.
+
+    >>> hook = tfdist.hooks.DynamicEmbeddingHook(directory, every_n_secs=60)
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+    ) -> None:
+        super().__init__(
+            False, every_n_secs=every_n_secs, every_n_steps=every_n_steps
+        )
+        self._file = event_file(output_dir)
+
+    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+        """Writes the scalars of each table."""
+        self._write(context.session)
+
+    def end(self, session: Session) -> None:
+        """Writes them as they are at the end."""
+        if self._timer.last_triggered_step() != session.step:
+            self._write(session)
+
+    def _write(self, session: Session) -> None:
+        variables = session.model.variables if session.model else []
+        found = (growing_of(variable) for variable in variables)
+        tables = {each.table.path: each.table for each in found if each}
+        for path, table in tables.items():
+            counts = table.counters().items()
+            scalars = {f"{path}/{name}": count for name, count in counts}
+            self._file.write_scalars(scalars, session.step)
+            self._file.flush()
 
 
 class ProfilerHook(TimedHook):

@@ -17,7 +17,8 @@ promises:
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. What still runs ten seconds
   later is killed. 128 + n stands for signal n.
-* Ctrl-C, SIGTERM and SIGHUP end every task; a second Ctrl-C kills. Should the
+* Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
+  minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
 * TensorFlow's servers authenticate nobody and listen on every interface. The
   cluster therefore gets a network of its own. Where the system allows none, the
@@ -36,8 +37,10 @@ from tfdist.launch import network
 from tfdist.launch.processes import Task, how_it_ended
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
-# Between SIGTERM and SIGKILL: a chief writes its last checkpoint meanwhile.
+# Between SIGTERM, or the chief's end, and SIGKILL.
 _TERM_SECS = 10.0
+# For the chief, whose steps under way may take 20 s before it saves.
+_SAVE_SECS = 60.0
 
 
 def backoff_secs(restarts: int) -> float:
@@ -127,6 +130,8 @@ class Launcher(Supervisor):
             show(task.name, line)
         if not self._stopping:
             self._decide(task, exit_code)
+        elif task.job == "chief":  # It has saved, which the others served.
+            self.loop.call_later(_TERM_SECS, self._signal_all, signal.SIGKILL)
         self._end_if_over()
 
     def _decide(self, task: Task, exit_code: int) -> None:
@@ -159,13 +164,18 @@ class Launcher(Supervisor):
         self._end_if_over()
 
     def _stop(self, grace_secs: float = 0.0) -> None:
-        """Ends every task: SIGTERM after the grace period, then SIGKILL."""
+        """Ends every task: SIGTERM after the grace period, then SIGKILL.
+
+        Not while a chief saves, for which it needs the parameter servers.
+        """
         self._stopping = True
         for task in self.tasks.values():
             self.cancel(task, "restart")
         term, kill = signal.SIGTERM, signal.SIGKILL
+        over = self.tasks["chief:0"].is_over
+        patience = grace_secs + (_TERM_SECS if over else _SAVE_SECS)
         self.loop.call_later(grace_secs, self._signal_all, term)
-        self.loop.call_later(grace_secs + _TERM_SECS, self._signal_all, kill)
+        self.loop.call_later(patience, self._signal_all, kill)
 
     def _signal_all(self, signum: signal.Signals) -> None:
         for task in self.tasks.values():

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import SEED_STATE_NAME, mask_of, set_mask
+from tfdist._tf.private_keras import SEED_STATE_NAME, mask_of, set_mask
 from tfdist.pipeline.stages import Stage
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None

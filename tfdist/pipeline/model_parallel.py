@@ -223,11 +223,8 @@ class Pipeline(keras.Model):
         if self._metrics_built_for != tracker:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             known = itertools.takewhile(lambda part: part is not None, batch)
-            spec = tf.nest.map_structure(
-                lambda t: tf.TensorSpec(t.shape, t.dtype), tuple(known)
-            )
             with tf.init_scope():
-                metrics.build_metrics(self, spec)
+                metrics.build_metrics(self, tuple(known))
             self._metrics_built_for = tracker
 
     def _passes(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import SEED_STATE_NAME
+from tfdist._tf.private_keras import SEED_STATE_NAME
 
 Layers: TypeAlias = keras.layers.Layer | Sequence[keras.layers.Layer]
 Devices = Sequence[str] | Sequence[Sequence[str]]

@@ -1,4 +1,4 @@
-"""How a variable is split: along its rows, in nearly equal runs.
+"""How a variable is split: along its rows, in nearly equal shards.
 
 The three partitioners are TF1's own; only arguments that TF1 accepted and then
 failed on, or ignored, are refused here. Like `ParameterServerStrategy`, tfdist
@@ -10,12 +10,22 @@ number of parts along each axis, a list of int.
 
 import numbers
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable, check_positive
 
 Partitioner = Callable[..., Sequence[int]]
+
+
+class Run(NamedTuple):
+    """Consecutive rows of a table, which are so in their shard, too."""
+
+    row: int  # The first one, in the table.
+    size: int
+    shard: int
+    position: int  # Of the first one, in the shard.
 
 
 def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
@@ -109,12 +119,7 @@ def min_max_variable_partitioner(
 def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
     """Cuts rows into runs as TF1 did ("div"): the first ones are longer by one.
 
-    Args:
-        num_rows: Number of rows.
-        num_shards: Number of shards, from 1 to `num_rows`.
-
-    Returns:
-        A tuple of `(offset, size)`, one a shard, in order.
+    Returns `(offset, size)` of each shard, in order.
 
     Raises:
         ValueError: If a number is not positive, or if there are more shards
@@ -137,6 +142,42 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
         (shard * size + min(shard, longer), size + (shard < longer))
         for shard in range(num_shards)
     )
+
+
+def row_runs(
+    num_rows: int, num_shards: int, strategy: str = "balanced"
+) -> tuple[Run, ...]:
+    """Deals rows to shards of the sizes of `row_slices`; the runs, in order.
+
+    "div" gives each shard one run, as TF1 did. "balanced" is for rows ordered
+    by frequency: they are dealt in rounds, forth and back, one by one at first;
+    then each round's runs are longer by a quarter. So a shard has the same
+    share of the rows between any two ranks, in some dozens of runs, each of
+    which is a slice in a checkpoint.
+
+    >>> [(run.row, run.size, run.shard) for run in row_runs(8, 2)]
+    [(0, 1, 0), (1, 2, 1), (3, 2, 0), (5, 2, 1), (7, 1, 0)]
+    """
+    sizes = [size for _, size in row_slices(num_rows, num_shards)]
+    runs: list[Run] = []
+    row = start = 0
+    order = range(num_shards)
+    while start < sizes[0]:
+        end = start + max(1, start // 4)
+        if start >= 64:
+            # TensorFlow copies no slice of a variable that begins there.
+            end -= end % 16
+        if strategy == "div" or 2 * end - start > sizes[-1]:
+            end = sizes[0]
+        for shard in order:
+            run = Run(row, min(end, sizes[shard]) - start, shard, start)
+            row += run.size
+            if runs and runs[-1].shard == shard:
+                before = runs.pop()
+                run = before._replace(size=before.size + run.size)
+            runs.append(run)
+        start, order = end, order[::-1]
+    return tuple(runs)
 
 
 def apply_partitioner(partitioner: Partitioner, shape: tf.TensorShape) -> int:

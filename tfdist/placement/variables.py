@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import UninitializedVariable
+from tfdist._tf.private_keras import VariableBeside
 
 # Keras reads some variables while it builds (seed states, learning rates). They
 # are tiny, so these, and only these, get memory while a model is described.
@@ -232,7 +233,11 @@ def _describe(
     with tf.variable_creator_scope(creator):
         model = _build(model_fn)
         metrics = {id(variable) for variable in model.metrics_variables}
-        variables = [v for v in model.variables if id(v) not in metrics]
+        variables = [
+            v
+            for v in model.variables
+            if id(v) not in metrics and not isinstance(v, VariableBeside)
+        ]
         variables.sort(key=lambda v: order.get(id(v.value), len(order)))
         return [_with_slots(v, model) for v in variables]
 
@@ -254,11 +259,12 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
             "Argument `model_fn` must return a `keras.Model`. "
             f"Received: {model!r}."
         )
-    if not model.built:
+    # An adversarial network has no `call`; only its parts are ever built.
+    if not (model.built or model.weights):
         raise ValueError(
             "Argument `model_fn` must return a built model, else its "
-            "variables are unknown. Begin with `keras.Input(...)` or call "
-            f"`model.build(input_shape)`. Received: {model!r}."
+            "variables are unknown. Begin with `keras.Input(...)` or call the "
+            f"model on one. Received: {model!r}."
         )
     return model
 

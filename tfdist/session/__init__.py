@@ -4,33 +4,53 @@ Read in this order: `monitored_session` (hooks around steps), `recoverable`
 (what is built again after a failure, and how); beside them `recovery` (what is
 done about which error) and `lockstep` (all-reduce: one process leads).
 
-What each failure costs (design decision D7):
+What each failure costs, with the test that shows it. "The last checkpoint" is
+the last that was complete: by default one is begun every 60 s, or as often as
+costs 1 % of the time where that is less often, and written while steps go on
+(see `tfdist.hooks.CheckpointSaverHook`).
 
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again, and begins with another
   pass over its data; meanwhile tfdist's readers let the others read all. Where
   an input function has shards of its own, a warning tells what nobody reads.
+  (test_worker_killed_comes_back, test_worker_stays_away)
 A worker loses its connection to a ps: as if it had died, but at once.
+  (test_workers_lose_their_connections_to_the_servers)
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
-  up. What it then still sends is refused.
+  up. What it then still sends is refused. (test_worker_frozen)
 A parameter server (ps) dies and comes back: everything is built again in this
   process and restored. It costs the steps since the last checkpoint. Where
   that fails, this process restarts itself (same pid, same command).
+  (test_ps_killed_comes_back, test_killed_at_random_moments)
+A ps, or the chief, dies while a checkpoint is written: that one is not, and
+  the one before is restored. What another failure finds under way is completed
+  first, 60 s at most. (test_each_is_of_its_step[killed],
+  test_it_is_waited_for_before_a_recovery, test_storage_that_never_answers)
+A checkpoint cannot be written: raised after a later step, recovered from like
+  any other error, and at the third time raised. A warning says so at once.
+  (test_its_error_ends_training, test_what_can_never_be_written_is_raised)
 A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
-  then raises a `TimeoutError` that names it.
+  then raises a `TimeoutError` that names it. (test_ps_stays_away)
 A ps freezes: after 15 s this process restarts itself, waits as above and
-  restores.
+  restores. (test_ps_frozen)
 The chief dies: when it is started again it restores. The servers free what the
-  dead one held after 60 s.
+  dead one held after 60 s. (test_chief_killed_and_started_again)
 The chief freezes: when it wakes up it goes on; if the servers have given it up
   meanwhile (after 60 s at the earliest), it builds again and restores.
+  (test_chief_frozen)
 A task is missing at the start: `TimeoutError`, as for a ps that stays away.
+  (test_ps_stays_away)
 A second chief starts: `RuntimeError` there, which names who holds the job.
+  (test_second_chief_is_refused)
 SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
-  at most), exit code 143, which schedulers take as a reason to start it again.
-  Workers and ps that are told so too serve on until then. It costs nothing.
+  at most) and the one that is being written is complete, exit code 143, which
+  schedulers take as a reason to start it again. Workers and ps that are told so
+  too serve on until then. It costs nothing.
+  (test_sigterm_to_the_chief_loses_nothing, test_it_is_waited_for_after_sigterm)
 An error in user code: raised, once. The last checkpoint stays.
+  (test_error_of_the_user_is_raised_once)
 The newest checkpoint is damaged: the one before is restored, with a warning.
+  (test_a_damaged_checkpoint_is_passed_over)
 
 In an all-reduce job (a cluster without ps) every process trains, and none can
 go on without the others:
@@ -38,15 +58,15 @@ go on without the others:
 A process dies, freezes or is cut off: the others know in ten seconds or so
   (TensorFlow's heartbeat), restart themselves and wait for it, `max_wait_secs`
   at most; each says who is missing, and the limit ends it with exit code 1.
-  Then all go on from the last checkpoint. It costs the steps since that one,
-  and the start; nothing in exactness: the weights, random numbers and batches
-  are those of a job that nobody disturbed.
+  Then all go on from the last checkpoint, as if nobody had disturbed them. It
+  costs the steps since that one, and the start. (test_ends_as_if_undisturbed)
 SIGTERM: as above on the process that leads (the chief, else worker 0). Another
   one goes on for 20 s at most, since the whole job may be told so.
-An error in user code: raised where it happened; the others wait for that
-  process to be started again.
+An error in user code: raised where it happened. If that is the process that
+  leads, all end with it; else the others wait for that one to come back.
 Processes with different programs (variables, batches, number of devices): a
   `ValueError` in each, before the first step, that names the difference.
+  (test_another_program_is_named)
 
 Steps that were lost are run again; on parameter servers with other examples.
 `global_step` counts applied updates and never passes the step at which a hook
@@ -56,7 +76,7 @@ What is recovered from: `tf.errors.AbortedError` and `UnavailableError`, as in
 TF1, raised by a step or a hook, and any TensorFlow error while a parameter
 server is found to be gone. Ten failures without a step in between are raised,
 and so is what a hook raises for the third time at one step, with every server
-alive: that is the user's own error. (TF1 went on for ever.)
+alive: that is the user's own error.
 
 In one process a restored session goes on with the weights, the random seeds
 and the batch of one that was never interrupted, if the loop's iterator can be

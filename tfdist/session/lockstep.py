@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -37,27 +38,43 @@ class Lockstep:
         self._watch = watch
         self._checkpoint_dir = checkpoint_dir
         self._positions = positions
+        self._agreed: list[Any] = []
 
-    def announce(self, **command: str | int | None) -> None:
-        """The leader tells `run=num_steps` or `restored=path`."""
-        self._peers.tell(**command)
+    def tell(self, **command: Any) -> None:
+        """The leader says what comes next; see `next`."""
+        if self._peers.leads:
+            self._peers.tell(**command)
 
     def save_positions(self, step: int) -> None:
         """The leader has the followers save theirs, and waits for them."""
         self._peers.tell(save=step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
 
-    def next_run(self) -> int | None:
-        """How many steps a follower runs now; None: no more."""
-        while "save" in (command := self._peers.next(self._watch)):
-            step = command["save"]
-            self._positions(self._directory()).save_position(step)
-            self._peers.announce(f"saved/{step}")
-        return command.get("run")
+    def next(self, what: str) -> Any:
+        """What the leader tells a follower next; None also at the end.
 
-    def next_restored(self) -> str | None:
-        """Path of the checkpoint that the leader has restored; None: none."""
-        return self._peers.next(self._watch)["restored"]
+        Args:
+            what: "restored", a path; "run", so many steps; or "agreed".
+
+        Raises:
+            RuntimeError: it has failed, and no more will come.
+        """
+        if what == "agreed" and self._agreed:
+            return self._agreed.pop(0)
+        while True:
+            command = self._peers.next(self._watch)
+            if "failed" in command:
+                raise RuntimeError(
+                    f"The leader of the job has failed: {command['failed']}"
+                )
+            if "save" in command:
+                step = command["save"]
+                self._positions(self._directory()).save_position(step)
+                self._peers.announce(f"saved/{step}")
+            elif what in command or "end" in command:
+                return command.get(what)
+            elif "agreed" in command:  # While it ended, before it said so.
+                self._agreed.append(command["agreed"])
 
     def own_position(self, path: str) -> str:
         """Where this process saved its position beside checkpoint `path`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +17,11 @@ from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
 from tfdist.hooks.basic import NanTensorHook
-from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverHook
+from tfdist.hooks.saving_hooks import (
+    DEFAULT_SAVE_SECS,
+    USE_DEFAULT,
+    CheckpointSaverHook,
+)
 from tfdist.hooks.session_run_hook import (
     Hook,
     HookRunner,
@@ -57,15 +62,13 @@ class MonitoredTrainingSession(RecoverableSession):
 
     * `run()` takes no fetches. A `Trainable` whose `step` is a function runs
       it once, as in TF1; one with a loop runs as many steps as the hooks allow
-      (at most about two seconds' worth); a warning names a hook for whose sake
-      steps run one by one.
+      (about two seconds' worth at most).
     * What was restored is not saved again at once, and a session that is at
       its last step already runs no step.
     * `NanTensorHook`s come first, so that no checkpoint holds what they found.
     * The end of a loop's input ends the session after the hooks have seen the
       last steps.
-    * If a server is lost in `end`, this process restarts itself; TF1 lost the
-      last checkpoint.
+    * If a server is lost in `end`, this process restarts itself.
     * No `graph.pbtxt` and no `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
       `servers.serve`. For all-reduce each process has one, runs its `hooks` at
@@ -82,7 +85,9 @@ class MonitoredTrainingSession(RecoverableSession):
         checkpoint_dir: Of the checkpoints; None for none.
         hooks: Called after the session's own.
         chief_only_hooks: Called before them, on the chief.
-        save_checkpoint_secs: Seconds between checkpoints. Default: 600, unless
+        save_checkpoint_secs: Seconds between checkpoints. Default: 60, or what
+            costs 1 % of the time if that is more (see
+            `tfdist.hooks.saving_hooks.Sparing`), unless
             `save_checkpoint_steps` is given. None or 0 for both: none.
         save_checkpoint_steps: Steps between checkpoints.
         save_summaries_secs: Seconds between summaries.
@@ -111,6 +116,7 @@ class MonitoredTrainingSession(RecoverableSession):
         is_chief: Whether this process saves and leads.
         step: Steps applied in the job so far.
         checkpoint_dir: As given.
+        unsaved: Whether the end of training has set what a checkpoint holds.
         restored_from: Path of the checkpoint that was restored last, or None.
         input_restored: Whether the input then went on where it was saved.
         input_ended: Whether it came to its end.
@@ -165,21 +171,21 @@ class MonitoredTrainingSession(RecoverableSession):
                 save_summaries_secs, save_summaries_steps, save_steps=100
             )
             saves = _cadence(
-                save_checkpoint_secs, save_checkpoint_steps, save_secs=600
+                save_checkpoint_secs,
+                save_checkpoint_steps,
+                save_secs=DEFAULT_SAVE_SECS,
             )
             if summary_dir and log_step_count_steps:
                 every = log_step_count_steps
-                all_hooks += [StepCounterHook(every, output_dir=summary_dir)]
+                all_hooks.append(StepCounterHook(every, output_dir=summary_dir))
             if summary_dir and any(summaries.values()):
-                all_hooks += [
-                    SummarySaverHook(**summaries, output_dir=summary_dir)
-                ]
+                summaries["output_dir"] = summary_dir
+                all_hooks.append(SummarySaverHook(**summaries))
             if checkpoint_dir and any(saves.values()):
                 saves["max_to_keep"] = max_to_keep
-                saves["keep_checkpoint_every_n_hours"] = (
-                    keep_checkpoint_every_n_hours
-                )
-                all_hooks += [CheckpointSaverHook(checkpoint_dir, **saves)]
+                hours = keep_checkpoint_every_n_hours
+                saves["keep_checkpoint_every_n_hours"] = hours
+                all_hooks.append(CheckpointSaverHook(checkpoint_dir, **saves))
         all_hooks += hooks or ()
         all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
         for hook in all_hooks:
@@ -203,7 +209,8 @@ class MonitoredTrainingSession(RecoverableSession):
         self._steps_per_sec = 0.0
         try:
             self._recovering(lambda: None)
-        except BaseException:
+        except BaseException as error:
+            self._tell_failure(error)
             self._release()
             raise
         if not (
@@ -231,6 +238,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self.input_ended |= exc_type is not None
             self.close()
         elif not self._closed:
+            self._tell_failure(exc)
             self._release()
         return clean and exc_type is not None
 
@@ -260,15 +268,22 @@ class MonitoredTrainingSession(RecoverableSession):
             raise RuntimeError("The session is closed already.")
         try:
             self.wait_for_steps()
-            for hook in self.hooks:
+            if self.secs_in_steps:
+                self.average_weights()
+            for hook in sorted(
+                self.hooks,
+                key=lambda h: not getattr(h, "sets_variables", False),
+            ):
                 hook.end(self)
             self._coord.request_stop()
             self._coord.join(stop_grace_period_secs=self._grace_secs)
             if self._lockstep:
                 self._lockstep.end()
-        except tf.errors.OpError as error:
-            if self._health and self._health.look():
+        except Exception as error:
+            lost = isinstance(error, tf.errors.OpError) and self._health
+            if lost and lost.look():
                 recovery.restart_process(str(error))
+            self._tell_failure(error)
             raise
         finally:
             self._release()
@@ -276,7 +291,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def _run(self) -> dict[str, float]:
         told = None  # By the leader: how many steps to run.
         if self._lockstep and self._follows:
-            told = self._lockstep.next_run()
+            told = self._lockstep.next("run")
             if told is None:
                 self.request_stop()
                 return {}
@@ -304,8 +319,8 @@ class MonitoredTrainingSession(RecoverableSession):
         start = time.monotonic()
         try:
             num_steps, ahead = self._num_steps(first_step, told)
-            if self._lockstep and not self._follows:
-                self._lockstep.announce(run=num_steps)
+            if self._lockstep:
+                self._lockstep.tell(run=num_steps)
             logs = self._loop.run(num_steps, self._watch, ahead)
         except EndOfInput as end:
             self.input_ended = True
@@ -330,14 +345,21 @@ class MonitoredTrainingSession(RecoverableSession):
             most = 1  # The first step tells that all is well.
         return steps_allowed(self.hooks, step, most)
 
+    def _tell_failure(self, error: BaseException | None) -> None:
+        """Has those who follow end, too, instead of waiting for what comes."""
+        if self._lockstep and isinstance(error, Exception):
+            with contextlib.suppress(tf.errors.OpError):
+                self._lockstep.tell(failed=f"{type(error).__name__}: {error}")
+
     def _release(self) -> None:
         """What is left to do at the end, clean or not."""
         self._closed = True
         self._sigterm.restore()
+        self._have_saved()
         self._disconnect()
 
 
-def _cadence(secs: Any, steps: Any, **default: int) -> dict[str, Any]:
+def _cadence(secs: Any, steps: Any, **default: float) -> dict[str, Any]:
     """Seconds and steps between two; giving one drops the default."""
     both = {"save_secs": secs, "save_steps": steps}
     given = {k: v for k, v in both.items() if v is not USE_DEFAULT}

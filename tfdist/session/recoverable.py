@@ -31,12 +31,15 @@ from tfdist.placement.scope import placed_scope
 from tfdist.session import recovery
 from tfdist.session.lockstep import Lockstep
 from tfdist.session.recovery import RecoveryAction, restart_process
+from tfdist.training import optimizers
 from tfdist.training.loop import FunctionLoop, Loop
 
 _log = logging.getLogger(__name__)
 
 # How long the steps under way may take after SIGTERM.
 _TERM_SECS = 20.0
+# How long a checkpoint may take that is under way at a failure or at the end.
+_WRITE_SECS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,8 @@ class RecoverableSession:
         self.is_chief = is_chief
         self.checkpoint_dir = checkpoint_dir
         self.restored_from: str | None = None
-        self.input_restored = self.input_ended = False
+        self.input_restored = self.input_ended = self.unsaved = False
+        self._averaged = False
         self._build_fn = build_fn
         self._takes_strategy = takes_argument(
             build_fn, "build_fn", "the strategy"
@@ -116,6 +120,7 @@ class RecoverableSession:
             clean_stop_exception_types=recovery.END_OF_INPUT
         )
         self._failures = recovery.Failures()
+        self._saving: list[Checkpoints] = []
         self._sigterm = Sigterm(enabled=is_chief or self._in_sync)
 
     # --- For hooks -----------------------------------------------------------
@@ -145,17 +150,36 @@ class RecoverableSession:
         self._loop.wait_for_steps(self._watch)
         self.step = self._loop.step
 
+    def average_weights(self) -> None:
+        """Puts the averages of `use_ema` into the weights, at the end."""
+        optimizer = getattr(self.model, "optimizer", None)
+        if self.model is not None and optimizer and not self._averaged:
+            weights = self.model.trainable_variables
+            self._averaged = optimizers.finish(optimizer, weights)
+            self.unsaved |= self._averaged
+
     def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
         """Loss and metrics of the current parameters, by a cluster's workers.
 
-        Without a cluster by this process. Exact, whatever worker dies. No step
-        may be under way (`wait_for_steps`), as is so when a checkpoint is
-        saved. Empty if there is no batch.
+        Exact, whatever worker dies. No step may be under way, as is so when a
+        checkpoint is saved. Empty if there is no batch.
 
         Raises:
             ValueError: the session runs a plain step function.
         """
         return self._loop.evaluate(untuned(batches), self._watch)
+
+    def agreed(self, value: Callable[[], Any]) -> Any:
+        """What `value()` is on the chief: numbers, texts, lists and the like.
+
+        In all-reduce, where each process calls this after the same steps.
+        """
+        if self._lockstep and self._follows:
+            return self._lockstep.next("agreed")
+        agreed = value()
+        if self._lockstep:
+            self._lockstep.tell(agreed=agreed)
+        return agreed
 
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
@@ -174,7 +198,7 @@ class RecoverableSession:
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> Checkpoints:
         """The checkpoints of this session's state in `directory`."""
-        return Checkpoints(
+        made = Checkpoints(
             directory,
             self.variables,
             max_to_keep,
@@ -183,6 +207,8 @@ class RecoverableSession:
             before_save=self._save_positions,
             check_numerics=self._check_numerics,
         )
+        self._saving.append(made)
+        return made
 
     def _iterator(self) -> tf.data.Iterator | None:
         """What the steps read from, unless a later job shall begin with it."""
@@ -221,7 +247,8 @@ class RecoverableSession:
         action = recovery.choose_action(
             error, lost, self._failures.count, in_sync=self._in_sync
         )
-        users = not lost and self._failures.is_the_users(error, self.step)
+        step = getattr(error, "saved_step", self.step)
+        users = not lost and self._failures.is_the_users(error, step)
         if action is RecoveryAction.RAISE or users:
             raise error
         self._sigterm.leave()
@@ -232,6 +259,8 @@ class RecoverableSession:
             self.step,
             reason,
         )
+        if action is RecoveryAction.REBUILD and not self._have_saved():
+            action = RecoveryAction.RESTART
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
             restart_process(reason)
@@ -239,6 +268,14 @@ class RecoverableSession:
         if self._built:
             self._built = False
             del self._trainable, self._loop
+
+    def _have_saved(self) -> bool:
+        """Waits for the checkpoints under way; whether they have ended."""
+        saving, self._saving = self._saving, []
+        ended = all(each.wait(_WRITE_SECS) for each in saving)
+        if not ended:
+            _log.warning("A checkpoint has not been written: it is given up.")
+        return ended
 
     def _disconnect(self) -> None:
         """Ends the threads that work for the loop."""
@@ -252,6 +289,7 @@ class RecoverableSession:
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
         self._build(self._connect())
+        self._averaged = False
         if self._cluster and self._in_sync:
             self._lockstep = Lockstep(
                 self._cluster,
@@ -304,8 +342,7 @@ class RecoverableSession:
             name: (tuple(v.shape), v.dtype)
             for name, v in trainable.variables.items()
         }
-        before = after if self._shapes is None else self._shapes
-        self._shapes = before
+        before = self._shapes = self._shapes or after
         differences = [
             f"  {name}: {before.get(name, 'missing')}, then "
             f"{after.get(name, 'missing')}"
@@ -328,7 +365,7 @@ class RecoverableSession:
         """Restores the newest checkpoint, or as a follower the leader's."""
         directory, saved = self.checkpoint_dir, None
         if self._lockstep and self._follows:
-            path = self._lockstep.next_restored()
+            path = self._lockstep.next("restored")
             if path is not None:
                 assert directory is not None  # As the leader's.
                 saved = self.checkpoints(directory)
@@ -350,5 +387,8 @@ class RecoverableSession:
             self.restored_from = saved.restore()
         if saved:
             self.input_restored = saved.position_restored
-        if self._lockstep and not self._follows:
-            self._lockstep.announce(restored=self.restored_from)
+            model = self.model
+            if model is not None and not saved.optimizer_restored:
+                optimizers.begin(model.optimizer, model.trainable_variables)
+        if self._lockstep:
+            self._lockstep.tell(restored=self.restored_from)

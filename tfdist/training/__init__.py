@@ -3,11 +3,12 @@
 Read in this order: `step` (a compiled model becomes a function), `layout`
 (which server holds what), `exchange` (parameters out, gradients back) with
 `messages`; `optimizers` with `slots` and `kernels` (the update, on the server);
-`loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`.
+`loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`,
+`synchronous_loop` with `aggregation`.
 
 Details of a step: `forward` (what of a model runs before its lookups),
-`compiled_model`, `metrics` and `metric_states`, `counters`,
-`conditional_updates`, `fence`, `staleness`.
+`compiled_model`, `own_step`, `metrics` and `metric_states`, `counters`,
+`conditional_updates`, `updates`, `fence`, `staleness`.
 """
 
 import lazy_loader

@@ -6,13 +6,20 @@ import concurrent.futures
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.embeddings import lookups
+from tfdist.training.exchange import Parameters, answers
+from tfdist.training.layout import Layout
+
 _log = logging.getLogger(__name__)
+
+# Attribute of a model that was built of batches: their spec.
+_ELEMENT_SPEC = "_tfdist_element_spec"
 
 
 def overrides(model: keras.Model, method: str) -> bool:
@@ -26,16 +33,52 @@ def refuse_own(model: keras.Model, method: str, instead: str) -> None:
     if overrides(model, method):
         raise ValueError(
             f"{type(model).__name__} overrides `{method}`, which can be used "
-            "on one device alone: on parameter servers and between replicas "
-            "tfdist itself has gradients applied and metrics added up. "
-            f"Override `{instead}` instead, or train on one device."
+            "in one process alone: workers and replicas add up metrics by "
+            f"themselves. Override `{instead}` instead, or use "
+            "`Estimator.evaluate`."
         )
 
 
-def checked_model(model: Any) -> keras.Model:
+def refuse_sums(model: keras.Model) -> None:
+    """Raises `ValueError` for losses that are no means over replicas' means."""
+    for loss in tf.nest.flatten(model.loss):
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction not in ("mean", "sum_over_batch_size"):
+            raise ValueError(
+                f"Loss {loss.name!r} of model {model.name!r} has reduction="
+                f"{reduction!r}, but between replicas a step learns the mean "
+                "of what each finds in its examples. Use the default "
+                "reduction='sum_over_batch_size', with another learning rate."
+            )
+
+
+def refuse_new_variables(model: keras.Model, before: int) -> None:
+    """Raises `ValueError` if a model has more variables to train than that."""
+    if len(model.trainable_variables) > before:
+        raise ValueError(
+            f"The first step of model {model.name!r} makes variables. "
+            "Build every layer in the model function: start it with "
+            "`keras.Input(...)` or call `layer.build(input_shape)`."
+        )
+
+
+def refuse_evaluation(model: keras.Model) -> None:
+    """Raises `ValueError` for a step whose metrics are its own."""
+    raise ValueError(
+        f"Model {model.name!r} has a `train_step` of its own, whose metrics "
+        "are those of training: evaluate its checkpoints, with "
+        "`Estimator.evaluate`."
+    )
+
+
+def checked_model(
+    model: Any, element_spec: Any = None, targets: bool = True
+) -> keras.Model:
     """What a model function has returned, if it can be used.
 
-    Raises `TypeError` or `ValueError` if it can't.
+    Raises `TypeError` or `ValueError` if it can't. One that has not seen its
+    inputs is built of the spec of a batch, of the features alone if there are
+    no `targets`.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -55,15 +98,66 @@ def checked_model(model: Any) -> keras.Model:
             "as a graph. Leave it out. To debug a step, call "
             "`model.train_on_batch` with a few batches, or use `tf.print`."
         )
+    if element_spec is not None and overrides(model, "call"):
+        _build(model, element_spec, targets)
     # An adversarial network has no `call`; only its parts are ever built.
     steps_itself = overrides(model, "train_step") and model.trainable_variables
     if not (model.built or steps_itself):
         raise ValueError(
-            f"Model {model.name!r} has no variables yet. Give it its input "
-            "shape in the model function: start it with `keras.Input(...)` or "
-            "call `model.build(input_shape)`."
+            f"Model {model.name!r} has no variables yet: there is no batch, or "
+            "no method `call`, to make them of. Start it with `keras.Input"
+            "(...)`, or call it on one in the model function."
         )
     return model
+
+
+def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
+    """Has layers make their variables, as Keras' `fit` does."""
+    own_step = overrides(model, "train_step")
+    own_loss = overrides(model, "compute_loss")
+    # A loss may have layers too: the other tower, a projection.
+    built = model.built and all(layer.built for layer in model.layers)
+    built = built and not own_loss
+    if not built or getattr(model, "inputs", None) is None:
+        # Past Keras, which would track what is in it.
+        vars(model)[_ELEMENT_SPEC] = element_spec
+    if built:
+        return
+
+    def run(batch: Any) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        for training in (True, False) if targets else (False,):
+            y_pred = model(x, **training_of(model, training))
+            if targets and not own_step and (own_loss or y is not None):
+                model.compute_loss(
+                    x, y, y_pred, sample_weight, training=training
+                )
+
+    look_at(run, element_spec)
+
+
+def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
+    """Traces what is done with a batch, so that it makes its variables.
+
+    Nothing is run; variables get their values when all is traced.
+    """
+    graph = tf.__internal__.FuncGraph("batch")
+    scope = keras.StatelessScope(collect_losses=True)
+    with scope, keras.SymbolicScope(), graph.as_default():
+        parts = [
+            tf.compat.v1.placeholder(part.dtype, part.shape)
+            for part in tf.nest.flatten(element_spec, expand_composites=True)
+        ]
+        run(
+            tf.nest.pack_sequence_as(
+                element_spec, parts, expand_composites=True
+            )
+        )
+
+
+def element_spec_of(model: keras.Model) -> Any:
+    """Of the batches that a model was built of; None: it knows its inputs."""
+    return vars(model).get(_ELEMENT_SPEC)
 
 
 def training_of(model: keras.Model, training: bool) -> dict[str, bool]:
@@ -87,6 +181,38 @@ def forward_pass(
     return loss, results
 
 
+def gradients_of_loss(
+    model: keras.Model,
+    scope: keras.StatelessScope,
+    batch: Any,
+    layout: Layout,
+    read: Parameters,
+    tables: Sequence[Any],
+) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """The loss, and its gradients by dense variables and by rows."""
+    with scope, tf.GradientTape() as tape:
+        watched = [*read.values[: len(layout.dense)], *read.rows]
+        tape.watch(watched)
+        given = answers(layout, read, tables)
+        with lookups.answered_by(given):
+            loss, _ = forward_pass(model, batch, True, tape.stop_recording())
+        given.check_all_given()
+        # Keras divides its own losses by this, where it sees replicas.
+        loss *= tf.distribute.get_strategy().num_replicas_in_sync
+        scaled_loss = model.optimizer.scale_loss(loss)
+    # `IndexedSlices` are summed up, row by row.
+    return loss, [
+        g if g is None else tf.convert_to_tensor(g)
+        for g in tape.gradient(scaled_loss, watched)
+    ]
+
+
+def on_own_thread(function: Callable, *args: Any) -> Any:
+    """Calls what is to see no replicas, and no tape that has been stopped."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
+
+
 def compiled_computation(
     function: Callable,
     model: keras.Model,
@@ -94,10 +220,14 @@ def compiled_computation(
     *,
     has_tables: bool,
     has_replicas: bool,
+    at_once: bool,
 ) -> Callable:
     """`function`, compiled by XLA if the model says so and it can be."""
     reason = None
-    if has_tables:
+    waits = has_replicas and _is_synchronized(model)
+    if waits or at_once:
+        reason = "replicas wait for each other within it"
+    elif has_tables:
         reason = "it reads another number of rows in each step"
     elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
         reason = "XLA knows no strings"
@@ -109,7 +239,7 @@ def compiled_computation(
             model.name,
             reason,
         )
-    if has_replicas and not compiled and _is_synchronized(model):
+    if waits:
         # No function may wait for the other replicas of this process.
         return function
     traced = tf.function(
@@ -120,10 +250,8 @@ def compiled_computation(
         # On a thread of its own Keras sees no replicas; where it does, it
         # divides its own losses by their number, but none that a model
         # computes itself, which would count for each.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            trace = traced.get_concrete_function
-            concrete = thread.submit(trace, *specs(args)).result()
-        return concrete(*args)
+        trace = traced.get_concrete_function
+        return on_own_thread(trace, *specs(args))(*args)
 
     return traced_alone if has_replicas else traced
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist.data.input_fns import InputFn
+from tfdist.data.input_fns import MADE_OUTSIDE, InputFn
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.data.worker_context import WorkerContext
 from tfdist.training.fence import Generations
@@ -149,10 +149,10 @@ class CoordinatedLoop(Loop):
         packed = self._workers.map(self._evaluate, batches, watch)
         return metrics_from_states(sum(packed), self._step)
 
-    def staleness(self) -> np.ndarray:
+    def staleness(self) -> np.ndarray | None:
         """See `Loop.staleness`."""
-        assert self._step.staleness is not None  # It is `remote`.
-        return self._step.staleness.histogram()
+        counter = self._step.staleness
+        return counter.histogram() if counter else None
 
     def close(self) -> None:
         """See `Loop.close`."""
@@ -206,8 +206,12 @@ class CoordinatedLoop(Loop):
             self.fixed_shares = context.fixed_share
             return batches
 
+        traced = tf.function(dataset).get_concrete_function()
+        if any(tensor.dtype == tf.variant for tensor in traced.inputs):
+            raise ValueError(f"The input function {MADE_OUTSIDE}")
+        private.copy_tables(traced)
         coordinator = self._workers.coordinator
-        return iter(coordinator.create_per_worker_dataset(dataset))
+        return iter(coordinator.create_per_worker_dataset(traced))
 
     def _steps(
         self,
@@ -225,31 +229,35 @@ class CoordinatedLoop(Loop):
         Each size is traced once, and early: TensorFlow calls every task for
         each function, and would hang with one that froze.
         """
+        begun = _Dispatch(first_step, size, worker=0)
         if size not in self._traced:
             self._traced[size] = private.trace(
                 self._workers.coordinator,
                 tf.function(dispatch(self._steps, size), autograph=False),
                 self._iterator,
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([], tf.float32),
+                *self._arguments(begun),
             )
-        begun = _Dispatch(first_step, size)
-        call = functools.partial(
-            self._run_on_worker,
-            begun,
-            tf.constant(first_step, tf.int64),
-            tf.constant(float(self._generations.current)),
-        )
+        begun.worker = None
+        call = functools.partial(self._run_on_worker, begun)
         begun.future = self._workers.schedule(call, self._iterator)
         self._pending.append(begun)
 
-    def _run_on_worker(
-        self,
-        begun: _Dispatch,
-        step: tf.Tensor,
-        generation: tf.Tensor,
-        iterator: Iterator,
-    ) -> None:
+    def _arguments(self, begun: _Dispatch) -> list[Any]:
+        """What `_steps` takes behind the iterator."""
+        with tf.device(None):  # Not sent to the worker by itself.
+            return [
+                tf.constant(begun.first_step, tf.int64),
+                tf.constant(float(self._generations.current)),
+            ]
+
+    def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
+        """Whether a worker, in its thread, is to run a dispatch."""
+        if worker in self._exhausted:
+            time.sleep(_PAUSE_SECS)
+            return False
+        return True
+
+    def _run_on_worker(self, begun: _Dispatch, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
 
         The coordinator calls again, for another worker, what has failed.
@@ -258,12 +266,11 @@ class CoordinatedLoop(Loop):
             begun.is_lost = True
             return
         worker = private.current_worker()
-        if worker in self._exhausted:
-            time.sleep(_PAUSE_SECS)
+        if not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
         try:
-            packed = self._traced[begun.size](iterator, step, generation)
+            packed = self._traced[begun.size](iterator, *self._arguments(begun))
             begun.packed = packed.numpy()
         except tf.errors.OutOfRangeError:
             self._exhausted.add(worker)

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist._tf import private
+from tfdist._tf import private_keras
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
+
+Numbers = tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]
+"""Of an update: iteration, learning rates, scale of the loss if it adapts."""
 
 
 class Counters:
@@ -20,43 +23,68 @@ class Counters:
 
     Args:
         optimizer: A built optimizer.
-        global_step: Scalar int64 variable that counts the job's steps.
+        global_step: Scalar int64 variable that counts the job's steps. None:
+            the counters of the optimizer count alone.
 
     Attributes:
-        rates: Learning rates that are variables.
+        reads: What a step reads for `of_step`: learning rates that are
+            variables; where the loss has a scale that adapts, what counts the
+            updates, as not every step is one, and the scale.
     """
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, global_step: tf.Variable
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        global_step: tf.Variable | None,
     ) -> None:
         self._parts = optimizers.parts(optimizer)
         self._global_step = global_step
-        self._counter = private.counter(optimizer)
-        counters = map(private.counter, [optimizer, *self._parts])
+        self._counter = private_keras.counter(optimizer)
+        counters = map(private_keras.counter, [optimizer, *self._parts])
         self._counters = {id(c): c.value for c in counters}
         self._ahead: int | None = None
         rates = [part.learning_rate for part in self._parts]
-        self.rates = [r for r in rates if isinstance(r, keras.Variable)]
+        self._rates = [r for r in rates if isinstance(r, keras.Variable)]
+        self._is_scaled = isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        )
+        self.reads = list(self._rates)
+        if self._is_scaled:
+            self.reads += [self._counter, optimizer.dynamic_scale]
 
-    def iteration(
-        self, step: tf.Tensor, every_step_counts: bool = True
-    ) -> tf.Tensor:
-        """Scalar int64: updates before that of a step."""
-        if not every_step_counts:
-            return tf.cast(self._counter.value, tf.int64)
+    def iteration(self, step: tf.Tensor) -> tf.Tensor:
+        """Scalar int64: updates before that of a step, if every step is one."""
         if self._ahead is None:
+            assert self._global_step is not None
             # Differs from 0 where a trained optimizer starts a new job. Read
             # once, before any step is under way: both move on.
             with tf.init_scope():
-                counted = int(self._counter.numpy())
-                self._ahead = counted - int(self._global_step.numpy())
+                before = int(self._global_step.numpy())
+                self._ahead = int(self._counter.numpy()) - before
         return step + self._ahead
+
+    def of_step(self, step: tf.Tensor, values: Sequence[tf.Tensor]) -> Numbers:
+        """Those of a step; `values` are those of `reads`."""
+        counted = values[-2] if self._is_scaled else self.iteration(step)
+        return self._numbers(counted, values)
+
+    def now(self) -> Numbers:
+        """Those of an update that follows the one before it."""
+        values = [tf.convert_to_tensor(v.value) for v in self.reads]
+        return self._numbers(tf.convert_to_tensor(self._counter.value), values)
+
+    def _numbers(
+        self, counted: tf.Tensor, values: Sequence[tf.Tensor]
+    ) -> Numbers:
+        iteration = tf.cast(counted, tf.int64)
+        rates = self.learning_rates(iteration, values[: len(self._rates)])
+        return iteration, rates, values[-1] if self._is_scaled else None
 
     def learning_rates(
         self, iteration: tf.Tensor, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """The learning rate of each part, from the values of `rates`."""
-        known = list(zip(self.rates, values, strict=True))
+        """The learning rate of each part, from the values of those."""
+        known = list(zip(self._rates, values, strict=True))
         return [
             optimizers.learning_rate(part, iteration, known)
             for part in self._parts
@@ -76,7 +104,8 @@ class Counters:
         `read`: a step that failed before, or that found no batch, does not
         count. It counts for the optimizer if it `is_update`.
         """
-        for counter in (self._global_step, *self._counters.values()):
+        steps = [] if self._global_step is None else [self._global_step]
+        for counter in (*steps, *self._counters.values()):
             device = device_of(counter)
             gradients = arrived.get(device)
             with tf.device(device):

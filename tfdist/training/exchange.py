@@ -13,17 +13,17 @@ clipped gradients of all else that it holds. Large tensors go alone.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tfdist.embeddings import lookups
-from tfdist.embeddings.routing import Route, stacked
+from tfdist.embeddings.growing import rows_at, taking_turns
+from tfdist.embeddings.routing import Group, Route, stacked
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
 from tfdist.training.layout import Layout, Server
@@ -37,7 +37,7 @@ _EXACT = 1 << 24
 class Request(NamedTuple):
     """The rows that a server was asked for, in one group of tables."""
 
-    ids: list[tf.Tensor]  # For each of its shards, on the server.
+    ids: list[Any]  # For each of its shards, on the server; see `rows_at`.
     counts: tf.Tensor  # How many of each, int32.
 
 
@@ -64,9 +64,12 @@ class StepGradients:
     requests: Requests  # What it has read rows by.
     dense: list[tf.Tensor | None]  # None: the loss does not depend on it.
     rows: list[tf.Tensor]  # For each group of tables.
-    deltas: list[tf.Tensor]  # What to add to each of `Layout.moving`.
+    # What to add to each of `Layout.moving`; None: the pass leaves it alone.
+    deltas: list[tf.Tensor | None]
     rates: list[tf.Tensor]  # Of each part of the optimizer.
     iteration: tf.Tensor  # Updates before this one, a scalar int64.
+    scale: tf.Tensor | None = None  # Of the loss, if it is a variable.
+    finite: tf.Tensor | None = None  # Whether the update happens. None: yes.
 
 
 def pull(
@@ -89,9 +92,9 @@ def pull(
                 for i in server.reads
             ]
             for g, shards in server.shards.items():
-                pairs = zip(shards, asked[g].ids, strict=True)
-                own = [tf.gather(shard.value, ids) for shard, ids in pairs]
-                read.append(tf.concat(own, axis=0))
+                found = [*map(rows_at, shards, asked[g].ids)]
+                read.append(tf.concat([own for own, _ in found], axis=0))
+                asked[g] = asked[g]._replace(ids=[ids for _, ids in found])
         if layout.remote:
             shapes = [list(layout.reads[i].shape) for i in server.reads]
             shapes += [
@@ -113,20 +116,38 @@ def pull(
 
 
 def answers(
-    layout: Layout, read: Parameters, tables: Sequence[Any]
+    layout: Layout,
+    read: Parameters,
+    tables: Sequence[Any],
+    rows_of: Callable[[Group], tf.Tensor] | None = None,
 ) -> lookups.Answers:
-    """Answers the lookup of each of `tables` by the rows that were read."""
+    """Answers the lookup of each of `tables` by the rows that were read.
+
+    By those that `rows_of` a group gives at each lookup, if there is one.
+    """
     found: list[Any] = [None] * len(tables)
     for group, rows, own in zip(
         layout.groups, read.rows, read.positions, strict=True
     ):
         which = [i for i, table in enumerate(tables) if group.holds(table)]
         lengths = stacked([read.lengths[i] for i in which])
-        # One gather for all, whose gradient is one sum over duplicates.
-        pieces = tf.split(tf.gather(rows, own), lengths, num=len(which))
+        if rows_of:
+            pieces = [
+                functools.partial(_looked_up, rows_of, group, positions)
+                for positions in tf.split(own, lengths, num=len(which))
+            ]
+        else:
+            # One gather for all, whose gradient is one sum over duplicates.
+            pieces = tf.split(tf.gather(rows, own), lengths, num=len(which))
         for i, piece in zip(which, pieces, strict=True):
             found[i] = piece
     return lookups.Answers(tables, found)
+
+
+def _looked_up(
+    rows_of: Callable[[Group], tf.Tensor], group: Group, positions: tf.Tensor
+) -> tf.Tensor:
+    return tf.gather(rows_of(group), positions)
 
 
 def over_replicas(
@@ -136,17 +157,19 @@ def over_replicas(
 
     `size` is how many of its examples this one has, a scalar float32.
     """
-    known = [g for g in found.dense if g is not None]
-    means, total = replicas.mean([*known, *found.deltas], size)
+    every = [*found.dense, *found.deltas]
+    means, total = replicas.mean([g for g in every if g is not None], size)
     mean = iter(means)
-    dense = [g if g is None else next(mean) for g in found.dense]
+    every = [g if g is None else next(mean) for g in every]
+    num = len(found.dense)
     # Every replica has looked up other rows.
     routes, rows = [], []
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
     ):
-        gradient = mean_to_sum(gradient, size) / total
-        routes.append(group.routed(replicas.gather(group.numbered(route))))
+        gradient = mean_to_sum(gradient, size)
+        gradient /= tf.cast(total, gradient.dtype)
+        routes.append(group.routed(replicas.gather(route.rows)))
         rows.append(
             tf.math.unsorted_segment_sum(
                 replicas.gather(gradient),
@@ -157,9 +180,9 @@ def over_replicas(
     return dataclasses.replace(
         found,
         requests=_requested(layout, routes),
-        dense=dense,
+        dense=every[:num],
         rows=rows,
-        deltas=list(mean),
+        deltas=every[num:],
     )
 
 
@@ -168,85 +191,120 @@ def push(
 ) -> dict[str, tf.Tensor]:
     """Clips gradients and updates every variable where it lives.
 
-    Returns for each server a tensor there that depends on the gradients.
+    Or keeps the gradients there, where they accumulate. Returns for each server
+    a tensor there that depends on the gradients.
     """
     for part in layout.parts:
-        optimizers.begin_step(part, found.iteration)
-    dense, rows = _clipped(layout, found)
-    whole = [*dense, *found.deltas]
+        optimizers.begin_step(
+            part, found.iteration, found.finite, layout.remote
+        )
+    dense, rows = clipped(layout, found)
+    found = dataclasses.replace(found, dense=dense, rows=rows)
+    scalars = [*found.rates, *as_floats(found.iteration)]
+    if found.finite is not None:
+        scalars.append(tf.cast(found.finite, tf.float32))
+    arrived: dict[str, tf.Tensor] = {}
+    for server, updates, sent in carried(layout, found, scalars, fence):
+        with tf.device(server.device):
+            # Not the tensor itself: a control edge from the output of a
+            # function waits for its side effects alone.
+            arrived[server.device] = tf.identity_n(sent)[-1]
+            num, asked = len(scalars), found.requests.at[server.device]
+            update = functools.partial(
+                apply,
+                *(layout, server, sent[:num], sent[num:], updates, asked),
+            )
+            shards = itertools.chain(*server.shards.values())
+            taking_turns(shards, update, after=sent)
+    return arrived
+
+
+def as_floats(number: tf.Tensor) -> list[tf.Tensor]:
+    """An int64 as two float32: one is exact up to 2**24."""
+    parts = number // _EXACT, number % _EXACT
+    return [tf.cast(part, tf.float32) for part in parts]
+
+
+def carried(
+    layout: Layout,
+    found: StepGradients,
+    scalars: Sequence[tf.Tensor],
+    fence: Fence | None,
+) -> Iterator[tuple[Server, list[int], list[tf.Tensor]]]:
+    """What a step has found, where it is needed.
+
+    Yields:
+        A server; the indices in `Layout.reads` of what the step changes of
+        it; and there `scalars`, what it adds to these, and the gradients of
+        rows, for each group.
+    """
+    whole = [*found.dense, *found.deltas]
     blocks = []
-    for route, gradient in zip(found.requests.routes, rows, strict=True):
+    for route, gradient in zip(found.requests.routes, found.rows, strict=True):
         split = tf.split(gradient, route.sizes, num=len(route.ids))
         blocks.append(dict(zip(route.ids, split, strict=True)))
     known = {i for i, value in enumerate(whole) if value is not None}
-    # As two numbers: a float is exact up to 2**24.
-    counts = [found.iteration // _EXACT, found.iteration % _EXACT]
-    scalars = [fence.generation] if fence else []
-    scalars += [*found.rates, *(tf.cast(c, tf.float32) for c in counts)]
-    arrived: dict[str, tf.Tensor] = {}
+    scalars = [*([fence.generation] if fence else []), *scalars]
+    packed = tf.stack(scalars) if layout.remote else None
     for server in layout.servers:
         device, asked = server.device, found.requests.at[server.device]
         updates = [i for i in server.reads if i in known]
         if not (updates or server.shards):
             continue
-        sent = [
-            *scalars,
-            *(whole[i] for i in updates),
-            *(blocks[g][device] for g in server.shards),
-        ]
+        sent = [whole[i] for i in updates]
+        sent += [blocks[g][device] for g in server.shards]
+        numbers: Sequence[tf.Tensor] = scalars
         if layout.remote:
-            shapes: list[list[int | tf.Tensor]] = [[] for _ in scalars]
+            shapes: list[list[Any]] = [[len(scalars)]]
             shapes += [list(layout.reads[i].shape) for i in updates]
             with tf.device(device):
                 shapes += [
                     [tf.reduce_sum(asked[g].counts), layout.groups[g].dim]
                     for g in server.shards
                 ]
-            sent = send(sent, shapes, None, device, fence)
-        with tf.device(device):
-            # Not the tensor itself: a control edge from the output of a
-            # function waits for its side effects alone.
-            arrived[device] = tf.identity_n(sent)[-1]
-            queue = collections.deque(sent[1:] if fence else sent)
-            _apply(layout, server, queue, updates, asked)
-    return arrived
+            head, *sent = send([packed, *sent], shapes, None, device, fence)
+            with tf.device(device):
+                numbers = tf.unstack(head)
+        yield server, updates, [*numbers[bool(fence) :], *sent]
 
 
-def _apply(
+def apply(
     layout: Layout,
     server: Server,
-    sent: collections.deque[tf.Tensor],
+    scalars: Sequence[tf.Tensor],
+    values: Sequence[tf.Tensor],
     updates: list[int],
     asked: dict[int, Request],
 ) -> None:
-    """A server's part of `push`, in the order in which it was sent."""
-    rates = [sent.popleft() for _ in layout.parts]
-    high, low = (tf.cast(sent.popleft(), tf.int64) for _ in range(2))
-    iteration = high * _EXACT + low
-
-    def update(
-        owner: int,
-        variable: keras.Variable,
-        gradient: tf.Tensor,
-        ids: tf.Tensor | None = None,
-    ) -> None:
-        part, rate = layout.parts[owner], rates[owner]
-        optimizers.update(part, variable, gradient, rate, iteration, ids)
-
-    for i in updates:
+    """A server's part of `push`, of what was `carried` there."""
+    num, sent = len(layout.parts), iter(values)
+    rates, (high, low, *finite) = scalars[:num], scalars[num:]
+    iteration = tf.cast(high, tf.int64) * _EXACT + tf.cast(low, tf.int64)
+    found: list[list[Any]] = [[] for _ in layout.parts]
+    for i, value in zip(updates, sent, strict=False):
         if i < len(layout.dense):
-            update(layout.owners[i], layout.dense[i], sent.popleft())
+            found[layout.owners[i]].append((layout.dense[i], value, None))
         else:
-            layout.reads[i].value.assign_add(sent.popleft())
-    for g, shards in server.shards.items():
+            layout.reads[i].value.assign_add(value)
+    for (g, shards), rows in zip(server.shards.items(), sent, strict=True):
         ids, counts = asked[g]
-        gradients = tf.split(sent.popleft(), counts, num=len(shards))
-        for shard, gradient, own in zip(shards, gradients, ids, strict=True):
-            if layout.is_trained(shard):
-                update(layout.groups[g].part, shard, gradient, own)
+        gradients = tf.split(rows, counts, num=len(shards))
+        each = zip(shards, gradients, ids, strict=True)
+        trained = [one for one in each if layout.is_trained(one[0])]
+        found[layout.groups[g].part] += trained
+
+    def update() -> None:
+        for part, own, rate in zip(layout.parts, found, rates, strict=True):
+            if own:
+                optimizers.apply(part, own, rate, iteration, layout.remote)
+
+    if finite:
+        tf.cond(finite[0] > 0, update, lambda: None)
+    else:
+        update()
 
 
-def _clipped(
+def clipped(
     layout: Layout, found: StepGradients
 ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
     """Clips the gradients of each part of the optimizer together."""

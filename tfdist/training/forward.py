@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.private import late_captures, variable_accessed
 from tfdist.embeddings import lookups
 
 Values = Sequence[tuple[keras.Variable, tf.Tensor]]
@@ -43,9 +44,9 @@ class Forward:
     Args:
         run: From a batch to a dictionary of results.
         spec: `tf.TypeSpec` structure of the batch.
-        seeds: From the numbers of a step to those of random generators.
-        num_numbers: How many int64 scalars these are.
+        seeds: The states of random generators, other ones in each step.
         variables: What else the pass may read; they get stand-ins.
+        taped: Whether it computes gradients of those that are trainable.
 
     Attributes:
         tables: The table of each lookup, in order.
@@ -57,9 +58,9 @@ class Forward:
         self,
         run: Callable[[Any], Any],
         spec: Any,
-        seeds: Callable[..., Values],
-        num_numbers: int,
+        seeds: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
+        taped: bool = False,
     ) -> None:
         flat = tf.nest.flatten(spec, expand_composites=True)
 
@@ -71,15 +72,17 @@ class Forward:
             self._stand_ins = [
                 (v, lookups.stand_in(v.shape, v.dtype)) for v in variables
             ]
-            values = [*self._stand_ins, *seeds(*given[len(flat) :])]
-            self._scope = _Scope(values)
+            own = zip(seeds, given[len(flat) :], strict=True)
+            self._scope = _Scope([*self._stand_ins, *own])
+            for variable, value in self._stand_ins if taped else ():
+                if variable.trainable:
+                    self._scope.tape(variable, value)
             with self._scope, lookups.answered_by(self._collector):
                 self._results = tf.nest.map_structure(
                     tf.convert_to_tensor, run(batch)
                 )
 
-        signature = [tf.TensorSpec(s.shape, s.dtype) for s in flat]
-        signature += [tf.TensorSpec([], tf.int64)] * num_numbers
+        signature = [tf.TensorSpec(s.shape, s.dtype) for s in [*flat, *seeds]]
         # Unlike a `tf.function`, it is no list of side effects to be run.
         self._graph = tf.compat.v1.wrap_function(traced, signature)
         self.updated = list(self._scope.updated.values())
@@ -87,37 +90,49 @@ class Forward:
         calls = self._collector.calls
         self.tables = [table for table, _ in calls]
         self._check_ids()
+        late, self._late = late_captures(self._graph.graph)
         self._ids: Any = calls and self._graph.prune(
-            self._given, [ids for _, ids in calls]
+            [*self._given, *late], [ids for _, ids in calls]
         )
 
     def calls(
-        self, batch: Any, numbers: Sequence[tf.Tensor]
+        self, batch: Any, seeds: Sequence[tf.Tensor]
     ) -> list[tuple[Any, tf.Tensor]]:
         """Table and ids of every lookup that the pass does for a batch."""
         if not self.tables:
             return []
         flat = tf.nest.flatten(batch, expand_composites=True)
-        numbers = [tf.cast(number, tf.int64) for number in numbers]
-        return list(zip(self.tables, self._ids(*flat, *numbers), strict=True))
+        late = [told() for told in self._late]
+        found = self._ids(*flat, *seeds, *tf.nest.flatten(late))
+        for ids, (_, traced) in zip(found, self._collector.calls, strict=True):
+            ids.set_shape(traced.shape)  # Those of a lookup table have none.
+        return list(zip(self.tables, found, strict=True))
 
     def results(
         self, states: Sequence[keras.Variable], what: str
     ) -> Callable[..., Any]:
         """From the values of `states` to the results; no others may matter."""
+        for name, other in self.no_results(states).items():
+            raise ValueError(
+                f"{what} returns {name!r}, which depends on {other}, so it is "
+                "no value of many batches. Give the model a "
+                "`keras.metrics.Mean`, update it there and return its "
+                "`result()`."
+            )
         values = [self._scope.get_current_value(v) for v in states]
+        return self._graph.prune(values, self._results)
+
+    def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
+        """On what the results depend that depend not on `states` alone."""
         batch = dict.fromkeys((t.op.name for t in self._given), "the batch")
         others = self._others() | batch
-        for name, result in self._results.items():
-            for op, _ in _needed(tf.nest.flatten(result), stop=values):
-                if op.name in others:
-                    raise ValueError(
-                        f"{what} returns {name!r}, which depends on "
-                        f"{others[op.name]}, so it is no value of many "
-                        "batches. Give the model a `keras.metrics.Mean`, "
-                        "update it there and return its `result()`."
-                    )
-        return self._graph.prune(values, self._results)
+        values = [self._scope.get_current_value(v) for v in states]
+        return {
+            name: others[op.name]
+            for name, result in self._results.items()
+            for op, _ in _needed(tf.nest.flatten(result), values)
+            if op.name in others
+        }
 
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
@@ -128,7 +143,7 @@ class Forward:
         """
         stand_ins = {id(v): value for v, value in self._stand_ins}
         names = {stand_ins[id(v)].op.name for v in states}
-        value = self._scope.get_current_value(variable)
+        value: Any = self._scope.get_current_value(variable)
         while value.name != stand_ins[id(variable)].name:
             op = value.op
             changed = [
@@ -181,11 +196,40 @@ class Forward:
                         )
 
 
-class _Scope(keras.StatelessScope):
-    """Notes what is assigned; each value is a tensor of its own."""
+class TapedScope(keras.StatelessScope):
+    """In it a `tf.GradientTape` takes a variable's value for the variable."""
 
     def __init__(self, values: Values) -> None:
         super().__init__(values, collect_losses=True)
+        self._taped: set[int] = set()
+        self.has_ended = False
+
+    def tape(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Has a variable this value, or rows, until it gets another."""
+        value.handle, value.trainable = value, True
+        self.state_mapping[id(variable)] = value
+        self._taped.add(id(variable))
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """See `keras.StatelessScope`."""
+        value = super().get_current_value(variable)
+        if id(variable) in self._taped:
+            if self.has_ended:
+                raise ValueError(
+                    f"The `train_step` reads {variable.path!r} after it has "
+                    "applied gradients, which on parameter servers, and with "
+                    "a PartitionedEmbedding between replicas, happens when the "
+                    "step is over. Read it before, or train in one process."
+                )
+            variable_accessed(value)
+        return value
+
+
+class _Scope(TapedScope):
+    """Notes what is assigned; each value is a tensor of its own."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__(values)
         self.updated: dict[int, keras.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:

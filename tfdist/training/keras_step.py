@@ -1,13 +1,12 @@
 """Steps that a model's own `train_step` or `test_step` defines.
 
 Adversarial networks, distillation and the like override these: then the model
-applies its gradients itself, to variables that must be in this process. Where
-they are not, `tfdist.training.ModelStep` is used, and refuses such models.
+applies its gradients itself, to variables that must be in this process. For
+a `train_step` where they are not, see `own_step.py`.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private import Saveable
-from tfdist.training.compiled_model import checked_model
+from tfdist.training.compiled_model import (
+    checked_model,
+    refuse_new_variables,
+)
 from tfdist.training.fence import Fence
 from tfdist.training.metric_states import States, flat_floats
+from tfdist.training.own_step import checked_logs, with_others
 from tfdist.training.step import Batch
 
 
@@ -63,12 +66,7 @@ class KerasStep:
             # Makes what the first step would: metrics, slots of optimizers.
             trial = function(functools.partial(self._logs, "train_step"))
             self._used = trial.get_concrete_function(element_spec).variables
-            if len(model.trainable_variables) > before:
-                raise ValueError(
-                    f"The first step of model {model.name!r} makes variables. "
-                    "Build every layer in the model function: start it with "
-                    "`keras.Input(...)` or call `layer.build(input_shape)`."
-                )
+            refuse_new_variables(model, before)
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
         """All that a checkpoint holds.
@@ -76,18 +74,9 @@ class KerasStep:
         That is `named`, and what else the model's `train_step` uses: the slots
         of its second optimizer, counters, seeds.
         """
-        known = {id(v.value) for v in self.model.metrics_variables}
-        for whole in named.values():
-            known |= {id(v) for v in getattr(whole, "variables", [whole])}
-        others: dict[str, Saveable] = {}
-        count: collections.Counter[str] = collections.Counter()
-        for variable in self._used:
-            if id(variable) not in known:
-                name = "train_step/" + variable.name.removesuffix(":0")
-                number = f"_{count[name]}" if count[name] else ""
-                others[name + number] = variable
-                count[name] += 1
-        return {**named, **others}
+        metrics = {id(v.value) for v in self.model.metrics_variables}
+        used = [v for v in self._used if id(v) not in metrics]
+        return with_others(named, used)
 
     def zero_states(self) -> States:
         """The logs of no step; an evaluation begins with them."""
@@ -129,26 +118,8 @@ class KerasStep:
 
     def _logs(self, method: str, batch: Batch) -> States:
         """What the method returns, flat; `_shapes` keeps the structure."""
-        logs = getattr(self.model, method)(batch)
         what = f"`{method}` of {type(self.model).__name__}"
-        if not isinstance(logs, Mapping):
-            raise TypeError(
-                f"{what} must return a dictionary of logs. Received: {logs!r}."
-            )
-        if "global_step" in logs:
-            raise ValueError(
-                f"{what} must return no log called 'global_step', a name that "
-                "results use themselves."
-            )
-        logs = tf.nest.map_structure(tf.convert_to_tensor, dict(logs))
-        for name, log in logs.items():
-            for part in tf.nest.flatten(log):
-                if not part.shape.is_fully_defined():
-                    raise ValueError(
-                        f"{what} must return scalars, or arrays of a known "
-                        f"shape. Received: {name!r} of shape {part.shape}. Use "
-                        "`tf.reduce_mean`."
-                    )
+        logs = checked_logs(what, getattr(self.model, method)(batch))
         self._shapes = tf.nest.map_structure(lambda t: t.shape, logs)
         return tf.nest.flatten(logs)
 

@@ -11,9 +11,24 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdist.training.slots import rule_slots
+from tfdist.training.slots import slots
 
 _K, _OPS = keras.optimizers, tf.raw_ops
+
+
+def is_fused(optimizer: Optimizer, by_rows: bool) -> bool:
+    """Whether there is one op for the rule, on rows or a whole variable."""
+    # Exact types only: a subclass may mean something else.
+    rule = type(optimizer)
+    if rule is _K.SGD:
+        return not optimizer.momentum
+    if rule is _K.Adagrad:
+        # Keras adds epsilon under the root, the kernel beside it: the same to
+        # float precision unless an accumulator is near zero.
+        return optimizer.initial_accumulator_value >= 1e-2
+    if rule is _K.Adam:
+        return not (by_rows or optimizer.amsgrad)
+    return rule is _K.Ftrl
 
 
 def fused_update(
@@ -22,56 +37,46 @@ def fused_update(
     gradient: tf.Tensor,
     rate: tf.Tensor,
     ids: tf.Tensor | None = None,
-) -> bool:
-    """Applies a gradient by one op, if there is one; returns whether.
+) -> None:
+    """Applies a gradient by one op, if `is_fused`; see `optimizers.update`.
 
-    See `optimizers.update`.
+    The op locks variable and slots (in the order of their addresses), so
+    workers that update the same numbers lose none: those of whole variables
+    do always, and `ResourceScatterNdSub`, but not `ResourceScatterSub`.
     """
-    # Exact types only: a subclass may mean something else.
-    rule = type(optimizer)
-    if rule is _K.SGD and not optimizer.momentum:
+    handle = variable.value.handle
+    if type(optimizer) is _K.SGD:
         if ids is None:
             _OPS.ResourceApplyGradientDescent(
-                var=variable.value.handle, alpha=rate, delta=gradient
+                var=handle, alpha=rate, delta=gradient
             )
         else:
-            variable.value.scatter_sub(tf.IndexedSlices(gradient * rate, ids))
-        return True
-    if rule not in _RULES:
-        return False
-    arguments_of, names, whole, of_rows = _RULES[rule]
-    kernel = whole if ids is None else of_rows
-    arguments = kernel and arguments_of(optimizer, rate)
-    if arguments is None:
-        return False
-    own = rule_slots(optimizer, variable)
+            _OPS.ResourceScatterNdSub(
+                ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
+            )
+        return
+    arguments_of, names, whole, of_rows = _RULES[type(optimizer)]
+    arguments = arguments_of(optimizer, rate)
+    own = slots(optimizer, variable).of_rule
     for name, slot in zip(names, own, strict=True):
         arguments[name] = slot.value.handle
+    kernel = whole
     if ids is not None:
-        arguments["indices"] = ids
-    kernel(var=variable.value.handle, grad=gradient, **arguments)
-    return True
+        kernel, arguments["indices"] = of_rows, ids
+    kernel(var=handle, grad=gradient, use_locking=True, **arguments)
 
 
 def _adagrad(
     optimizer: keras.optimizers.Adagrad, rate: tf.Tensor
-) -> dict[str, Any] | None:
-    # Keras adds epsilon under the root, the kernel beside it: the same to float
-    # precision unless an accumulator is near zero.
-    if optimizer.initial_accumulator_value < 1e-2:
-        return None
+) -> dict[str, Any]:
     return {"lr": rate, "epsilon": 0.0}
 
 
-def _adam(
-    optimizer: keras.optimizers.Adam, rate: tf.Tensor
-) -> dict[str, Any] | None:
-    if optimizer.amsgrad:
-        return None
+def _adam(optimizer: keras.optimizers.Adam, rate: tf.Tensor) -> dict[str, Any]:
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, rate.dtype)
     return {
-        "beta1_power": tf.pow(optimizer.beta_1, steps),
-        "beta2_power": tf.pow(optimizer.beta_2, steps),
+        "beta1_power": tf.pow(tf.cast(optimizer.beta_1, rate.dtype), steps),
+        "beta2_power": tf.pow(tf.cast(optimizer.beta_2, rate.dtype), steps),
         "lr": rate,
         "beta1": optimizer.beta_1,
         "beta2": optimizer.beta_2,

@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import SEED_STATE_NAME
-from tfdist.embeddings.routing import Group
+from tfdist._tf.private_keras import SEED_STATE_NAME
 from tfdist.training import optimizers
+
+
+class Updated(NamedTuple):
+    """A part of a model, with an optimizer of its own."""
+
+    optimizer: keras.optimizers.Optimizer
+    trainable_variables: list[keras.Variable]
+    non_trainable_variables: Sequence[keras.Variable] = ()
 
 
 class Server(NamedTuple):
@@ -26,12 +33,13 @@ class Layout:
     """Which server holds what a pass over a model reads and updates.
 
     Args:
-        model: A built model with a built optimizer.
+        model: A built model with a built optimizer, or a part of it.
         tables: Its `PartitionedEmbedding` layers that the pass looks up.
         remote: Whether the variables live in other processes, the tasks of
             which are told apart by device. Else all are where the step runs.
         others: Tables that the pass never reads.
-        rates: The optimizer's variables that it reads: learning rates.
+        rates: The optimizer's variables that it reads: learning rates and
+            what scales the loss.
 
     Attributes:
         groups: The tables, those of one width and optimizer together.
@@ -45,7 +53,7 @@ class Layout:
 
     def __init__(
         self,
-        model: keras.Model,
+        model: keras.Model | Updated,
         tables: Sequence[Any],
         *,
         remote: bool,
@@ -59,17 +67,21 @@ class Layout:
         for table in tables:
             part = optimizers.owner(model.optimizer, table.shards[0])
             # The norm of one variable needs its rows alone.
-            alone = id(table) if self.parts[part].clipnorm else None
+            is_alone = self.parts[part].clipnorm or not table.group_type.of_many
+            alone = id(table) if is_alone else None
             key = table.output_dim, table.variable_dtype, part, alone
             by_width[key].append(table)
         self.groups = [
-            Group(tables, part, self.device_of)
+            tables[0].group_type(tables, part, self.device_of)
             for (_, _, part, _), tables in by_width.items()
         ]
         for group in self.groups:
             for shard in filter(self.is_trained, group.shards):
                 optimizers.check_rows(self.parts[group.part], shard)
-        held = {id(s) for table in (*tables, *others) for s in table.shards}
+        is_split = any(len(group.shards) > 1 for group in self.groups)
+        for part in self.parts if remote or is_split else ():
+            optimizers.check_norms(part, remote)
+        held = {id(v) for table in (*tables, *others) for v in table.pieces}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
         self.owners = [optimizers.owner(model.optimizer, v) for v in self.dense]
         self.moving = [
@@ -115,6 +127,17 @@ class Layout:
                     "gradient. Look up the rows that are wanted, or use "
                     "keras.layers.Embedding."
                 )
+
+    def check_updated(self, updated: Sequence[keras.Variable]) -> None:
+        """Raises `ValueError` if a pass assigns what the optimizer updates."""
+        for variable in filter(self.is_trained, updated):
+            raise ValueError(
+                f"The model assigns variable {variable.path!r} while it is "
+                "called in training, as SpectralNormalization does, and the "
+                "optimizer updates the same variable. Give the layer a "
+                "`kernel_constraint`, which is applied after each update, or "
+                "override `train_step`, on one device."
+            )
 
 
 def is_seed(variable: keras.Variable) -> bool:

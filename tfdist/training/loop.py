@@ -23,7 +23,7 @@ from tfdist.data.input_wait import (
     TimedIterator,
     awaited,
 )
-from tfdist.training.fence import Fence
+from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.metric_states import States
 from tfdist.training.step import ModelStep
@@ -194,12 +194,15 @@ def run_steps(
     num_steps: int,
     iterator: tf.data.Iterator | TimedIterator,
     first_step: tf.Tensor,
-    fence: Fence | None = None,
+    *args: Any,
 ) -> tf.Tensor:
-    """Runs steps, unrolled; returns their packed metric states."""
+    """Runs steps, unrolled; returns their packed metric states.
+
+    `args` are those of `step.train` beyond the states.
+    """
     states = step.zero_states()
     for i in range(num_steps):
-        states = step.train(iterator.get_next(), first_step + i, states, fence)
+        states = step.train(iterator.get_next(), first_step + i, states, *args)
     return step.pack(states)
 
 
@@ -273,11 +276,7 @@ class LocalLoop(Loop):
     ) -> dict[str, float]:
         """See `Loop.evaluate`."""
         if not isinstance(self._step, ModelStep):
-            raise ValueError(
-                f"Model {self._step.model.name!r} has a `train_step` of its "
-                "own, whose metrics are those of training: evaluate its "
-                "checkpoints, with `Estimator.evaluate`."
-            )
+            refuse_evaluation(self._step.model)
         if self._evaluation is None:
             # A step of its own: metrics that are no sums go on in training's.
             step = ModelStep(self._step.model, batches.element_spec)
@@ -345,8 +344,25 @@ class FunctionLoop(Loop):
         return {name: float(value) for name, value in logs.items()}
 
 
+class Logs(dict[str, float]):
+    """Loss and metrics of some steps, from which follow those of more."""
+
+    def __init__(self, total: np.ndarray, step: ModelStep) -> None:
+        super().__init__(step.result(total))
+        self._total, self._step = total, step
+
+    def after(self, earlier: Logs | None) -> Logs:
+        """Those of earlier steps and these together, as of one run."""
+        if earlier is None:
+            return self
+        total = self._step.joined(earlier._total, self._total)
+        return Logs(total, self._step)
+
+
 def metrics_from_states(total: Any, step: Step) -> dict[str, float]:
     """Loss and metrics of a sum of packed states; 0.0 is of no example."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
-    return step.result(total)
+    if isinstance(step, KerasStep):
+        return step.result(total)
+    return Logs(total, step)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.training.forward import TapedScope
 from tfdist.training.metrics import loss_tracker
 from tfdist.training.replicas import mean_to_sum
 
@@ -29,6 +30,7 @@ class MetricStates:
         kept: Ids of those that may not add up.
         trains: Whether they are of training; it goes on where it was.
         results: From values of `variables` to results, if not as Keras does.
+        has_loss: Whether `loss` is the mean that steps tell, among results.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class MetricStates:
         kept: set[int],
         trains: bool,
         results: Callable[..., Any] | None,
+        has_loss: bool = True,
     ) -> None:
         self.model = model
         self._metrics = variables
-        self._results = results
+        self._results, self._has_loss = results, has_loss
         listed = {id(v) for v in model.metrics_variables}
         self._start = [
             v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
@@ -88,9 +91,11 @@ class MetricStates:
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
         if not weight.item():
             return {}
-        known = {}
-        if tracker := loss_tracker(self.model):
-            known = {id(tracker.total): loss, id(tracker.count): weight}
+        known, own = {}, {}
+        if self._has_loss:
+            own = {"loss": loss.item() / weight.item()}
+            if tracker := loss_tracker(self.model):
+                known = {id(tracker.total): loss, id(tracker.count): weight}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
             for v, value in zip(self._metrics, rest, strict=True)
@@ -102,16 +107,16 @@ class MetricStates:
             with self._scope([loss, weight, *values]):
                 results = flat_floats(self.model.get_metrics_result())
         self._assign(self._start)
-        return results | {"loss": loss.item() / weight.item()}
+        return results | own
 
     def _scope(
         self,
         states: States,
         values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-    ) -> keras.StatelessScope:
+    ) -> TapedScope:
         """In it variables have these states, and others these values."""
         metrics = zip(self._metrics, states[2:], strict=True)
-        return keras.StatelessScope([*metrics, *values], collect_losses=True)
+        return TapedScope([*metrics, *values])
 
     def _after(
         self,
@@ -124,6 +129,12 @@ class MetricStates:
         weight = num_examples(batch)
         loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
         metrics = [scope.get_current_value(v) for v in self._metrics]
+        for variable, value in zip(self._metrics, metrics, strict=True):
+            value.set_shape(variable.shape)  # Keras 3.12 loses it.
+        if not self._has_loss:
+            # What a model computes of no example may be no number.
+            pairs = zip(metrics, states[2:], strict=True)
+            metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
         return [loss_sum, states[1] + weight, *metrics]
 
     def _assign(self, values: Sequence[Any]) -> None:

@@ -7,50 +7,18 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfdist.training.compiled_model import training_of
+from tfdist.training.compiled_model import forward_pass, look_at
 from tfdist.training.forward import Forward
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
     """Lets Keras make its loss and metric variables, here on the chief.
 
-    Keras makes them when it first sees a target and a prediction; both are
-    shown as zeros of the right shapes, so no parameter is read.
+    Keras makes them when it first sees a target and a prediction.
     """
-    batch = tf.nest.map_structure(
-        lambda s: tf.zeros([d or 1 for d in s.shape], s.dtype), element_spec
-    )
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    before = {id(v): v.numpy() for v in model.metrics_variables}
-    symbols = tf.nest.map_structure(
-        lambda t: keras.KerasTensor(
-            t.shape, keras.backend.standardize_dtype(t.dtype)
-        ),
-        x,
-    )
-    y_pred = tf.nest.map_structure(
-        lambda t: tf.zeros(t.shape, t.dtype),
-        _output_spec(model, symbols),
-    )
-    model.compute_loss(x, y, y_pred, sample_weight, training=False)
-    model.compute_metrics(x, y, y_pred, sample_weight)
-    for variable in model.metrics_variables:
-        variable.assign(before.get(id(variable), np.zeros(variable.shape)))
+    look_at(lambda batch: forward_pass(model, batch, False), element_spec)
     model.reset_metrics()
-
-
-def _output_spec(model: keras.Model, x: Any) -> Any:
-    """Like what the model returns.
-
-    `keras.Model(x, [y])` returns the tensor, and says that it returns a list.
-    """
-    spec = model.compute_output_spec(x, **training_of(model, False))
-    is_functional = getattr(model, "outputs", None) is not None
-    if is_functional and isinstance(spec, list | tuple) and len(spec) == 1:
-        return spec[0]
-    return spec
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:

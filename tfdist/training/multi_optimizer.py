@@ -77,6 +77,14 @@ class MultiOptimizer(keras.optimizers.Optimizer):
                 part.apply(*zip(*own, strict=True))
         self.iterations.assign_add(1)
 
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Has each part put the averages it keeps into its variables."""
+        for i, part in enumerate(self.parts):
+            own = [v for v in var_list if self.owner(v) == i]
+            part.finalize_variable_values(own)
+
     def owner(self, variable: keras.Variable) -> int:
         """Index of the part that updates `variable`."""
         for i, pattern in enumerate(self.patterns):

@@ -9,24 +9,31 @@ adding and writing, which loses steps as soon as two workers do it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdist._tf.private import (
+from tfdist._tf import versions
+from tfdist._tf.mutex import alone
+from tfdist._tf.private_keras import (
     counter,
-    moving_averages,
     nadam_product,
+    part_index,
     uses_weight_decay,
     variable_index,
 )
-from tfdist.training.kernels import fused_update
+from tfdist.embeddings.growing import Beside, growing_of
+from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
-from tfdist.training.slots import RowView, slots
+from tfdist.training.slots import RowView, named_slots, rows_of, slots
 
 # Their steps depend on norms or products over all rows.
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
+# Their code reads a slot's value after it has assigned another, and means the
+# one before, as on other backends; a TensorFlow variable gives it the new one.
+_READS_OLD_SLOTS = versions.ScheduleFreeAdamW
 
 
 def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -34,25 +41,54 @@ def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
 
     Must run inside the strategy's scope; else Keras would create the slots at
     the first step, on the chief.
-
-    The moving averages of `use_ema=True` start at the values of their
-    variables. Keras starts them at zero and lets the first step set them all,
-    which a step that touches some rows of a table cannot.
     """
-    if optimizer.built:
-        return
-    optimizer.build(list(variables))
+    if not optimizer.built:
+        optimizer.build(list(variables))
+        begin(optimizer, variables)
+
+
+def begin(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Has slots begin at the values of their variables, where rules say so.
+
+    Keras lets the first step set all averages of `use_ema=True`, which a step
+    that touches some rows of a table cannot.
+    """
     for variable in variables:
         part = parts(optimizer)[owner(optimizer, variable)]
+        with tf.device(variable.value.device):
+            for slot in _begun(part, variable):
+                slot.value.assign(variable.value)
+
+
+def _begun(optimizer: Optimizer, variable: keras.Variable) -> list[Any]:
+    """The slots that begin at the variable's value."""
+    own = slots(optimizer, variable)
+    is_free = isinstance(optimizer, versions.ScheduleFreeAdamW)
+    first = own.of_rule[:1] if is_free else []
+    return [own.average, *first] if optimizer.use_ema else first
+
+
+def finish(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> bool:
+    """Puts the averages of `use_ema` into `variables`; whether there are any.
+
+    As `finalize_variable_values`, but no value leaves its server.
+    """
+    found = False
+    for variable in variables if optimizer.built else ():
+        part = parts(optimizer)[owner(optimizer, variable)]
         if part.use_ema:
+            found = True
             with tf.device(variable.value.device):
-                _average(part, variable).value.assign(variable.value)
+                variable.value.assign(slots(part, variable).average.value)
+    return found
 
 
 def parts(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that `optimizer` consists of, usually itself alone."""
     # The one that applies gradients, once their scale is undone.
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(optimizer, versions.KerasMultiOptimizer):
+        return optimizer.optimizers
     is_multi = isinstance(optimizer, MultiOptimizer)
     return optimizer.parts if is_multi else [optimizer]
 
@@ -60,6 +96,8 @@ def parts(optimizer: Optimizer) -> list[Optimizer]:
 def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
     """Index in `parts(optimizer)` of the one that updates `variable`."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(optimizer, versions.KerasMultiOptimizer):
+        return part_index(optimizer, variable)
     is_multi = isinstance(optimizer, MultiOptimizer)
     return optimizer.owner(variable) if is_multi else 0
 
@@ -74,42 +112,38 @@ def part_names(optimizer: Optimizer) -> list[str]:
 
 
 def check(optimizer: Optimizer, remote: bool) -> None:
-    """Refuses what is not computed, or not where several workers share slots.
+    """Raises `ValueError` for what workers that share slots cannot do.
 
-    Keras 3.15 on TensorFlow does not compute the rule of `ScheduleFreeAdamW`:
-    `fit` starts its slots at zero instead of at the variables, and
-    `update_step` reads a slot after it has changed it.
-
-    Raises:
-        ValueError: naming each option.
+    Which update is the last of so many is known by their number alone, and of
+    a scaled loss some do not count.
     """
-    several = len(parts(optimizer)) > 1
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     for part in parts(optimizer):
-        accumulates = part.gradient_accumulation_steps
-        unsupported = {
-            "gradient_accumulation_steps": accumulates
-            and (remote or several or scaled),
-            "ema_overwrite_frequency": part.use_ema
-            and part.ema_overwrite_frequency,
-            "LossScaleOptimizer": scaled and remote,
-            "ScheduleFreeAdamW": isinstance(
-                part, keras.optimizers.ScheduleFreeAdamW
-            ),
-        }
-        used = [name for name, value in unsupported.items() if value]
-        if used:
-            where = "on parameter servers " if remote else ""
+        if scaled and remote and part.gradient_accumulation_steps:
             raise ValueError(
-                f"Optimizer {part.name!r} uses {', '.join(used)}, which "
-                f"updates {where}do not support. For a fixed loss scale use "
-                "loss_scale_factor."
+                f"Optimizer {part.name!r} accumulates gradients of a loss that "
+                "LossScaleOptimizer has scaled, which updates on parameter "
+                "servers do not support. Use mixed_bfloat16, which needs no "
+                "scale, or auto_scale_loss=False with a loss_scale_factor, or "
+                "larger batches instead of gradient_accumulation_steps."
             )
+
+
+def check_norms(optimizer: Optimizer, remote: bool) -> None:
+    """Raises `ValueError` if an update needs the norm of a sum in parts."""
+    clips = optimizer.clipnorm or (remote and optimizer.global_clipnorm)
+    if clips and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"Optimizer {optimizer.name!r} clips accumulated gradients by "
+            "their norm, which is not supported on parameter servers, nor "
+            "with a table in several shards. Use clipvalue, or larger batches "
+            "instead of gradient_accumulation_steps."
+        )
 
 
 def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
     """Raises `ValueError` for a rule that cannot update some rows."""
-    own = slots(optimizer, variable)
+    own = slots(optimizer, variable).of_rule
     has_other_shapes = any(v.shape != variable.shape for v in own)
     if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
@@ -144,91 +178,254 @@ def update(
 ) -> None:
     """Applies a gradient; the caller opens the variable's device scope.
 
-    With `ids` the optimizer's own rule runs on these rows of the variable and
-    of its slots; others are not touched. That is Keras' result for every rule
-    that leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a
-    table that starts at zeros, with a constant learning rate and no
+    With `ids` (int64, unique) the optimizer's own rule runs on these rows of
+    the variable and of its slots. That is Keras' result for every rule that
+    leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a table
+    that starts at zeros, with a constant learning rate and no
     `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that no
-    gradient ever reached to zero). A rule that moves them all the same (the
-    decaying moments of Adam and RMSprop, momentum, weight decay, the moving
-    average of weights) moves a row here only when it is looked up, like the
-    "lazy" optimizers of TF1's contrib; TF1's own Adam decayed every row's
-    moments, at a cost that grew with the table.
+    gradient ever reached to zero). A rule that moves them all the same
+    (moments, momentum, weight decay, moving averages) moves a row only when it
+    is looked up, like the "lazy" optimizers of TF1's contrib.
 
-    Args:
-        optimizer: The part that owns `variable`.
-        variable: The variable.
-        gradient: Of the variable's shape, or of that of its rows.
-        rate: Scalar float32, from `learning_rate`.
-        iteration: Scalar int64: updates before this one.
-        ids: int64, unique: the rows. Default: all, the gradient is dense.
+    `optimizer` is the part that owns `variable`, `rate` is from
+    `learning_rate`, `iteration` (int64) counts the updates before this one.
+
+    Where other workers may update the variable, an update that `is_one_op`
+    excludes them itself, any other is to be run alone, as `apply` does.
     """
-    decay = _decay(optimizer, variable)
+    target, decay = variable.value, _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
-    views: list[RowView] = []
+    if ids is not None:
+        check_rows(optimizer, variable)
+    if decay:
+        _add(target, -rows_of(target, ids) * (decay * rate), ids)
     scope = keras.StatelessScope([(counter(optimizer), iteration)])
     with scope:
-        if ids is not None:
-            check_rows(optimizer, variable)
-            is_plain = not (decay or optimizer.use_ema)
-            if is_plain and fused_update(
-                optimizer, variable, gradient, rate, ids
-            ):
-                return
-            for whole in (variable, *slots(optimizer, variable)):
-                views.append(RowView(whole.value, ids))
-                # The constructor would have made tensors of them.
-                scope.state_mapping[id(whole)] = views[-1]
-        target = variable.value
-        if decay:
-            target.assign_sub(tf.convert_to_tensor(target) * (decay * rate))
-        if views or not fused_update(optimizer, variable, gradient, rate):
+        if is_fused(optimizer, ids is not None):
+            fused_update(optimizer, variable, gradient, rate, ids)
+        else:
+            views = []
+            if ids is not None or isinstance(optimizer, _READS_OLD_SLOTS):
+                for whole in (variable, *slots(optimizer, variable).of_rule):
+                    views.append(RowView(scope, whole, ids))
             optimizer.update_step(gradient, variable, rate)
-        if optimizer.use_ema:
-            # All the way to the variable at the first update.
-            later = tf.cast(iteration > 0, tf.float32)
-            weight = tf.cast(1.0 - later * optimizer.ema_momentum, rate.dtype)
-            average = _average(optimizer, variable).value
-            difference = tf.convert_to_tensor(average) - target
-            average.assign_sub(difference * weight)
-    for view in views:
-        view.scatter()
-    if ids is None and variable.constraint is not None:
-        target.assign(variable.constraint(target))
+            for view in views:
+                view.scatter()
+    _follow(optimizer, variable, iteration, ids)
 
 
-def begin_step(optimizer: Optimizer, iteration: tf.Tensor) -> None:
+def is_one_op(
+    optimizer: Optimizer, variable: keras.Variable, by_rows: bool
+) -> bool:
+    """Whether an update is one op, during which others wait."""
+    return is_fused(optimizer, by_rows) and not (
+        _decay(optimizer, variable)
+        or optimizer.use_ema
+        or variable.constraint is not None
+        or optimizer.gradient_accumulation_steps
+    )
+
+
+def _follow(
+    optimizer: Optimizer,
+    variable: keras.Variable,
+    iteration: tf.Tensor,
+    ids: tf.Tensor | None = None,
+) -> None:
+    """Does what follows every step, also one whose gradients were kept."""
+    target = variable.value
+    if optimizer.use_ema:
+        average = slots(optimizer, variable).average.value
+        updates = _updates(optimizer, iteration)
+        # All the way to the variable at the first update.
+        later = tf.cast(updates > 0, tf.float32)
+        weight = tf.cast(1.0 - later * optimizer.ema_momentum, variable.dtype)
+        difference = rows_of(target, ids) - rows_of(average, ids)
+        _add(average, difference * weight, ids)
+        if every := optimizer.ema_overwrite_frequency:
+
+            def overwrite() -> None:
+                target.assign(tf.convert_to_tensor(average))
+
+            tf.cond((updates + 1) % every == 0, overwrite, lambda: None)
+    if variable.constraint is not None:
+        rows = variable.constraint(tf.convert_to_tensor(rows_of(target, ids)))
+        if ids is None:
+            target.assign(rows)
+        else:
+            target.scatter_update(tf.IndexedSlices(rows, ids))
+
+
+def apply(
+    optimizer: Optimizer,
+    found: Sequence[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]],
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+    shared: bool = False,
+) -> None:
+    """Applies a step's `(variable, gradient, ids)`, or keeps them for later.
+
+    With `gradient_accumulation_steps` the last of so many steps applies the
+    mean. Workers that run at once add to the same sums: an update takes what
+    has arrived when it is due. In a growing table ids are keys, which get rows.
+
+    If others may do so at the same moment (`shared`), they take turns, so no
+    number is lost: by variable where an update `is_one_op`, else by device.
+    """
+    found = [_with_rows(optimizer, *each, iteration) for each in found]
+
+    def run() -> None:
+        _apply(optimizer, found, rate, iteration)
+
+    if not shared or all(
+        is_one_op(optimizer, v, ids is not None) for v, _, ids in found
+    ):
+        run()
+    else:
+        needed = [t for _, *each in found for t in each if t is not None]
+        alone(f"{optimizer.name}/updates", run, [*needed, rate, iteration])
+
+
+def _apply(
+    optimizer: Optimizer,
+    found: Sequence[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]],
+    rate: tf.Tensor,
+    iteration: tf.Tensor,
+) -> None:
+    if not optimizer.gradient_accumulation_steps:
+        for variable, gradient, ids in found:
+            update(optimizer, variable, gradient, rate, iteration, ids)
+        return
+    for variable, gradient, ids in found:
+        _add(slots(optimizer, variable).total.value, gradient, ids)
+
+    def apply_means() -> None:
+        means = [_mean(optimizer, v, ids is not None) for v, _, ids in found]
+        clipped = _clip(optimizer, [mean for mean, _ in means])
+        for (variable, *_), mean, (_, ids) in zip(
+            found, clipped, means, strict=True
+        ):
+            update(optimizer, variable, mean, rate, iteration, ids)
+
+    def wait() -> None:
+        for variable, _, ids in found:
+            _follow(optimizer, variable, iteration, ids)
+
+    tf.cond(_is_due(optimizer, iteration), apply_means, wait)
+
+
+def _with_rows(
+    optimizer: Optimizer,
+    variable: keras.Variable,
+    gradient: tf.Tensor,
+    ids: Any,
+    iteration: tf.Tensor,
+) -> tuple[keras.Variable, tf.Tensor, tf.Tensor | None]:
+    growing = growing_of(variable)
+    if growing:
+        beside: Beside = [(s, None) for s in _begun(optimizer, variable)]
+        if growing.table.evict_after_steps:
+            beside = [*_first_values(optimizer, variable), *beside]
+        ids, gradient = growing.claimed(ids, gradient, iteration, beside)
+    return variable, gradient, ids
+
+
+def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
+    """At what its slots begin in Keras' rules; the rest at zero."""
+    first = getattr(optimizer, "initial_accumulator_value", 0.0)
+    return [
+        (slot, first if kind == "accumulator" else 0.0)
+        for kind, slot in named_slots(optimizer, variable).items()
+    ]
+
+
+def _is_due(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
+    """Whether a step is the last of those whose gradients accumulate."""
+    steps = optimizer.gradient_accumulation_steps or 1
+    return tf.equal((iteration + 1) % steps, 0)
+
+
+def _mean(
+    optimizer: Optimizer, variable: keras.Variable, by_rows: bool
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Takes the mean of the gradients that were kept, and the ids of its rows.
+
+    What others add meanwhile stays for the next update.
+    """
+    total, ids = slots(optimizer, variable).total.value, None
+    if by_rows:
+        ids = tf.where(tf.reduce_any(tf.not_equal(total, 0), axis=1))[:, 0]
+    taken = rows_of(total, ids)
+    _add(total, -taken, ids)
+    return taken / optimizer.gradient_accumulation_steps, ids
+
+
+def begin_step(
+    optimizer: Optimizer,
+    iteration: tf.Tensor,
+    finite: tf.Tensor | None = None,
+    shared: bool = False,
+) -> None:
     """Updates what an optimizer keeps for all its variables together.
 
-    Only Nadam does: the product of its momentum schedule, which is read,
-    multiplied and written, so several workers may lose a factor between them.
+    Only Nadam does: the product of its momentum schedule. `shared` as of
+    `apply`.
     """
-    if isinstance(optimizer, keras.optimizers.Nadam):
-        product = nadam_product(optimizer).value
-        power = tf.pow(0.96, tf.cast(iteration + 1, product.dtype))
-        product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * power))
+    if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
+        return
+    product = nadam_product(optimizer).value
+    updates = _updates(optimizer, iteration)
+    power = tf.pow(0.96, tf.cast(updates + 1, product.dtype))
+    factor = optimizer.beta_1 * (1.0 - 0.5 * power)
+    is_update = _is_due(optimizer, iteration)
+    if finite is not None:
+        is_update &= finite
+    factor = tf.where(is_update, factor, tf.ones_like(factor))
+
+    def run() -> None:
+        product.assign(product * factor)
+
+    if not shared:
+        run()
+        return
+    with tf.device(product.device):
+        alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
 
 
 def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     """Clips all gradients of a part as its options say.
 
     The gradient of a table is that of its unique rows, whose norm is the same.
+    Of gradients that accumulate, the mean is clipped.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]
+    accumulates = optimizer.gradient_accumulation_steps
+    return gradients if accumulates else _clip(optimizer, gradients)
+
+
+def _clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     if optimizer.clipnorm:
         return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
     if optimizer.global_clipnorm:
         return tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0]
-    if optimizer.clipvalue:
-        limit = optimizer.clipvalue
+    if limit := optimizer.clipvalue:
         return [tf.clip_by_value(g, -limit, limit) for g in gradients]
     return gradients
 
 
-def _average(optimizer: Optimizer, variable: keras.Variable) -> keras.Variable:
-    """The moving average of `variable` that `use_ema=True` keeps."""
-    return moving_averages(optimizer)[variable_index(optimizer, variable)]
+def _updates(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
+    """Updates before an iteration, as Keras counts them: not all steps are."""
+    return iteration // (optimizer.gradient_accumulation_steps or 1)
+
+
+def _add(
+    variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None
+) -> None:
+    if ids is None:
+        variable.assign_add(value)
+    else:
+        variable.scatter_add(tf.IndexedSlices(value, ids))
 
 
 def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:

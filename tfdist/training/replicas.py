@@ -22,6 +22,7 @@ class Replicas:
 
     Attributes:
         num: Number of replicas, on all machines together.
+        strategy: Theirs.
         skips_empty: Whether a step for which no replica has an example
             changes nothing and does not count. What is learned of it costs no
             message: the number of examples comes with the gradients.
@@ -32,6 +33,7 @@ class Replicas:
     ) -> None:
         self.num = strategy.num_replicas_in_sync
         self.skips_empty = False
+        self.strategy = strategy
         self._anchor = anchor
         # TensorFlow traces each replica on a thread of its own.
         self._traced = threading.local()
@@ -51,7 +53,7 @@ class Replicas:
             )
             pieces = tf.split(total, [tf.size(f) for f in flat], num=len(own))
             for i, piece in zip(own, pieces, strict=True):
-                sums[i] = tf.reshape(piece, tensors[i].shape)
+                sums[i] = tf.reshape(piece, tf.shape(tensors[i]))
         return sums
 
     def mean(
@@ -59,8 +61,8 @@ class Replicas:
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Means over all examples, and how many these are.
 
-        From those, of static shapes, over this replica's `size` examples: a
-        scalar float32, maybe 0.
+        From those over this replica's `size` examples: a scalar float32,
+        maybe 0.
         """
         weighted = [mean_to_sum(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])

@@ -6,33 +6,37 @@ same code run on some rows of them, so each rule is written once, in Keras.
 
 from __future__ import annotations
 
+import copy
+from typing import Any, NamedTuple
+
 import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdist._tf.private import (
+from tfdist._tf.private import unique_id
+from tfdist._tf.private_keras import (
     nadam_product,
     slot_lists,
-    unique_id,
     variable_index,
 )
 
 
-def slots(
-    optimizer: Optimizer, variable: keras.Variable
-) -> list[keras.Variable]:
-    """The slots of `variable`, in the order in which they were made."""
+class Slots(NamedTuple):
+    """What an optimizer keeps of one variable; None: it does not."""
+
+    average: Any  # Moving, of `use_ema`.
+    total: Any  # Of gradients, for `gradient_accumulation_steps`.
+    of_rule: list[keras.Variable]
+
+
+def slots(optimizer: Optimizer, variable: keras.Variable) -> Slots:
+    """The slots of `variable`; Keras makes those of all rules first."""
     index = variable_index(optimizer, variable)
-    own = [each[index] for each in slot_lists(optimizer).values()]
-    return [slot for slot in own if slot is not None]
-
-
-def rule_slots(
-    optimizer: Optimizer, variable: keras.Variable
-) -> list[keras.Variable]:
-    """Those that the optimizer's own rule uses; the base class makes others."""
-    others = [optimizer.use_ema, optimizer.gradient_accumulation_steps]
-    return slots(optimizer, variable)[sum(map(bool, others)) :]
+    every = [each[index] for each in slot_lists(optimizer).values()]
+    own = [slot for slot in every if slot is not None]
+    average = own.pop(0) if optimizer.use_ema else None
+    accumulates = optimizer.gradient_accumulation_steps
+    return Slots(average, own.pop(0) if accumulates else None, own)
 
 
 def named_slots(
@@ -67,40 +71,62 @@ def shared_name(optimizer: Optimizer, variable: keras.Variable) -> str:
     return variable.name
 
 
+def rows_of(variable: tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
+    """Some rows of a variable, or all of it."""
+    if ids is None:
+        return tf.convert_to_tensor(variable)
+    return tf.gather(variable, ids)
+
+
 class RowView:
-    """Some rows of a variable, as the value of a Keras variable in a scope.
+    """Some rows of a variable, as its value in a scope; by default all rows.
 
     An optimizer reads and assigns them as it would the whole variable;
-    `scatter` writes them back.
+    `scatter` writes them back. What it has read before it assigns stays.
     """
 
-    def __init__(self, variable: tf.Variable, ids: tf.Tensor) -> None:
-        self._variable = variable
-        self._ids = ids
-        self._rows = self._start = tf.gather(variable, ids)
-        self.dtype = variable.dtype
-        self._unique_id = unique_id(variable)
+    def __init__(
+        self,
+        scope: keras.StatelessScope,
+        variable: keras.Variable,
+        ids: tf.Tensor | None,
+    ) -> None:
+        self._variable, self._ids = variable.value, ids
+        self._scope, self._key = scope, id(variable)
+        self._rows = rows_of(self._variable, ids)
+        self.dtype = self._variable.dtype
+        self._unique_id = unique_id(self._variable)
+        # The scope's constructor would have made a tensor of it.
+        scope.state_mapping[self._key] = self
 
     def __tf_tensor__(
         self, dtype: tf.DType | None = None, name: str | None = None
     ) -> tf.Tensor:
         return tf.convert_to_tensor(self._rows, dtype, name=name)
 
+    def _now(self) -> RowView:
+        return self._scope.state_mapping[self._key]
+
     def assign(self, value: tf.Tensor) -> None:
         """Replaces the rows."""
-        self._rows = tf.cast(value, self.dtype)
+        after = copy.copy(self)
+        after._rows = tf.cast(value, self.dtype)
+        self._scope.state_mapping[self._key] = after
 
     def assign_add(self, value: tf.Tensor) -> None:
         """Adds to the rows."""
-        self.assign(self._rows + tf.cast(value, self.dtype))
+        self.assign(self._now()._rows + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: tf.Tensor) -> None:
         """Subtracts from the rows."""
-        self.assign(self._rows - tf.cast(value, self.dtype))
+        self.assign(self._now()._rows - tf.cast(value, self.dtype))
 
     def scatter(self) -> None:
         """Writes the rows into the variable, if they changed."""
-        if self._rows is not self._start:
-            self._variable.scatter_update(
-                tf.IndexedSlices(self._rows, self._ids)
-            )
+        rows = self._now()._rows
+        if rows is self._rows:
+            return
+        if self._ids is None:
+            self._variable.assign(rows)
+        else:
+            self._variable.scatter_update(tf.IndexedSlices(rows, self._ids))

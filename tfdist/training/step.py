@@ -10,7 +10,6 @@ changes by operations that the variable's own device executes atomically.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,18 +17,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import private_keras
+from tfdist._tf.private import Saveable, seen_alone
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
 from tfdist.training import optimizers
+from tfdist.training.aggregation import Contribution
 from tfdist.training.compiled_model import (
     checked_model,
     compiled_computation,
     forward_pass,
+    gradients_of_loss,
+    on_own_thread,
     overrides,
+    refuse_evaluation,
     refuse_own,
+    refuse_sums,
     specs,
 )
-from tfdist.training.conditional_updates import conditional_update
+from tfdist.training.conditional_updates import unscaled
 from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.exchange import (
     Parameters,
@@ -37,22 +43,21 @@ from tfdist.training.exchange import (
     answers,
     over_replicas,
     pull,
-    push,
 )
 from tfdist.training.fence import Fence
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.metric_states import MetricStates, States, num_examples
-from tfdist.training.metrics import (
-    build_metrics,
-    check_metric_names,
-    no_sums,
-)
+from tfdist.training.metrics import build_metrics, check_metric_names, no_sums
+from tfdist.training.own_step import OwnStep, with_others
 from tfdist.training.replicas import Replicas
 from tfdist.training.staleness import StalenessCounter
+from tfdist.training.updates import Update, UpdatesAtOnce
 
 # A model may look up other tables in each.
 _TRAINING, _EVALUATION, _PREDICTION = "training", "evaluation", "prediction"
+# Until all variables are known: seeds, metrics not listed, means of logs.
+_TRACES = 5
 
 Batch = Any
 
@@ -67,8 +72,8 @@ class ModelStep(MetricStates):
 
     Args:
         model: A compiled, built `keras.Model`. Its `compute_loss` and
-            `compute_metrics` are used. One that overrides `train_step` or
-            `test_step` is for `KerasStep`.
+            `compute_metrics` are used, or its own `train_step`. One that
+            overrides `test_step` is for `KerasStep`.
         element_spec: `tf.TypeSpec` structure of one batch, as
             `dataset.element_spec` gives it; metrics are built from it.
         global_step: Scalar int64 variable that counts applied steps; only
@@ -81,11 +86,12 @@ class ModelStep(MetricStates):
     Attributes:
         model: The model.
         staleness: What counts the staleness of updates; None unless `remote`.
+        update: What applies gradients, in training.
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: `model` is not compiled or not built; it overrides
-            `train_step`, and is to be trained; the batches are not what it
+        ValueError: `model` is not compiled or not built; its `train_step`
+            does what only one process can do; the batches are not what it
             reads; ids of a table's lookup, or results, depend on what they
             must not; states of a metric do not add up where they must.
 
@@ -108,41 +114,45 @@ class ModelStep(MetricStates):
         metrics: bool = True,
     ) -> None:
         self.model = checked_model(model)
-        input_fns.check_batches(model, element_spec, targets=metrics)
         trains = global_step is not None and metrics
-        if trains:
-            refuse_own(model, "train_step", "compute_loss")
+        own = trains and overrides(model, "train_step")
+        self._own = OwnStep(model) if own else None
+        input_fns.check_batches(model, element_spec, metrics and not own)
         optimizers.check(model.optimizer, remote)
-        self._remote = remote
-        self._replicas = replicas
+        if trains and replicas and not own:
+            refuse_sums(model)
+        self._remote, self._replicas = remote, replicas
         self._forwards: dict[Any, Forward] = {}
         self._tables: dict[str, list[Any]] = {}
         self._layouts: dict[str, Layout] = {}
         self._shapes = [s.shape for s in _flat(element_spec)]
         self.staleness: StalenessCounter | None = None
-        if metrics:
+        if metrics and not own:
             build_metrics(model, element_spec)
             check_metric_names(model)
         self._metrics = list(model.metrics_variables)
         self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
-        own_results = metrics and overrides(model, "compute_metrics")
+        self._generator = private_keras.seed_generator()
+        method = "train_step" if own else "compute_metrics"
+        own_results = metrics and overrides(model, method)
         modes = [_TRAINING] if trains else []
         is_evaluated = metrics and remote and not overrides(model, "test_step")
-        if is_evaluated or (own_results and not trains):
+        if (is_evaluated and not own) or (own_results and not trains):
             modes.append(_EVALUATION)
         forwards = [self._forward(mode, element_spec) for mode in modes]
-        must_add_up, results = bool(remote or replicas), None
+        must_add_up, results, kept = bool(remote or replicas), None, set()
         if own_results:
-            what = f"`compute_metrics` of {type(model).__name__}"
+            what = f"`{method}` of {type(model).__name__}"
             results = forwards[0].results(self._metrics, what)
+        if metrics:
+            kept = no_sums(model, self._metrics, forwards, must_add_up)
         super().__init__(
             model,
             self._metrics,
-            kept=no_sums(model, self._metrics, forwards, must_add_up)
-            if metrics
-            else set(),
+            kept=kept,
             trains=trains,
             results=results,
+            has_loss=not own,
         )
         if global_step is not None and trains:
             self._prepare_training(global_step, element_spec)
@@ -150,20 +160,34 @@ class ModelStep(MetricStates):
     def _prepare_training(
         self, global_step: tf.Variable, element_spec: Any
     ) -> None:
-        model = self.model
+        model, replicas = self.model, self._replicas
         if self._remote:
             self.staleness = StalenessCounter(global_step)
         self._counters = Counters(model.optimizer, global_step)
         self._layout = self._layout_for(_TRAINING, element_spec)
-        self._layout.check_read(self._forward(_TRAINING, element_spec).read)
+        forward = self._forward(_TRAINING, element_spec)
+        self._layout.check_read(forward.read)
+        self._layout.check_updated(forward.updated)
+        self.update = Update(model.optimizer, self._layout, self._counters)
+        self._at_once: UpdatesAtOnce | None = None
+        if self._own and replicas and not self.tables:
+            self._at_once = UpdatesAtOnce(
+                self._own.updated(), self._layout.moving, replicas, global_step
+            )
         self._compute = compiled_computation(
             self._gradients,
             model,
             element_spec,
             has_tables=bool(self.tables),
-            has_replicas=bool(self._replicas),
+            has_replicas=bool(replicas),
+            at_once=bool(self._at_once),
         )
-        self._conditional = conditional_update(model.optimizer, self._layout)
+
+    def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
+        """All that a checkpoint holds, as of `KerasStep`."""
+        if not self._own:
+            return dict(named)
+        return with_others(named, self._own.used(self._seeds))
 
     @property
     def tables(self) -> list[Any]:
@@ -174,12 +198,18 @@ class ModelStep(MetricStates):
         """The graph of a pass over batches like `batch`, or of its spec."""
         spec = specs(batch)
         key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
-        while key not in self._forwards:
-            with tf.init_scope():
-                forward = self._traced(mode, spec)
+        if key in self._forwards:
+            return self._forwards[key]
+        others: list[keras.Variable] = []
+        for _ in range(_TRACES):
+            # In `tf.init_scope` no tape would record.
+            forward = on_own_thread(self._traced, mode, spec)
             own = [*self.model.variables, *self._seeds, *self._metrics]
             known = {id(v) for v in own}
             others = [v for v in forward.updated if id(v) not in known]
+            if self._own and mode == _TRAINING:
+                self._own.check(forward, bool(self._replicas))
+                others = others or self._own.means(forward, self._metrics)
             # Those of Keras' global generator, and of metrics not listed.
             self._seeds += [v for v in others if is_seed(v)]
             self._metrics += [v for v in others if not is_seed(v)]
@@ -187,27 +217,37 @@ class ModelStep(MetricStates):
                 self._forwards[key] = forward
                 tables = list(dict.fromkeys(forward.tables))
                 self._tables.setdefault(mode, tables)
-        return self._forwards[key]
+                return forward
+        raise ValueError(
+            f"Model {self.model.name!r} has other variables each time that it "
+            f"is called: {[v.path for v in others]}. Make them once, in its "
+            "`__init__` or `build`."
+        )
 
     def _traced(self, mode: str, spec: Any) -> Forward:
         model = self.model
+        private_keras.use_seed_generator(self._generator)
 
         def run(batch: Batch) -> Mapping[str, Any]:
             if mode == _PREDICTION:
                 model.predict_step(batch)
                 return {}
+            if self._own:
+                return self._own.trace(batch)
             return forward_pass(model, batch, mode == _TRAINING)[1]
 
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
         # Slots are none of a model's business.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
-        return Forward(
+        forward = Forward(
             run,
             spec,
-            lambda *number: step_seeds(self._seeds, *number),
-            (2 if self._replicas else 1) if mode == _TRAINING else 0,
+            list(self._seeds),
             [*model.trainable_variables, *fixed, *self._metrics, *scalars],
+            taped=bool(self._own),
         )
+        self._generator = private_keras.seed_generator()
+        return forward
 
     def _layout_for(self, mode: str, batch: Batch) -> Layout:
         """Where the variables are that a pass reads."""
@@ -219,7 +259,7 @@ class ModelStep(MetricStates):
                 self._tables[mode],
                 remote=self._remote,
                 others=list(every),
-                rates=self._counters.rates if mode == _TRAINING else (),
+                rates=self._counters.reads if mode == _TRAINING else (),
             )
         return self._layouts[mode]
 
@@ -229,6 +269,7 @@ class ModelStep(MetricStates):
         step: tf.Tensor,
         states: States,
         fence: Fence | None = None,
+        contribution: Contribution | None = None,
     ) -> States:
         """Reads the parameters, computes gradients, applies and counts them.
 
@@ -240,96 +281,108 @@ class ModelStep(MetricStates):
                 Adam's bias correction count by it.
             states: Metric states before the step.
             fence: What the updates must pass on each parameter server.
+            contribution: What takes the gradients, instead of `update`.
 
         Returns:
             Metric states after the step.
         """
         layout, replicas = self._layout, self._replicas
+        forward = self._forward(_TRAINING, batch)
+        one_of = replicas or contribution  # No two draw the same numbers.
+        own = [one_of.index()] if one_of else []
+        drawn = step_seeds(self._seeds, step, *own)
+        if self._at_once:
+            return self._train_at_once(batch, drawn, states)
         before = self.staleness and self.staleness.read()
-        # No two replicas draw the same random numbers.
-        number = [step, *([replicas.index()] if replicas else [])]
-        calls = self._forward(_TRAINING, batch).calls(batch, number)
-        read, requests = pull(layout, calls)
-        iteration = self._counters.iteration(step, not self._conditional)
-        num = len(layout.dense) + len(layout.moving)
-        rates = self._counters.learning_rates(iteration, read.values[num:])
-        read = read._replace(values=read.values[:num])
-        dense, rows, deltas, states = self._compute(batch, number, read, states)
-        found = StepGradients(requests, dense, rows, deltas, rates, iteration)
+        seeds = [seed for _, seed in drawn]
+        read, requests = pull(layout, forward.calls(batch, seeds))
+        iteration, rates, scale = self._counters.of_step(
+            step, read.values[len(layout.dense) + len(layout.moving) :]
+        )
+        dense, rows, deltas, states = self._compute(batch, seeds, read, states)
+        found = StepGradients(
+            requests, dense, rows, deltas, rates, iteration, scale
+        )
+        found = unscaled(found)
         if replicas:
             replicas.update(
-                lambda found: self._update(found, batch),
+                lambda found: self.update(found, _flat(batch)),
                 over_replicas(layout, found, replicas, num_examples(batch)),
             )
+        elif contribution:
+            contribution(found, fence)
         else:
-            self._update(found, batch, fence)
+            self.update(found, _flat(batch), fence)
         if self.staleness:
             self.staleness.count(before)
         return states
 
-    def _update(
-        self, found: StepGradients, batch: Batch, fence: Fence | None = None
-    ) -> None:
-        """Applies and counts what a step has found."""
-        arrived, is_update = {}, None
-        if self._conditional:
-            is_update = self._conditional(dataclasses.replace(found, deltas=[]))
-            pairs = zip(self._layout.moving, found.deltas, strict=True)
-            for variable, delta in pairs:
-                variable.value.assign_add(delta)
-        else:
-            arrived = push(self._layout, found, fence)
-        self._counters.count(
-            self._layout.device_of, arrived, _flat(batch), fence, is_update
-        )
+    def _train_at_once(
+        self,
+        batch: Batch,
+        seeds: list[tuple[keras.Variable, tf.Tensor]],
+        states: States,
+    ) -> States:
+        """A `train_step` on replicas: each update is before what follows it."""
+        assert self._own
+        assert self._at_once
+        private_keras.use_seed_generator(self._generator)
+        before = [tf.convert_to_tensor(v.value) for v in self._layout.moving]
+        moving = zip(self._layout.moving, before, strict=True)
+        scope = self._scope(states, [*moving, *seeds])
+        for variable in self._layout.dense:
+            # Itself: Keras looks for what has a regularizer in the scope alone.
+            scope.state_mapping[id(variable)] = variable.value
+        size = num_examples(batch)
+        with scope, seen_alone():
+            self._own.logs(batch, self._at_once.of_share(size))
+        self._at_once.end_step(self._deltas(scope, before), size)
+        return self._after(scope, states, tf.zeros([]), batch)
 
     def _gradients(
         self,
         batch: Batch,
-        number: list[tf.Tensor],
+        seeds: list[tf.Tensor],
         read: Parameters,
         states: States,
-    ) -> tuple[list[Any], list[tf.Tensor], list[tf.Tensor], States]:
+    ) -> tuple[list[Any], list[tf.Tensor], list[Any], States]:
         """The part of a step that touches no variable.
 
         Returns `StepGradients.dense`, `rows`, `deltas`, and metric states.
         """
         layout = self._layout
-        variables = [*layout.dense, *layout.moving]
-        values = list(zip(variables, read.values, strict=True))
-        num = len(layout.dense)
-        seeds = step_seeds(self._seeds, *number)
-        scope = self._scope(states, [*values, *seeds])
-        tables = self._forward(_TRAINING, batch).tables
-        with scope, tf.GradientTape() as tape:
-            watched = [*read.values[:num], *read.rows]
-            tape.watch(watched)
-            given = answers(layout, read, tables)
-            with lookups.answered_by(given):
-                loss, _ = forward_pass(
-                    self.model, batch, True, tape.stop_recording()
-                )
-            given.check_all_given()
-            # Keras divides its own losses by this, where it sees replicas.
-            loss *= tf.distribute.get_strategy().num_replicas_in_sync
-            scaled_loss = self.model.optimizer.scale_loss(loss)
-        gradients = [
-            # `IndexedSlices` are summed up, row by row.
-            g if g is None else tf.convert_to_tensor(g)
-            for g in tape.gradient(scaled_loss, watched)
-        ]
+        private_keras.use_seed_generator(self._generator)
+        values = zip(layout.reads, read.values, strict=True)
+        drawn = zip(self._seeds, seeds, strict=True)
+        scope = self._scope(states, [*values, *drawn])
+        before = [scope.get_current_value(v) for v in layout.moving]
+        given = batch, layout, read, self._forward(_TRAINING, batch).tables
+        if self._own:
+            loss, gradients = tf.zeros([]), self._own.gradients(scope, *given)
+        else:
+            loss, gradients = gradients_of_loss(self.model, scope, *given)
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
                 f"None. Variables: {[v.path for v in layout.dense]}."
             )
+        num = len(layout.dense)
         rows = [
             tf.zeros_like(row) if gradient is None else gradient
             for row, gradient in zip(read.rows, gradients[num:], strict=True)
         ]
-        deltas = [scope.get_current_value(v) - old for v, old in values[num:]]
         after = self._after(scope, states, loss, batch)
-        return gradients[:num], rows, deltas, after
+        return gradients[:num], rows, self._deltas(scope, before), after
+
+    def _deltas(
+        self, scope: keras.StatelessScope, before: list[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
+        """What to add to each of `Layout.moving`; None: it has not changed."""
+        values = map(scope.get_current_value, self._layout.moving)
+        return [
+            None if new is old else new - old
+            for new, old in zip(values, before, strict=True)
+        ]
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
@@ -338,13 +391,19 @@ class ModelStep(MetricStates):
             ValueError: the model overrides `test_step`.
         """
         refuse_own(self.model, "test_step", "compute_metrics")
+        if self._own:
+            refuse_evaluation(self.model)
         # Keras weighs losses of single outputs by a batch's static size, if
         # any: the dataset's, not that of the batch at hand.
+        flat = _flat(batch)
+        shapes = [tensor.shape for tensor in flat]
+        if len(self._shapes) == len(flat):  # Weights may be in one alone.
+            shapes = self._shapes
         relaxed = [
             tf.compat.v1.placeholder_with_default(
                 t, t.shape.most_specific_compatible_shape(shape)
             )
-            for t, shape in zip(_flat(batch), self._shapes, strict=True)
+            for t, shape in zip(flat, shapes, strict=True)
         ]
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(_EVALUATION, batch, states) as scope:
@@ -377,10 +436,11 @@ class ModelStep(MetricStates):
             return
         layout = self._layout_for(mode, batch)
         forward = self._forward(mode, batch)
-        read, _ = pull(layout, forward.calls(batch, []))
+        seeds = step_seeds(self._seeds)
+        read, _ = pull(layout, forward.calls(batch, [s for _, s in seeds]))
         given = answers(layout, read, forward.tables)
         values = zip(layout.reads, read.values, strict=True)
-        scope = self._scope(states, [*values, *step_seeds(self._seeds)])
+        scope = self._scope(states, [*values, *seeds])
         with scope, lookups.answered_by(given):
             yield scope
         given.check_all_given()

@@ -116,9 +116,23 @@ def _job_rules(spec: Fields) -> Iterator[str]:
         yield "workerPoolSpecs[2] is there, and no workers that would need it."
     if "/training/reductionserver" in _program(third).get("imageUri", ""):
         yield from _reduction_server_rules(chief, workers, evaluator)
-    strategy = spec.get("scheduling", {}).get("strategy")
+    elif third and _accelerators(workers) > 1:
+        yield (
+            "workerPoolSpecs[1] has several GPUs on each machine, and on "
+            "parameter servers a worker computes on one. Take more workers, or "
+            "leave the parameter servers out: all-reduce uses all GPUs."
+        )
+    if _accelerators(evaluator) > 1:
+        yield "workerPoolSpecs[3] has several GPUs: an evaluator uses one."
+    scheduling = spec.get("scheduling", {})
+    strategy = scheduling.get("strategy")
     if strategy == "SPOT" and _is_tpu_pod(chief):
         yield "A TPU of several machines (a pod) cannot be a spot VM."
+    if "maxWaitDuration" in scheduling and strategy != "FLEX_START":
+        yield (
+            "scheduling.maxWaitDuration (--max_wait) counts only with the "
+            "strategy FLEX_START (--flex_start)."
+        )
     for i, pool in enumerate(pools):
         yield from (f"workerPoolSpecs[{i}]: {x}" for x in _pool_rules(pool))
     output = spec.get("baseOutputDirectory", {}).get("outputUriPrefix")

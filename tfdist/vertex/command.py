@@ -88,11 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--evaluator_accelerator", **accelerator, help="on the evaluator")
     add("--tpu_topology", metavar="TOPOLOGY", help="of a TPU v5e, as 2x2")
     add("--boot_disk_gb", type=int, metavar="GB", help="of --machine (100)")
+    text = "of --machine: pd-ssd, pd-standard or hyperdisk-balanced"
+    add("--boot_disk_type", metavar="TYPE", help=text)
+    text = "any, or projects/P/zones/Z/reservations/NAME, for --machine"
+    add("--reservation", metavar="NAME", help=text)
     text = "a variable of every task; can be repeated"
     add("--env", **many, metavar="NAME=VALUE", help=text)
     add("args", nargs="*", help=argparse.SUPPRESS)
     text = "such as 90m, 12h or 3d (7d)"
     add("--timeout", dest="timeout_secs", type=_seconds, help=text)
+    text = "with --flex_start, likewise (24h)"
+    add("--max_wait", dest="max_wait_secs", type=_seconds, help=text)
     add(
         "--restart_job_on_worker_restart",
         action=argparse.BooleanOptionalAction,
@@ -159,6 +165,8 @@ def _job(options: argparse.Namespace) -> Job:
         **options.accelerator,
         tpu_topology=options.tpu_topology,
         boot_disk_gb=options.boot_disk_gb,
+        boot_disk_type=options.boot_disk_type,
+        reservation=options.reservation,
     )
     return Job(**{f.name: values[f.name] for f in dataclasses.fields(Job)})
 

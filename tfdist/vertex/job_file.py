@@ -43,11 +43,13 @@ def _pool_flag(pool: Mapping[str, Any]) -> str:
     if not pool:
         return ""
     program, machine = pool.get("containerSpec", {}), pool["machineSpec"]
-    if "diskSpec" in pool or "env" in program or not program:
+    further = {"tpuTopology", "reservationAffinity"} & {*machine}
+    if "diskSpec" in pool or "env" in program or not program or further:
         raise ValueError(
             "An evaluator without parameter servers leaves a worker pool out, "
             "and gcloud takes such jobs only as flags, which know neither "
-            "disks nor variables nor several packages. Leave those out."
+            "disks, variables, reservations and TPU topologies nor several "
+            "packages. Leave those out."
         )
     keys = {
         "machine-type": machine["machineType"],

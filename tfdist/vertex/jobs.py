@@ -44,6 +44,8 @@ class Machine:
         accelerator_count: How many on each machine.
         tpu_topology: Of a TPU v5e, such as "2x2".
         boot_disk_gb: Default: the service's, 100.
+        boot_disk_type: Such as "pd-standard". Default: the service's.
+        reservation: "projects/P/zones/Z/reservations/NAME", or "any".
 
     Example:
     >>> Machine(machine_type="n1-highmem-8").fields()
@@ -55,19 +57,35 @@ class Machine:
     accelerator_count: int = 0
     tpu_topology: str | None = None
     boot_disk_gb: int | None = None
+    boot_disk_type: str | None = None
+    reservation: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """`machineSpec`, and `diskSpec` if its size is given."""
+        """`machineSpec`, and `diskSpec` if something of it is given."""
         spec = {
             "machineType": self.machine_type,
             "acceleratorType": self.accelerator_type,
             "acceleratorCount": self.accelerator_count or None,
             "tpuTopology": self.tpu_topology,
+            "reservationAffinity": self._affinity(),
         }
-        result: dict[str, Any] = {"machineSpec": given(spec)}
-        if self.boot_disk_gb is not None:
-            result["diskSpec"] = {"bootDiskSizeGb": self.boot_disk_gb}
-        return result
+        disk = {
+            "bootDiskType": self.boot_disk_type,
+            "bootDiskSizeGb": self.boot_disk_gb,
+        }
+        fields = {"machineSpec": given(spec), "diskSpec": given(disk) or None}
+        return given(fields)
+
+    def _affinity(self) -> dict[str, Any] | None:
+        if self.reservation is None:
+            return None
+        if self.reservation == "any":
+            return {"reservationAffinityType": "ANY_RESERVATION"}
+        return {
+            "reservationAffinityType": "SPECIFIC_RESERVATION",
+            "key": "compute.googleapis.com/reservation-name",
+            "values": [self.reservation],
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +126,7 @@ class Job(Tasks):
             coordinates.
         args: Flags of the trainer, the same for every task.
         env: Variables of every task.
+        max_wait_secs: With `flex_start`. Default: the service's, 24 hours.
         timeout_secs: Default: the service's, seven days.
         restart_job_on_worker_restart: Whether one restart restarts all tasks.
             Default: for all-reduce, where the others cannot go on; tfdist's
@@ -147,10 +166,15 @@ class Job(Tasks):
     spot: bool = flag(
         False, "cheaper VMs that may be taken away; the job then starts again"
     )
+    flex_start: bool = flag(False, "queues until all tasks can have machines")
+    max_wait_secs: int | None = None
     timeout_secs: int | None = None
     restart_job_on_worker_restart: bool | None = None
     disable_retries: bool = flag(False, "the service does not retry the job")
     network: str | None = flag(None, "projects/NUMBER/global/networks/NAME")
+    network_attachment: str | None = flag(None, "of Private Service Connect")
+    persistent_resource: str | None = flag(None, "ID, to run on its machines")
+    web_access: bool = flag(False, "a shell in each task, from the browser")
     tensorboard: str | None = flag(
         None, "projects/NUMBER/locations/REGION/tensorboards/ID"
     )
@@ -164,6 +188,8 @@ class Job(Tasks):
                 f"reduction_servers={self.reduction_servers}, "
                 f"workers={self.workers}, ps={self.ps}."
             )
+        if self.flex_start and self.spot:
+            raise ValueError("Set at most one of `flex_start` and `spot`.")
         if bool(self.image) == bool(self.packages):
             raise ValueError(
                 "Exactly one of `image` and `packages` must be given: what "
@@ -213,15 +239,19 @@ class Job(Tasks):
         restart = self.restart_job_on_worker_restart
         if restart is None and self.workers and not self.ps:
             restart = True
-        timeout = self.timeout_secs
+        timeout, wait = self.timeout_secs, self.max_wait_secs
+        strategy = "SPOT" if self.spot else None
         scheduling = {
             "timeout": None if timeout is None else f"{timeout}s",
             "restartJobOnWorkerRestart": restart,
-            "strategy": "SPOT" if self.spot else None,
+            "strategy": "FLEX_START" if self.flex_start else strategy,
+            "maxWaitDuration": None if wait is None else f"{wait}s",
             "disableRetries": self.disable_retries or None,
         }
+        attachment = {"networkAttachment": self.network_attachment}
         return given(
             {
+                "persistentResourceId": self.persistent_resource,
                 "workerPoolSpecs": self._pools(),
                 "scheduling": given(scheduling) or None,
                 "baseOutputDirectory": {
@@ -229,7 +259,9 @@ class Job(Tasks):
                 },
                 "serviceAccount": self.service_account,
                 "network": self.network,
+                "pscInterfaceConfig": given(attachment) or None,
                 "tensorboard": self.tensorboard,
+                "enableWebAccess": self.web_access or None,
             }
         )
 

@@ -4,18 +4,23 @@ r"""A job on Kubernetes: `python -m tfdist.kubernetes > job.yaml`.
         --image=my-registry/trainer:1 -- --model_dir=gs://my-bucket/clicks
     kubectl apply -f job.yaml
 
-The same shapes as `tfdist.vertex`, in one of two kinds:
+The same shapes as `tfdist.vertex`, in one of three kinds:
 
 * `--kind=plain` (default): one indexed Job per role and a headless Service, in
   which every pod keeps its name, and `TF_CONFIG` is written out. Nothing but
   Kubernetes 1.31 or later is needed. (Not a StatefulSet: it would start again
   the servers that end when the chief is done.)
+* `--kind=jobset`: the same Jobs as one JobSet, whose controller makes the
+  Service, ends all when the chief is done, and which Kueue can queue.
 * `--kind=tfjob`: a TFJob for the training operator v1, which sets `TF_CONFIG`.
   Its successor, Kubeflow Trainer v2, has no TensorFlow runtime.
 
 TensorFlow's servers authenticate nobody and execute any graph they are sent. A
 NetworkPolicy lets only the pods of the job reach each other, if the cluster's
-network enforces such policies; the comment in the file says so too.
+network enforces such policies; the comment in the file says so too. The
+pods reach each other, DNS and `--egress`; if a flag of the trainer names
+`gs://`, also Google's metadata server and, without `--egress`, port 443 of any
+address. They run as user 1000 without rights, and may write to `/tmp` alone.
 """
 
 from __future__ import annotations
@@ -40,6 +45,10 @@ _CONTAINER = "tensorflow"  # The training operator looks for this name.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # Exit codes of a mistake, after which another try is no use.
 _PERMANENT = [1, 2]
+_USER = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 1000)
+_HTTPS = "0.0.0.0/0:443"  # Where gs:// is, and GKE's credentials for it:
+_METADATA = ("169.254.169.254/32:80", "169.254.169.252/32:988")
+_CIDR_PORT = r"[0-9a-f.:]+/\d+:\d+"
 _NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 _TFJOB_ROLES = {
     "chief": ("Chief", "ExitCode"),
@@ -63,6 +72,9 @@ class Job(Tasks):
     cpu: str | None = flag(None, "what each task asks for, such as 4 or 500m")
     memory: str | None = flag(None, "what each task asks for, such as 16Gi")
     max_restarts: int = flag(6, "how often the pods of a role may fail")
+    egress: Sequence[str] = flag(
+        (), "CIDR:PORT that the pods may reach, as a store; can be repeated"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,6 +87,17 @@ class Job(Tasks):
             raise ValueError(
                 "Argument `name` must be at most 40 small letters, digits and "
                 f"dashes. Received: name={self.name!r}."
+            )
+
+        if self.ps and self.gpus > 1:
+            raise ValueError(
+                "Argument `gpus` must be at most 1 with `ps`, where a worker "
+                f"computes on one GPU. Received: gpus={self.gpus}."
+            )
+        if not all(re.fullmatch(_CIDR_PORT, text) for text in self.egress):
+            raise ValueError(
+                "Argument `egress` must be like 10.0.0.0/8:443. Received: "
+                f"egress={[*self.egress]}."
             )
 
     @property
@@ -91,9 +114,13 @@ class Job(Tasks):
     @property
     def cluster(self) -> Cluster:
         """The tasks by their names in the headless Service, as the chief."""
-        domain = f"{self.name}.{self.namespace}.svc:{_PORT}"
+        return self._cluster()
+
+    def _cluster(self, job: str = "{}") -> Cluster:
+        """The same, where the Job of a role is called `<name>-<job>`."""
+        host = f"{self.name}-{job}-{{}}.{self.name}.{self.namespace}.svc"
         addresses = {
-            role: [f"{self.name}-{role}-{i}.{domain}" for i in range(count)]
+            role: [f"{host.format(role, i)}:{_PORT}" for i in range(count)]
             for role, count in self.replicas.items()
         }
         return Cluster.from_jobs(addresses, "chief", 0)
@@ -114,8 +141,26 @@ class Job(Tasks):
         return [
             self._network_policy(),
             self._object("v1", "Service", service),
-            *(self._indexed_job(role, n) for role, n in self.replicas.items()),
+            *(
+                self._object("batch/v1", "Job", spec, suffix=f"-{role}")
+                for role, spec in self._jobs(self.cluster)
+            ),
         ]
+
+    def jobset(self) -> list[dict[str, Any]]:
+        """Objects for the controller of JobSets, v1alpha2."""
+        done = {"operator": "All", "targetReplicatedJobs": ["chief"]}
+        spec = {
+            "network": {"enableDNSHostnames": True, "subdomain": self.name},
+            "successPolicy": done,
+            "failurePolicy": {"maxRestarts": 0},  # A Job starts pods again.
+            "replicatedJobs": [
+                {"name": role, "replicas": 1, "template": {"spec": job}}
+                for role, job in self._jobs(self._cluster("{}-0"))
+            ],
+        }
+        jobset = self._object("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
+        return [self._network_policy(), jobset]
 
     def tfjob(self) -> list[dict[str, Any]]:
         """Objects for the training operator v1."""
@@ -155,21 +200,36 @@ class Job(Tasks):
         return {_LABEL: self.name}
 
     def _network_policy(self) -> dict[str, Any]:
-        """Only pods of this job may connect to pods of this job."""
+        """Pods of this job reach each other, DNS and the `egress`."""
         pods = {"podSelector": {"matchLabels": self._labels}}
+        dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
+        egress: list[Any] = [{"to": [pods]}, {"ports": dns}]
+        ways = [*self.egress]
+        if any("gs://" in arg for arg in self.args):
+            ways = [*(ways or [_HTTPS]), *_METADATA]
+        for text in ways:
+            cidr, _, port = text.rpartition(":")
+            where: dict[str, Any] = {"to": [{"ipBlock": {"cidr": cidr}}]}
+            where["ports"] = [{"protocol": "TCP", "port": int(port)}]
+            egress.append(where)
         spec = {
             **pods,
-            "policyTypes": ["Ingress"],
+            "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": [pods]}],
+            "egress": egress,
         }
         return self._object("networking.k8s.io/v1", "NetworkPolicy", spec)
 
-    def _indexed_job(self, role: str, count: int) -> dict[str, Any]:
-        """The pods of a role; number i is called `<name>-<role>-<i>`.
+    def _jobs(self, cluster: Cluster) -> list[tuple[str, dict[str, Any]]]:
+        """Each role and its Job, whose pod number i is called `<its name>-<i>`.
 
         A failed pod starts again under its name. That of a chief who made a
         mistake does not, and a pod whose machine was taken away costs no try.
         """
+        roles = self.replicas.items()
+        return [(role, self._job(role, n, cluster)) for role, n in roles]
+
+    def _job(self, role: str, count: int, cluster: Cluster) -> dict[str, Any]:
         taken = {"type": "DisruptionTarget", "status": "True"}
         rules: list[Any] = [{"action": "Ignore", "onPodConditions": [taken]}]
         if role == "chief":
@@ -181,7 +241,7 @@ class Job(Tasks):
             rules.append({"action": "FailJob", "onExitCodes": codes})
         template = self._template(role)
         template["spec"] |= {"subdomain": self.name, "restartPolicy": "Never"}
-        tf_config = self.cluster.tf_config(role, 0).replace(
+        tf_config = cluster.tf_config(role, 0).replace(
             '"index": 0', '"index": $(TASK_INDEX)'
         )
         template["spec"]["containers"][0]["env"] += [
@@ -191,7 +251,7 @@ class Job(Tasks):
             },
             {"name": "TF_CONFIG", "value": tf_config},
         ]
-        spec = {
+        return {
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
@@ -199,7 +259,6 @@ class Job(Tasks):
             "podFailurePolicy": {"rules": rules},
             "template": template,
         }
-        return self._object("batch/v1", "Job", spec, suffix=f"-{role}")
 
     def _template(self, role: str) -> dict[str, Any]:
         """The pods of a role, without what tells them their place."""
@@ -208,20 +267,33 @@ class Job(Tasks):
         computes = role == "worker" or (role == "chief" and not self.ps)
         if self.gpus and computes:
             resources["limits"] = {"nvidia.com/gpu": str(self.gpus)}
+        env = {"HOME": "/tmp", **PS_JOB_ENV, **(PS_ENV if role == "ps" else {})}
         container = {
             "name": _CONTAINER,
             "image": self.image,
             "command": ["python", "-m", self.module],
             # Kubernetes would replace $(NAME).
             "args": [arg.replace("$(", "$$(") for arg in self.args],
-            "env": as_list(PS_JOB_ENV | (PS_ENV if role == "ps" else {})),
+            "env": as_list(env),
             "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
             "resources": resources,
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            },
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         }
         spec = {
             # Whoever gets into a task should not get into the cluster.
             "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                **_USER,  # That of vertex/Dockerfile; others run as it, too.
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
             "containers": [container],
+            "volumes": [{"name": "tmp", "emptyDir": {}}],
             "serviceAccountName": self.service_account,
         }
         metadata = {
@@ -260,10 +332,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add_flags(parser, Job)
-    text = "plain: for Kubernetes itself; tfjob: for the training operator v1"
-    parser.add_argument(
-        "--kind", choices=("plain", "tfjob"), default="plain", help=text
-    )
+    kinds = ("plain", "jobset", "tfjob")
+    text = "for Kubernetes alone, its JobSet controller, training operator v1"
+    parser.add_argument("--kind", choices=kinds, default=kinds[0], help=text)
     parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))
     kind = options.pop("kind")
@@ -271,6 +342,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = Job(**options)
     except ValueError as error:
         parser.error(str(error))
-    objects = job.plain() if kind == "plain" else job.tfjob()
-    print(_to_yaml(objects, job.cluster.shape), end="")
+    print(_to_yaml(getattr(job, kind)(), job.cluster.shape), end="")
     return 0

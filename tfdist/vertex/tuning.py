@@ -61,17 +61,22 @@ class Tuning:
         type=_algorithm,
         choices=("GRID_SEARCH", "RANDOM_SEARCH"),
     )
+    stopping: str | None = flag(
+        None, "how trials end early that are no good", choices=("median",)
+    )
 
     def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
         """The `HyperparameterTuningJob`, each of whose trials is a job.
 
         Warns and raises as `Job.spec`.
         """
-        study = {
+        study: dict[str, Any] = {
             "metrics": [{"metricId": self.metric, "goal": self.goal}],
             "parameters": list(map(dict, self.parameters)),
             "algorithm": self.algorithm,
         }
+        if self.stopping:
+            study["medianAutomatedStoppingSpec"] = {}
         return checked(
             {
                 "displayName": name,

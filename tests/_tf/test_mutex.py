@@ -1,0 +1,42 @@
+import threading
+
+import pytest
+import tensorflow as tf
+
+from tfdist._tf.mutex import alone
+
+
+def test_what_is_read_and_written_alone_is_right():
+    count = tf.Variable(0)
+
+    @tf.function
+    def step():
+        for _ in range(200):
+            alone("count", lambda: count.assign(count + 1))
+
+    run = step.get_concrete_function()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count.numpy() == 800
+
+
+def test_who_fails_alone_lets_others_go_on():
+    count = tf.Variable(0)
+
+    @tf.function
+    def step(fails):
+        def run():
+            check = tf.debugging.Assert(~fails, ["It fails."])
+            with tf.control_dependencies([check]):
+                count.assign_add(1)
+
+        alone("fails", run)
+
+    for _ in range(3):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="It fails"):
+            step(tf.constant(True))
+        step(tf.constant(False))
+    assert count.numpy() == 3

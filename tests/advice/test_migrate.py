@@ -1,0 +1,100 @@
+import re
+
+import pytest
+
+from tfdist.advice import migration
+
+PROGRAM = """\
+import tensorflow as tf
+from tensorflow import estimator as est
+from tensorflow.contrib.learn.python.learn import learn_runner
+layers = tf.layers
+
+
+def model_fn(features, labels, mode):
+    net = layers.dense(features["x"], 3)
+    return est.EstimatorSpec(mode, predictions=layers.flatten(net))
+
+
+iterator = tf.data.Dataset.range(3).make_one_shot_iterator()
+learn_runner.run(tf.contrib.unheard.of)
+layers = []
+layers.append(tf.reduce_sum(tf.log([2.0])))
+hook = est.StopAtStepHook(3)
+"""
+
+
+def run(tmp_path, capsys, name, text):
+    (tmp_path / name).write_text(text)
+    code = migration.main([str(tmp_path / name)])
+    out = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+    return code, [line for line in out.splitlines() if line[:1] != " "]
+
+
+def test_what_is_gone_is_listed_with_what_replaces_it(tmp_path, capsys):
+    code, lines = run(tmp_path, capsys, "a.py", PROGRAM)
+    assert code == 1
+    found = [re.match(r"a.py:(\d+): ([\w.]+):", x).groups() for x in lines[:-1]]
+    assert found == [
+        ("3", "tf.contrib.learn"),
+        ("4", "tf.layers"),
+        ("8", "tf.layers"),
+        ("9", "tf.estimator.EstimatorSpec"),
+        ("9", "tf.layers"),
+        ("12", ".make_one_shot_iterator"),
+        ("13", "tf.contrib.learn.learn_runner.run"),
+        ("13", "tf.contrib.unheard.of"),
+        ("15", "tf.log"),
+        ("16", "tf.estimator.StopAtStepHook"),
+    ]
+    text = "\n".join(lines)
+    assert "a.py:8: tf.layers: by hand: `keras.layers`" in text
+    assert "tf.log: use `tf.compat.v1.log`" in text
+    assert "a.py:13: tf.contrib.unheard.of: unknown" in text
+    assert "use `tfdist.StopAtStepHook(" in text
+    assert "reduce_sum" not in text
+    assert "append" not in text
+    assert lines[-1] == "8 symbols are gone; known of these: 7."
+
+
+def test_every_note_is_told_once(tmp_path, capsys):
+    (tmp_path / "a.py").write_text(PROGRAM)
+    (tmp_path / "b.py").write_text(PROGRAM)
+    migration.main([str(tmp_path)])
+    assert capsys.readouterr().out.count("`training_hooks`") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "listed"),
+    [
+        ("import tensorflow.compat.v1 as tf\ntf.train.Scaffold()", True),
+        ("import tensorflow.compat.v1 as tf\ntf.log(1.0)", False),
+        ("import tensorflow as tf\ntf.compat.v1.log(1.0)", False),
+        ("import tensorflow as tf\ntf.nn.embedding_lookup(1, 2)", False),
+        (
+            "import tensorflow as tf\ntf.feature_column.numeric_column('x')",
+            False,
+        ),
+        ("import tensorflow.contrib.slim as slim\nslim.conv2d(1)", True),
+        ("import tensorflow_estimator as tfe\ntfe.estimator.RunConfig()", True),
+        ("import layers\nlayers.dense(1)", False),
+        ("from . import tensorflow as tf\ntf.Session()", False),
+    ],
+)
+def test_aliases_and_what_stays(tmp_path, capsys, program, listed):
+    code, lines = run(tmp_path, capsys, "a.py", program)
+    assert code == listed
+    assert lines[-1].startswith(f"{listed:d} symbols are gone")
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_read(tmp_path, capsys):
+    (tmp_path / "old.py").write_text("import os\nprint 'hello'\n")
+    (tmp_path / "b.py").write_text("import tensorflow as tf\ntf.Session()\n")
+    (tmp_path / "a.ipynb").write_text("{}")
+    paths = [tmp_path, tmp_path / "none.py", tmp_path / "a.ipynb"]
+    assert migration.main([*map(str, paths)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"old.py: not read: .*print.* \(old.py, line 2\)", out)
+    assert "b.py:2: tf.Session" in out
+    assert re.search(r"none.py: not read: .*No such file", out)
+    assert "a.ipynb: not read: first run `jupyter nbconvert" in out

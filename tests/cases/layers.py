@@ -1,0 +1,338 @@
+"""Keras' layers, each in a small model: its weights are those of `fit`."""
+
+import keras
+import numpy as np
+from keras import layers
+
+from tests.cases import case, compiled, examples
+
+_WORDS = np.array([[b"a b"], [b"c"], [b"b c a"]] * 4)
+_SMALL = [[b"a"], [b"b"], [b"c"], [b"d"]] * 3
+_IDS = np.arange(12).reshape(12, 1) % 5
+
+
+def _numbers(*shape):
+    """Examples of another shape, and a target for each."""
+    x = np.random.default_rng(1).normal(size=[12, *shape]).astype("float32")
+    return x, examples()[1]
+
+
+def _add(name, make, data=None, shape=None, dtype=None):
+    """A case of the layers that `make` makes, before a head of one number."""
+
+    @case(name)
+    def run(job):
+        x, y = examples() if data is None else data()
+
+        def model_fn():
+            model = keras.Sequential(
+                [
+                    keras.Input(shape or x.shape[1:], dtype=dtype),
+                    *make(),
+                    layers.Flatten(),
+                    layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+            return model
+
+        job.trains_as_fit(model_fn, (x, y), rtol=1e-3, atol=2e-5)
+
+
+def _one(layer, **arguments):
+    return lambda: [layer(**arguments)]
+
+
+# Recurrent.
+for cell in (layers.LSTM, layers.GRU, layers.SimpleRNN):
+    _add(cell.__name__, _one(cell, units=3), lambda: _numbers(5, 2))
+_add(
+    "Bidirectional",
+    lambda: [layers.Bidirectional(layers.LSTM(2, return_sequences=True))],
+    lambda: _numbers(4, 2),
+)
+_add(
+    "stacked RNN cells",
+    lambda: [layers.RNN([layers.GRUCell(2), layers.LSTMCell(2)])],
+    lambda: _numbers(4, 2),
+)
+_add(
+    "ConvLSTM1D",
+    _one(layers.ConvLSTM1D, filters=2, kernel_size=2),
+    lambda: _numbers(3, 4, 1),
+)
+_add(
+    "TimeDistributed",
+    lambda: [layers.TimeDistributed(layers.Dense(3, "relu"))],
+    lambda: _numbers(4, 2),
+)
+
+# Convolutions and pooling.
+_add(
+    "Conv1D and pooling",
+    lambda: [layers.Conv1D(3, 2, activation="relu"), layers.MaxPooling1D(2)],
+    lambda: _numbers(6, 2),
+)
+_add(
+    "Conv2D, BatchNormalization, GlobalAveragePooling2D",
+    lambda: [
+        layers.Conv2D(3, 2, strides=2),
+        layers.BatchNormalization(synchronized=True),
+        layers.Activation("relu"),
+        layers.GlobalAveragePooling2D(),
+    ],
+    lambda: _numbers(6, 6, 1),
+)
+_add(
+    "SeparableConv2D",
+    _one(layers.SeparableConv2D, filters=2, kernel_size=2),
+    lambda: _numbers(4, 4, 2),
+)
+_add(
+    "Conv2DTranspose",
+    _one(layers.Conv2DTranspose, filters=2, kernel_size=2),
+    lambda: _numbers(3, 3, 2),
+)
+_add(
+    "DepthwiseConv1D",
+    _one(layers.DepthwiseConv1D, kernel_size=2),
+    lambda: _numbers(5, 2),
+)
+
+# Normalization.
+_add("LayerNormalization", _one(layers.LayerNormalization))
+_add(
+    "BatchNormalization(synchronized=True)",
+    lambda: [layers.Dense(3), layers.BatchNormalization(synchronized=True)],
+)
+_add("RMSNormalization", _one(layers.RMSNormalization))
+_add("UnitNormalization", _one(layers.UnitNormalization))
+_add(
+    "GroupNormalization",
+    _one(layers.GroupNormalization, groups=2),
+    lambda: _numbers(3, 4),
+)
+
+
+@case("SpectralNormalization", refused="assigns variable")
+def spectral_normalization(job):
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.SpectralNormalization(layers.Dense(4)), layers.Dense(1)
+        )
+    )
+
+
+# Activations, constraints, regularizers, and what has no weights.
+_add("PReLU", _one(layers.PReLU))
+_add("ReLU, LeakyReLU, ELU", lambda: [layers.LeakyReLU(), layers.ELU()])
+_add("Lambda", lambda: [layers.Lambda(lambda x: keras.ops.square(x))])
+_add(
+    "ActivityRegularization",
+    lambda: [layers.Dense(3), layers.ActivityRegularization(l2=0.1)],
+)
+_add(
+    "kernel_constraint",
+    lambda: [layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm())],
+)
+_add(
+    "kernel_regularizer",
+    lambda: [layers.Dense(3, kernel_regularizer=keras.regularizers.L1L2())],
+)
+_add("EinsumDense", lambda: [layers.EinsumDense("ab,bc->ac", 3, bias_axes="c")])
+_add(
+    "Reshape, Permute, RepeatVector, ZeroPadding1D",
+    lambda: [
+        layers.RepeatVector(2),
+        layers.Permute([2, 1]),
+        layers.ZeroPadding1D(1),
+        layers.Reshape([3, 4]),
+    ],
+)
+
+
+# Attention, and models of several branches.
+@case("MultiHeadAttention")
+def multi_head_attention(job):
+    _attention(job, lambda: layers.MultiHeadAttention(2, 3))
+
+
+@case("GroupQueryAttention")
+def group_query_attention(job):
+    _attention(job, lambda: layers.GroupQueryAttention(2, 2, 1))
+
+
+def _attention(job, make):
+    x, y = _numbers(3, 4)
+
+    def model_fn():
+        inputs = keras.Input([3, 4])
+        hidden = layers.Add()([inputs, make()(inputs, inputs)])
+        hidden = layers.LayerNormalization()(hidden)
+        outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn, (x, y), atol=2e-5)
+
+
+@case("Attention and AdditiveAttention")
+def attention(job):
+    def model_fn():
+        inputs = keras.Input([3, 4])
+        parts = [
+            layers.Attention(use_scale=True)([inputs, inputs]),
+            layers.AdditiveAttention()([inputs, inputs]),
+        ]
+        hidden = layers.Flatten()(layers.Concatenate()(parts))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn, _numbers(3, 4), atol=2e-5)
+
+
+@case("merging layers")
+def merging(job):
+    def model_fn():
+        inputs = keras.Input([4])
+        a, b = layers.Dense(3)(inputs), layers.Dense(3)(inputs)
+        merged = [
+            layers.Multiply()([a, b]),
+            layers.Subtract()([a, b]),
+            layers.Maximum()([a, b]),
+            layers.Average()([a, b]),
+            layers.Dot(1)([a, b]),
+        ]
+        outputs = layers.Dense(1)(layers.Concatenate()(merged))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
+# Preprocessing, adapted in the model function or given what it knows.
+def _normalization():
+    layer = layers.Normalization()
+    layer.adapt(examples()[0])
+    return [layer]
+
+
+_add("Normalization, adapted in model_fn", _normalization)
+_add("Rescaling", _one(layers.Rescaling, scale=0.5, offset=1.0))
+
+
+def _adapted_discretization():
+    layer = layers.Discretization(num_bins=3, output_mode="one_hot")
+    layer.adapt(examples()[0][:, :1])
+    return [layer]
+
+
+def _one_feature():
+    x, y = examples()
+    return x[:, :1], y
+
+
+_add(
+    "Discretization, adapted in model_fn", _adapted_discretization, _one_feature
+)
+_add(
+    "CategoryEncoding",
+    _one(layers.CategoryEncoding, num_tokens=5, output_mode="one_hot"),
+    lambda: (_IDS, examples()[1]),
+    dtype="int64",
+)
+_add(
+    "IntegerLookup",
+    lambda: [
+        layers.IntegerLookup(vocabulary=[1, 2, 3]),
+        layers.Embedding(4, 2),
+    ],
+    lambda: (_IDS, examples()[1]),
+    dtype="int64",
+)
+_add(
+    "Hashing of integers",
+    lambda: [layers.Hashing(3), layers.Embedding(3, 2)],
+    lambda: (_IDS, examples()[1]),
+    dtype="int64",
+)
+
+
+def _adapted_lookup():
+    layer = layers.StringLookup()
+    layer.adapt(np.array(_SMALL))
+    return [layer, layers.Embedding(layer.vocabulary_size(), 2)]
+
+
+def _adapted_text():
+    layer = layers.TextVectorization(output_sequence_length=4)
+    layer.adapt(np.array([b"a b", b"b c"]))
+    return [layer, layers.Embedding(layer.vocabulary_size(), 2)]
+
+
+def _strings():
+    return np.array(_SMALL), examples()[1]
+
+
+_add(
+    "StringLookup, adapted in model_fn",
+    _adapted_lookup,
+    _strings,
+    dtype="string",
+)
+_add(
+    "StringLookup, one_hot",
+    _one(layers.StringLookup, vocabulary=["a", "b"], output_mode="one_hot"),
+    _strings,
+    dtype="string",
+)
+_add(
+    "Hashing of strings",
+    lambda: [layers.Hashing(3), layers.Embedding(3, 2)],
+    _strings,
+    dtype="string",
+)
+_add(
+    "TextVectorization, adapted in model_fn",
+    _adapted_text,
+    lambda: (_WORDS, examples()[1]),
+    dtype="string",
+)
+
+
+@case("HashedCrossing")
+def hashed_crossing(job):
+    def model_fn():
+        inputs = [keras.Input([1], dtype="string", name=n) for n in "ab"]
+        crossed = layers.HashedCrossing(7, output_mode="one_hot")(inputs)
+        model = keras.Model(inputs, layers.Dense(1)(crossed))
+        model.compile("sgd", "mse")
+        return model
+
+    words = np.array(_SMALL)
+    job.trains_as_fit(model_fn, ((words, words[::-1].copy()), examples()[1]))
+
+
+class Unseeded(layers.Layer):
+    """Draws by the generator that Keras holds itself."""
+
+    def call(self, x):
+        return x + 0.0 * keras.random.normal(keras.ops.shape(x))
+
+
+@case("Dropout and noise")
+def random_layers(job):
+    """Of rate 0: their numbers are those of a step, and not of `fit`."""
+    drop = [layers.Dropout, layers.GaussianDropout, layers.AlphaDropout]
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.Dense(3),
+            *(layer(0.0) for layer in drop),
+            layers.GaussianNoise(0.0),
+            Unseeded(),
+            layers.Dense(1),
+        )
+    )

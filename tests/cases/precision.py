@@ -1,0 +1,122 @@
+"""Mixed precision, and scales that keep small gradients from vanishing."""
+
+import keras
+
+from tests.cases import case, seeded
+from tests.cases.optimizers import K, table_examples, table_model, trains_as_fit
+
+# float16 has 11 bits, bfloat16 has 8.
+FLOAT16 = {"rtol": 2e-2, "atol": 5e-3}
+BFLOAT16 = {"rtol": 5e-2, "atol": 2e-2}
+
+
+def small_examples():
+    """Of gradients that float16 holds, times a scale of 32,768."""
+    x, y = table_examples()
+    return x | {"x": x["x"] / 8}, y
+
+
+def mixed(policy, make, **arguments):
+    """A model function that makes its layers under a policy."""
+
+    def model_fn():
+        keras.mixed_precision.set_dtype_policy(policy)
+        try:
+            return table_model(make(), **arguments)
+        finally:
+            keras.mixed_precision.set_dtype_policy("float32")
+
+    return model_fn
+
+
+def value(estimator, name):
+    return estimator.get_variable_value(f"loss_scale_optimizer/{name}")
+
+
+@case()
+def mixed_float16(job):
+    model_fn = mixed("mixed_float16", lambda: K.SGD(0.05))
+    estimator = trains_as_fit(job, model_fn, small_examples(), **FLOAT16)
+    if job.is_chief:
+        assert value(estimator, "dynamic_scale") == 2.0**15
+        assert value(estimator, "step_counter") == 5
+
+
+@case()
+def mixed_float16_with_use_ema(job):
+    model_fn = mixed("mixed_float16", lambda: K.SGD(0.05, use_ema=True))
+    trains_as_fit(job, model_fn, small_examples(), **FLOAT16)
+
+
+@case("auto_scale_loss=False")
+def auto_scale_loss(job):
+    model_fn = mixed(
+        "mixed_float16", lambda: K.SGD(0.05), auto_scale_loss=False
+    )
+    trains_as_fit(job, model_fn, small_examples(), **FLOAT16)
+
+
+@case()
+def mixed_bfloat16(job):
+    model_fn = mixed("mixed_bfloat16", lambda: K.SGD(0.05))
+    trains_as_fit(job, model_fn, table_examples(), **BFLOAT16)
+
+
+def scaled(make, scale, growth=2000):
+    def model_fn():
+        optimizer = K.LossScaleOptimizer(
+            make(), initial_scale=scale, dynamic_growth_steps=growth
+        )
+        # So large a loss that gradients overflow at first.
+        return table_model(optimizer, loss_weights=[32.0])
+
+    return model_fn
+
+
+@case()
+def gradients_that_overflow_skip_updates(job):
+    model_fn = scaled(lambda: K.Adam(0.01), 2.0**127)
+    estimator = trains_as_fit(job, model_fn, table_examples(), steps=8)
+    if job.is_chief:
+        steps = int(estimator.get_variable_value("global_step"))
+        updates = int(estimator.get_variable_value("adam/iteration"))
+        assert (steps, 0 < updates < 8) == (8, True), updates
+
+
+@case()
+def a_scale_that_grows(job):
+    model_fn = scaled(lambda: K.SGD(0.1, momentum=0.9), 8.0, growth=2)
+    estimator = trains_as_fit(job, model_fn, table_examples())
+    if job.is_chief:
+        assert value(estimator, "dynamic_scale") == 32.0
+
+
+@case()
+def a_scaled_Nadam_that_overflows(job):
+    model_fn = scaled(lambda: K.Nadam(0.01), 2.0**127)
+    trains_as_fit(job, model_fn, table_examples(), steps=6)
+
+
+@case()
+def a_scaled_MultiOptimizer(job):
+    def parts():
+        return K.MultiOptimizer(
+            K.OptimizerMap(K.Adam(0.01), {"table/.*": K.Adagrad(0.1)})
+        )
+
+    trains_as_fit(job, scaled(parts, 2.0**127), table_examples())
+
+
+@case(refused={"ps": "'sgd' accumulates gradients.*scaled.*bfloat16"})
+def scaled_and_accumulated(job):
+    model_fn = scaled(
+        lambda: K.SGD(0.1, gradient_accumulation_steps=2), 2.0**127
+    )
+    trains_as_fit(job, model_fn, table_examples(), steps=8)
+
+
+@case("mixed_float16 is scaled by default")
+def by_default(job):
+    if job.is_chief:
+        model = seeded(mixed("mixed_float16", lambda: K.SGD(0.05)))
+        assert isinstance(model.optimizer, K.LossScaleOptimizer)

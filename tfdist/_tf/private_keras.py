@@ -1,0 +1,153 @@
+"""The private Keras names that tfdist cannot do without; see `private`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.trainers import data_adapters
+from keras.src.utils import naming
+
+SEED_STATE_NAME = "seed_generator_state"
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
+"""Name of the variable in which a `keras.random.SeedGenerator` counts.
+
+Keras marks it in no other way. A step gives each generator a seed that
+belongs to that step instead of this shared counter.
+"""
+
+
+def seed_generator() -> keras.random.SeedGenerator | None:
+    """What this thread draws from where `keras.random` is given no seed.
+
+    None until then; each thread makes its own.
+    """
+    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+
+
+def use_seed_generator(generator: keras.random.SeedGenerator | None) -> None:
+    """Has this thread draw from the generator of another."""
+    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+
+
+def reset_object_names() -> None:
+    """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
+
+    Checkpoints name variables by their path, so a model function that is called
+    twice in one process must make the same paths. The public
+    `keras.utils.clear_session()` also drops the user's dtype policy.
+    """
+    naming.reset_uids()
+
+
+def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
+    """The optimizer's lists with one slot per trainable variable, by name.
+
+    Their names are any (`_momentums`, `_accumulators`, ...); what they share is
+    the index of the variable.
+    """
+    own = {id(variable) for variable in optimizer.variables}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and len(value) == len(optimizer._trainable_variables)
+        and value is not optimizer._trainable_variables
+        and value is not optimizer._variables
+        and any(id(item) in own for item in value)
+    }
+
+
+def variable_index(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> int:
+    """Where in each of `slot_lists` the slot of `variable` is."""
+    return optimizer._get_variable_index(variable)
+
+
+def uses_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> bool:
+    """Whether `exclude_from_weight_decay` spares `variable`."""
+    return optimizer._use_weight_decay(variable)
+
+
+def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
+    """The product of Nadam's momentum schedule so far."""
+    return optimizer._u_product
+
+
+def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """What `optimizer.iterations` is computed from, where it is no variable.
+
+    With `gradient_accumulation_steps` it counts steps, not updates.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+
+
+class VariableBeside(keras.Variable):
+    """Zeros that no gradient reaches, made where another variable is.
+
+    Keras makes variables later, where a model is built without being run.
+    """
+
+    def __init__(
+        self,
+        other: keras.Variable,
+        shape: tuple[int, ...],
+        dtype: str,
+        name: str,
+    ) -> None:
+        self._other = other
+        zeros = keras.initializers.Zeros()
+        super().__init__(zeros, shape, dtype, trainable=False, name=name)
+
+    def _initialize(self, value: Any) -> None:
+        made = tf.distribute.get_strategy().extended
+        with made.colocate_vars_with(self._other.value):
+            super()._initialize(value)
+
+
+def profiles(callback: keras.callbacks.TensorBoard) -> bool:
+    """Whether it was given a `profile_batch`."""
+    return callback._should_trace
+
+
+def part_index(optimizer: Any, variable: keras.Variable) -> int:
+    """Which optimizer of a built `MultiOptimizer` updates `variable`."""
+    return optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]
+
+
+def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that an optimizer was built for."""
+    return optimizer._trainable_variables
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The mask that a Keras layer has given to its output, for a loss."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Gives a tensor a mask, where Keras looks for it."""
+    tensor._keras_mask = mask
+
+
+def py_dataset_batches(
+    data: keras.utils.PyDataset, shuffle: bool
+) -> Iterator[Any]:
+    """A pass over a `PyDataset`, whose own workers load it, as for `fit`."""
+    adapter = data_adapters.get_data_adapter(data, shuffle=shuffle)
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter.get_numpy_iterator()
+    finally:
+        adapter.on_epoch_end()
+
+
+def py_dataset_spec(data: keras.utils.PyDataset) -> Any:
+    """The element spec of its batches."""
+    return data_adapters.get_data_adapter(data).get_tf_dataset().element_spec

@@ -1,0 +1,171 @@
+"""What a program for TF 1 or `tf.estimator` uses that is gone.
+
+    tfdist migrate trainer/ other.py
+
+lists, by file and line, each symbol that TF 2.21 does not have under its name,
+or that does not work with tfdist, and what `tfdist/MIGRATION.md` says of it.
+Nothing is run. Names are followed through `import ... as` and `y = tf.layers`,
+not into arguments or objects: of those, methods whose names tell are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+PAGE = Path(__file__).parents[1] / "MIGRATION.md"
+# Of the table with four columns, but not its head.
+_ROW = re.compile(r"^\| (?!TF 1)(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
+
+
+class Row(NamedTuple):
+    """What `tfdist/MIGRATION.md` says of some symbols, one cell each."""
+
+    symbols: str
+    remains: str  # In TF 2.21: "yes", "v1" (as `tf.compat.v1.`) or "no".
+    replacement: str
+    differs: str
+
+
+def read_table() -> list[Row]:
+    """The rows of `tfdist/MIGRATION.md`, in their order."""
+    rows = _ROW.findall(PAGE.read_text(encoding="utf-8"))
+    return [Row(*map(str.strip, cells)) for cells in rows]
+
+
+class _Names(ast.NodeVisitor):
+    """The names of TensorFlow in code, in full, and `.method` of all else."""
+
+    def __init__(self) -> None:
+        self.uses: list[tuple[int, str]] = []  # With their lines.
+        self._aliases: dict[str, str] = {}
+
+    def _full(self, node: ast.AST) -> str:
+        """The full name that a chain of attributes means, or ""."""
+        if isinstance(node, ast.Attribute):
+            value = self._full(node.value)
+            return value and f"{value}.{node.attr}"
+        return self._aliases.get(getattr(node, "id", ""), "")
+
+    def visit_Import(self, node: Any, module: str = "") -> None:
+        """`import tensorflow.x as y` makes y a name; without it, tensorflow."""
+        for alias in node.names:
+            full = module + alias.name
+            root = full.partition(".")[0]
+            name = alias.asname or (alias.name if module else root)
+            self._aliases[name] = ""
+            if root in ("tensorflow", "tensorflow_estimator"):
+                self._aliases[name] = full if alias.asname or module else root
+                self.uses.append((node.lineno, full))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """`from tensorflow.x import y`."""
+        self.visit_Import(node, "." if node.level else f"{node.module}.")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """`y = tf.x` makes y a name; `y = other`, none any more."""
+        self.generic_visit(node)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._aliases[target.id] = self._full(node.value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """A chain of attributes, as long as it goes."""
+        full = self._full(node)
+        self.uses.append((node.lineno, full or f".{node.attr}"))
+        if not full:
+            self.visit(node.value)
+
+
+def uses_in(path: Path) -> list[tuple[int, str]]:
+    """Lines and names of a file; one that is imported, where it is imported."""
+    if path.suffix == ".ipynb":
+        raise ValueError("first run `jupyter nbconvert --to script` on it.")
+    names = _Names()
+    with warnings.catch_warnings(action="ignore"):
+        names.visit(ast.parse(path.read_bytes(), path.name))
+    return sorted(names.uses)
+
+
+def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
+    """The symbol that is gone, and its row or None; `("", None)`: it stays."""
+    if full.startswith("."):
+        return (full if full in rows else ""), rows.get(full)
+    symbol = re.sub(r"^tensorflow(_estimator)?(\.compat\.v1)?", "tf", full)
+    symbol = re.sub(r"^(tf\.contrib\.\w+)\.python\.\w+", r"\1", symbol)
+    stays = _has(full)
+    name = symbol
+    while name and name not in rows:
+        name = name.rpartition(".")[0]
+    if name and (".compat.v1." in full or not stays):
+        return name, rows[name]
+    if stays or any(row.startswith(f"{symbol}.") for row in rows):
+        return "", None
+    v1 = symbol.replace("tf", "tensorflow.compat.v1", 1)
+    new = Row(symbol, "v1", f"`tf.compat.v1.{symbol.removeprefix('tf.')}`", "")
+    return symbol, new if _has(v1) else None
+
+
+def _has(full: str) -> bool:
+    """Whether TF 2.21 has what `full` names."""
+    value: Any = tf
+    for name in full.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value is not None
+
+
+def _gone_rows() -> dict[str, Row]:
+    """The rows about each symbol that is not the same in TF 2.21."""
+    found: dict[str, Row] = {}
+    for row in read_table():
+        for name in re.findall(r"`([^`]+)`", row.symbols):
+            if row.remains != "yes":
+                # TF 2.15 had the hooks of `tf.train` in `tf.estimator` too.
+                found.setdefault(name.replace("tf.train", "tf.estimator"), row)
+                found[name] = row
+    return found
+
+
+def _advice(row: Row | None) -> str:
+    if row is None:
+        return "unknown"
+    what = row.replacement.removeprefix("none: ")
+    return f"{'use' if what == row.replacement else 'by hand:'} {what}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0 if there is nothing to change, else 1."""
+    parser = argparse.ArgumentParser(
+        "tfdist migrate",
+        description="Lists what a TF 1 or tf.estimator program must change. "
+        "Reads Python 3; `2to3 -w` converts Python 2.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, help="files, folders")
+    paths = parser.parse_args(argv).paths
+    rows, told, unread = _gone_rows(), {""}, 0
+    gone: dict[str, Row | None] = {}
+    for file in [f for p in paths for f in sorted(p.rglob("*.py")) or [p]]:
+        try:
+            uses = uses_in(file)
+        except (OSError, SyntaxError, ValueError) as e:
+            print(f"{file}: not read: {e}")
+            unread += 1
+            continue
+        found = [(line, *look_up(full, rows)) for line, full in uses]
+        for line, symbol, row in dict.fromkeys(found):
+            if symbol:
+                gone[symbol] = row
+                print(f"{file}:{line}: {symbol}: {_advice(row)}")
+                if row and row.differs not in told:
+                    told.add(row.differs)
+                    print(f"    {row.differs}")
+    known = sum(row is not None for row in gone.values())
+    print(f"{len(gone)} symbols are gone; known of these: {known}.")
+    return 1 if gone or unread else 0

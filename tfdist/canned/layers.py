@@ -1,0 +1,304 @@
+"""Layers of `tf.feature_column`s: numbers, weighted sums, a network over them.
+
+Of a canned model's, variables have the shapes of TF 2.15's canned estimators
+and nearly the same names; `tfdist.checkpoint.estimator_checkpoint` knows both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private import column_config, column_from_config
+from tfdist.canned.feature_columns import (
+    Batch,
+    Column,
+    Features,
+    Lookup,
+    Partitioner,
+    checked_columns,
+    dense_size,
+    initializer_of,
+    is_categorical,
+    layer_name,
+    look_up,
+    read_vocabularies,
+    table_of,
+)
+from tfdist.embeddings.layer import PartitionedEmbedding
+
+# TF 2.15's choice: it found that Keras' 0.99 "crashes on certain problem[s]".
+_BATCH_NORM_MOMENTUM = 0.999
+
+
+class _OfColumns(keras.layers.Layer):
+    """Reads features, or the `Batch` that all parts of a canned model share."""
+
+    _tables: Mapping[str, PartitionedEmbedding]
+
+    def __init__(self, columns: Any, dense: bool, **kwargs: Any) -> None:
+        # Features of 16 bits would fall into other buckets.
+        super().__init__(autocast=False, **kwargs)
+        self.feature_columns = checked_columns(
+            "feature_columns", columns, dense=dense
+        )
+
+    @functools.cached_property
+    def _vocabularies(self) -> Mapping[Column, Lookup]:
+        with tf.init_scope():
+            return read_vocabularies(self.feature_columns)
+
+    def _batch(self, features: Features | Batch) -> Batch:
+        if isinstance(features, Batch):
+            return features
+        return Batch(features, self._vocabularies)
+
+    def build(self, features_shape: Any = None) -> None:
+        """Creates the tables."""
+        for table in self._tables.values():
+            table.build()
+
+    def get_config(self) -> dict[str, Any]:
+        """Configuration from which `from_config` makes the same layer."""
+        columns = [column_config(column) for column in self.feature_columns]
+        return {**super().get_config(), "feature_columns": columns}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> keras.layers.Layer:
+        """Makes the layer of `get_config`; one shard a table."""
+        columns = [column_from_config(c) for c in config["feature_columns"]]
+        return cls(**{**config, "feature_columns": columns})
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class DenseFeatures(_OfColumns):
+    """The numbers that `tf.feature_column`s make of features, side by side.
+
+    >>> age = tf.feature_column.numeric_column("age")
+    >>> job = tf.feature_column.categorical_column_with_hash_bucket("job", 100)
+    >>> job = tf.feature_column.embedding_column(job, 8)
+    >>> features = {
+    ...     "age": keras.Input([1], name="age"),
+    ...     "job": keras.Input([1], dtype="string", name="job"),
+    ... }
+    >>> net = tfdist.canned.DenseFeatures([age, job])(features)
+    >>> keras.Model(features, keras.layers.Dense(1)(net)).output_shape
+    (None, 1)
+
+    As `tf.keras.layers.DenseFeatures` of TF 2.15: the same numbers, ordered by
+    the columns' names. A `.keras` file has the names of vocabulary files, not
+    the words, and needs a `normalizer_fn` in `keras.saving`'s custom objects;
+    with columns of `shared_embeddings` there is none: save the weights.
+
+    Args:
+        feature_columns: Dense ones of `tf.feature_column`, or of
+            `shared_embeddings`.
+        partitioner: Splits the tables, which are `PartitionedEmbedding`s; see
+            `tfdist.placement`. Default: one shard.
+        **kwargs: As for every layer.
+
+    Call arguments:
+        features: Dictionary from name to a tensor `(batch,)` or `(batch, n)`,
+            dense, ragged or sparse. In a dense one `""` and `-1` stand for a
+            missing id. What no column names is ignored.
+
+    Returns:
+        `(batch, n)`, of the layer's compute dtype.
+
+    Raises:
+        TypeError: something else than a column.
+        ValueError: no columns, categorical ones, two of one name, or an option
+            that tables do not have (`max_norm`, `ckpt_to_load_from`); at the
+            call: a feature that is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[Column] | Column,
+        *,
+        partitioner: Partitioner | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, dense=True, **kwargs)
+        self.size = sum(map(dense_size, self.feature_columns))
+        self._tables = {
+            table.name: PartitionedEmbedding(
+                column.categorical_column.num_buckets,
+                table.dimension,
+                partitioner=partitioner,
+                combiner=column.combiner,
+                embeddings_initializer=initializer_of(table),
+                trainable=table.trainable,
+                name=layer_name(table),
+                dtype=self.dtype_policy,
+            )
+            for column in self.feature_columns
+            if (table := table_of(column)) is not None
+        }
+
+    def call(self, features: Features | Batch) -> tf.Tensor:
+        """The numbers; see the class."""
+        batch, parts = self._batch(features), []
+        for column in self.feature_columns:
+            table = table_of(column)
+            if table is None:
+                values = batch.dense(column)
+            else:
+                ids = batch.ids(column.categorical_column)
+                values = look_up(self._tables[table.name], *ids)
+            parts.append(tf.cast(values, self.compute_dtype))
+        return tf.concat(parts, axis=1)
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class LinearModel(_OfColumns):
+    """A weighted sum of features for each unit, and a bias.
+
+    >>> job = tf.feature_column.categorical_column_with_hash_bucket("job", 100)
+    >>> model = keras.Sequential([tfdist.canned.LinearModel(job)])
+    >>> model({"job": tf.constant(["clerk", "baker"])}).numpy().tolist()
+    [[0.0], [0.0]]
+
+    As `tf.compat.v1.feature_column.linear_model`, with the same numbers; zeros
+    at first. The weights of a categorical column are a table. For the other
+    arguments, features and errors see `DenseFeatures`.
+
+    Args:
+        feature_columns: Of `tf.feature_column`, categorical ones and dense.
+        units: Sums for an example: the result is `(batch, units)`.
+        sparse_combiner: `"sum"`, `"mean"` or `"sqrtn"` of the weights of
+            several ids of one column.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[Column] | Column,
+        units: int = 1,
+        sparse_combiner: str = "sum",
+        *,
+        partitioner: Partitioner | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, dense=False, **kwargs)
+        self.units, self.sparse_combiner = units, sparse_combiner
+        self._tables = {
+            column.name: PartitionedEmbedding(
+                column.num_buckets,
+                units,
+                partitioner=partitioner,
+                combiner=sparse_combiner,
+                embeddings_initializer="zeros",
+                name=layer_name(column),
+                dtype=self.dtype_policy,
+            )
+            for column in self.feature_columns
+            if is_categorical(column)
+        }
+        self._dense = [c for c in self.feature_columns if not is_categorical(c)]
+        self._numbers = self._dense and DenseFeatures(
+            self._dense,
+            partitioner=partitioner,
+            name="input_layer",
+            dtype=self.dtype_policy,
+        )
+        self._kernels = [
+            keras.layers.Dense(
+                units,
+                use_bias=False,
+                kernel_initializer="zeros",
+                name=layer_name(column),
+                dtype=self.dtype_policy,
+            )
+            for column in self._dense
+        ]
+
+    def build(self, features_shape: Any = None) -> None:
+        """Creates the weights."""
+        super().build()
+        if self._numbers:
+            self._numbers.build()
+        for layer, column in zip(self._kernels, self._dense, strict=True):
+            layer.build((None, dense_size(column)))
+        self.bias = self.add_weight((self.units,), "zeros", name="bias_weights")
+
+    def call(self, features: Features | Batch) -> tf.Tensor:
+        """The sums; see the class."""
+        batch = self._batch(features)
+        parts = [
+            look_up(self._tables[column.name], *batch.ids(column))
+            for column in self.feature_columns
+            if is_categorical(column)
+        ]
+        if self._numbers:
+            kernel = tf.concat([layer.kernel for layer in self._kernels], 0)
+            kernel = tf.cast(kernel, self.compute_dtype)
+            parts.append(tf.matmul(self._numbers(features=batch), kernel))
+        return tf.add_n(parts) + tf.cast(self.bias, self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Configuration from which `from_config` makes the same layer."""
+        return {
+            **super().get_config(),
+            "units": self.units,
+            "sparse_combiner": self.sparse_combiner,
+        }
+
+
+class DNNModel(keras.layers.Layer):
+    """Hidden layers over dense columns, then one linear layer.
+
+    A hidden layer is: weights, activation, dropout, batch normalization.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        units: int,
+        partitioner: Partitioner | None,
+        hidden_units: Sequence[int],
+        activation_fn: Callable | str | None,
+        dropout: float | None,
+        batch_norm: bool,
+    ) -> None:
+        super().__init__(name="dnn")
+        layers = keras.layers
+        self._input_layer = DenseFeatures(
+            columns, partitioner=partitioner, name="input_layer"
+        )
+        self.feature_columns = self._input_layer.feature_columns
+        self._hidden = []
+        for i, size in enumerate(hidden_units):
+            self._hidden.append(
+                layers.Dense(
+                    size, activation_fn or "relu", name=f"hiddenlayer_{i}"
+                )
+            )
+            if dropout is not None:
+                self._hidden.append(layers.Dropout(dropout))
+            if batch_norm:
+                self._hidden.append(
+                    layers.BatchNormalization(
+                        momentum=_BATCH_NORM_MOMENTUM, name=f"batchnorm_{i}"
+                    )
+                )
+        self._hidden.append(layers.Dense(units, name="logits"))
+
+    def build(self) -> None:
+        """Creates the weights."""
+        self._input_layer.build()
+        size = self._input_layer.size
+        for layer in self._hidden:
+            layer.build((None, size))
+            size = getattr(layer, "units", size)
+
+    def call(self, features: Batch, training: bool | None = None) -> tf.Tensor:
+        """The numbers, float32 `(batch, units)`."""
+        values = self._input_layer(features=features)
+        for layer in self._hidden:
+            # Keras hands `training` on to the layers that take it.
+            values = layer(values)
+        return values

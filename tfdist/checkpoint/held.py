@@ -1,0 +1,127 @@
+"""Values as they are at one moment, held while they are written."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Mapping
+from concurrent import futures
+
+import tensorflow as tf
+
+from tfdist._tf.private import (
+    PartitionedVariable,
+    Saveable,
+    UninitializedVariable,
+)
+from tfdist.cluster.memory import free_bytes_on
+
+_log = logging.getLogger(__name__)
+
+_NO_MEMORY = (
+    "Steps wait while a checkpoint is written: host %r has %.3g GB of memory "
+    "left, and for them to go on its variables need %.3g GB twice."
+)
+
+
+class HeldValues:
+    """A second variable beside each, on the same machine, in host memory.
+
+    To hold a value takes no time: both share its memory until a step writes
+    the first again, which then copies it; of a table all rows, not those that
+    it updates alone. So a server may need the memory of its variables a second
+    time from the next step until `release`: see `fit`.
+
+    TensorFlow's own asynchronous checkpoint
+    (`CheckpointOptions(enable_async=True)`) copies the variables to the machine
+    that saves, in its main thread, and there are parameter servers because they
+    do not fit one; its thread tells nobody of an error before the next save,
+    and holds no position of an input.
+
+    Args:
+        variables: Name to variable; see `can_hold`.
+
+    Attributes:
+        variables: Name to what a checkpoint saves in place of it.
+        bytes: Device to how many are held there, at most.
+        hold: Takes the values of now; no step may be under way.
+        release: Gives the memory back.
+    """
+
+    def __init__(self, variables: Mapping[str, Saveable]) -> None:
+        self._pairs: list[tuple[tf.Variable, tf.Variable]] = []
+        self._factor = 2
+        self.bytes: collections.Counter[str] = collections.Counter()
+        self.variables = {n: self._second(v) for n, v in variables.items()}
+        self.hold = tf.function(self._share, autograph=False)
+        self.release = tf.function(self._empty, autograph=False)
+
+    def trace(self) -> None:
+        """Traces the functions, while every task is alive."""
+        for function in (self.hold, self.release):
+            function.get_concrete_function()
+
+    def fit(self) -> bool:
+        """Whether every machine has the memory, and at first as much again.
+
+        Later less is free where a process keeps what `release` gave back. Else
+        nothing may write the variables before `release`.
+        """
+        need: collections.Counter[str] = collections.Counter()
+        with futures.ThreadPoolExecutor() as pool:
+            found = [*pool.map(free_bytes_on, self.bytes)]
+        for size, (host, free) in zip(self.bytes.values(), found, strict=True):
+            need[host] += size
+            if need[host] * self._factor >= free:
+                _log.warning(_NO_MEMORY, host, free / 1e9, need[host] / 1e9)
+                return False
+        self._factor = 1
+        return True
+
+    def _second(self, variable: Saveable) -> Saveable:
+        if isinstance(variable, PartitionedVariable):
+            runs = [own for _, own in variable.runs]
+            shards = [shard for shard, _ in variable.runs]
+            return PartitionedVariable([*map(self._beside, shards)], runs)
+        return self._beside(variable)
+
+    def _beside(self, variable: tf.Variable) -> tf.Variable:
+        task, _, _ = variable.device.partition("/device:")
+        with tf.device(f"{task}/device:CPU:0"):
+            held = UninitializedVariable(
+                shape=variable.shape, dtype=variable.dtype, trainable=False
+            )
+        self._pairs.append((variable, held))
+        size = variable.shape.num_elements() * variable.dtype.size
+        self.bytes[held.device] += size
+        return held
+
+    def _share(self) -> None:
+        for variable, held in self._pairs:
+            with tf.device(variable.device):
+                value = variable.read_value_no_copy()
+            tf.raw_ops.AssignVariableOp(resource=held.handle, value=value)
+
+    def _empty(self) -> None:
+        for _, held in self._pairs:
+            with tf.device(held.device):
+                # Of unknown shape, else it would have to be the variable's.
+                none = tf.compat.v1.placeholder_with_default(
+                    tf.zeros([0], held.dtype), shape=None
+                )
+            tf.raw_ops.AssignVariableOp(resource=held.handle, value=none)
+
+
+def can_hold(variables: Mapping[str, Saveable]) -> bool:
+    """Whether each is in one place, not with a copy for each replica.
+
+    >>> can_hold({"weight": tf.Variable(1.0)})
+    True
+    """
+    return all(
+        isinstance(v, tf.Variable | PartitionedVariable)
+        and not isinstance(v, tf.distribute.DistributedValues)
+        and v.shape.is_fully_defined()
+        and v.dtype != tf.string
+        for v in variables.values()
+    )

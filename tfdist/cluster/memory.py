@@ -1,0 +1,66 @@
+"""How much memory is left where a task runs."""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+
+import tensorflow as tf
+
+from tfdist._tf import storage
+
+# In the memory of each server, where the chief reads it.
+_FILE = "ram://tfdist/free_bytes"
+# Limit, use, and details of it: of a container, by version of its kernel's.
+_CGROUPS = (
+    "memory.max memory.current memory.stat",
+    "memory/memory.limit_in_bytes memory/memory.usage_in_bytes "
+    "memory/memory.stat",
+)
+
+
+def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> float:
+    """What the machine has, or less where a container has a limit.
+
+    Files that are cached count as free. Infinite where nothing tells.
+
+    >>> free_bytes() > 0
+    True
+    """
+    available = re.search(r"MemAvailable: +(\d+)", _read(f"{proc}/meminfo"))
+    free = int(available[1]) * 1024 if available else math.inf
+    for names in _CGROUPS:
+        texts = [_read(f"{cgroup}/{name}") for name in names.split()]
+        limit, used = (text.strip() for text in texts[:2])
+        if limit.isdecimal() and used:
+            cached = re.search(r"^inactive_file (\d+)", texts[2], re.MULTILINE)
+            own = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+            free = min(free, own)
+    return free
+
+
+def tell_free_bytes() -> None:
+    """Leaves in this server's memory how much is free, and on which host."""
+    storage.write_text(_FILE, f"{free_bytes()} {socket.gethostname()}")
+
+
+def free_bytes_on(device: str) -> tuple[str, float]:
+    """A device's host and what is free there; 0 where nobody tells."""
+    if device == tf.constant(0).device:
+        return socket.gethostname(), free_bytes()
+    try:
+        with tf.device(device):
+            told = tf.io.read_file(_FILE).numpy().decode()
+    except tf.errors.OpError:
+        told = ""
+    free, _, host = told.partition(" ")
+    return host, float(free or 0)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

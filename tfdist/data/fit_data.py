@@ -1,0 +1,179 @@
+"""What Keras' `fit` takes, as input functions: arrays, frames, PyDatasets."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist._tf.private_keras import py_dataset_batches, py_dataset_spec
+from tfdist.data.input_fns import InputFn
+from tfdist.data.worker_context import first_pass, read_by_all
+
+_log = logging.getLogger(__name__)
+
+_ENDLESS = tf.data.INFINITE_CARDINALITY
+_DATASETS = tf.data.Dataset | keras.utils.PyDataset
+# From the number of a pass over the data to its batches.
+OnePass = Callable[[tf.Tensor], tf.data.Dataset]
+
+
+def input_fns(
+    data: Any,
+    name: str,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    on_ps: bool = False,
+) -> tuple[InputFn, InputFn]:
+    """One function of all batches in order, and one of pass after pass.
+
+    `data` is argument `name` of `tfdist.fit`. With `shuffle` each pass is in
+    another order. Arrays are dealt to workers (`on_ps`) again in each pass.
+    """
+    if on_ps and isinstance(data, _DATASETS):
+        raise ValueError(
+            f"Argument `{name}` is a {type(data).__name__} in this process, "
+            "which the workers of a cluster with parameter servers cannot "
+            "read. Give arrays, or a function that makes a tf.data.Dataset."
+        )
+    if isinstance(data, tf.data.Dataset):
+        return lambda: data, lambda: data.repeat()
+    if callable(data):
+
+        @functools.wraps(data)
+        def repeated(*args: tf.distribute.InputContext) -> tf.data.Dataset:
+            return data(*args).repeat()
+
+        return data, repeated
+    if isinstance(data, keras.utils.PyDataset):
+        length, passes = data.num_batches, functools.partial(_loaded, data)
+    else:
+        arrays, batch_size = _arrays(data, name), batch_size or 32
+        length = -(-len(tf.nest.flatten(arrays)[0]) // batch_size)
+        passes = functools.partial(_dealt, arrays, batch_size)
+    alone = tf.distribute.InputContext()
+    default = random.SystemRandom().getrandbits(31)
+
+    def once() -> tf.data.Dataset:
+        dataset = passes(alone, None)(tf.constant(0, tf.int64))
+        size = _ENDLESS if length is None else length
+        return dataset.apply(tf.data.experimental.assert_cardinality(size))
+
+    def endless(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        read_by_all(context)
+        seed = tf.compat.v1.get_seed(None)[0]  # Of `tf.random.set_seed`.
+        seed = (default if seed is None else seed) if shuffle else None
+        numbers = tf.data.Dataset.counter(tf.cast(first_pass(context), "int64"))
+        dataset = numbers.flat_map(passes(context, seed))
+        return dataset.repeat()  # TensorFlow knows that this has no end.
+
+    return once, endless if on_ps else lambda: endless(alone)
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether batches are to be made of it."""
+    return not (data is None or isinstance(data, _DATASETS) or callable(data))
+
+
+def check_ends(dataset: tf.data.Dataset, name: str, instead: str) -> None:
+    """Raises `ValueError` if it never ends; argument `instead` says where."""
+    if dataset.cardinality() == _ENDLESS:
+        raise ValueError(
+            f"Argument `{instead}` must be given, as `{name}` never ends."
+        )
+
+
+def num_batches(dataset: tf.data.Dataset) -> int:
+    """How many batches `train` has; reads it where TensorFlow cannot tell."""
+    check_ends(dataset, "train", "steps_per_epoch")
+    number = int(dataset.cardinality())
+    if number == tf.data.UNKNOWN_CARDINALITY:
+        _log.info(
+            "The batches of `train` are counted, as their number is not known. "
+            "With `steps_per_epoch` they are not."
+        )
+        number = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
+    if not number:
+        raise ValueError("Argument `train` has no batch.")
+    return number
+
+
+def _arrays(data: Any, name: str) -> tuple:
+    """Arrays of one length; floats get the dtype that is Keras' default."""
+
+    def converted(value: Any) -> np.ndarray:
+        array = np.asarray(value)
+        texts = (isinstance(item, str | bytes) for item in array.flat)
+        of_objects = array.dtype.kind == "O" and not all(texts)
+        if of_objects or array.dtype.kind in "mMV" or not array.ndim:
+            raise TypeError(
+                f"Argument `{name}` must be arrays of numbers or strings (of a "
+                "frame of several types, dict(frame)), a PyDataset, a tf.data."
+                "Dataset or a function that makes one. Received: a "
+                f"{type(value).__name__} of dtype {array.dtype}."
+            )
+        is_float = array.dtype.kind == "f"
+        return array.astype(keras.config.floatx()) if is_float else array
+
+    parts = data if isinstance(data, tuple) else (data,)
+    arrays = tf.nest.map_structure(converted, keras.tree.lists_to_tuples(parts))
+    flat = tf.nest.flatten(arrays)
+    lengths = {len(array) for array in flat}
+    if len(lengths) != 1 or lengths == {0}:
+        raise ValueError(
+            f"The arrays of argument `{name}` must have one length, and an "
+            f"example at least. Received lengths: {sorted(lengths)}."
+        )
+    return arrays
+
+
+def _dealt(
+    arrays: tuple,
+    batch_size: int,
+    context: tf.distribute.InputContext,
+    seed: int | None,
+) -> OnePass:
+    """A worker's batches of arrays."""
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    size = len(tf.nest.flatten(arrays)[0])
+    workers = context.num_input_pipelines
+
+    def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+        order = tf.range(size, dtype=tf.int64)
+        if seed is not None:
+            shuffled = tf.random.experimental.stateless_shuffle
+            order = shuffled(order, [seed, number])
+        # Each worker gets each turn, so that none always has one more.
+        turn = tf.cast(context.input_pipeline_id, tf.int64) + number
+        rows = tf.data.Dataset.from_tensor_slices(order).batch(batch_size)
+        return rows.shard(workers, turn % workers).map(read)
+
+    def read(rows: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda t: tf.gather(t, rows), tensors)
+
+    return one_pass
+
+
+def _loaded(
+    data: keras.utils.PyDataset,
+    _: tf.distribute.InputContext,
+    seed: int | None,
+) -> OnePass:
+    """The batches of a `PyDataset`."""
+    spec = py_dataset_spec(data)
+
+    def batches(number: np.int64) -> Iterable[Any]:
+        if seed is not None:  # All processes shuffle alike.
+            random.seed(seed + int(number))
+        return py_dataset_batches(data, shuffle=seed is not None)
+
+    return lambda number: tf.data.Dataset.from_generator(
+        batches, args=(number,), output_signature=spec
+    )

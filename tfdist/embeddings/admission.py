@@ -1,0 +1,58 @@
+"""How often a new id was seen, about: a count-min sketch.
+
+Which counts ids without remembering them: never too low, but for its ageing,
+and too high where other ids have counted in all places of one. (Cormode and
+Muthukrishnan, 2005; raising the lowest counts alone, Estan and Varghese, 2002;
+halving, so that the ids of long ago make room, Einziger and Friedman, 2015.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+WIDTH = 2048
+"""Words of a segment, of four counts each: two counts for each slot."""
+PERIOD = 2048
+"""After so many sights of ids without a slot, a segment's counts halve."""
+MOST = 127
+"""How far a count goes, of eight bits: many may be added at once."""
+_PLACES = np.array([0, 13, 26])  # Of a key's bits; its segment has upper ones.
+
+
+def seen_again(sketch: Any, segment: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+    """Counts each key once; returns how often each was seen, int32.
+
+    Args:
+        sketch: int32 variable `(segments, WIDTH)`.
+        segment: Of each key, in the sketch.
+        keys: Unique.
+    """
+    bits = tf.bitwise.right_shift(keys[:, tf.newaxis], _PLACES)
+    row = tf.broadcast_to(segment[:, tf.newaxis], tf.shape(bits))
+    at = tf.stack([row, bits % WIDTH], axis=2)
+    shift = tf.cast(bits // WIDTH % 4 * 8, tf.int32)
+    words = tf.gather_nd(sketch, at)
+    counts = tf.bitwise.right_shift(words, shift) % 256
+    lowest = tf.reduce_min(counts, axis=1, keepdims=True)
+    # Of keys that share a count each raises it, so none is too low.
+    raised = tf.cast((counts == lowest) & (counts < MOST), tf.int32)
+    tf.raw_ops.ResourceScatterNdAdd(
+        ref=sketch.handle,
+        indices=at,
+        updates=tf.bitwise.left_shift(raised, shift),
+    )
+    return tf.minimum(lowest[:, 0] + 1, MOST)
+
+
+def age(sketch: Any, segment: tf.Tensor) -> None:
+    """Halves the counts of segments."""
+    halves = tf.bitwise.right_shift(tf.gather(sketch, segment), 1)
+    tf.raw_ops.ResourceScatterUpdate(
+        resource=sketch.handle,
+        indices=segment,
+        # Without the bits that came from the count beside.
+        updates=tf.bitwise.bitwise_and(halves, 0x7F7F7F7F),
+    )

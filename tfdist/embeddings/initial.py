@@ -1,0 +1,73 @@
+"""What the row of an id begins with: a function of its key alone.
+
+So every worker knows the row of an id that has no slot yet, and a server that
+gives it one begins there, whenever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import initializers
+
+from tfdist.embeddings.index import mixed
+
+# Of SplitMix64: consecutive numbers of a row are as far apart.
+_STEP = 0x9E3779B97F4A7C15
+_BITS = 24  # All that a float32 tells apart between 0 and 1.
+_KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
+
+
+def first_rows(
+    initializer: Any, dim: int, salt: int
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """From int64 keys `(n,)` to float32 rows `(n, dim)`.
+
+    Args:
+        initializer: One of Keras'. A random one draws by its seed; if that is
+            None, by 0, so that a job that goes on begins rows as before.
+        dim: Length of a row.
+        salt: Tables of different salt begin with different rows.
+
+    Raises:
+        ValueError: it is another one than constant, uniform or normal, or its
+            seed is a generator.
+
+    >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2, 0)
+    >>> first, again = rows(tf.constant([5, 5], tf.int64)).numpy()
+    >>> bool((first == again).all())
+    True
+    """
+    kind = type(initializer)
+    value: Any
+    constants = {initializers.Zeros: 0.0, initializers.Ones: 1.0}
+    value = constants.get(kind, getattr(initializer, "value", None))
+    is_constant = kind is initializers.Constant or kind in constants
+    if is_constant and not np.ndim(value):
+        return lambda keys: tf.fill([tf.size(keys), dim], float(value))
+    is_random = kind in (initializers.RandomUniform, initializers.RandomNormal)
+    config = initializer.get_config() if is_random else {}
+    if not is_random or not isinstance(config["seed"] or 0, int):
+        raise ValueError(
+            f"Argument `embeddings_initializer` must be {_KNOWN}, from which "
+            "an id's first row can be computed at any time. Received: "
+            f"embeddings_initializer={initializer!r}."
+        )
+    salt += (config["seed"] or 0) << 32
+    steps = [(salt + _STEP * i) % (1 << 64) for i in range(1, dim + 1)]
+
+    def drawn(keys: tf.Tensor) -> tf.Tensor:
+        """Uniform between 0 and 1, neither of which it is."""
+        apart = tf.constant(np.array(steps, np.uint64).view(np.int64))
+        bits = tf.bitcast(mixed(keys[:, tf.newaxis] + apart), tf.uint64)
+        bits = tf.bitwise.right_shift(bits, tf.constant(64 - _BITS, tf.uint64))
+        return (tf.cast(tf.cast(bits, tf.int64), tf.float32) + 0.5) / 2**_BITS
+
+    if kind is initializers.RandomUniform:
+        low, high = float(config["minval"]), float(config["maxval"])
+        return lambda keys: low + (high - low) * drawn(keys)
+    mean, scale = float(config["mean"]), float(config["stddev"])
+    return lambda keys: mean + scale * tf.math.ndtri(drawn(keys))

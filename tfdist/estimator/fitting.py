@@ -1,0 +1,166 @@
+"""`fit`: the same jobs, for those who think in epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+from tfdist._tf.arguments import check_at_least
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import multi_worker_strategy
+from tfdist.data import fit_data
+from tfdist.data.input_fns import InputFn, takes_context, without_context
+from tfdist.estimator.estimator import Estimator
+from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
+from tfdist.estimator.training import train_and_evaluate
+from tfdist.hooks.callbacks import KerasCallbackHook
+from tfdist.hooks.session_run_hook import SessionRunHook
+
+
+def fit(
+    model_fn: ModelFn,
+    train: Any,
+    validation_data: Any = None,
+    epochs: int = 1,
+    steps_per_epoch: int | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    validation_steps: int | None = None,
+    hooks: Iterable[SessionRunHook] = (),
+    model_dir: str | None = None,
+    **config: Any,
+) -> tuple[keras.Model | None, keras.callbacks.History | None]:
+    """Trains as Keras' `fit`, in this process or the cluster it belongs to.
+
+    The same program runs in every task. It trains by `train_and_evaluate`.
+
+    >>> def model_fn():
+    ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    ...     return model
+    >>> x, y = np.ones([8, 1]), np.ones([8, 1])
+    >>> model, history = tfdist.fit(
+    ...     model_fn, (x, y), validation_data=(x, y), epochs=2,
+    ...     log_step_count_steps=None)
+    >>> history.epoch, sorted(history.history)
+    ([0, 1], ['loss', 'val_loss'])
+
+    Differs from `keras.Model.fit`, beside what `DIFFERS_FROM_FIT.md` lists:
+
+    * With `steps_per_epoch`, data that end are read again: every epoch has as
+      many steps.
+    * On parameter servers an epoch is as many steps as `train` has batches,
+      whichever worker does them. Arrays are dealt to the workers; a function
+      without an argument is read by each worker from the start.
+    * A call with the `model_dir` of an earlier one goes on where that ended:
+      `epochs` are those of the job.
+
+    Args:
+        model_fn: As for `Estimator`.
+        train: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, each of which
+            may be a data frame, or a mapping or list of arrays; or a function,
+            as for `TrainSpec`; or, where there are no parameter servers, a
+            `tf.data.Dataset` of batches or a `keras.utils.PyDataset`.
+        validation_data: Any of these, evaluated with each checkpoint.
+        epochs: How often.
+        steps_per_epoch: Default: as many as `train` has batches. To be given
+            if that never ends, or is a function of an `InputContext`.
+        callbacks: See `tfdist.hooks.KerasCallbackHook`.
+        batch_size: Of arrays. Default: 32.
+        shuffle: Whether arrays, and the batches of a `PyDataset`, come in
+            another order in each epoch.
+        validation_steps: Batches of an evaluation. Default: all.
+        hooks: As for `TrainSpec`.
+        model_dir: See `RunConfig`. Default: a temporary directory, which is
+            removed; not on a cluster.
+        **config: To `RunConfig`. By default there is a checkpoint at the end
+            of each epoch.
+
+    Returns:
+        The model of the last checkpoint, and a `History`, in a process alone,
+        on the chief, and in each process of an all-reduce job. Workers and
+        servers of other clusters serve until the end, and return
+        `(None, None)`; so does an evaluator, at once.
+
+    Raises:
+        TypeError: data of another kind; an unknown argument.
+        ValueError: a number out of range; no `model_dir` on a cluster; data
+            that are empty, or that workers cannot read; and as
+            `Estimator.train`.
+    """
+    check_at_least("epochs", epochs, 1)
+    check_at_least("steps_per_epoch", steps_per_epoch, 1)
+    check_at_least("batch_size", batch_size, 1)
+    arrays = any(map(fit_data.is_arrays, (train, validation_data)))
+    if batch_size and not arrays:
+        raise ValueError(
+            "Argument `batch_size` is for arrays; other data have batches of "
+            f"their own. Received: batch_size={batch_size}."
+        )
+    cluster = config.pop("cluster", None) or Cluster.from_env()
+    if cluster.role == "evaluator":
+        return None, None
+    # The chief evaluates.
+    cluster = dataclasses.replace(cluster, has_evaluator=False)
+    with contextlib.ExitStack() as stack:
+        if model_dir is None:
+            if cluster.role != "local":
+                raise ValueError(
+                    "Argument `model_dir` must name a directory that all tasks "
+                    f"of the cluster can reach. Received: None in {cluster}."
+                )
+            model_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        run = RunConfig(model_dir, cluster=cluster, **config)
+        on_ps = run.strategy_name == "ps"
+        once, endless = fit_data.input_fns(
+            train, "train", batch_size=batch_size, shuffle=shuffle, on_ps=on_ps
+        )
+        if not cluster.trains or (on_ps and not cluster.is_chief):
+            serving = Estimator(model_fn, run)
+            train_and_evaluate(serving, TrainSpec(endless), None)
+            return None, None
+        if run.strategy_name == "multi_worker_mirrored":
+            # A dataset must not be made before.
+            multi_worker_strategy(cluster, run.session_creation_timeout_secs)
+        steps = steps_per_epoch or _num_batches(once)
+        if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
+            run = run.replace(save_checkpoints_steps=steps)
+        estimator = Estimator(model_fn, run)
+        eval_spec, history = None, keras.callbacks.History()
+        if validation_data is not None:
+            eval_fn, _ = fit_data.input_fns(
+                validation_data, "validation_data", batch_size=batch_size
+            )
+            if validation_steps is None:
+                fit_data.check_ends(
+                    without_context(eval_fn)(),
+                    "validation_data",
+                    "validation_steps",
+                )
+            eval_spec = EvalSpec(eval_fn, validation_steps, throttle_secs=0)
+        eval_dir = estimator.eval_dir() if eval_spec else None
+        shown = KerasCallbackHook(
+            [*callbacks, history], steps, eval_dir, epochs
+        )
+        train_spec = TrainSpec(endless, epochs * steps, (*hooks, shown))
+        train_and_evaluate(estimator, train_spec, eval_spec)
+        model = estimator.restored_model()
+    history.set_model(model)
+    return model, history
+
+
+def _num_batches(input_fn: InputFn) -> int:
+    """Steps of an epoch that is one pass over the data."""
+    if takes_context(input_fn):
+        raise ValueError(
+            "Argument `steps_per_epoch` must be given, since `train` takes an "
+            "InputContext: no process knows how many batches all others read."
+        )
+    return fit_data.num_batches(without_context(input_fn)())

@@ -1,0 +1,273 @@
+"""Synchronous steps on parameter servers: several workers, one update.
+
+TF1's `SyncReplicasOptimizer` had an accumulator for each variable, which took
+the first gradients to come, of whichever workers. Here each worker's gradients
+wait on the servers by themselves, and the chief says whose to take: all
+servers take those of the same workers, so a step has a global batch, whose
+size, metrics and mean gradient are exact.
+
+    worker w                              server k
+      gradients ------------------------>  kept for worker w
+    chief, once enough have come
+      number of examples of each ------->  mean gradient -> update
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.training import exchange, optimizers
+from tfdist.training.exchange import Request, StepGradients
+from tfdist.training.fence import Fence
+from tfdist.training.layout import Server
+from tfdist.training.updates import Update
+
+
+class Kept(NamedTuple):
+    """What one worker has found about what one server holds."""
+
+    whole: dict[int, tf.Variable]  # By index in `Layout.reads`.
+    # By index of the group of tables: ids, how many of each shard, gradients.
+    rows: dict[int, list[tf.Variable]]
+
+
+class Mean(NamedTuple):
+    """What a step has found about what one server holds, there."""
+
+    server: Server
+    whole: dict[int, tf.Tensor]  # By index in `Layout.reads`.
+    rows: dict[int, tf.Tensor]  # By index of the group of tables.
+    asked: dict[int, Request]  # Which rows these are.
+
+
+class Accumulators:
+    """What each worker has found for a step, on the servers that hold it all.
+
+    That takes, for each worker, the memory of the variables that are no tables,
+    and of the rows of a batch. It is no part of a checkpoint.
+
+    Args:
+        update: What a step does with what it has found.
+        num_workers: How many there are.
+
+    Attributes:
+        of_workers: For each worker, what is kept of it, by server.
+
+    Raises:
+        ValueError: the optimizer needs more than one server knows.
+    """
+
+    def __init__(self, update: Update, num_workers: int) -> None:
+        _check(update)
+        self._layout, self._counters = update.layout, update.counters
+        self._changed: set[int] = set()  # Known once a step was traced.
+        self.of_workers = [
+            {s.device: self._made(s) for s in self._layout.servers}
+            for _ in range(num_workers)
+        ]
+
+    def _made(self, server: Server) -> Kept:
+        layout = self._layout
+        num = len(layout.dense) + len(layout.moving)
+        whole = {i: layout.reads[i].dtype for i in server.reads if i < num}
+        dtypes = {
+            g: [tf.int64, tf.int32, shards[0].dtype]
+            for g, shards in server.shards.items()
+        }
+        made = tf.nest.map_structure(
+            lambda dtype: _variable(server, dtype), (whole, dtypes)
+        )
+        return Kept(*made)
+
+    def keep(
+        self, found: StepGradients, own: dict[str, Kept], fence: Fence | None
+    ) -> None:
+        """Keeps what a worker has found, in its place of `of_workers`."""
+        layout = self._layout
+        for server, updates, sent in exchange.carried(layout, found, [], fence):
+            self._changed.update(updates)
+            kept, asked = own[server.device], found.requests.at[server.device]
+            values = iter(sent)
+            with tf.device(server.device):
+                for i, value in zip(updates, values, strict=False):
+                    kept.whole[i].assign(value)
+                for g, rows in zip(server.shards, values, strict=True):
+                    ids = [getattr(i, "keys", i) for i in asked[g].ids]
+                    new = tf.concat(ids, 0), asked[g].counts, rows
+                    for variable, value in zip(kept.rows[g], new, strict=True):
+                        variable.assign(value)
+
+    def apply(self, sizes: tf.Tensor, step: tf.Tensor) -> None:
+        """Updates by the mean over all examples of the workers taken.
+
+        Args:
+            sizes: float32 `(num_workers,)`: the examples of each; 0: not taken.
+            step: Scalar int64: the number of the step.
+        """
+        layout, counters = self._layout, self._counters
+        reads = [tf.convert_to_tensor(v.value) for v in counters.reads]
+        iteration, rates, _ = counters.of_step(step, reads)
+        for part in layout.parts:
+            optimizers.begin_step(part, iteration)
+        scalars = [*rates, *exchange.as_floats(iteration)]
+        means = [self._mean(server, sizes) for server in layout.servers]
+        for index, part in enumerate(layout.parts):
+            self._clip(index, part, means)
+        arrived = {}
+        for mean in means:
+            values = [*mean.whole.values(), *mean.rows.values()]
+            server, updates = mean.server, list(mean.whole)
+            if not values:
+                continue
+            with tf.device(server.device):
+                arrived[server.device] = tf.identity_n(values)[-1]
+                exchange.apply(
+                    layout, server, scalars, values, updates, mean.asked
+                )
+        counters.count(layout.device_of, arrived, [sizes])
+
+    def _mean(self, server: Server, sizes: tf.Tensor) -> Mean:
+        """What one worker would have found in all batches, of a server."""
+        updates = [i for i in server.reads if i in self._changed]
+        mean = Mean(server, {}, {}, {})
+        with tf.device(server.device):
+            shares = sizes / tf.reduce_sum(sizes)
+            each = [
+                self._share(own[server.device], server, updates, shares[worker])
+                for worker, own in enumerate(self.of_workers)
+            ]
+            parts = iter(zip(*each, strict=True))
+            for i in updates:
+                mean.whole[i] = tf.add_n(next(parts))
+            for g, shards in server.shards.items():
+                pieces = [_by_id(next(parts), next(parts)) for _ in shards]
+                ids = [own for own, _ in pieces]
+                counts = tf.stack([tf.size(i) for i in ids])
+                mean.asked[g] = Request(ids, counts)
+                mean.rows[g] = tf.concat([sums for _, sums in pieces], 0)
+        return mean
+
+    def _clip(self, index: int, part: Any, means: Sequence[Mean]) -> None:
+        """Clips the gradients of a part of the optimizer."""
+        owners = self._layout.owners
+        own = [
+            (mean.server.device, values, key)
+            for mean in means
+            for values, keys in (
+                (mean.whole, [i for i, o in enumerate(owners) if o == index]),
+                (mean.rows, [g for g in mean.rows if self._part(g) == index]),
+            )
+            for key in keys
+            if key in values
+        ]
+        # By the norm of all together, where each of them is.
+        many = [own] if part.global_clipnorm else [[each] for each in own]
+        for some in many:
+            with tf.device(None if part.global_clipnorm else some[0][0]):
+                clipped = optimizers.clip(part, [v[k] for _, v, k in some])
+            for (_, values, key), value in zip(some, clipped, strict=True):
+                values[key] = value
+
+    def _part(self, group: int) -> int:
+        return self._layout.groups[group].part
+
+    def _share(
+        self, kept: Kept, server: Server, updates: list[int], share: tf.Tensor
+    ) -> Sequence[tf.Tensor]:
+        """A worker's share of the means; of one that is not taken, nothing."""
+        reads, groups = self._layout.reads, self._layout.groups
+        specs = [tf.TensorSpec(reads[i].shape, reads[i].dtype) for i in updates]
+        for g, shards in server.shards.items():
+            row = tf.TensorSpec([None, groups[g].dim], shards[0].dtype)
+            specs += [tf.TensorSpec([None], tf.int64), row] * len(shards)
+
+        def taken() -> list[tf.Tensor]:
+            values = [kept.whole[i].read_value() for i in updates]
+            values = [v * tf.cast(share, v.dtype) for v in values]
+            for g, shards in server.shards.items():
+                ids, counts, rows = [v.read_value() for v in kept.rows[g]]
+                counts = tf.ensure_shape(counts, [len(shards)])
+                rows *= tf.cast(share, rows.dtype)
+                pieces = [
+                    tf.split(tf.ensure_shape(t, [None, *s]), counts)
+                    for t, s in ((ids, []), (rows, [groups[g].dim]))
+                ]
+                values += [
+                    p for pair in zip(*pieces, strict=True) for p in pair
+                ]
+            pairs = zip(values, specs, strict=True)
+            return [tf.ensure_shape(v, spec.shape) for v, spec in pairs]
+
+        def nothing() -> list[tf.Tensor]:
+            return [
+                tf.zeros([0 if d is None else d for d in s.shape], s.dtype)
+                for s in specs
+            ]
+
+        return tf.cond(share > 0, taken, nothing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """A worker's part of a synchronous step.
+
+    Attributes:
+        accumulators: Where what it finds is kept.
+        worker: Scalar int64, its index.
+        own: Its place there.
+    """
+
+    accumulators: Accumulators
+    worker: tf.Tensor
+    own: dict[str, Kept]
+
+    def __call__(self, found: StepGradients, fence: Fence | None) -> None:
+        """Keeps what was found."""
+        self.accumulators.keep(found, self.own, fence)
+
+    def index(self) -> tf.Tensor:
+        """As `Replicas.index`."""
+        return self.worker
+
+
+def _by_id(
+    ids: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Each id of several workers once, and the sum of its gradients."""
+    unique, index = tf.unique(tf.concat(ids, 0))
+    return unique, tf.math.unsorted_segment_sum(
+        tf.concat(gradients, 0), index, tf.size(unique)
+    )
+
+
+def _variable(server: Server, dtype: str | tf.DType) -> tf.Variable:
+    """A place for a tensor of any shape."""
+    with tf.device(server.device):
+        return tf.Variable(
+            tf.zeros([0], dtype),
+            trainable=False,
+            validate_shape=False,
+            shape=tf.TensorShape(None),
+        )
+
+
+def _check(update: Update) -> None:
+    if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Synchronous steps on parameter servers (`backup_workers`) do not "
+            "support LossScaleOptimizer. Use mixed_bfloat16, which needs no "
+            "scale."
+        )
+    for part in update.layout.parts:
+        if part.clipnorm and update.layout.groups:
+            raise ValueError(
+                f"Optimizer {part.name!r} clips by the norm of a table's "
+                "gradient, which synchronous steps on parameter servers "
+                "(`backup_workers`) do not support. Use clipvalue or "
+                "global_clipnorm."
+            )

@@ -1,0 +1,231 @@
+"""A model's own `train_step` between replicas and on parameter servers.
+
+On servers, and where tables are partitioned, it runs as a function of values,
+as all of a `ModelStep` does, and what it gives to `optimizer.apply`, once, is
+taken to where the variables are. Else each update of replicas happens at once
+(`updates.py`). In one process see `keras_step.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from tfdist._tf.private import Saveable
+from tfdist._tf.private_keras import trained
+from tfdist.embeddings import lookups
+from tfdist.training.compiled_model import refuse_new_variables
+from tfdist.training.exchange import Parameters, answers
+from tfdist.training.forward import Forward, TapedScope
+from tfdist.training.layout import Layout
+from tfdist.training.metric_states import num_examples
+from tfdist.training.updates import Gradients, Take
+
+_take: contextvars.ContextVar[Take | None] = contextvars.ContextVar(
+    "take", default=None
+)
+
+
+class OwnStep:
+    """The `train_step` of a model, and what it does."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._name = f"`train_step` of {type(model).__name__}"
+        self._updates: list[tuple[Optimizer, Gradients]] = []
+        self._means: dict[str, keras.metrics.Mean] = {}
+        for optimizer in list(_held(vars(model))):
+            _hand_over(optimizer)
+
+    def trace(self, batch: Any) -> dict[str, Any]:
+        """The logs; writes down which optimizers update what."""
+        self._updates, before = [], len(self._model.trainable_variables)
+        try:
+            return self.logs(batch, lambda *given: self._updates.append(given))
+        finally:
+            refuse_new_variables(self._model, before)
+
+    def logs(self, batch: Any, take: Take) -> dict[str, Any]:
+        """Runs it on a batch; its optimizers call `take`."""
+        token = _take.set(take)
+        try:
+            logs = checked_logs(self._name, self._model.train_step(batch))
+        finally:
+            _take.reset(token)
+        for name, mean in self._means.items():
+            if not tf.is_tensor(logs[name]) or logs[name].shape.rank:
+                raise ValueError(
+                    f"{self._name} must return results of metrics, or scalars. "
+                    f"Received: {name!r}, {logs[name]}. Use `tf.reduce_mean`."
+                )
+            mean.update_state(logs[name], sample_weight=num_examples(batch))
+            logs[name] = mean.result()
+        return logs
+
+    def gradients(
+        self,
+        scope: TapedScope,
+        batch: Any,
+        layout: Layout,
+        read: Parameters,
+        tables: Sequence[Any],
+    ) -> list[tf.Tensor | None]:
+        """What it applies to dense variables and to the rows that were read."""
+        firsts = {id(group): group.shards[0] for group in layout.groups}
+        sources = [*layout.dense, *firsts.values()]
+        values = [*read.values[: len(layout.dense)], *read.rows]
+        for variable, value in zip(sources, values, strict=True):
+            scope.tape(variable, value)
+        given = answers(
+            layout,
+            read,
+            tables,
+            lambda group: scope.get_current_value(firsts[id(group)]),
+        )
+        taken: dict[int, tf.Tensor | None] = {}
+
+        def take(_: Optimizer, gradients: Gradients) -> None:
+            taken.update((id(v), gradient) for v, gradient in gradients)
+            scope.has_ended = True
+
+        with scope, lookups.answered_by(given):
+            self.logs(batch, take)
+        given.check_all_given()
+        return [taken.get(id(v)) for v in sources]
+
+    def means(
+        self, forward: Forward, states: Sequence[keras.Variable]
+    ) -> list[keras.Variable]:
+        """Has logs that are no functions of `states` be means over examples.
+
+        Returns the variables of these.
+        """
+        names = forward.no_results(states)
+        means = {name: keras.metrics.Mean(name=name) for name in names}
+        self._means |= means
+        return [v for mean in means.values() for v in mean.variables]
+
+    def updated(self) -> dict[Optimizer, list[keras.Variable]]:
+        """The variables of each optimizer, in the order of their use."""
+        found: dict[Optimizer, dict[int, keras.Variable]] = {}
+        for optimizer, gradients in self._updates:
+            own = found.setdefault(optimizer, {})
+            own.update((id(v), v) for v, _ in gradients)
+        return {each: list(own.values()) for each, own in found.items()}
+
+    def used(self, seeds: Sequence[keras.Variable]) -> list[tf.Variable]:
+        """What it goes on from: slots of its optimizers, and these seeds."""
+        slots = [v for optimizer in self.updated() for v in optimizer.variables]
+        return [v.value for v in (*seeds, *slots)]
+
+    def check(self, forward: Forward, has_replicas: bool) -> None:
+        """Raises `ValueError` for what can only be done in one process."""
+        compiled, updated = self._model.optimizer, self.updated()
+        known = {id(v) for v in self._model.trainable_variables}
+        slots = {id(v) for each in (compiled, *updated) for v in each.variables}
+        what = ""
+        for variable in forward.updated:
+            if id(variable) in known | slots:
+                what = f"assigns {variable.path!r}, which its optimizer updates"
+        for variable in itertools.chain.from_iterable(updated.values()):
+            if id(variable) not in known:
+                what = f"updates {variable.path!r}, no trainable weight of it"
+        used = [optimizer for optimizer, _ in self._updates]
+        if used != [compiled] and (forward.tables or not has_replicas):
+            what = (
+                f"applies gradients {len(used)} times (by "
+                f"{[each.name for each in used]}), not once by the compiled "
+                "optimizer"
+            )
+        where, others = "between replicas", ""
+        if has_replicas and forward.tables:
+            where += " of a model with a PartitionedEmbedding"
+        elif not has_replicas:
+            where = "on parameter servers"
+            others = "by all-reduce, mirrored devices or "
+        if what:
+            raise ValueError(
+                f"The {self._name} {what}, which cannot be done {where}. "
+                f"Override `compute_loss` instead, or train {others}in one "
+                "process."
+            )
+
+
+def checked_logs(what: str, logs: Any) -> dict[str, Any]:
+    """What a model's step has returned, as tensors.
+
+    Raises `TypeError` or `ValueError` if it can't be logged.
+    """
+    if not isinstance(logs, Mapping):
+        raise TypeError(
+            f"{what} must return a dictionary of logs. Received: {logs!r}."
+        )
+    if "global_step" in logs:
+        raise ValueError(
+            f"{what} must return no log called 'global_step', a name that "
+            "results use themselves."
+        )
+    logs = tf.nest.map_structure(tf.convert_to_tensor, dict(logs))
+    for name, log in logs.items():
+        for part in tf.nest.flatten(log):
+            if not part.shape.is_fully_defined():
+                raise ValueError(
+                    f"{what} must return scalars, or arrays of a known "
+                    f"shape. Received: {name!r} of shape {part.shape}. Use "
+                    "`tf.reduce_mean`."
+                )
+    return logs
+
+
+def with_others(
+    named: Mapping[str, Saveable], used: Sequence[tf.Variable]
+) -> dict[str, Saveable]:
+    """What a checkpoint holds: `named`, and what else a step has used."""
+    known: set[int] = set()
+    for whole in named.values():
+        known |= {id(v) for v in getattr(whole, "variables", [whole])}
+    others: dict[str, Saveable] = {}
+    count: collections.Counter[str] = collections.Counter()
+    for variable in used:
+        if id(variable) not in known:
+            name = "train_step/" + variable.name.removesuffix(":0")
+            number = f"_{count[name]}" if count[name] else ""
+            others[name + number] = variable
+            count[name] += 1
+    return {**named, **others}
+
+
+def _held(values: Any) -> Iterator[Optimizer]:
+    """The optimizers in a structure."""
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, Optimizer):
+            yield each
+        elif isinstance(each, dict | list | tuple):
+            yield from _held(each)
+
+
+def _hand_over(optimizer: Optimizer) -> None:
+    """Has an optimizer give gradients to who runs an `OwnStep`."""
+    own = optimizer.apply
+
+    def apply(
+        grads: Sequence[Any],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        take = _take.get()
+        if take is None:
+            own(grads, trainable_variables)
+            return
+        variables = trainable_variables or trained(optimizer)
+        # `IndexedSlices` are summed up, row by row.
+        gradients = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+        take(optimizer, list(zip(variables, gradients, strict=True)))
+
+    optimizer.apply = apply

@@ -1,0 +1,193 @@
+"""Synchronous steps on the workers of a `ParameterServerStrategy`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.input_fns import InputFn
+from tfdist.data.input_wait import TimedIterator
+from tfdist.training.aggregation import Accumulators, Contribution
+from tfdist.training.compiled_model import refuse_sums
+from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.loop import (
+    EndOfInput,
+    Watch,
+    metrics_from_states,
+    run_steps,
+    unwatched,
+)
+from tfdist.training.step import ModelStep
+
+_log = logging.getLogger(__name__)
+
+# How long a worker that has done its part leaves the queue to the others.
+_PARKED_SECS = 0.05
+
+
+class SynchronousLoop(CoordinatedLoop):
+    """Synchronous steps on the workers of a `ParameterServerStrategy`.
+
+    As TF1's `SyncReplicasOptimizer`: every worker computes the gradients of a
+    batch of its own from the same parameters, and their mean over all examples
+    is one update. The `backup_workers` that are slowest are not waited for:
+    what they find for a step that is over is dropped, and counted (Chen et
+    al. 2016, "Revisiting Distributed Synchronous SGD"). A gradient that comes
+    while the last one needed does is taken, too.
+
+    A worker whose data has ended takes part no more; the job ends with the last
+    one. A worker that dies is a slow one: with more that die than there are
+    backup workers a step waits until they are back.
+
+    Args:
+        step: As for `CoordinatedLoop`, like what is not listed here.
+        global_step: As there.
+        input_fn: As there.
+        backup_workers: How many workers a step does not wait for.
+        **others: As there.
+
+    Attributes:
+        dropped: How many gradients came too late.
+
+    Raises:
+        ValueError: a loss or an optimizer for which the mean of the workers'
+            gradients is not the gradient of their batches together.
+    """
+
+    def __init__(
+        self,
+        step: ModelStep,
+        global_step: tf.Variable,
+        input_fn: InputFn,
+        *,
+        backup_workers: int,
+        **others: Any,
+    ) -> None:
+        others["steps_per_dispatch"] = 1
+        super().__init__(step, global_step, input_fn, **others)
+        refuse_sums(step.model)
+        step.staleness = None  # There is none.
+        self._backup_workers, self.dropped = backup_workers, 0
+        num_workers = self._workers.num_workers
+        self._accumulators = Accumulators(step.update, num_workers)
+        self._update = tf.function(
+            self._accumulators.apply,
+            input_signature=[
+                tf.TensorSpec([num_workers], tf.float32),
+                tf.TensorSpec([], tf.int64),
+            ],
+            autograph=False,
+        )
+        # What follows is told to the workers' threads.
+        self._changed = threading.Condition()
+        self._is_open = False  # Whether the parameters are those of a step.
+        self._begun: set[int] = set()  # Workers that have begun their part.
+        self._found: dict[int, np.ndarray] = {}  # What they have found.
+
+    def run(
+        self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
+    ) -> dict[str, float]:
+        """See `Loop.run`; `ahead` means nothing here."""
+        total: Any = 0.0
+        for _ in range(num_steps):
+            if not self._gather(watch):
+                raise EndOfInput(metrics_from_states(total, self._step))
+            sizes = np.zeros(self._workers.num_workers, np.float32)
+            for worker, packed in self._found.items():
+                total, sizes[worker] = total + packed, packed[1]
+            self._update(sizes, self._applied)
+            self._applied += 1
+        return metrics_from_states(total, self._step)
+
+    def wait_for_steps(self, watch: Watch = unwatched) -> None:
+        """See `Loop.wait_for_steps`: none that is under way is an update."""
+        if self._uncertain and not self._pending:
+            self._recount()
+
+    def close(self) -> None:
+        """See `Loop.close`."""
+        if self.dropped:
+            _log.info("%d gradients came late and were dropped.", self.dropped)
+        super().close()
+
+    def _gather(self, watch: Watch) -> bool:
+        """Waits for enough gradients of the next step; False: data ended."""
+        self._found = {}
+        while True:
+            if self._uncertain and not self._pending:
+                self._is_open = False
+                self._recount()
+            if not self._uncertain:
+                self._open()
+            self._collect(watch)
+            able = self._found.keys() | (
+                set(range(self._workers.num_workers)) - self._exhausted
+            )
+            enough = max(1, len(able) - self._backup_workers)
+            if not able or len(self._found) >= enough:
+                break
+        with self._changed:
+            self._is_open = False
+        return bool(self._found)
+
+    def _open(self) -> None:
+        """Lets every worker begin that has not found anything for this step."""
+        if self._iterator is None:
+            self._iterator = self._read_data()
+        with self._changed:
+            if not self._is_open:
+                self._begun, self._is_open = set(self._found), True
+                self._changed.notify_all()
+        while len(self._pending) < self._workers.num_workers:
+            self._schedule(self._applied, 1)
+
+    def _steps(
+        self,
+        num_steps: int,
+        iterator: TimedIterator,
+        first_step: tf.Tensor,
+        generation: tf.Tensor,
+        *contribution: Any,
+    ) -> tf.Tensor:
+        fence = self._generations.fence(generation)
+        own = Contribution(self._accumulators, *contribution)
+        return run_steps(
+            self._step, num_steps, iterator, first_step, fence, own
+        )
+
+    def _arguments(self, begun: Any) -> list[Any]:
+        with tf.device(None):
+            worker = tf.constant(begun.worker, tf.int64)
+        own = self._accumulators.of_workers[begun.worker]
+        return [*super()._arguments(begun), worker, own]
+
+    def _takes_part(self, begun: Any, worker: int) -> bool:
+        def may() -> bool:
+            done = self._begun | self._exhausted
+            return self._is_open and worker not in done
+
+        with self._changed:
+            if not self._changed.wait_for(may, _PARKED_SECS):
+                return False
+            self._begun.add(worker)
+            begun.first_step = self._applied
+            return True
+
+    def _collect(self, watch: Watch, target: float = math.inf) -> None:
+        self._workers.wait([d.future for d in self._pending], watch)
+        self._input_watch.look()
+        for ended in [d for d in self._pending if d.future.done()]:
+            self._pending.remove(ended)
+            self._uncertain |= ended.is_lost
+            if ended.packed is None or ended.worker is None:
+                continue
+            packed = self._input_secs.without(ended.packed)
+            if ended.first_step == self._applied:
+                self._found[ended.worker] = packed
+            else:
+                self.dropped += 1
