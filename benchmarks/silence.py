@@ -1,7 +1,7 @@
 """What safeguards cost: finite weights, a hook at every step, checkpoints.
 
     python -m benchmarks.silence
-    python -m benchmarks.silence --save_secs=30 [--rounds=5]
+    python -m benchmarks.silence --save_secs=30 [--rounds=5] [--directory=DIR]
 
 640 MB of variables are looked at and saved, in one process and on two
 parameter servers, with and without `check_numerics`; a model trains with and
@@ -191,7 +191,7 @@ class _Alternates(tfdist.CheckpointSaverHook):
             self.pauses.append(1000 * secs(lambda: trigger(context, logs)))
 
 
-def saving(save_secs: float, rounds: int) -> dict[str, object]:
+def saving(save_secs: float, rounds: int, where: str) -> dict[str, object]:
     """What is measured with `--save_secs`; of the first period nothing."""
     rows = 200_000_000 // (2 * 4 * WIDTH)
 
@@ -211,7 +211,7 @@ def saving(save_secs: float, rounds: int) -> dict[str, object]:
         return tf.data.Dataset.from_tensor_slices(batch).repeat()
 
     with tempfile.TemporaryDirectory() as directory:
-        hook = _Alternates(directory, save_secs, rounds)
+        hook = _Alternates(where or directory, save_secs, rounds)
         config = tfdist.RunConfig(
             f"{directory}/model", save_checkpoints_secs=None
         )
@@ -233,6 +233,8 @@ def main() -> None:
     parser.add_argument("--task", action="store_true")
     parser.add_argument("--save_secs", type=float)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="Of the checkpoints.")
+    parser.add_argument("--network", default="private", help="Of the cluster.")
     args, cluster = parser.parse_args(), tfdist.Cluster.from_env()
     if cluster.num_ps and cluster.role != "chief":
         servers.serve(cluster)
@@ -245,13 +247,16 @@ def main() -> None:
         found = {**where, "steps_per_sec": hooks()}
         print("RESULT", json.dumps(found), flush=True)
     elif cluster.num_ps:
-        found = {**where, **saving(args.save_secs, args.rounds)}
+        found = {**where, **saving(args.save_secs, args.rounds, args.directory)}
         print("RESULT", json.dumps(found), flush=True)
     if cluster.num_ps:
         servers.release(cluster)
     elif not args.task:
         module = [sys.executable, "-m", "benchmarks.silence", "--task"]
-        with LocalCluster([*module, *sys.argv[1:]], ps=2, workers=2) as job:
+        command = [*module, *sys.argv[1:]]
+        with LocalCluster(
+            command, ps=2, workers=2, network=args.network
+        ) as job:
             job.wait(timeout_secs=3600)
             for line in job.output("chief:0").splitlines():
                 if line.startswith("RESULT"):

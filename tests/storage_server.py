@@ -177,6 +177,7 @@ class Server(http.server.ThreadingHTTPServer):
         faults: To be injected.
         page_size: The most names in a listing.
         rewrite_bytes: The most that one call copies, as between locations.
+        latency_secs: How long each request waits before it is served.
     """
 
     daemon_threads = True
@@ -190,6 +191,7 @@ class Server(http.server.ThreadingHTTPServer):
         faults=None,
         page_size=_PAGE_SIZE,
         rewrite_bytes=None,
+        latency_secs=0.0,
     ):
         super().__init__(("127.0.0.1", port), _Handler)
         self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -198,6 +200,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.faults = faults or Faults()
         self.page_size = page_size
         self.rewrite_bytes = rewrite_bytes
+        self.latency_secs = latency_secs
         # Of an id: bucket, name, size, what has arrived; None when all has.
         self.uploads = {}
         self.upload_ids = map(str, itertools.count(1))
@@ -280,6 +283,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _received(self, fault):
         """The body; None if the connection was cut on its way."""
+        time.sleep(self.server.latency_secs)
         if fault == "slow":
             time.sleep(SLOW_SECS)
         length = int(self.headers.get("Content-Length", 0))
@@ -546,6 +550,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page_size", type=int, default=_PAGE_SIZE)
     parser.add_argument("--rewrite_bytes", type=int)
+    parser.add_argument("--latency_secs", type=float, default=0.0)
     args = parser.parse_args()
     server = Server(
         Store(args.directory),
@@ -554,6 +559,7 @@ def main():
         Faults(args.fault_rate, args.seed),
         args.page_size,
         args.rewrite_bytes,
+        args.latency_secs,
     )
     print(f"port {server.server_port}", flush=True)
     server.serve_forever()
