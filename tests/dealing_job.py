@@ -1,6 +1,6 @@
 """What every task of the clusters of test_dealing.py runs.
 
-    python tests/dealing_job.py --model_dir=DIRECTORY --files=PATTERN ...
+    python -m tests.dealing_job --model_dir=DIRECTORY --files=PATTERN ...
 
 Each example is one line, its number. A step subtracts one over the size of the
 batch from the row of each of its examples in a table, so the table tells in the
@@ -12,9 +12,10 @@ import argparse
 
 import keras
 import tensorflow as tf
-from one_pass_job import Counts, Mean, logged_config, slowed
 
 import tfdist
+from tests.one_pass_job import Counts, Mean, logged_config
+from tests.recovery_job import slept
 from tfdist.hooks.progress import UnreadDataHook
 
 BATCH = 10
@@ -48,7 +49,8 @@ def train_input_fn(args, context):
         )
     slow = tf.equal(tf.cast(context.input_pipeline_id, tf.int64), 0)
     secs = args.pace_secs + tf.where(slow, args.slow_secs, 0.0)
-    return slowed(lines, secs).map(_example)
+    microseconds = tf.cast(1e6 * secs, tf.int64)
+    return slept(lines, microseconds).map(_example)
 
 
 def _example(lines):

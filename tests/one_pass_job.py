@@ -1,6 +1,6 @@
 """What every task of the clusters of test_one_pass.py runs.
 
-    python tests/one_pass_job.py --model_dir=DIRECTORY [--examples=...]
+    python -m tests.one_pass_job --model_dir=DIRECTORY [--examples=...]
 
 Each step subtracts from the row of each of its examples in a table one over
 the number of examples in the step, and so from the row of each worker in

@@ -15,7 +15,7 @@ from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 pytestmark = pytest.mark.slow
 
-JOB = str(Path(__file__).parents[1] / "dealing_job.py")
+ROOT = Path(__file__).parents[2]
 DEADLINE_SECS = 240
 
 
@@ -32,9 +32,10 @@ def data(tmp_path):
 
 
 def job(tmp_path, *arguments, **options):
-    command = [sys.executable, JOB, f"--model_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "tests.dealing_job"]
+    arguments = f"--model_dir={tmp_path / 'run'}", *arguments
     return LocalCluster(
-        [*command, *arguments], ps=1, workers=3, cwd=tmp_path, **options
+        [*command, *arguments], ps=1, workers=3, cwd=ROOT, **options
     )
 
 
