@@ -56,8 +56,8 @@ EXERCISES = {
         (
             "The cell above that starts `jobs/tables.py` says how many "
             "servers there are.",
-            "Take `rows` of that cell as they are. Only `ps` differs. The first "
-            "part of the answer is `sorted(tasks.exit_codes())`.",
+            "Take `rows` of that cell as they are; only `ps` differs. The "
+            "first part of the answer is `sorted(tasks.exit_codes())`.",
         ),
         is_right=of_one_more_server,
     ),

@@ -1,8 +1,8 @@
 """The slide's deep LSTM, in TF1, one layer a task of a cluster.
 
-Usage: layers.py TASK TASK TASK TASK, as every task of a cluster without ps: which
-worker has layer 0, which has layer 1, and so on. The chief prints where the
-layers ran, and how many tensors one worker sent to another.
+Usage: layers.py TASK TASK TASK TASK, as every task of a cluster without ps:
+which worker has layer 0, which has layer 1, and so on. The chief prints where
+the layers ran, and how many tensors one worker sent to another.
 """
 
 import json
