@@ -123,7 +123,7 @@ def test_without_the_repository(tmp_path, environ):
 
 @pytest.mark.parametrize(
     ("lesson", "private"),
-    [("02", True), ("06", True), ("13", True), ("01", False)],
+    [("02", True), ("04", True), ("06", True), ("01", False)],
 )
 def test_a_whole_notebook(tmp_path, environ, lesson, private):
     import nbformat
