@@ -3,7 +3,7 @@
 Usage: passes.py MODEL_DIR KIND..., as every task of a cluster with ps and data
 workers. A kind is "shares", "one pass" or "disturbed", which is one pass too.
 Each step adds, in a table, one over the size of its batch to the row of each of
-its examples: so what is trained on, and how often, is counted where it counts.
+its examples: so the model itself counts what it was trained on, and how often.
 """
 
 import json
@@ -98,7 +98,7 @@ class Counts(tfdist.SessionRunHook):
 
 
 def eval_input_fn() -> tf.data.Dataset:
-    """A batch of one: evaluation is none of this job's matters."""
+    """A batch of one: this job is not about evaluation."""
     batch = {"example": [[0]], "worker": [[0]]}, [[0.0]]
     return tf.data.Dataset.from_tensors(batch)
 
