@@ -1,7 +1,7 @@
 """A job whose tasks are killed while it trains.
 
 Usage: deaths.py MODEL_DIR, as every task of a cluster with ps. A batch takes 25
-ms to come, so that the pace is that of the workers there are.
+ms to come, so that the pace depends on how many workers there are.
 """
 
 import json

@@ -1,8 +1,9 @@
-"""Three passes over the same examples, by a fast worker and a slow one.
+"""Passes over the same examples, by a fast worker and a slow one.
 
-Usage: passes.py MODEL_DIR, as every task of a cluster with ps and data workers.
+Usage: passes.py MODEL_DIR KIND..., as every task of a cluster with ps and data
+workers. A kind is "shares", "one pass" or "disturbed", which is one pass too.
 Each step adds, in a table, one over the size of its batch to the row of each of
-its examples: so what is trained on, and how often, is counted where it counts.
+its examples: so the model itself counts what it was trained on, and how often.
 """
 
 import json
@@ -97,14 +98,14 @@ class Counts(tfdist.SessionRunHook):
 
 
 def eval_input_fn() -> tf.data.Dataset:
-    """A batch of one: evaluation is none of this job's matters."""
+    """A batch of one: this job is not about evaluation."""
     batch = {"example": [[0]], "worker": [[0]]}, [[0.0]]
     return tf.data.Dataset.from_tensors(batch)
 
 
-def main(directory: str) -> None:
-    """Serves; on the chief, trains three times."""
-    for kind in "shares", "one pass", "disturbed":
+def main(directory: str, *kinds: str) -> None:
+    """Serves; on the chief, makes a pass of each kind."""
+    for kind in kinds:
         config = tfdist.RunConfig(
             os.path.join(directory, kind),
             log_step_count_steps=None,
@@ -115,7 +116,7 @@ def main(directory: str) -> None:
             lambda context, kind=kind: input_fn(context, kind),
             hooks=[Counts(kind)],
         )
-        if kind == "disturbed":  # The last: now all may end.
+        if kind == kinds[-1]:  # Now all may end.
             evaluation = tfdist.EvalSpec(eval_input_fn, throttle_secs=3600)
             tfdist.train_and_evaluate(estimator, spec, evaluation)
         elif config.cluster.is_chief:
@@ -123,4 +124,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,9 +1,10 @@
 """The pace of training, by the number of workers and by the model's size.
 
-Usage: scaling.py MODEL_DIR, as every task of a cluster with ps. To compute a
-step takes 30 ms, in which a worker only waits, so that two cores can play
-several machines. What takes time beside that is to pull the weights and to push
-gradients. The server sends 50 MB a second, where the system can limit links.
+Usage: scaling.py MODEL_DIR UNITS:WORKERS..., as every task of a cluster with
+ps: a model of 1,000 times UNITS weights is trained by so many of the workers.
+Computing a step takes 30 ms, in which a worker only waits, so that two cores
+can play several machines. Pulling the weights and pushing gradients takes time
+too: a server sends 50 MB a second, where the system can limit links.
 """
 
 import itertools
@@ -24,8 +25,6 @@ import tfdist
 from tfdist.cluster import servers
 
 PAUSE = 30_000  # Microseconds.
-# Outputs of the model, and with how many workers it is trained.
-RUNS = {10: (1, 2, 3), 250: (1,), 500: (1, 2, 3)}
 
 
 class Wait(keras.layers.Layer):
@@ -68,14 +67,14 @@ class Pace(Meter):
         return {"pace": self.every / statistics.median(secs)}
 
 
-def main(directory: str) -> None:
+def main(directory: str, *runs: str) -> None:
     """Serves; on the chief, trains each model with some of the workers."""
     cluster = tfdist.Cluster.from_env()
     if cluster.role != "chief":
         servers.serve(cluster)
         return
     print(json.dumps({"limited": links.limit(50.0)}), flush=True)
-    for units, workers in ((u, n) for u, some in RUNS.items() for n in some):
+    for units, workers in (map(int, run.split(":")) for run in runs):
         config = tfdist.RunConfig(
             os.path.join(directory, f"{units}_{workers}"),
             save_checkpoints_secs=0,
@@ -94,4 +93,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

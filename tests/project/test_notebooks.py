@@ -78,7 +78,7 @@ def test_lesson_has_all_parts(name):
     ):
         assert part in text, part
     assert text.count("assert ") >= 5
-    assert 30 <= len(notebook["cells"]) <= 60
+    assert 30 <= len(notebook["cells"]) <= 75
     figures = sum(shown.count("a figure") for shown in texts(notebook))
     assert figures >= 2, "a drawing and a measurement"
 

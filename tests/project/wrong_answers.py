@@ -91,6 +91,13 @@ WRONG = {
             "answer_3 = tfdist.SessionRunHook()",
             "answer_3 = tfdist.StopAtStepHook(last_step=10)",
         ],
+        4: [
+            "answer_4 = []",
+            "answer_4 = ["
+            "{'what': 'session', 'step': 0}, {'what': 'steps', 'step': 120}, "
+            "{'what': 'session', 'step': 100}, {'what': 'end', 'step': 700}]",
+        ],
+        5: ["answer_5 = 'Yes, they are cheaper.'"],
     },
     "08": {
         1: ["answer_1 = (1 / 8) ** 8", "answer_1 = 1 / 8"],
@@ -101,6 +108,11 @@ WRONG = {
             "(sorted(set(read[0]) & set(read[1])), "
             "sorted(set(range(n)) - set(read[0]) - set(read[1])))",
         ],
+        4: [
+            "answer_4 = {'kind': 'disturbed', 'examples': [1] * 400}",
+            "answer_4 = {'kind': 'shares', 'examples': [1] * 380 + [0] * 20}",
+        ],
+        5: ["answer_5 = 'Shares, always.'", "answer_5 = 3"],
     },
     "09": {
         1: ["answer_1 = [40, 50]", "answer_1 = [10, 20, 40]"],
@@ -114,6 +126,14 @@ WRONG = {
             "answer_3 = lambda saved, takes, throttle_secs: saved[:: max("
             "1, (takes + throttle_secs) // 10)]",
         ],
+        4: [
+            "answer_4 = {'codes': {'chief:0': [0], 'evaluator:0': [-9, 0]}, "
+            "'records': []}",
+            "answer_4 = {'codes': {'chief:0': [-9, 0], 'evaluator:0': []}, "
+            "'records': [{'evaluated': 30, 'from': 1}, "
+            "{'evaluated': 30, 'from': 3}, {'trained': [[2, 30]]}]}",
+        ],
+        5: ["answer_5 = 'BestExporter.'"],
     },
     "10": {
         1: ["answer_1 = 8", "answer_1 = 8 * 0.2 / (0.2 + 0.1 / 1.25)"],
@@ -122,6 +142,15 @@ WRONG = {
             'answer_3 = ["mirrored", "ps", "mirrored", "mirrored"]',
             "answer_3 = 4",
         ],
+        4: [
+            "answer_4 = [{'limited': True}, "
+            "{'bytes': 2002000, 'workers': 3, 'pace': 23.0}, "
+            "{'bytes': 2002000, 'workers': 4, 'pace': 33.0}]",
+            "answer_4 = [{'limited': True}, "
+            "{'bytes': 40040, 'workers': 3, 'pace': 23.0}, "
+            "{'bytes': 40040, 'workers': 4, 'pace': 24.0}]",
+        ],
+        5: ["answer_5 = 'The network.'"],
     },
     "11": {
         1: ['answer_1 = "/job:worker/task:1"', "answer_1 = 2"],
@@ -137,6 +166,11 @@ WRONG = {
             "answer_3 = 'worker_pool_specs: []'",
             "answer_3 = '{'",
         ],
+        4: [
+            "answer_4 = {'replica': 'chief 0', 'code': 0, 'saves': 1.0}",
+            "answer_4 = {'replica': 'worker 0', 'code': 134}",
+        ],
+        5: ["answer_5 = 'No.'"],
     },
     "12": {
         1: [
@@ -157,6 +191,13 @@ WRONG = {
             "    return model",
             "answer_3 = keras.Model",
         ],
+        4: [
+            "answer_4 = {'codes': dict.fromkeys(['worker:0', 'worker:1']), "
+            "'record': {'global_step': 300, 'auc': 0.88}}",
+            "answer_4 = {'codes': {f'worker:{i}': [0] for i in range(3)}, "
+            "'record': {'global_step': 302, 'auc': 0.88}}",
+        ],
+        5: ["answer_5 = 'It is right.'"],
     },
     "13": {
         1: [
@@ -173,5 +214,12 @@ WRONG = {
             "answer_3 = lambda context: tf.data.Dataset.range(64).shard("
             "context.num_input_pipelines, context.input_pipeline_id).batch(16)",
         ],
+        4: [
+            "answer_4 = {task: {'steps': 40, 'kernel': [1.0, 1.0]} "
+            "for task in ('chief:0', 'worker:0')}",
+            "answer_4 = {task: {'steps': 40, 'kernel': [1.0, x]} "
+            "for x, task in enumerate(('chief:0', 'worker:0', 'worker:1'))}",
+        ],
+        5: ["answer_5 = 'Take tfdist.'"],
     },
 }
