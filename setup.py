@@ -13,6 +13,9 @@ setup(
     version="0.1.0",
     description="TensorFlow's distributed training toolkit for Keras 3.",
     author="The tfdist authors",
+    # Whoever publishes it says where, here, and then runs
+    # `python -m notebooks.prepare`. No account can have this name.
+    url="https://github.com/THE_OWNER/tfdist",
     license="Apache-2.0",
     keywords="tensorflow keras distributed parameter-server estimator",
     classifiers=[

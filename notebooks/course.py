@@ -6,11 +6,12 @@ loaded. Nothing of tfdist is repeated here.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+import exercises
 
 # Of Okabe and Ito: apart for every kind of colour vision. Greyscale tells them
 # by lightness, and by what goes with each: a hatch, or a marker and a dash.
@@ -82,30 +85,55 @@ with _without_stderr():
     importlib.import_module("tensorflow")
 
 
-def check(
-    number: int, answer: Any, is_right: Callable[[Any], bool], hint: str
-) -> None:
-    """Says whether the answer to an exercise is right.
+_wrong = collections.Counter[str]()  # Answers, by exercise.
 
-    Never raises, so that a notebook runs from top to bottom before its
-    exercises are done.
+
+def check(name: str, answer: Any, **given: Any) -> None:
+    """Says whether the answer to an exercise is right, and if not, a hint.
+
+    The first wrong answer is told the first hint, the second one the second;
+    later ones also where the solution is. Never raises, so that a notebook runs
+    from top to bottom before its exercises are done.
 
     Args:
-        number: of the exercise.
+        name: of the exercise: "4.2" is the second of notebook 4.
         answer: yours; `...` is none.
-        is_right: from an answer to whether it is right. What it raises is
-            shown, and means no.
-        hint: where to look again.
+        given: what only the notebook has, for `Exercise.is_right`.
     """
     if answer is ...:
-        print(f"Exercise {number}: not answered yet.")
+        print(f"Exercise {name}: not answered yet.")
         return
     try:
-        right, why = bool(is_right(answer)), ""
+        exercise = exercises.find(name)
+    except LookupError as error:
+        print(f"Exercise {name}: {error}")
+        return
+    try:
+        right, why = exercises.judge(name, answer, **given), ""
     except Exception as error:
         right, why = False, f" ({type(error).__name__}: {error})"
-    verdict = "right." if right else f"not right yet{why}. {hint}"
-    print(f"Exercise {number}: {verdict}")
+    if right:
+        print(f"Exercise {name}: {_praise(exercise, name)}")
+        return
+    _wrong[name] += 1
+    number = min(_wrong[name], 2)
+    print(f"Exercise {name}: not right yet{why}.")
+    print(f"Hint {number}: {exercise.hints[number - 1]}")
+    if _wrong[name] > 2:
+        print(f"The solution is in {_solution(name)}.")
+
+
+def _praise(exercise: exercises.Exercise, name: str) -> str:
+    if exercise.is_open:
+        return f"compare it with the model answer in {_solution(name)}."
+    return "right."
+
+
+def _solution(name: str) -> str:
+    folder = Path(__file__).parent
+    lesson = f"{int(name.partition('.')[0]):02}"
+    found = sorted(folder.glob(f"solutions/{lesson}_*.ipynb"))
+    return str(found[0].relative_to(folder)) if found else "solutions/"
 
 
 def show(path: str) -> None:

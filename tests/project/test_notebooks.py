@@ -1,5 +1,7 @@
 """The course: its form, and, in the slow tests, every notebook run anew."""
 
+import ast
+import importlib
 import json
 import re
 import statistics
@@ -8,161 +10,17 @@ import uuid
 from pathlib import Path
 
 import pytest
+from wrong_answers import WRONG
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 LESSONS = sorted(path.name for path in FOLDER.glob("[0-9]*.ipynb"))
 SOLUTIONS = [f"solutions/{name}" for name in LESSONS]
-
-# Answers that look right, by lesson and exercise. The empty one is `...`.
-WRONG = {
-    "01": {
-        1: ['answer_1 = "worker"'],
-        2: [
-            "answer_2 = json.dumps({'cluster': tasks, 'task': "
-            "{'type': 'ps', 'index': 1}})",
-            "answer_2 = '{'",
-        ],
-        3: [
-            "answer_3 = lambda gradients, sizes: np.mean(gradients, axis=0)",
-            "answer_3 = lambda gradients, sizes: 0.0",
-        ],
-    },
-    "02": {
-        1: ["answer_1 = [0, 1, 0, 1]", "answer_1 = 0"],
-        2: [
-            "answer_2 = [(300,)] + [(100,)] * 6",
-            "answer_2 = [(100,)] * 12 + [(600,)]",
-        ],
-        3: ["answer_3 = 9", "answer_3 = 13"],
-    },
-    "03": {
-        1: ["answer_1 = 1", "answer_1 = 3"],
-        2: [
-            "answer_2 = 2 * 512 * 3 * (20 * 4 + 8)",
-            "answer_2 = 1200 * (20 * 4 + 8)",
-        ],
-        3: ["answer_3 = 7", "answer_3 = 9"],
-    },
-    "04": {
-        1: ["answer_1 = 16"],
-        2: ["answer_2 = 0.4", "answer_2 = 0.25"],
-        3: [
-            "answer_3 = lambda log: [0 for what, _ in log if what == 'push']",
-            "answer_3 = lambda log: [len(log)]",
-        ],
-    },
-    "05": {
-        1: ["answer_1 = 2 * 400", "answer_1 = 7 * 400 / 8"],
-        2: ["answer_2 = 1 / 0.25", "answer_2 = 1 / 0.09 + 1 / 0.1 + 1 / 0.25"],
-        3: [
-            "answer_3 = lambda secs, n: secs.max(axis=1).mean()",
-            "answer_3 = lambda secs, n: np.sort(secs, axis=1)[:, :n].mean()",
-        ],
-    },
-    "06": {
-        1: ["answer_1 = 27", "answer_1 = 35"],
-        2: ["answer_2 = 6 * 20 * 5", "answer_2 = 20 * 5"],
-        3: [
-            "answer_3 = lambda secs, n: [secs[: len(secs) // n], "
-            "secs[len(secs) // n :]]",
-            "answer_3 = lambda secs, n: [sorted(secs)[i::n] for i in range(n)]",
-        ],
-    },
-    "07": {
-        1: ["answer_1 = 10", "answer_1 = 7 + (10 - 6)"],
-        2: [
-            "answer_2 = 101 * 24 / 1000 * 5",
-            "answer_2 = 21 * 24 / 1000 * 10",
-        ],
-        3: [
-            "answer_3 = tfdist.SessionRunHook()",
-            "answer_3 = tfdist.StopAtStepHook(last_step=10)",
-        ],
-    },
-    "08": {
-        1: ["answer_1 = (1 / 8) ** 8", "answer_1 = 1 / 8"],
-        2: ["answer_2 = 256", "answer_2 = 256 * (1 + 2)"],
-        3: [
-            "answer_3 = lambda read, n: ([], [])",
-            "answer_3 = lambda read, n: "
-            "(sorted(set(read[0]) & set(read[1])), "
-            "sorted(set(range(n)) - set(read[0]) - set(read[1])))",
-        ],
-    },
-    "09": {
-        1: ["answer_1 = [40, 50]", "answer_1 = [10, 20, 40]"],
-        2: [
-            "answer_2 = lambda best_eval_result, current_eval_result: ("
-            "current_eval_result['auc'] >= best_eval_result['auc'])",
-            "answer_2 = lambda best, current: current['auc'] > best['auc']",
-        ],
-        3: [
-            "answer_3 = lambda saved, takes, throttle_secs: saved",
-            "answer_3 = lambda saved, takes, throttle_secs: saved[:: max("
-            "1, (takes + throttle_secs) // 10)]",
-        ],
-    },
-    "10": {
-        1: ["answer_1 = 8", "answer_1 = 8 * 0.2 / (0.2 + 0.1 / 1.25)"],
-        2: ["answer_2 = [200, 100]", "answer_2 = 200"],
-        3: [
-            'answer_3 = ["mirrored", "ps", "mirrored", "mirrored"]',
-            "answer_3 = 4",
-        ],
-    },
-    "11": {
-        1: ['answer_1 = "/job:worker/task:1"', "answer_1 = 2"],
-        2: [
-            "answer_2 = Job(image=image, base_output_dir=bucket, workers=4, "
-            "machine=Machine(machine_type='n1-standard-16', "
-            "accelerator_type='NVIDIA_TESLA_T4', accelerator_count=2), "
-            "spot=True, timeout_secs=21600)",
-            "answer_2 = Job(image=image, base_output_dir=bucket, workers=3, "
-            "spot=True, timeout_secs=21600)",
-        ],
-        3: [
-            "answer_3 = 'worker_pool_specs: []'",
-            "answer_3 = '{'",
-        ],
-    },
-    "12": {
-        1: [
-            "answer_1 = keras.optimizers.Adam(0.01)",
-            "answer_1 = keras.optimizers.Adam(0.001, epsilon=1e-8)",
-        ],
-        2: [
-            "answer_2 = lambda table, n: [table[i::n] for i in range(n)]",
-            "answer_2 = lambda table, n: np.array_split(table[::-1], n)",
-        ],
-        3: [
-            "def answer_3():\n"
-            "    x = keras.Input([2], name='x')\n"
-            "    net = keras.layers.Dense(4, 'tanh')(x)\n"
-            "    model = keras.Model({'x': x}, keras.layers.Dense(3)(net))\n"
-            "    model.compile(keras.optimizers.SGD(0.1), "
-            "'sparse_categorical_crossentropy')\n"
-            "    return model",
-            "answer_3 = keras.Model",
-        ],
-    },
-    "13": {
-        1: [
-            "answer_1 = 3.0, [4.0, 8.0]",
-            "answer_1 = [2.0, 4.0], 6.0",
-        ],
-        2: [
-            "answer_2 = lambda errors, total: tf.reduce_mean(errors)",
-            "answer_2 = lambda errors, total: tf.reduce_sum(errors)",
-        ],
-        3: [
-            "answer_3 = lambda context: tf.data.Dataset.range(64).batch("
-            "context.get_per_replica_batch_size(16))",
-            "answer_3 = lambda context: tf.data.Dataset.range(64).shard("
-            "context.num_input_pipelines, context.input_pipeline_id).batch(16)",
-        ],
-    },
-}
+EXERCISES = [
+    name
+    for name in LESSONS
+    if (FOLDER / "exercises" / f"lesson_{name[:2]}.py").exists()
+]
 
 
 def read(name):
@@ -258,20 +116,74 @@ def test_no_cell_restates_the_library():
             assert not windows(lines_of(source(cell))) & library
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", EXERCISES)
 def test_exercises_have_answers_checks_and_wrong_answers(name):
     lesson, solution = read(name), read(f"solutions/{name}")
     answers, checks = tagged(lesson, "answer"), tagged(lesson, "check")
-    assert list(answers) == list(checks) == list(range(1, len(checks) + 1))
-    assert 3 <= len(checks) <= 4
+    assert list(answers) == list(checks) == [1, 2, 3, 4, 5]
     assert sorted(WRONG[name[:2]]) == list(checks)
     for number, answer in answers.items():
         assert source(answer) == f"answer_{number} = ..."
     for number, cell in tagged(solution, "check").items():
         assert source(cell) == source(checks[number])
         (text,) = texts({"cells": [cell]})
-        assert text == [f"Exercise {number}: right.\n"]
+        assert text == [said(name, number)]
     assert list(tagged(solution, "answer")) == list(checks)
+
+
+def said(name, number):
+    """What the check of a right answer prints."""
+    end = f"compare it with the model answer in solutions/{name}."
+    lesson = int(name[:2])
+    is_open = exercises(name)[number].is_open
+    return f"Exercise {lesson}.{number}: {end if is_open else 'right.'}\n"
+
+
+def exercises(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        return importlib.import_module(f"exercises.lesson_{name[:2]}").EXERCISES
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_no_check_shows_an_answer(name):
+    """A check cell is one call, and gives what has a name in the notebook."""
+    found = tagged(read(name), "check")
+    for number, cell in found.items():
+        (statement,) = ast.parse(source(cell)).body
+        call = statement.value
+        assert ast.unparse(call.func) == "course.check"
+        values = [ast.unparse(argument) for argument in call.args]
+        assert values == [f"'{int(name[:2])}.{number}'", f"answer_{number}"]
+        assert all(isinstance(k.value, ast.Name) for k in call.keywords)
+    assert sum(e.is_open for e in exercises(name).values()) == 1
+    assert all(len(set(e.hints)) == 2 for e in exercises(name).values())
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_no_answer_is_a_literal_of_the_exercises(name):
+    path = FOLDER / "exercises" / f"lesson_{name[:2]}.py"
+    tree = ast.parse(path.read_text())
+    texts = {
+        canonical(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict)
+    }
+    for number, cell in tagged(read(f"solutions/{name}"), "answer").items():
+        if exercises(name)[number].digest:
+            answer = ast.parse(source(cell)).body[-1].value
+            assert canonical(answer) not in texts, f"exercise {number}"
+
+
+def canonical(node):
+    """The value of an expression without names; None if it has names."""
+    from notebooks import exercises
+
+    try:
+        value = eval(ast.unparse(node), {"__builtins__": {}})
+        return exercises.canonical(value)
+    except Exception:
+        return ast.unparse(node)
 
 
 def test_links_lead_somewhere():
@@ -391,7 +303,8 @@ def test_solution_is_right_and_nothing_else_is(run, name):
                 for answer, verdict in tries:
                     text = f"{answer}\n\n\n{source(cell)}"
                     cells.append(new_code_cell(text))
-                    expected[text] = f"Exercise {number}: {verdict}"
+                    title = f"{int(name[:2])}.{number}"
+                    expected[text] = f"Exercise {title}: {verdict}"
                 # The last try left the wrong one.
                 cells.append(new_code_cell(source(answers[number])))
             cells.append(cell)
