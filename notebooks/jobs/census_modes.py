@@ -99,7 +99,9 @@ def train(
         log_step_count_steps=None,
         audit_input=False,
     )
-    curve = Curve(1 if together else 8, rate=rate, seed=seed, together=together)
+    batches = config.cluster.num_workers if together else 1
+    row = {"rate": rate, "seed": seed, "together": together}
+    curve = Curve(max(1, 8 // batches), **row)
     tfdist.Estimator(lambda: model_fn(rate), config).train(
         lambda context: input_fn(pattern, context),
         max_steps=BATCHES // batches,
