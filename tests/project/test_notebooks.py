@@ -86,7 +86,8 @@ def test_lesson_has_all_parts(name):
 @pytest.mark.parametrize("name", LESSONS + SOLUTIONS)
 def test_cells_are_short_and_stored_as_they_ran(name):
     notebook = read(name)
-    lines = [len(source(cell).splitlines()) for cell in code(notebook)]
+    _, *cells = code(notebook)  # The first is the setup.
+    lines = [len(source(cell).splitlines()) for cell in cells]
     assert max(lines) <= 25
     assert statistics.median(lines) <= 8
     counts = [cell["execution_count"] for cell in code(notebook)]
@@ -171,12 +172,13 @@ def test_no_answer_is_a_literal_of_the_exercises(name):
     }
     for number, cell in tagged(read(f"solutions/{name}"), "answer").items():
         if exercises(name)[number].digest:
-            answer = ast.parse(source(cell)).body[-1].value
-            assert canonical(answer) not in texts, f"exercise {number}"
+            text = canonical(ast.parse(source(cell)).body[-1].value)
+            # One digit is in every program.
+            assert text not in texts or len(text) < 2, f"exercise {number}"
 
 
 def canonical(node):
-    """The value of an expression without names; None if it has names."""
+    """The value of an expression without names; the text of another."""
     from notebooks import exercises
 
     try:

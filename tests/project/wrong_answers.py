@@ -13,6 +13,12 @@ WRONG = {
             "answer_3 = lambda gradients, sizes: np.mean(gradients, axis=0)",
             "answer_3 = lambda gradients, sizes: 0.0",
         ],
+        4: [
+            "answer_4 = '/job:ps/task:1', {'chief:0': [0], 'ps:0': [-9], "
+            "'ps:1': [], 'worker:0': [-9]}",
+            "answer_4 = '/job:ps/task:1'",
+        ],
+        5: ["answer_5 = 'Four times as fast.'"],
     },
     "02": {
         1: ["answer_1 = [0, 1, 0, 1]", "answer_1 = 0"],
@@ -21,6 +27,12 @@ WRONG = {
             "answer_2 = [(100,)] * 12 + [(600,)]",
         ],
         3: ["answer_3 = 9", "answer_3 = 13"],
+        4: [
+            "answer_4 = {'round_robin': 1050624, 'greedy': 787456, "
+            "'planned': 527364}",
+            "answer_4 = 3",
+        ],
+        5: ["answer_5 = 'The network is slow.'"],
     },
     "03": {
         1: ["answer_1 = 1", "answer_1 = 3"],
@@ -29,6 +41,11 @@ WRONG = {
             "answer_2 = 1200 * (20 * 4 + 8)",
         ],
         3: ["answer_3 = 7", "answer_3 = 9"],
+        4: [
+            "answer_4 = ['chief:0', 'ps:0', 'ps:1', 'worker:0'], rows",
+            "answer_4 = ['ps:0', 'ps:1', 'ps:2'], []",
+        ],
+        5: ["answer_5 = 'Hashing is bad.'"],
     },
     "04": {
         1: ["answer_1 = 16"],
@@ -50,6 +67,8 @@ WRONG = {
             "answer_3 = lambda secs, n: secs.max(axis=1).mean()",
             "answer_3 = lambda secs, n: np.sort(secs, axis=1)[:, :n].mean()",
         ],
+        4: ["answer_4 = [0, 0]", "answer_4 = [240, 0]", "answer_4 = [90, 95]"],
+        5: ["answer_5 = 'Nothing.'"],
     },
     "06": {
         1: ["answer_1 = 27", "answer_1 = 35"],
@@ -59,6 +78,8 @@ WRONG = {
             "secs[len(secs) // n :]]",
             "answer_3 = lambda secs, n: [sorted(secs)[i::n] for i in range(n)]",
         ],
+        4: ["answer_4 = [24, 8]", "answer_4 = [8, 16]", "answer_4 = 8"],
+        5: ["answer_5 = 'Two pipelines.'"],
     },
     "07": {
         1: ["answer_1 = 10", "answer_1 = 7 + (10 - 6)"],
