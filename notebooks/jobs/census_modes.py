@@ -82,7 +82,9 @@ class Curve(Meter):
         """The clock starts with the first mark."""
         start = self.marks[0][1]
         marks = [(step, secs - start, loss) for step, secs, loss in self.marks]
-        return {"marks": marks, "updates": session.staleness.tolist()}
+        found = session.staleness  # None of a synchronous job.
+        updates = None if found is None else found.tolist()
+        return {"marks": marks, "updates": updates}
 
 
 def train(
