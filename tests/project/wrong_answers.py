@@ -222,4 +222,17 @@ WRONG = {
         ],
         5: ["answer_5 = 'Take tfdist.'"],
     },
+    "14": {
+        1: ["answer_1 = 9 / 7", "answer_1 = 3 / 12"],
+        2: ["answer_2 = 5290", "answer_2 = 9 + 60 + 220 + 5000 + 1"],
+        3: [
+            "answer_3 = lambda runs: min(runs, key=lambda run: run[2])[0]",
+            "answer_3 = lambda runs: runs[0][0]",
+        ],
+        4: [
+            "answer_4 = {'ps:1': [0], 'chief:0': [0]}, {1200: {'auc': 0.9}}",
+            "answer_4 = 0.85",
+        ],
+        5: ["answer_5 = 'More seeds.'"],
+    },
 }
