@@ -23,6 +23,8 @@ MODULES = {
 ENVIRONMENT = {
     "tfdist/__main__.py",  # Sets TF_CPP_MIN_LOG_LEVEL for TensorFlow.
     "tfdist/cluster/spec.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
+    "tfdist/cluster/size.py",  # Reads where the launcher's file is.
+    "tfdist/launch/resize.py",  # Says so to the launcher's tasks.
     "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/launch/processes.py",  # Builds the environment of a child.
     "tfdist/cluster/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.

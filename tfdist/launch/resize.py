@@ -5,7 +5,7 @@
 
 The first is for what `tfdist.launch --workers=MIN:MAX` runs on this machine,
 the second for a job elsewhere, whose workers somebody else starts. Both write a
-file that the chief looks at (`tfdist.cluster.size`), and the launcher at its own.
+file that the chief looks at (`tfdist.cluster.size`), and so does the launcher.
 """
 
 from __future__ import annotations

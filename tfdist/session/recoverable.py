@@ -191,6 +191,11 @@ class RecoverableSession:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
         return self._health.alive() if self._health else ""
 
+    @property
+    def num_workers(self) -> int:
+        """How many workers a cluster has now, those that are gone counted."""
+        return self._cluster.num_workers if self._cluster else 0
+
     def missing_workers(self, secs: float) -> list[str]:
         """Workers gone for so long whose share of the data nobody reads."""
         if not (self._health and self._loop.fixed_shares):
