@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -13,14 +14,11 @@ from tfdist.launch import resize
 from tfdist.launch.command import parse_options
 
 SERVES = """
-import json, signal, time
-config = json.loads(os.environ["TF_CONFIG"])
-assert len(config["cluster"]["worker"]) == 3
+import json
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+assert len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 3
 print("here", flush=True)
-if config["task"]["type"] == "worker":
-    signal.sigwait([signal.SIGUSR1])
-else:
-    time.sleep(300)
+time.sleep(300)
 """
 
 
@@ -42,7 +40,9 @@ def test_the_launcher_starts_and_lets_go(tmp_path):
         assert "[launch] 3 workers are to train, not 1." in job.output
         resized(2, job.process.pid)
         job.read_until("2 workers are to train, not 3")
-        os.kill(job.pids["worker:2"], 10)  # As the chief lets it go.
+        os.kill(
+            job.pids["worker:2"], signal.SIGUSR1
+        )  # As the chief lets it go.
         job.read_until("worker:2: exit code 0; the job has 2 workers.")
         # One that leaves, and is wanted again, is started again.
         resized(1, job.process.pid)
@@ -50,16 +50,15 @@ def test_the_launcher_starts_and_lets_go(tmp_path):
         resized(2, job.process.pid)
         job.read_until("2 workers are to train, not 1")
         before = job.pids["worker:1"]
-        os.kill(before, 10)
+        os.kill(before, signal.SIGUSR1)
         job.read_until(r"^\[worker:1\] here", 2)
         assert job.pids["worker:1"] != before
         refused = resized(4, job.process.pid)
         assert refused.returncode == 2
         assert "the launcher has --workers=1:3. Received: 4" in refused.stderr
-        assert job.process.pid in resize._launchers()
         job.process.terminate()
         job.end()
-        assert job.process.pid not in resize._launchers()
+        assert "no such launcher" in resized(3, job.process.pid).stderr
 
 
 def test_elsewhere(tmp_path, capsys):

@@ -107,7 +107,7 @@ def ask_for(model_dir, number):
 def test_by_the_file_elsewhere(tmp_path):
     model_dir = tmp_path / "model"
     ask_for(model_dir, 1)
-    flags = ["--max_steps=1500", "--save_steps=100000"]
+    flags = ["--max_steps=2000", "--save_steps=100000", "--step_secs=0.05"]
     absent = ["worker:1", "worker:2"]
     with start(model_dir, *flags, workers=3, absent=absent) as job:
         job.wait_for_line(CHIEF, "step .* 1/1 workers$")
@@ -126,7 +126,7 @@ def test_by_the_file_elsewhere(tmp_path):
         goes_on(job)
         assert not found(job, f"{RECOVERED}|{RESTARTED}")
         assert wait_for_exit(job, CHIEF) == 0
-    assert_ends_at(str(model_dir), 1500)
+    assert_ends_at(str(model_dir), 2000)
     assert_nothing_left(job)
 
 
