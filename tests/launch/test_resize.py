@@ -37,18 +37,18 @@ def test_the_launcher_starts_and_lets_go(tmp_path):
         done = resized(3, job.process.pid)
         assert done.stdout.endswith(": workers: 1 -> 3\n")
         job.read_until(r"^\[worker:[12]\] here", 2)
-        assert "[launch] 3 workers are to train, not 1." in job.output
+        assert "[launch] workers: 1 -> 3\n" in job.output
         resized(2, job.process.pid)
-        job.read_until("2 workers are to train, not 3")
+        job.read_until(r"^\[launch\] workers: 3 -> 2")
         os.kill(
             job.pids["worker:2"], signal.SIGUSR1
         )  # As the chief lets it go.
         job.read_until("worker:2: exit code 0; the job has 2 workers.")
         # One that leaves, and is wanted again, is started again.
         resized(1, job.process.pid)
-        job.read_until("1 workers are to train, not 2")
+        job.read_until(r"^\[launch\] workers: 2 -> 1")
         resized(2, job.process.pid)
-        job.read_until("2 workers are to train, not 1")
+        job.read_until(r"^\[launch\] workers: 1 -> 2")
         before = job.pids["worker:1"]
         os.kill(before, signal.SIGUSR1)
         job.read_until(r"^\[worker:1\] here", 2)

@@ -74,6 +74,8 @@ def test_1_to_3_to_2_by_the_launcher(tmp_path):
     sizes = re.findall(r"^\[chief:0\] Dealt to (\d)", job.output, re.MULTILINE)
     assert sizes[-3:] == ["1", "3", "2"]
     assert len(re.findall(r"INFO workers: \d", job.output)) == 2
+    auc = re.search(r"Evaluation of step 1500: .* auc ([\d.]+)", job.output)
+    assert float(auc[1]) > 0.85
     assert "ended by launcher" not in job.output
     assert_ends_at(str(tmp_path / "model"), 1500)
 

@@ -80,7 +80,9 @@ class ClusterSize:
 
     def due(self) -> int | None:
         """How many workers are to train that are there; None: as many as do."""
-        return None if self._due == self.size else self._due
+        due, size = self._due, self.size
+        news = due is not None and (due > size or due == self.wanted != size)
+        return due if news else None
 
     def is_late(self, secs: float) -> bool:
         """Whether `due` has told of that change for so long."""
@@ -128,14 +130,14 @@ class ClusterSize:
             if due != self._due:
                 self._due, self._due_since = due, time.monotonic()
 
-    def _reachable(self) -> int:
+    def _reachable(self) -> int | None:
         """The size to change to: `wanted`, or less if new ones are missing."""
         size, wanted = self.size, self.wanted
         if wanted <= size:
             return wanted
         live = size + _num_live(probing.ask(self._addresses[size:wanted]))
         waited = time.monotonic() - self._wanted_since > _TOGETHER_SECS
-        return live if live == wanted or waited else size
+        return live if live == wanted or waited else None
 
 
 def _num_live(answers: Sequence[Answer]) -> int:

@@ -145,10 +145,11 @@ class Launcher(Supervisor):
         if self._stopping:
             return
         self.loop.call_later(_RESIZE_SECS, self._resize)
-        before, self._size = self._size, resize.workers_in(self._size_file)
+        before = self._size
+        self._size = resize.workers_in(self._size_file, default=before)
         if self._size == before:
             return
-        say(f"{self._size} workers are to train, not {before}.")
+        say(f"workers: {before} -> {self._size}")
         for task in self.tasks.values():
             if not self._is_wanted(task):
                 self.cancel(task, "restart")

@@ -44,9 +44,11 @@ def launchers_file(least: int, most: int) -> Iterator[Path | None]:
         shutil.rmtree(folder)
 
 
-def workers_in(path: Path) -> int:
-    """How many workers a launcher's file asks for."""
-    return parse_size(path.read_text(), str(path))
+def workers_in(path: Path, default: int) -> int:
+    """How many workers a launcher's file asks for; `default` if it tells none."""
+    with contextlib.suppress(OSError, ValueError):  # The chief says so.
+        return parse_size(path.read_text(), str(path))
+    return default
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
