@@ -45,7 +45,7 @@ def launchers_file(least: int, most: int) -> Iterator[Path | None]:
 
 
 def workers_in(path: Path, default: int) -> int:
-    """How many workers a launcher's file asks for; `default` if it tells none."""
+    """How many workers a launcher's file asks for, else `default`."""
     with contextlib.suppress(OSError, ValueError):  # The chief says so.
         return parse_size(path.read_text(), str(path))
     return default
