@@ -4,10 +4,12 @@ import json
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests.data.test_one_pass import BATCH, Launched
 from tests.session.test_recovery import (
     CHIEF,
@@ -21,9 +23,10 @@ from tests.session.test_recovery import (
     wait_for_exit,
 )
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.spec import Cluster
 from tfdist.launch.testing import assert_nothing_left
-
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+from tfdist.training.loop import Loop, unwatched
 
 
 class Resizable(Launched):
@@ -50,6 +53,49 @@ class Resizable(Launched):
         self._reader.join()
 
 
+class Ahead(Loop):
+    """Steps of which as many are under way as may be."""
+
+    resizable = True
+    step = 0
+
+    def run(self, num_steps, watch=unwatched, ahead=0):
+        self.step += num_steps
+        self._global_step.assign(self.step + ahead)
+        return {"loss": 0.0}
+
+    def wait_for_steps(self, watch=unwatched):
+        self.step = int(self._global_step.numpy())
+
+    def resize(self, cluster):
+        self.num_workers = cluster.num_workers
+        return True
+
+
+def test_a_change_before_the_last_step():
+    """No step is made beyond, though those under way are waited for."""
+    jobs = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
+    size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), None)
+    made = []
+
+    def build_fn():
+        step = tf.Variable(0, dtype=tf.int64)
+        made.append(Ahead(step))
+        return tfdist.Trainable(made[-1], step, variables={})
+
+    hook = tfdist.StopAtStepHook(last_step=150)
+    with tfdist.MonitoredTrainingSession(build_fn, hooks=[hook]) as session:
+        session._size, session._health = size, mock.Mock()
+        session._health.missing.return_value = []
+        size.size, size._due = 1, 2
+        session.run()  # 100, and 50 are under way.
+        assert session.should_stop()
+        assert (session.step, session.num_workers) == (150, 2)
+    assert (made[0].num_workers, size.due()) == (2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
 def test_1_to_3_to_2_by_the_launcher(tmp_path):
     launcher = ["--ps=2", "--workers=1:3"]
     flags = ["--max_steps=1500", "--save_steps=100000", "--dealt"]
@@ -80,6 +126,8 @@ def test_1_to_3_to_2_by_the_launcher(tmp_path):
     assert_ends_at(str(tmp_path / "model"), 1500)
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_a_chief_that_restarts_keeps_the_size(tmp_path):
     launcher = ["--ps=2", "--workers=1:3"]
     flags = ["--max_steps=1200", "--save_steps=100"]
@@ -106,6 +154,8 @@ def ask_for(model_dir, number):
     temporary.replace(model_dir / "cluster.json")
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_by_the_file_elsewhere(tmp_path):
     model_dir = tmp_path / "model"
     ask_for(model_dir, 1)
@@ -132,6 +182,8 @@ def test_by_the_file_elsewhere(tmp_path):
     assert_nothing_left(job)
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_a_worker_that_died_is_let_go(tmp_path):
     """What TensorFlow waits for stays away: the chief restarts itself."""
     model_dir = tmp_path / "model"
@@ -149,6 +201,8 @@ def test_a_worker_that_died_is_let_go(tmp_path):
     assert_ends_at(str(model_dir), 1200)
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_synchronous_steps(tmp_path):
     """Whose accumulators are those of a number of workers."""
     model_dir = tmp_path / "model"
@@ -170,6 +224,8 @@ class OnePass(Resizable):
     module = "tests.one_pass_job"
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_one_pass_of_a_job_that_is_resized(tmp_path):
     launcher = ["--ps=1", "--workers=1:3", "--data_workers=2"]
     flags = ["--examples=2000", "--pace_secs=0.04"]

@@ -298,11 +298,12 @@ class MonitoredTrainingSession(RecoverableSession):
             if told is None:
                 self.request_stop()
                 return {}
-        self._resize()
         with recovery.in_hooks():
             runner = HookRunner(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
+        if not self.input_ended:
+            self._resize()  # Before the hooks see the steps that end for it.
         if self.step > first_step or not self.input_ended:
             with recovery.in_hooks():
                 runner.end(logs)
