@@ -98,7 +98,8 @@ def test_a_change_before_the_last_step():
 @pytest.mark.alone
 def test_1_to_3_to_2_by_the_launcher(tmp_path):
     launcher = ["--ps=2", "--workers=1:3"]
-    flags = ["--max_steps=1500", "--save_steps=100000", "--dealt"]
+    flags = ["--max_steps=3000", "--save_steps=100000", "--step_secs=0.05"]
+    flags += ["--dealt"]
     with Resizable(tmp_path / "model", launcher, *flags) as job:
         job.wait_for(r"^\[chief:0\] step .*1/1 workers$")
         assert "worker:1 pid" not in job.output
@@ -120,10 +121,10 @@ def test_1_to_3_to_2_by_the_launcher(tmp_path):
     sizes = re.findall(r"^\[chief:0\] Dealt to (\d)", job.output, re.MULTILINE)
     assert sizes[-3:] == ["1", "3", "2"]
     assert len(re.findall(r"INFO workers: \d", job.output)) == 2
-    auc = re.search(r"Evaluation of step 1500: .* auc ([\d.]+)", job.output)
+    auc = re.search(r"Evaluation of step 3000: .* auc ([\d.]+)", job.output)
     assert float(auc[1]) > 0.85
     assert "ended by launcher" not in job.output
-    assert_ends_at(str(tmp_path / "model"), 1500)
+    assert_ends_at(str(tmp_path / "model"), 3000)
 
 
 @pytest.mark.slow
