@@ -89,14 +89,17 @@ class ClusterSize:
         return time.monotonic() - self._due_since > secs
 
     def there(self) -> int:
-        """How many of those wanted answer, without a gap; waits a little."""
+        """How many of those wanted answer, without a gap; 1 at least.
+
+        Waits a little for all of them.
+        """
 
         def live() -> int:
             answers = probing.ask(self._addresses[: self.wanted])
             return _num_live(answers)
 
         wait_for(lambda: live() == self.wanted, _TOGETHER_SECS)
-        return live()
+        return max(1, live())
 
     def _read(self) -> int | None:
         from tfdist._tf import storage  # The launcher imports no TensorFlow.
