@@ -83,7 +83,7 @@ def main():
         tfdist.TrainSpec(
             input_fn,
             max_steps=args.max_steps,
-            hooks=[Counts(BATCH), UnreadDataHook(input_fn, 3, after_secs=4)],
+            hooks=[Counts(BATCH), UnreadDataHook(input_fn, after_secs=4)],
         ),
         tfdist.EvalSpec(
             lambda: tf.data.Dataset.from_tensors(({"id": [0]}, [0.0])),

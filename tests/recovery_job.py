@@ -56,6 +56,8 @@ def examples(size, seed):
 def input_fn(args, context):
     """A worker's input: different examples in every life of the worker."""
     worker = tf.cast(context.input_pipeline_id, tf.int64)
+    if args.dealt:
+        print(f"Dealt to {context.num_input_pipelines}.", flush=True)
 
     def batch(i, seed):
         mine = worker == 0
@@ -156,6 +158,9 @@ def flags():
     parser.add_argument("--most_connections", type=int)
     # File that tells the workers to lose their connections to the servers.
     parser.add_argument("--cut_when")
+    # Whether what a worker reads depends on their number.
+    parser.add_argument("--dealt", action="store_true")
+    parser.add_argument("--backup_workers", type=int)
     # Step at which a hook raises.
     parser.add_argument("--raise_at", type=int)
     return parser.parse_args()
@@ -170,6 +175,7 @@ def main():
         save_checkpoints_steps=args.save_steps,
         log_step_count_steps=10,
         steps_per_dispatch=args.steps_per_dispatch,
+        backup_workers=args.backup_workers,
         session_creation_timeout_secs=args.wait_secs,
     )
     if args.cut_when and Cluster.from_env().task_type == "worker":

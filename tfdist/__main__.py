@@ -11,6 +11,7 @@ from tfdist.launch.banner import without_banner
 
 COMMANDS = {
     "launch": ("launch.command", "runs a program as every task of a cluster"),
+    "resize": ("launch.resize", "gives a job other workers while it trains"),
     "advice": ("advice.command", "says which strategy suits a model, and why"),
     "plan": ("placement.planner", "shows which server would hold what"),
     "audit": ("data.audit", "shows which examples each worker would read"),

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import inspect
+import threading
 from types import SimpleNamespace
 
 import keras
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf import private, private_keras
+from tfdist._tf import private, private_keras, private_workers
+from tfdist._tf.waiting import wait_for
 
 
 def small_model(optimizer="adam"):
@@ -118,6 +120,54 @@ def test_coordinator():
     for error in private.COORDINATOR_ERRORS:
         cause = ValueError("cause")
         assert error(cause).original_exception is cause
+
+
+def test_other_workers_for_a_coordinator(monkeypatch):
+    """Their threads begin and end; `test_elastic.py` does it in clusters."""
+    module = private_workers.cluster_coordinator
+    lock = threading.Lock()
+    strategy = SimpleNamespace(_num_workers=1, _num_ps=1)
+    monkeypatch.setattr(
+        module,
+        "WorkerPreemptionHandler",
+        lambda *_: SimpleNamespace(_cluster_update_lock=lock),
+    )
+    cluster = module.Cluster(strategy)
+    coordinator = SimpleNamespace(_cluster=cluster)
+    told = []
+    context = private_workers.context
+    job = context.get_server_def  # None: no cluster.
+    assert job() is None
+    server_def = tf.train.ServerDef()
+    worker = server_def.cluster.job.add(name="worker")
+    worker.tasks[0] = "a:1"
+    monkeypatch.setattr(context, "get_server_def", lambda: server_def)
+    monkeypatch.setattr(
+        context,
+        "context",
+        lambda: SimpleNamespace(update_server_def=told.append),
+    )
+
+    def threads():
+        prefix = "WorkerClosureProcessingLoop-"
+        names = [thread.name for thread in threading.enumerate()]
+        return {name for name in names if name.startswith(prefix)}
+
+    for addresses in (["a:1", "b:1", "c:1"], ["a:1", "b:1"]):
+        with private_workers.unchanging(coordinator) as free:
+            assert free
+            with private_workers.unchanging(coordinator) as twice:
+                assert not twice
+            workers = dict(enumerate(addresses))
+            private_workers.connect_workers(coordinator, workers)
+        assert dict(told[-1].cluster.job[0].tasks) == workers
+        assert cluster.failure_handler._server_def is told[-1]
+        names = [f"/job:worker/replica:0/task:{i}" for i in workers]
+        assert [w.device_name for w in cluster.workers] == names
+        number = len(names)
+        assert wait_for(lambda n=number: len(threads()) == n, 10)
+    cluster.failure_handler.stop = lambda: None
+    cluster.stop()
 
 
 @pytest.mark.parametrize("name", ["set_server_def", "update_server_def"])

@@ -155,8 +155,10 @@ def test_doctests(module):
 class Launched:
     """A cluster of `tfdist.launch`, its output, and its processes."""
 
+    module = "tests.one_pass_job"
+
     def __init__(self, model_dir, launcher, *flags):
-        job = ["-m", "tests.one_pass_job", f"--model_dir={model_dir}", *flags]
+        job = ["-m", self.module, f"--model_dir={model_dir}", *flags]
         command = ["-m", "tfdist.launch", *launcher, *job] if launcher else job
         self._process = subprocess.Popen(
             [sys.executable, *command],
@@ -192,7 +194,8 @@ class Launched:
 
     def kill(self, task):
         """Kills a task; it is started again."""
-        pid = self.wait_for(rf"{task} pid (\d+) ").group(1)
+        self.wait_for(rf"{task} pid (\d+) ")
+        pid = re.findall(rf"{task} pid (\d+) ", self.output)[-1]
         os.kill(int(pid), signal.SIGKILL)
         self.wait_for(rf"^\[launch\] {task}: SIGKILL; started again")
 

@@ -23,6 +23,8 @@ MODULES = {
 ENVIRONMENT = {
     "tfdist/__main__.py",  # Sets TF_CPP_MIN_LOG_LEVEL for TensorFlow.
     "tfdist/cluster/spec.py",  # Reads TF_CONFIG and CLUSTER_SPEC.
+    "tfdist/cluster/size.py",  # Reads where the launcher's file is.
+    "tfdist/launch/resize.py",  # Says so to the launcher's tasks.
     "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/launch/processes.py",  # Builds the environment of a child.
     "tfdist/cluster/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
@@ -106,8 +108,8 @@ def test_environment_is_touched_in_few_places(path):
 
 
 @pytest.mark.parametrize("path", SOURCES)
-def test_private_imports_are_in_two_files(path):
-    if path in ("tfdist/_tf/private.py", "tfdist/_tf/private_keras.py"):
+def test_private_imports_are_in_the_files_named_so(path):
+    if path.startswith("tfdist/_tf/private"):
         return
     private = {
         full
@@ -127,6 +129,7 @@ def test_flags_are_defined_in_the_programs_alone(path):
         "tfdist/advice/migration.py",
         "tfdist/vertex/kubernetes.py",
         "tfdist/launch/command.py",
+        "tfdist/launch/resize.py",
         "tfdist/placement/planner.py",
         "tfdist/vertex/command.py",
     }

@@ -4,7 +4,8 @@ Read in this order: `spec` (the environment becomes a `Cluster`), `tf_config`
 (its syntax), `probing` (who is up), `memory` (how much is left there),
 `termination` (SIGTERM), `servers` (the tasks that only serve), `peers` (the
 processes of an all-reduce job), `strategies`, `health` (a server that is
-silent), `connections` (how one that is frozen is cut off).
+silent), `connections` (how one that is frozen is cut off), `size` (workers that
+come and go).
 """
 
 import lazy_loader

@@ -125,6 +125,15 @@ class HealthMonitor:
         """Ends the thread."""
         self._stopped.set()
 
+    def follow(self, cluster: Cluster) -> None:
+        """Asks the tasks of a cluster from which workers came or went."""
+        with self._asking:
+            self._records = {
+                task: self._records.get(task) or _Record(address)
+                for task, address in cluster.addresses(*SERVER_JOBS).items()
+            }
+            self._addresses = [r.address for r in self._records.values()]
+
     def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
         failures = {

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
+_LET_GO = "ram://tfdist/let_go"
 _CONNECTIONS = "ram://tfdist/connections"
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
@@ -40,6 +41,8 @@ _ROUND_SECS = 10.0
 # so many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
+# How long a worker that is let go serves on: the chief disconnects meanwhile.
+_LET_GO_SECS = 5.0
 # How long a server that is told to end serves on for a chief that is told so
 # at the same time and writes its last checkpoint.
 _TERM_SECS = 20.0
@@ -95,6 +98,8 @@ def serve(
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
+    So does a worker that the chief does without (see `tfdist.cluster.size`).
+
     Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
     chief is there, since the whole job may be told so at once and the chief
     then writes its last checkpoint.
@@ -142,6 +147,10 @@ def serve(
                 _log.info("The chief at %s is %s.", chief, chief_state.value)
         if restart and _num_connections() >= _MOST_CONNECTIONS:
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
+        if tf.io.gfile.exists(_LET_GO):
+            time.sleep(_LET_GO_SECS)
+            _log.info("Task %s ends: the job has fewer workers.", cluster.task)
+            return
         time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
     wait_until_gone(chief, _GOODBYE_SECS)
@@ -177,7 +186,12 @@ def release(cluster: Cluster) -> None:
 
     One that is gone or does not answer is reported and skipped.
     """
-    tasks = cluster.addresses(*SERVER_JOBS)
+    devices = {d.name for d in tf.config.list_logical_devices("CPU")}
+    tasks = {
+        task: address
+        for task, address in cluster.addresses(*SERVER_JOBS).items()
+        if _full_name(task) in devices  # Others do not train now.
+    }
     answers = ask(list(tasks.values()))
     for task, answer in zip(tasks, answers, strict=True):
         problem = answer.state.value
@@ -198,9 +212,34 @@ def _write(task: str, name: str, text: str) -> None:
         tf.io.write_file(name, text)
 
 
+def let_go(tasks: Iterable[str]) -> None:
+    """Tells workers to end: the job goes on without them."""
+    for task in tasks:
+        with contextlib.suppress(tf.errors.OpError):  # It has gone already.
+            _write(task, _LET_GO, "")
+
+
+def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
+    """Counts the connection to new workers, and waits until they reach all."""
+    for task in tasks:
+        _write(task, _CONNECTIONS, ".")
+    wait_until_connected(cluster, _ROUND_SECS)
+
+
+def num_connected_workers() -> int:
+    """The number of workers that this process is connected to."""
+    names = [device.name for device in tf.config.list_logical_devices("CPU")]
+    tasks = {name.partition("/device:")[0] for name in names}
+    return sum(task.startswith("/job:worker/") for task in tasks)
+
+
 def _device(task: str) -> str:
     job, _, index = task.partition(":")
     return f"/job:{job}/task:{index}/device:CPU:0"
+
+
+def _full_name(task: str) -> str:
+    return _device(task).replace("/task:", "/replica:0/task:")
 
 
 def hold(cluster: Cluster) -> None:

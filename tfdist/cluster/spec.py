@@ -253,6 +253,11 @@ class Cluster:
             for index, address in self.jobs.get(job, {}).items()
         }
 
+    def with_workers(self, number: int) -> Cluster:
+        """This cluster with the first `number` of its workers alone."""
+        workers = dict([*self.jobs.get("worker", {}).items()][:number])
+        return dataclasses.replace(self, jobs={**self.jobs, "worker": workers})
+
     def training_spec(self) -> dict[str, dict[int, str]]:
         """The argument of `tf.train.ClusterSpec`: the tasks that train."""
         jobs = [job for job in TRAINING_JOBS if job in self.jobs]

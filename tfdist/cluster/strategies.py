@@ -242,7 +242,7 @@ def _connect(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> tf.distribute.ParameterServerStrategy:
     connect = functools.partial(tf.distribute.ParameterServerStrategy, resolver)
-    with _fail_fast():
+    with fail_fast():
         return servers.retried(connect, _CONNECT_SECS)
 
 
@@ -258,7 +258,7 @@ def _resolver(
 
 
 @contextlib.contextmanager
-def _fail_fast() -> Iterator[None]:
+def fail_fast() -> Iterator[None]:
     """Makes a task that died since the probe an error instead of a hang.
 
     TensorFlow reads the variable at each call. Afterwards the user's value

@@ -1,4 +1,4 @@
-"""Reads `TF_CONFIG` and `CLUSTER_SPEC`: JSON becomes jobs and a task.
+"""Reads `TF_CONFIG`, `CLUSTER_SPEC` and `cluster.json`, which are JSON.
 
 Whatever is malformed is refused here, with the offending part in the message.
 """
@@ -32,6 +32,12 @@ _EXAMPLES = {
         '"task": {"type": "workerpool1", "index": 0}}'
     ),
 }
+
+SIZE_FILE = "cluster.json"
+"""Says how many of the workers train; see `tfdist.cluster.size`."""
+
+SIZE_VARIABLE = "TFDIST_CLUSTER_FILE"
+"""The environment variable with the path of the launcher's such file."""
 
 Jobs = dict[str, dict[int, str]]
 """Our name of each job -> index, ascending -> address."""
@@ -155,6 +161,27 @@ def own_task(
     if index is None:
         index = only_index if task_type in (None, only_type) else 0
     return task_type or only_type, task_index(index)
+
+
+def parse_size(text: str, path: str) -> int:
+    """How many workers a `cluster.json` asks for.
+
+    >>> parse_size('{"workers": 3}', "cluster.json")
+    3
+
+    Raises:
+        ValueError: it does not say a positive integer.
+    """
+    try:
+        number = json.loads(text)["workers"]
+    except (ValueError, KeyError, TypeError):
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(
+            f'{path} must say how many workers train, as {{"workers": 3}}. '
+            f"Received: {text[:80]!r}."
+        )
+    return number
 
 
 def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:

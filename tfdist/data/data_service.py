@@ -19,6 +19,7 @@ example is trained on once per epoch. What is lost when a process dies:
 
 A worker: the batch it trained on and those on their way to it, two per data
   worker; with a `map` after `one_pass`, which TensorFlow runs ahead, one more.
+  One that is let go (`tfdist resize`): those on their way. New ones cost none.
 The chief or a ps, or any process of an all-reduce job: the batches since the
   last checkpoint, and for each worker as many as if it had died.
 A data worker: what it has taken and not handed out; of files all that it reads

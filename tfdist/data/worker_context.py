@@ -26,6 +26,8 @@ class WorkerContext(tf.distribute.InputContext):
         first_pass: As given.
         fixed_share: Whether only this worker ever reads its share of the data.
             False for readers that deal the examples again in each pass.
+        is_dealt: Whether the input function has asked how many workers there
+            are: what it reads then depends on it.
     """
 
     def __init__(
@@ -37,6 +39,13 @@ class WorkerContext(tf.distribute.InputContext):
         super().__init__(num_workers, worker, num_replicas_in_sync=1)
         self.first_pass = first_pass
         self.fixed_share = True
+        self.is_dealt = False
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """How many workers share the data."""
+        self.is_dealt = True
+        return self._num_input_pipelines
 
 
 def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:

@@ -19,6 +19,7 @@ from tfdist._tf.private import Saveable
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.peers import Peers
+from tfdist.cluster.servers import num_connected_workers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.estimator.specs import ModelFn, RunConfig
@@ -148,7 +149,7 @@ def _step_and_loop(
             global_step,
             with_context(input_fn),
             strategy=strategy,
-            num_workers=config.cluster.num_workers,
+            num_workers=num_connected_workers(),
             steps_per_dispatch=per_dispatch,
             example=dataset,
         )

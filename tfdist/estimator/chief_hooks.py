@@ -58,7 +58,7 @@ def chief_hooks(
             )
         )
     if config.strategy_name == "ps":
-        hooks.append(UnreadDataHook(input_fn, config.cluster.num_workers))
+        hooks.append(UnreadDataHook(input_fn))
         if every is not None:
             hooks.append(StalenessHook(directory, every))
     if max_steps is not None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.health import HealthMonitor
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.strategies import parameter_server_strategy
 from tfdist.estimator.building import create_variables
 from tfdist.estimator.specs import ModelFn, RunConfig
@@ -29,7 +30,8 @@ def step_on_workers(
     metrics: bool,
 ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
     """A step, and what yields a function's value for each batch."""
-    cluster, wait_secs = config.cluster, config.session_creation_timeout_secs
+    wait_secs = config.session_creation_timeout_secs
+    cluster = ClusterSize(config.cluster, config.model_dir).now
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
     global_step, model = create_variables(
         model_fn, config, strategy, dataset.element_spec, metrics

@@ -146,11 +146,9 @@ class UnreadDataHook(SessionRunHook):
     the data for good, which nobody reads meanwhile.
     """
 
-    def __init__(
-        self, input_fn: InputFn, num_workers: int, after_secs: float = 60.0
-    ) -> None:
+    def __init__(self, input_fn: InputFn, after_secs: float = 60.0) -> None:
         self._input_fn = input_fn
-        self._num_workers = num_workers
+        self._num_workers = 0
         self._after_secs = after_secs
         self._since: dict[str, int] = {}
 
@@ -162,6 +160,7 @@ class UnreadDataHook(SessionRunHook):
     ) -> None:
         """Warns of workers that have gone since the last run."""
         session = run_context.session
+        self._num_workers = session.num_workers
         missing = session.missing_workers(self._after_secs)
         before = self._since
         self._since = {name: before.get(name, session.step) for name in missing}

@@ -53,6 +53,7 @@ class Session(Protocol):
     wait_for_steps: Callable[[], None]
     average_weights: Callable[[], None]
     tasks_alive: Callable[[], str]
+    num_workers: int
     missing_workers: Callable[[float], list[str]]
     checkpoints: Callable[..., Checkpoints]
     agreed: Callable[[Callable[[], Any]], Any]

@@ -17,6 +17,10 @@ promises:
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. What still runs ten seconds
   later is killed. 128 + n stands for signal n.
+* `--workers=1:4` begins with one of four workers; `python -m tfdist resize 3`
+  makes it three (`tfdist.launch.resize`). The chief takes new ones in when they
+  are up, and has those that are too many end by themselves; a minute later
+  they are told to.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
   minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -29,11 +33,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Sequence
 
-from tfdist.launch import network
+from tfdist.launch import network, resize
 from tfdist.launch.processes import Task, how_it_ended
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
@@ -41,6 +46,9 @@ from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 _TERM_SECS = 10.0
 # For the chief, whose steps under way may take 20 s before it saves.
 _SAVE_SECS = 60.0
+# How long a worker that is too many may wait until the chief lets it go.
+_LET_GO_SECS = 60.0
+_RESIZE_SECS = 0.5
 
 
 def backoff_secs(restarts: int) -> float:
@@ -59,6 +67,10 @@ def show(name: str, line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def _place(task: Task) -> str:
+    return f"{task.name} pid {task.pid} port {task.port}"
+
+
 def say(text: str) -> None:
     """Writes one line of the launcher's own."""
     show("launch", text.encode())
@@ -67,12 +79,21 @@ def say(text: str) -> None:
 class Launcher(Supervisor):
     """Runs the cluster of `options` to its end, and shows what it prints.
 
-    `where` says in which network: "a private" or "the host's".
+    `where` says in which network: "a private" or "the host's". `size_file` says
+    how many workers there are to be; None: all.
     """
 
-    def __init__(self, options: argparse.Namespace, where: str) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        where: str,
+        size_file: pathlib.Path | None = None,
+    ) -> None:
         super().__init__()
         self._where = where
+        self._size_file = size_file
+        self._size = options.least_workers
+        self._leaving: set[Task] = set()
         for job, index in task_ids(
             options.ps,
             options.workers,
@@ -104,12 +125,43 @@ class Launcher(Supervisor):
             self.loop.add_signal_handler(signum, self._interrupt, signum)
         cluster = self.place_tasks()
         for task in self.tasks.values():
-            self.start(task)
-        pids = ", ".join(
-            f"{task.name} pid {task.pid} port {task.port}"
-            for task in self.tasks.values()
+            if self._is_wanted(task):
+                self.start(task)
+        say(
+            f"{cluster.shape} in {self._where} network: "
+            + ", ".join(
+                map(_place, filter(self._is_wanted, self.tasks.values()))
+            )
         )
-        say(f"{cluster.shape} in {self._where} network: {pids}")
+        if self._size_file:
+            self.loop.call_later(_RESIZE_SECS, self._resize)
+
+    def _is_wanted(self, task: Task) -> bool:
+        return task.job != "worker" or task.index < self._size
+
+    def _resize(self) -> None:
+        """Starts the workers that `size_file` asks for; others are to end."""
+        assert self._size_file is not None
+        if self._stopping:
+            return
+        self.loop.call_later(_RESIZE_SECS, self._resize)
+        before = self._size
+        self._size = resize.workers_in(self._size_file, default=before)
+        if self._size == before:
+            return
+        say(f"workers: {before} -> {self._size}")
+        for task in self.tasks.values():
+            if not self._is_wanted(task):
+                self.cancel(task, "restart")
+                if task.pid:
+                    self._leaving.add(task)
+                    term = task.stop, signal.SIGTERM
+                    self.plan(task, "leave", _LET_GO_SECS, *term)
+            elif task.is_over and task.job == "worker":
+                self.start(task)
+                say(_place(task))
+            else:
+                self.cancel(task, "leave")
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
@@ -128,6 +180,7 @@ class Launcher(Supervisor):
         self.loop.remove_reader(task.output)
         for line in task.read_rest():
             show(task.name, line)
+        self.cancel(task, "leave")
         if not self._stopping:
             self._decide(task, exit_code)
         elif task.job == "chief":  # It has saved, which the others served.
@@ -137,7 +190,14 @@ class Launcher(Supervisor):
     def _decide(self, task: Task, exit_code: int) -> None:
         ended = f"{task.name}: {how_it_ended(exit_code)}"
         failed = wants_restart(task.job, exit_code)
-        if failed and task.restarts < self._options.max_restarts:
+        left = task in self._leaving
+        self._leaving.discard(task)
+        if not self._is_wanted(task):
+            say(f"{ended}; the job has {self._size} workers.")
+        elif left:  # It was told to, and is wanted again.
+            self.start(task)
+            say(_place(task))
+        elif failed and task.restarts < self._options.max_restarts:
             pause = backoff_secs(task.restarts)
             say(f"{ended}; started again in {pause:g} s.")
             self.restart_later(task, pause)
@@ -199,9 +259,16 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add(
+        "--workers",
+        type=workers_flag,
+        default=(0, 0),
+        metavar="N|MIN:MAX",
+        help="workers, beside the chief (default 0); MIN:MAX begins with MIN, "
+        "and `tfdist resize` changes it",
+    )
     for flag, default, what in (
         ("--ps", 0, "parameter servers"),
-        ("--workers", 0, "workers, beside the chief"),
         ("--data_workers", 0, "workers of a tf.data service, with dispatcher"),
         ("--max_restarts", 3, "how often a task that fails is started again"),
     ):
@@ -239,6 +306,17 @@ def count_flag(text: str) -> int:
     return int(text)
 
 
+def workers_flag(text: str) -> tuple[int, int]:
+    """The type of `--workers`: the least and the most."""
+    least, colon, most = text.partition(":")
+    limits = count_flag(least), count_flag(most if colon else least)
+    if colon and not 1 <= limits[0] < limits[1]:
+        raise argparse.ArgumentTypeError(
+            f"MIN:MAX must be 1 or more, and more. Received: {text!r}"
+        )
+    return limits
+
+
 def _complete(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
@@ -248,6 +326,13 @@ def _complete(
         program = program[1:]
     if not program or not program[0]:
         parser.error("a program is required: -m MODULE or SCRIPT")
+    options.least_workers, options.workers = options.workers
+    if options.least_workers < options.workers and not options.ps:
+        parser.error(
+            "--workers=MIN:MAX needs --ps: workers of an all-reduce job cannot "
+            "come and go. Start it anew with another --workers; it goes on "
+            "from its last checkpoint"
+        )
     if options.ps and not options.workers:
         parser.error(
             "--ps needs --workers: parameter servers hold the variables, "
@@ -299,7 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     try:
-        return Launcher(options, where).run_to_end()
+        limits = options.least_workers, options.workers
+        with resize.launchers_file(*limits) as path:
+            return Launcher(options, where, path).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What
         # is still buffered must go somewhere when the interpreter exits.

@@ -14,6 +14,12 @@ A worker dies: the others go on at once. It costs its dispatch, whose steps are
   pass over its data; meanwhile tfdist's readers let the others read all. Where
   an input function has shards of its own, a warning tells what nobody reads.
   (test_worker_killed_comes_back, test_worker_stays_away)
+Workers come or go on purpose (`tfdist.cluster.size`): it costs no step. Those
+  that leave end their steps first; a death at that very moment costs what the
+  chief's does. While a worker that is to stay is dead, nothing changes. The
+  chief saves and restarts itself to let a dead one go, and for any change of
+  synchronous steps (`backup_workers`). Data that depend on the number of
+  workers are dealt anew, from another pass. (test_elastic.py)
 A worker loses its connection to a ps: as if it had died, but at once.
   (test_workers_lose_their_connections_to_the_servers)
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes

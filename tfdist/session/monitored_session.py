@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.errors import summarize_error
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
@@ -37,6 +38,8 @@ from tfdist.training.loop import EndOfInput, FunctionLoop
 _log = logging.getLogger(__name__)
 
 _CHUNK_SECS = 2.0
+# How long a change of the number of workers waits for one that has died.
+_RESIZE_SECS = 10.0
 
 
 class MonitoredTrainingSession(RecoverableSession):
@@ -299,6 +302,8 @@ class MonitoredTrainingSession(RecoverableSession):
             runner = HookRunner(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
+        if not self.input_ended:
+            self._resize()  # Before the hooks see the steps that end for it.
         if self.step > first_step or not self.input_ended:
             with recovery.in_hooks():
                 runner.end(logs)
@@ -308,12 +313,50 @@ class MonitoredTrainingSession(RecoverableSession):
         if runner.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
-            self.wait_for_steps()
-            for hook in self.hooks:
-                if hasattr(hook, "on_preemption"):
-                    hook.on_preemption(self)
+            self._save_all()
             self._sigterm.leave()
         return logs
+
+    def _save_all(self) -> None:
+        """Has the hooks save, before this process ends or restarts itself."""
+        self.wait_for_steps()
+        for hook in self.hooks:
+            if hasattr(hook, "on_preemption"):
+                hook.on_preemption(self)
+
+    def _resize(self) -> None:
+        """Takes workers in and lets others go, as `tfdist.cluster.size` says.
+
+        TensorFlow can do neither while it waits for a worker that has died, nor
+        any loop but a `CoordinatedLoop`. Then this process restarts itself, or
+        waits for a worker that is to stay.
+        """
+        size, health = self._size, self._health
+        number = size.due() if size else None
+        if number is None:
+            return
+        assert size
+        assert health
+        change = f"workers: {size.size} -> {number}"
+        cluster = size.cluster.with_workers(number)
+        health.look()
+        missing = set(health.missing("worker", 0))
+        if self._loop.resizable and not missing:
+            self.wait_for_steps()
+            try:
+                resized = self._loop.resize(cluster)
+            except tf.errors.OpError as error:  # One has just died.
+                recovery.restart_process(f"{change}: {summarize_error(error)}")
+            if resized:
+                _log.info("%s", change)
+                size.size, self._cluster = number, cluster
+                health.follow(cluster)
+            return
+        late = not self._loop.resizable or size.is_late(_RESIZE_SECS)
+        if late and not missing.intersection(cluster.addresses("worker")):
+            self._save_all()
+            self._have_saved()
+            recovery.restart_process(change)
 
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:
         start = time.monotonic()
@@ -355,6 +398,8 @@ class MonitoredTrainingSession(RecoverableSession):
         """What is left to do at the end, clean or not."""
         self._closed = True
         self._sigterm.restore()
+        if self._size:
+            self._size.stop()
         self._have_saved()
         self._disconnect()
 

@@ -17,8 +17,9 @@ from tfdist._tf.private import Saveable
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
-from tfdist.cluster import probing
+from tfdist.cluster import probing, servers
 from tfdist.cluster.health import HealthMonitor, ServerLostError
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
     multi_worker_strategy,
@@ -105,6 +106,11 @@ class RecoverableSession:
         self._max_wait_secs = max_wait_secs
         self._check_numerics = check_numerics
         self._cluster = cluster
+        self._size: ClusterSize | None = None
+        if cluster and cluster.num_ps:
+            self._size = ClusterSize(cluster, checkpoint_dir)
+            self._size.watch()
+            self._cluster = self._size.now
         self._strategy = strategy
         self._in_sync = cluster is not None and not cluster.num_ps
         # Whether another process says what comes next.
@@ -184,6 +190,11 @@ class RecoverableSession:
     def tasks_alive(self) -> str:
         """As "2/2 ps, 3/3 workers"; empty without a cluster."""
         return self._health.alive() if self._health else ""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers a cluster has now, those that are gone counted."""
+        return self._cluster.num_workers if self._cluster else 0
 
     def missing_workers(self, secs: float) -> list[str]:
         """Workers gone for so long whose share of the data nobody reads."""
@@ -308,11 +319,18 @@ class RecoverableSession:
         # must not be sent to the servers again.
         gc.collect()
         cluster, secs = self._cluster, self._max_wait_secs
-        give_up = self._sigterm.leave
+        give_up = self._give_up_waiting
         if cluster is None:
             return self._strategy or tf.distribute.get_strategy()
         if not cluster.num_ps:
             return multi_worker_strategy(cluster, secs, give_up)
+        if self._size and self._size.may_change:
+            probing.wait_until_up(cluster.with_workers(1), secs, give_up)
+            there = self._size.there()
+            if servers.num_connected_workers() not in (0, there):
+                restart_process(f"{there} workers are there")
+            self._size.size = there
+            self._cluster = cluster = self._size.now
         probing.wait_until_up(cluster, secs, give_up)
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
@@ -324,6 +342,12 @@ class RecoverableSession:
             cluster, on_stuck=lambda error: restart_process(str(error))
         )
         return strategy
+
+    def _give_up_waiting(self) -> None:
+        """Ends the wait for tasks where it would be in vain."""
+        self._sigterm.leave()
+        if self._size and self._size.wanted < self._size.size:
+            restart_process(f"{self._size.wanted} workers are to train")
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
         """Calls `build_fn`, and compares with what it made before."""

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf import private
+from tfdist._tf import private, private_workers
+from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import MADE_OUTSIDE, InputFn
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.data.worker_context import WorkerContext
@@ -55,6 +56,8 @@ class CoordinatedLoop(Loop):
     connection to a server breaks is taken for one that died and came back: both
     begin with another pass over the data (see `WorkerContext`).
 
+    Workers may come and go while none of their steps is under way (`resize`).
+
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or
     unknown length runs one step per dispatch.
@@ -69,6 +72,8 @@ class CoordinatedLoop(Loop):
         steps_per_dispatch: See `dispatch_size`.
         example: What `input_fn` has returned, if it was called already.
     """
+
+    resizable = True
 
     def __init__(
         self,
@@ -92,7 +97,8 @@ class CoordinatedLoop(Loop):
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._full = dispatch_size(step.model, steps_per_dispatch)
-        if example.cardinality() != tf.data.INFINITE_CARDINALITY:
+        self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
+        if not self._is_endless:
             asked = steps_per_dispatch or step.model.steps_per_execution > 1
             if asked and self._full > 1:
                 _log.warning(
@@ -104,6 +110,7 @@ class CoordinatedLoop(Loop):
             self._full = 1
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
+        self._is_dealt = False  # Whether by the number of workers.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._max_ahead = 2 * num_workers * self._full
         self._pending: list[_Dispatch] = []
@@ -141,6 +148,41 @@ class CoordinatedLoop(Loop):
         """See `Loop.wait_for_steps`; the next run returns their metrics too."""
         while self._pending or self._uncertain:
             self._earlier += self._collect(watch)
+
+    def resize(self, cluster: Cluster) -> bool:
+        """See `Loop.resize`; False while TensorFlow waits for a dead worker.
+
+        Data that depend on the number of workers are dealt anew, from another
+        pass. Of others, such as `one_pass`, each worker keeps what it has.
+        """
+        number, coordinator = cluster.num_workers, self._workers.coordinator
+        with private_workers.unchanging(coordinator) as free:
+            if not free:
+                return False
+            # Before the workers go whose iterators are freed.
+            if self._iterator is not None and self._is_dealt:
+                self._iterator = None
+            elif self._iterator is not None:
+                kept = private_workers.of_first_workers(self._iterator, number)
+                self._iterator = kept
+            self._workers.resize(cluster)
+        self._max_ahead = 2 * number * self._full
+        if self._iterator is not None:
+            self._exhausted = {i for i in self._exhausted if i < number}
+            self._iterator = private_workers.of_all_workers(
+                coordinator, self._iterator
+            )
+        elif self._traced:
+            self._exhausted.clear()
+            self._iterator = self._read_data()
+            if not self._is_endless:
+                _log.warning(
+                    "The data are dealt anew to %d workers: of the passes that "
+                    "were begun, examples are read again. "
+                    "`tfdist.one_pass` repeats none.",
+                    number,
+                )
+        return True
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
@@ -204,6 +246,7 @@ class CoordinatedLoop(Loop):
             )
             batches = self._input_fn(context)
             self.fixed_shares = context.fixed_share
+            self._is_dealt = context.is_dealt
             return batches
 
         traced = tf.function(dataset).get_concrete_function()

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster.spec import Cluster
 from tfdist.data.input_wait import (
     InputSeconds,
     InputWatch,
@@ -60,11 +61,13 @@ class Loop:
             else ever reads.
         own_batches: Whether the data are this process's alone, and others have
             others.
+        resizable: Whether `resize` can be called.
     """
 
     iterator: tf.data.Iterator | None = None
     fixed_shares = False
     own_batches = False
+    resizable = False
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
@@ -110,6 +113,13 @@ class Loop:
             "`evaluate` needs a session that trains a Keras model through a "
             "tfdist.training.loop.Loop; this one runs a plain step function."
         )
+
+    def resize(self, cluster: Cluster) -> bool:
+        """Goes on with the workers of `cluster`; False: not now.
+
+        To be called when all of them are up and no step is under way.
+        """
+        raise NotImplementedError
 
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""

@@ -59,6 +59,8 @@ class SynchronousLoop(CoordinatedLoop):
             gradients is not the gradient of their batches together.
     """
 
+    resizable = False  # The servers' accumulators are those of a number.
+
     def __init__(
         self,
         step: ModelStep,

@@ -16,7 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist._tf import private
+from tfdist._tf import private, private_workers
+from tfdist.cluster import servers
+from tfdist.cluster.spec import Cluster
+from tfdist.cluster.strategies import fail_fast
 from tfdist.training.loop import Watch, unwatched
 
 _WATCH_SECS = 0.5
@@ -111,6 +114,22 @@ class Workers:
             futures.append(self.schedule(functools.partial(call, batch)))
         while futures:
             yield oldest()
+
+    def resize(self, cluster: Cluster) -> None:
+        """Has the workers of `cluster` in the pool, and no others.
+
+        To be called inside `private_workers.unchanging`, when all are up and
+        no call is under way. Workers that leave are told to end.
+        """
+        before, after = self.num_workers, cluster.num_workers
+        servers.let_go(f"worker:{i}" for i in range(after, before))
+        workers = cluster.tasks["worker"]
+        with fail_fast():
+            private_workers.connect_workers(self.coordinator, workers)
+        self.num_workers = after
+        new = [f"worker:{i}" for i in range(before, after)]
+        if new:
+            servers.take_in(cluster, new)
 
     def close(self) -> None:
         """Ends the threads."""

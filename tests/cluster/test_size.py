@@ -1,0 +1,107 @@
+"""How many workers train, as a file says."""
+
+import json
+
+import pytest
+
+from tfdist import Cluster
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster import size
+from tfdist.cluster.probing import Answer, TaskState
+from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.tf_config import SIZE_VARIABLE
+
+CLUSTER = Cluster.from_jobs(
+    {"chief": ["c:1"], "worker": ["w:1", "w:2", "w:3", "w:4"], "ps": ["p:1"]},
+    "chief",
+    0,
+)
+
+
+def ask_for(directory, number):
+    temporary = directory / "temporary"
+    temporary.write_text(json.dumps({"workers": number}))
+    temporary.replace(directory / "cluster.json")
+
+
+@pytest.fixture
+def up(monkeypatch):
+    """Addresses of the workers that answer."""
+    addresses = set()
+
+    def ask(asked):
+        states = TaskState.DEAD, TaskState.LIVE
+        return [Answer(states[address in addresses]) for address in asked]
+
+    monkeypatch.setattr(size.probing, "ask", ask)
+    monkeypatch.setattr(size, "_ROUND_SECS", 0.01)
+    monkeypatch.setattr(size, "_TOGETHER_SECS", 0.5)
+    return addresses
+
+
+def test_all_without_a_file(tmp_path, monkeypatch):
+    for directory in (None, str(tmp_path)):
+        found = ClusterSize(CLUSTER, directory)
+        assert (found.size, found.may_change, found.due()) == (4, False, None)
+    ask_for(tmp_path, 2)
+    found = ClusterSize(CLUSTER, str(tmp_path))
+    assert found.now.addresses("worker") == {
+        "worker:0": "w:1",
+        "worker:1": "w:2",
+    }
+    monkeypatch.setenv(SIZE_VARIABLE, str(tmp_path / "cluster.json"))
+    assert ClusterSize(CLUSTER, None).size == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "{}", '{"workers": 0}', '{"workers": true}']
+)
+def test_malformed(tmp_path, text):
+    (tmp_path / "cluster.json").write_text(text)
+    with pytest.raises(ValueError, match="must say how many workers train"):
+        ClusterSize(CLUSTER, str(tmp_path))
+    ask_for(tmp_path, 5)
+    with pytest.raises(ValueError, match=r"asks for 5 workers, .* names 4"):
+        ClusterSize(CLUSTER, str(tmp_path))
+
+
+def test_follows_the_file(tmp_path, up, caplog):
+    ask_for(tmp_path, 1)
+    found = ClusterSize(CLUSTER, str(tmp_path))
+    found.watch()
+    try:
+        up |= {"w:2", "w:3"}
+        ask_for(tmp_path, 3)
+        assert wait_for(lambda: found.due() == 3, 10)
+        found.size = 3
+        # The file asks for one that is not there, and does not come.
+        ask_for(tmp_path, 4)
+        assert wait_for(lambda: found.wanted == 4, 10)
+        assert found.due() is None
+        up |= {"w:4"}
+        assert wait_for(lambda: found.due() == 4, 10)
+        found.size = 4
+        (tmp_path / "cluster.json").write_text("nonsense")
+        assert wait_for(lambda: "workers stays" in caplog.text, 10)
+        assert found.due() is None
+        ask_for(tmp_path, 1)  # Whoever is there.
+        assert wait_for(lambda: found.due() == 1, 10)
+        assert not found.is_late(5)
+    finally:
+        found.stop()
+
+
+def test_goes_on_with_those_that_are_there(tmp_path, up):
+    ask_for(tmp_path, 1)
+    found = ClusterSize(CLUSTER, str(tmp_path))
+    found.watch()
+    try:
+        up |= {"w:2", "w:4"}
+        ask_for(tmp_path, 4)
+        assert wait_for(lambda: found.wanted == 4, 10)
+        assert found.due() is None  # The third may come yet.
+        assert wait_for(lambda: found.due() == 2, 10)
+    finally:
+        found.stop()
+    up |= {"w:1"}
+    assert found.there() == 2

@@ -1,0 +1,246 @@
+"""Workers that come and go while a job trains: real processes, real signals."""
+
+import json
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.data.test_one_pass import BATCH, Launched
+from tests.session.test_recovery import (
+    CHIEF,
+    RECOVERED,
+    RESTARTED,
+    ROOT,
+    assert_ends_at,
+    found,
+    goes_on,
+    start,
+    wait_for_exit,
+)
+from tfdist.checkpoint import checkpoints
+from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.spec import Cluster
+from tfdist.launch.testing import assert_nothing_left
+from tfdist.training.loop import Loop, unwatched
+
+
+class Resizable(Launched):
+    """A job of a launcher that has workers to spare."""
+
+    module = "tests.recovery_job"
+
+    def resize(self, number):
+        launcher = f"--launcher={self._process.pid}"
+        subprocess.run(
+            [sys.executable, "-m", "tfdist", "resize", str(number), launcher],
+            check=True,
+            cwd=ROOT,
+        )
+
+    def goes_on(self, lines=3):
+        """Waits for progress beyond now."""
+        step = r"^\[chief:0\] step +\d"
+        count = len(re.findall(step, self.output, re.MULTILINE)) + lines
+        self.wait_for(rf"(?:{step}(?:.|\n)*?){{{count}}}")
+
+    def end(self):
+        assert self._process.wait(180) == 0, self.output
+        self._reader.join()
+
+
+class Ahead(Loop):
+    """Steps of which as many are under way as may be."""
+
+    resizable = True
+    step = 0
+
+    def run(self, num_steps, watch=unwatched, ahead=0):
+        self.step += num_steps
+        self._global_step.assign(self.step + ahead)
+        return {"loss": 0.0}
+
+    def wait_for_steps(self, watch=unwatched):
+        self.step = int(self._global_step.numpy())
+
+    def resize(self, cluster):
+        self.num_workers = cluster.num_workers
+        return True
+
+
+def test_a_change_before_the_last_step():
+    """No step is made beyond, though those under way are waited for."""
+    jobs = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
+    size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), None)
+    made = []
+
+    def build_fn():
+        step = tf.Variable(0, dtype=tf.int64)
+        made.append(Ahead(step))
+        return tfdist.Trainable(made[-1], step, variables={})
+
+    hook = tfdist.StopAtStepHook(last_step=150)
+    with tfdist.MonitoredTrainingSession(build_fn, hooks=[hook]) as session:
+        session._size, session._health = size, mock.Mock()
+        session._health.missing.return_value = []
+        size.size, size._due = 1, 2
+        session.run()  # 100, and 50 are under way.
+        assert session.should_stop()
+        assert (session.step, session.num_workers) == (150, 2)
+    assert (made[0].num_workers, size.due()) == (2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_1_to_3_to_2_by_the_launcher(tmp_path):
+    launcher = ["--ps=2", "--workers=1:3"]
+    flags = ["--max_steps=3000", "--save_steps=100000", "--step_secs=0.05"]
+    flags += ["--dealt"]
+    with Resizable(tmp_path / "model", launcher, *flags) as job:
+        job.wait_for(r"^\[chief:0\] step .*1/1 workers$")
+        assert "worker:1 pid" not in job.output
+        job.resize(3)
+        job.wait_for(r"^\[chief:0\] INFO workers: 1 -> 3$")
+        job.wait_for(r"^\[chief:0\] step .*3/3 workers$")
+        job.kill("worker:2")
+        job.wait_for(r"^\[chief:0\] INFO worker:2 is back")
+        job.wait_for(r"is back(.|\n)*3/3 workers$")
+        job.resize(2)
+        job.wait_for(r"^\[chief:0\] INFO workers: 3 -> 2$")
+        job.wait_for(r"^\[chief:0\] step .*2/2 workers$")
+        job.wait_for(r"^\[launch\] worker:2: exit code 0; the job has 2")
+        # From here on as any job of two.
+        job.kill("worker:0")
+        job.wait_for(r"^\[chief:0\] INFO worker:0 is back")
+        assert not re.search("Failed at|Recovered|restarts itself", job.output)
+        job.end()
+    sizes = re.findall(r"^\[chief:0\] Dealt to (\d)", job.output, re.MULTILINE)
+    assert sizes[-3:] == ["1", "3", "2"]
+    assert len(re.findall(r"INFO workers: \d", job.output)) == 2
+    auc = re.search(r"Evaluation of step 3000: .* auc ([\d.]+)", job.output)
+    assert float(auc[1]) > 0.85
+    assert "ended by launcher" not in job.output
+    assert_ends_at(str(tmp_path / "model"), 3000)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_chief_that_restarts_keeps_the_size(tmp_path):
+    launcher = ["--ps=2", "--workers=1:3"]
+    flags = ["--max_steps=1200", "--save_steps=100"]
+    with Resizable(tmp_path / "model", launcher, *flags) as job:
+        job.goes_on()
+        job.resize(2)
+        job.wait_for(r"^\[chief:0\] INFO workers: 1 -> 2$")
+        job.wait_for(r"^\[chief:0\] INFO Saved .*-200\.$")
+        job.kill("chief:0")
+        job.wait_for(r"SIGKILL; started(.|\n)*step .*2/2 workers$")
+        job.kill("ps:1")
+        job.wait_for(r"^\[chief:0\] WARNING Recovered")
+        job.resize(3)
+        job.wait_for(r"^\[chief:0\] INFO workers: 2 -> 3$")
+        job.end()
+    assert_ends_at(str(tmp_path / "model"), 1200)
+
+
+def ask_for(model_dir, number):
+    model_dir.mkdir(exist_ok=True)
+    text = json.dumps({"workers": number})
+    temporary = model_dir / "cluster.json.temp"
+    temporary.write_text(text)
+    temporary.replace(model_dir / "cluster.json")
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_by_the_file_elsewhere(tmp_path):
+    model_dir = tmp_path / "model"
+    ask_for(model_dir, 1)
+    flags = ["--max_steps=2000", "--save_steps=100000", "--step_secs=0.05"]
+    absent = ["worker:1", "worker:2"]
+    with start(model_dir, *flags, workers=3, absent=absent) as job:
+        job.wait_for_line(CHIEF, "step .* 1/1 workers$")
+        ask_for(model_dir, 3)
+        job.start("worker:1")  # The other one comes later.
+        job.wait_for_line(CHIEF, "INFO workers: 1 -> 2$")
+        job.start("worker:2")
+        job.wait_for_line(CHIEF, "INFO workers: 2 -> 3$")
+        job.wait_for_line(CHIEF, "step .* 3/3 workers$")
+        ask_for(model_dir, 9)
+        job.wait_for_line(CHIEF, "ERROR The number of workers stays.* names 3")
+        ask_for(model_dir, 1)
+        job.wait_for_line(CHIEF, "INFO workers: 3 -> 1$")
+        for task in absent:
+            assert wait_for_exit(job, task) == 0
+        goes_on(job)
+        assert not found(job, f"{RECOVERED}|{RESTARTED}")
+        assert wait_for_exit(job, CHIEF) == 0
+    assert_ends_at(str(model_dir), 2000)
+    assert_nothing_left(job)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_worker_that_died_is_let_go(tmp_path):
+    """What TensorFlow waits for stays away: the chief restarts itself."""
+    model_dir = tmp_path / "model"
+    flags = ["--max_steps=1200", "--save_steps=100000"]
+    with start(model_dir, *flags, workers=2) as job:
+        goes_on(job)
+        job.kill("worker:1")
+        step = goes_on(job)
+        ask_for(model_dir, 1)
+        job.wait_for_line(CHIEF, f"workers: 2 -> 1: this process {RESTARTED}")
+        line = job.wait_for_line(CHIEF, r"Training continues at step (\d+) ")
+        assert int(line[1]) >= step  # None is lost.
+        job.wait_for_line(CHIEF, "step .* 1/1 workers$")
+        assert wait_for_exit(job, CHIEF) == 0
+    assert_ends_at(str(model_dir), 1200)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_synchronous_steps(tmp_path):
+    """Whose accumulators are those of a number of workers."""
+    model_dir = tmp_path / "model"
+    ask_for(model_dir, 2)
+    flags = ["--max_steps=600", "--backup_workers=1", "--save_steps=100000"]
+    with start(model_dir, *flags, workers=3) as job:
+        step = goes_on(job)
+        ask_for(model_dir, 3)
+        job.wait_for_line(CHIEF, f"workers: 2 -> 3: this process {RESTARTED}")
+        line = job.wait_for_line(CHIEF, r"Training continues at step (\d+) ")
+        assert int(line[1]) >= step
+        job.wait_for_line(CHIEF, "step .* 3/3 workers$")
+        assert wait_for_exit(job, CHIEF) == 0
+    path = tf.train.latest_checkpoint(model_dir)
+    assert checkpoints.step_of(path) == 600
+
+
+class OnePass(Resizable):
+    module = "tests.one_pass_job"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_one_pass_of_a_job_that_is_resized(tmp_path):
+    launcher = ["--ps=1", "--workers=1:3", "--data_workers=2"]
+    flags = ["--examples=2000", "--pace_secs=0.04"]
+    with OnePass(tmp_path, launcher, *flags) as job:
+        job.wait_for(r"^\[chief:0\] step 50,")
+        job.resize(3)
+        job.wait_for(r"^\[chief:0\] INFO workers: 1 -> 3$")
+        job.wait_for(r"^\[chief:0\] step 200,")
+        job.resize(2)
+        job.wait_for(r"^\[chief:0\] INFO workers: 3 -> 2$")
+        examples, workers = job.counts()
+    lost = examples.count(0)
+    print(f"\n{lost} of 2000 lost; by worker: {workers}")
+    assert set(examples) <= {0, 1}
+    assert all(workers)
+    # What was on its way to the worker that left, as if it had died.
+    assert lost <= 6 * BATCH

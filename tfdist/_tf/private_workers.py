@@ -1,0 +1,78 @@
+"""Other workers for a coordinator that runs: private names of TensorFlow.
+
+Its own classes know one set of workers, from their start to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# A worker's thread, and what it is given to wake up.
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+
+# The connection to the servers.
+from tensorflow.python.eager import context
+
+from tfdist._tf.private import ClusterCoordinator
+
+
+@contextlib.contextmanager
+def unchanging(coordinator: ClusterCoordinator) -> Iterator[bool]:
+    """Whether all workers are connected; if so, none is connected anew here.
+
+    If one has died, a thread waits in C, with a lock, until it is back.
+    """
+    lock = coordinator._cluster.failure_handler._cluster_update_lock
+    free = lock.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            lock.release()
+
+
+def connect_workers(
+    coordinator: ClusterCoordinator, workers: Mapping[int, str]
+) -> None:
+    """Connects to exactly these workers, by index, and gives each a thread.
+
+    To be called inside `unchanging`, when all of them are up and nothing is
+    under way. Variables and functions stay.
+    """
+    cluster = coordinator._cluster
+    for gone in cluster.workers[len(workers) :]:
+        gone.stop()
+        # Only what it takes from its queue wakes its thread, which then ends.
+        cancellation = cluster.resource_cancellation_mgr
+        last = cluster_coordinator.Closure(lambda: None, cancellation)
+        cluster.closure_queue.put(last, tag=gone.worker_index)
+    del cluster.workers[len(workers) :]
+    server_def = copy.deepcopy(context.get_server_def())
+    for job in server_def.cluster.job:
+        if job.name == "worker":
+            job.tasks.clear()
+            job.tasks.update(workers)
+    context.context().update_server_def(server_def)
+    cluster.failure_handler._server_def = server_def
+    for index in range(len(cluster.workers), len(workers)):
+        device = f"/job:worker/replica:0/task:{index}"
+        worker = cluster_coordinator.Worker(index, device, cluster)
+        cluster.workers.append(worker)
+
+
+def of_first_workers(iterator: Any, number: int) -> Any:
+    """A per-worker iterator without those of the other workers."""
+    return type(iterator)(iterator._values[:number])
+
+
+def of_all_workers(coordinator: ClusterCoordinator, iterator: Any) -> Any:
+    """A per-worker iterator with new ones for workers that have none."""
+    values = list(iterator._values)
+    for worker in coordinator._cluster.workers[len(values) :]:
+        value = worker.create_resource(values[0]._closure._function)
+        value._type_spec = values[0]._type_spec
+        values.append(value)
+    return type(iterator)(tuple(values))
