@@ -8,9 +8,11 @@ tf.data service, of a dispatcher and two workers (`tfdist.one_pass`). What it
 promises:
 
 * Every line a task prints appears whole, behind the task's name.
-* A task other than the chief that fails is started again, after 1, 2, 4, ...
-  at most 30 seconds, `--max_restarts` times at most; so is a chief killed by a
-  signal or ending with 128 or more (what Vertex AI and Kubeflow retry). A
+* A task other than the chief that fails is started again, at once, then after
+  1, 2, 4, ... at most 30 seconds, `--max_restarts` times at most; so is a chief
+  killed by a signal or ending with 128 or more (what Vertex AI and Kubeflow
+  retry). A process that has imported TensorFlow stands by for that
+  (`tfdist.launch.spare`; `--no_spare`). A
   parameter server, dispatcher or data worker that keeps failing ends the job,
   and so does, in an all-reduce job, a worker; the others do not.
 * The job ends with its chief, and with its exit code. After a chief that
@@ -29,12 +31,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 
 from tfdist.launch import network
-from tfdist.launch.processes import Task, how_it_ended
+from tfdist.launch.processes import Task, how_it_ended, task_environment
+from tfdist.launch.spare import Spare
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
@@ -43,9 +47,15 @@ _TERM_SECS = 10.0
 _SAVE_SECS = 60.0
 
 
+# A spare's import shall not compete with a recovery: it begins so long after a
+# start, or after a line of tfdist's own progress that follows it.
+_SPARE_SECS, _CALM_SECS = 30.0, 3.0
+_STEP = re.compile(rb"step +[0-9]+ ")
+
+
 def backoff_secs(restarts: int) -> float:
     """Seconds to wait before restart number `restarts` (from 0)."""
-    return min(2.0 ** min(restarts, 5), 30.0)
+    return min(2.0 ** min(restarts - 1, 5), 30.0) if restarts else 0.0
 
 
 def shell_exit_code(exit_code: int) -> int:
@@ -82,6 +92,11 @@ class Launcher(Supervisor):
             task = Task(job, index, options.command)
             self.tasks[task.name] = task
         self._options = options
+        self._spare = Spare(
+            options.command, task_environment("ps" if options.ps else "chief")
+        )
+        for task in self.tasks.values():
+            task.spare = self._spare if options.spare else None
         others = "ps" if options.ps else "worker"
         self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
@@ -115,6 +130,24 @@ class Launcher(Supervisor):
         """Starts a task, and has its output shown."""
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
+        if task.restarts:
+            say(f"{task.name} pid {task.pid}: started again.")
+        self._prepare_spare(_SPARE_SECS)
+
+    def _prepare_spare(self, secs: float) -> None:
+        if self._options.spare:
+            chief = self.tasks["chief:0"]
+            self.plan(chief, "spare", secs, self._spare.start)
+
+    def _prepare_spare_sooner(self) -> None:
+        timer = self.tasks["chief:0"].planned.get("spare")
+        if timer and timer.when() > self.loop.time() + _CALM_SECS:
+            self._prepare_spare(_CALM_SECS)
+
+    def kill_all(self) -> None:
+        """Also the spare."""
+        self._spare.close()
+        super().kill_all()
 
     def _show(self, task: Task) -> None:
         lines = task.read()
@@ -122,6 +155,8 @@ class Launcher(Supervisor):
             self.loop.remove_reader(task.output)
         for line in lines or ():
             show(task.name, line)
+            if _STEP.match(line):
+                self._prepare_spare_sooner()
 
     def on_end(self, task: Task, exit_code: int) -> None:
         """Says, and does, what the end of a task means for the job."""
@@ -222,6 +257,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for the others to end by themselves after the chief succeeded "
         "(default 15)",
+    )
+    add(
+        "--no_spare",
+        dest="spare",
+        action="store_false",
+        help="keeps no process ready to take the place of a task that dies; "
+        "one takes some 300 MB, and saves the seconds of importing TensorFlow",
     )
     add("-m", dest="module", action="store_true", help="run a module")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
