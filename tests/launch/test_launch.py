@@ -43,7 +43,7 @@ def test_what_wants_a_restart(job, exit_codes, restarted):
 
 def test_backoff():
     pauses = [command.backoff_secs(n) for n in range(8)]
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
     assert command.backoff_secs(10_000) == 30
 
 
@@ -334,8 +334,8 @@ open(f"{me.task_type}{me.task_index}.back", "x")
 """
     code, job = run(tmp_path, script, "--ps=1", "--workers=1")
     assert code == 0
-    assert "worker:0: exit code 3; started again in 1 s." in job.output
-    assert "ps:0: SIGKILL; started again in 1 s." in job.output
+    assert "worker:0: exit code 3; started again in 0 s." in job.output
+    assert "ps:0: SIGKILL; started again in 0 s." in job.output
     assert re.search(r"exit code 0 +restarts: 1 ", job.summary("worker:0"))
     assert re.search(r"exit code 0 +restarts: 1 ", job.summary("ps:0"))
 

@@ -8,13 +8,14 @@ tf.data service, of a dispatcher and two workers (`tfdist.one_pass`). What it
 promises:
 
 * Every line a task prints appears whole, behind the task's name.
-* A task other than the chief that fails is started again, at once, then after
-  1, 2, 4, ... at most 30 seconds, `--max_restarts` times at most; so is a chief
-  killed by a signal or ending with 128 or more (what Vertex AI and Kubeflow
-  retry). A process that has imported TensorFlow stands by for that
-  (`tfdist.launch.spare`; `--no_spare`). A
-  parameter server, dispatcher or data worker that keeps failing ends the job,
-  and so does, in an all-reduce job, a worker; the others do not.
+* A task other than the chief that fails is started again, `--max_restarts`
+  times at most: at once if it has run for a minute, else after 0, 1, 2, 4, ...
+  at most 30 seconds. So is a chief killed by a signal or ending with 128 or
+  more (what Vertex AI and Kubeflow retry). A parameter server, dispatcher or
+  data worker that keeps failing ends the job, and so does, in an all-reduce
+  job, a worker; the others do not.
+* A process that has imported TensorFlow stands by, and becomes the task that
+  dies next (`tfdist.launch.spare`), unless there is `--no_spare`.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. What still runs ten seconds
@@ -47,6 +48,8 @@ _TERM_SECS = 10.0
 _SAVE_SECS = 60.0
 
 
+# Who has run for so long did not fail at its start.
+_STABLE_SECS = 60.0
 # A spare's import shall not compete with a recovery: it begins so long after a
 # start, or after a line of tfdist's own progress that follows it.
 _SPARE_SECS, _CALM_SECS = 30.0, 3.0
@@ -173,7 +176,8 @@ class Launcher(Supervisor):
         ended = f"{task.name}: {how_it_ended(exit_code)}"
         failed = wants_restart(task.job, exit_code)
         if failed and task.restarts < self._options.max_restarts:
-            pause = backoff_secs(task.restarts)
+            quick = task.lasted_secs < _STABLE_SECS
+            pause = backoff_secs(task.restarts) if quick else 0.0
             say(f"{ended}; started again in {pause:g} s.")
             self.restart_later(task, pause)
         elif task.job == "chief":

@@ -166,7 +166,7 @@ class Task:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        self._started_at = self._ended_at = 0.0
+        self._started_at = self._began_at = self._ended_at = 0.0
 
     def start(self) -> None:
         """Starts the process, from the launcher's main thread."""
@@ -183,7 +183,8 @@ class Task:
             self.output = self._process.stdout
             os.set_blocking(self.output.fileno(), False)
         self._stopped = False
-        self._started_at = self._started_at or time.monotonic()
+        self._began_at = time.monotonic()
+        self._started_at = self._started_at or self._began_at
         self.pids.append(self._process.pid)
 
     @property
@@ -195,6 +196,11 @@ class Task:
     def is_over(self) -> bool:
         """Whether the task neither runs nor waits to be started again."""
         return self._process is None and "restart" not in self.planned
+
+    @property
+    def lasted_secs(self) -> float:
+        """How long the process ran that has ended last."""
+        return self._ended_at - self._began_at
 
     def read(self) -> list[bytes] | None:
         """The lines completed since the last call; None at the end of all."""
