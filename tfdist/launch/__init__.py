@@ -1,9 +1,10 @@
 """A local cluster of real processes.
 
 Read in this order: `command` (`python -m tfdist.launch`), `supervisor` (the
-parent of the tasks), `processes` (a task), `spare` (one that waits for a role),
-`banner`, `network` (theirs); `testing` (a cluster under test: kill, freeze, cut off), `faults`, `client`,
-`injector` (its supervisor, in a process apart).
+parent of the tasks), `processes` (a task), `spare` (a process that waits to be
+one), `banner`, `network` (theirs); `testing` (a cluster under test: kill,
+freeze, cut off), `faults`, `client`, `injector` (its supervisor, in a process
+apart).
 """
 
 import lazy_loader
