@@ -98,8 +98,6 @@ class Launcher(Supervisor):
         self._spare = Spare(
             options.command, task_environment("ps" if options.ps else "chief")
         )
-        for task in self.tasks.values():
-            task.spare = self._spare if options.spare else None
         others = "ps" if options.ps else "worker"
         self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
@@ -131,6 +129,7 @@ class Launcher(Supervisor):
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
+        task.spare = self._spare if self._options.spare else None
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
         if task.restarts:

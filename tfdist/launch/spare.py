@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,12 +114,11 @@ def wait(program: Sequence[str]) -> None:
     if program[0] != "-m" and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     for name in _IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    if tfdist := sys.modules.get("tfdist"):
-        with contextlib.suppress(ImportError):
-            for name in tfdist.__all__:  # Loads the wings.
-                getattr(tfdist, name)
+        # What is wrong there the program will say by itself.
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            for part in module.__all__ if name == "tfdist" else ():
+                getattr(module, part)  # Loads the wings.
     with socket.socket(fileno=os.dup(0)) as channel, channel.makefile() as file:
         text = file.read()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -138,8 +138,13 @@ def _run(program: list[str]) -> None:
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
+        # As Python itself; `runpy.run_path` has another `sys.argv[0]`.
         sys.argv = program
-        runpy.run_path(program[0], run_name="__main__")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = path = os.path.abspath(program[0])
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main.__dict__)
 
 
 def _check_environment(command: list[str]) -> None:
