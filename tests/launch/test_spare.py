@@ -274,3 +274,35 @@ print(loaded, len(tf.config.list_logical_devices("CPU")))
 """)
     output, code = run_as_spare(str(tmp_path / "program.py"))
     assert (output.splitlines()[-1], code) == ("True 2", 0)
+
+
+JOB = """
+import sys
+from tests import recovery_job
+flags = ["--model_dir=model", "--max_steps=1200", "--save_steps=100"]
+sys.argv = ["recovery_job", *flags]
+recovery_job.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_spares(tmp_path, monkeypatch):
+    """A server and the chief are killed; it ends at exactly its steps."""
+    monkeypatch.setattr("tests.launch.test_launch.DEADLINE", 300.0)
+    flags = ("--ps=1", "--workers=1")
+    with Launch(
+        tmp_path, JOB, *flags, code=AT_ONCE.replace("0.1", "5.0")
+    ) as job:
+        job.read_until(r"^\[chief:0\] step +200 ")
+        killed = []
+        for task, step in (("ps:0", 500), ("chief:0", 900)):
+            job.read_until(rf"^\[chief:0\] step +{step} ")
+            (spare,) = children(job.process.pid)
+            os.kill(job.pids[task], signal.SIGKILL)
+            job.read_until(rf"{task} pid {spare}: started again")
+            killed.append(spare)
+        assert job.end() == 0
+    assert re.search(r"Recovered: at step \d+", job.output)
+    assert re.search(r"Training continues at step \d+ from", job.output)
+    assert "step    1200 of 1200" in job.output
+    assert not any(map(is_alive, killed))
