@@ -6,8 +6,8 @@ becomes it: same command, environment, folder, parent and output. What it could
 not make right is started plainly, as if there were no spare:
 
 * A program that sets variables of the environment before it imports TensorFlow,
-  Keras or tfdist expects them to count: where it has, when it does, the process
-  replaces itself by a plain start.
+  Keras or tfdist expects them to count. Where it has, at its first `import` of
+  one of them, the process replaces itself by a plain start.
 * glibc reads its own variables before all else. The spare has those of a
   parameter server, the task that needs them; a worker that was a spare asks for
   huge pages, too.
