@@ -46,8 +46,6 @@ from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 _TERM_SECS = 10.0
 # For the chief, whose steps under way may take 20 s before it saves.
 _SAVE_SECS = 60.0
-
-
 # Who has run for so long did not fail at its start.
 _STABLE_SECS = 60.0
 # A spare's import shall not compete with a recovery: it begins so long after a
@@ -129,7 +127,7 @@ class Launcher(Supervisor):
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
-        task.spare = self._spare if self._options.spare else None
+        task.spare = self._spare.become if self._options.spare else None
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
         if task.restarts:
@@ -147,7 +145,7 @@ class Launcher(Supervisor):
             self._prepare_spare(_CALM_SECS)
 
     def kill_all(self) -> None:
-        """Also the spare."""
+        """Kills every task, and the spare."""
         self._spare.close()
         super().kill_all()
 
@@ -208,7 +206,7 @@ class Launcher(Supervisor):
         """
         self._stopping = True
         for task in self.tasks.values():
-            self.cancel(task, "restart")
+            self.cancel(task, "restart", "spare")
         term, kill = signal.SIGTERM, signal.SIGKILL
         over = self.tasks["chief:0"].is_over
         patience = grace_secs + (_TERM_SECS if over else _SAVE_SECS)

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import time
 from asyncio import TimerHandle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import IO, Protocol
+from typing import IO
 
 from tfdist.launch.banner import BANNER
 
@@ -127,15 +127,6 @@ def task_environment(job: str) -> dict[str, str]:
     return environment
 
 
-class Spare(Protocol):
-    """See `tfdist.launch.spare`."""
-
-    def become(
-        self, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes] | None:
-        """A process that has become a task; None if there is none."""
-
-
 class Task:
     """One process of a cluster, through all its restarts.
 
@@ -143,7 +134,8 @@ class Task:
         tf_config: The `TF_CONFIG` of its next start.
         port: Where it listens.
         stdout: Where both its streams go: a pipe (default) or an open file.
-        spare: What may become its next process, if its output is a pipe.
+        spare: Gives its next process, which has the environment that it is
+            called with and writes to a pipe, or None. Default: None.
         output: The reading end of that pipe.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
@@ -157,7 +149,7 @@ class Task:
         self.tf_config = ""
         self.port = 0
         self.stdout: int | IO[bytes] = subprocess.PIPE
-        self.spare: Spare | None = None
+        self.spare: Callable[..., subprocess.Popen[bytes] | None] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []
         self.exit_codes: list[int] = []
@@ -175,8 +167,7 @@ class Task:
             "TF_CONFIG": self.tf_config,
         }
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
-        was_spare = self.spare.become(environment) if self.spare else None
-        self._process = was_spare or spawn(
+        self._process = (self.spare and self.spare(environment)) or spawn(
             self._command, environment, stdout=self.stdout
         )
         if self._process.stdout is not None:

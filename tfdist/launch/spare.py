@@ -57,7 +57,7 @@ class Spare:
         if self._process is None and _is_python(self._command):
             self._channel, theirs = socket.socketpair()
             module = [self._command[0], "-m", "tfdist.launch.spare"]
-            with theirs:
+            with theirs, contextlib.suppress(OSError):  # Then there is none.
                 self._process = spawn(
                     [*module, *self._command[1:]],
                     self._environment,
