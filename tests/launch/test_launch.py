@@ -340,6 +340,30 @@ open(f"{me.task_type}{me.task_index}.back", "x")
     assert re.search(r"exit code 0 +restarts: 1 ", job.summary("ps:0"))
 
 
+@pytest.mark.parametrize(("stable", "pauses"), [(0, [0, 0]), (60, [0, 1])])
+def test_a_task_that_has_run_for_long_waits_for_nothing(
+    tmp_path, stable, pauses
+):
+    script = """
+if me.role == "chief":
+    wait_for("back")
+with open("starts", "a") as starts:
+    starts.write("x")
+sys.exit(3) if os.path.getsize("starts") < 3 else open("back", "x")
+"""
+    code = f"""
+import sys
+from tfdist.launch import command
+command._STABLE_SECS = {stable}
+sys.exit(command.main(sys.argv[1:]))
+"""
+    flags = ("--workers=1", "--network=host")
+    got, job = run(tmp_path, script, *flags, code=code)
+    assert got == 0
+    found = re.findall(r"exit code 3; started again in (\d) s", job.output)
+    assert [int(secs) for secs in found] == pauses
+
+
 def test_the_job_goes_on_without_a_worker(tmp_path):
     script = """
 if me.role == "worker":
