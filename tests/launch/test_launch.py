@@ -347,6 +347,7 @@ def test_a_task_that_has_run_for_long_waits_for_nothing(
     script = """
 if me.role == "chief":
     wait_for("back")
+    sys.exit(0)
 with open("starts", "a") as starts:
     starts.write("x")
 sys.exit(3) if os.path.getsize("starts") < 3 else open("back", "x")
