@@ -1,4 +1,4 @@
-"""How long training stands still after a parameter server was killed."""
+"""How long training stands still after a task was killed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from benchmarks.contest import Bench, Result
 
 
 def run(bench: Bench) -> Result:
-    """One kill in each round."""
+    """One kill of each kind in each round, with a spare and without."""
     result = Result(
         "Recovery",
-        "`trainer.task` on 2 ps and 2 workers; one ps is killed and started "
-        "again a second later. Seconds from the kill until the chief says so "
-        "(noticed), waits for the server, connects, builds the model, restores "
-        "the last checkpoint, and makes the first steps. Estimator's sessions "
-        "recover, too; stock Keras 3 and `tf_keras` end with an error.",
+        "`trainer.task` by `tfdist launch` on 2 ps and 2 workers; a ps, a "
+        "worker and the chief are killed, one after the other. Seconds from "
+        "the kill until each part of the way back is behind it, the first new "
+        "step (of the worker that was killed: its own) at last; with the "
+        "launcher's spare and without. Estimator's sessions recover, too; "
+        "stock Keras 3 and `tf_keras` end with an error.",
     )
-    runs = bench.turns({"tfdist": lambda number: recovery.measure()}, result)
-    for measured in runs.values():
-        for part in measured[0] if measured else ():
-            values = [each[part] for each in measured]
-            result.add("parts", part, "seconds", values)
-        totals = [sum(each.values()) for each in measured]
-        result.add("all", "tfdist", "seconds", totals)
+    runs = bench.turns(
+        {
+            "spare": lambda number: recovery.measure(),
+            "no spare": lambda number: recovery.measure(launch=["--no_spare"]),
+        },
+        result,
+    )
+    for name, measured in runs.items():
+        for kind in recovery.KINDS:
+            for part in measured[0][kind] if measured else ():
+                values = [each[kind][part] for each in measured]
+                result.add(f"{kind}, {name}", part, "seconds", values)
     return result

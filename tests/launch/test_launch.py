@@ -43,7 +43,7 @@ def test_what_wants_a_restart(job, exit_codes, restarted):
 
 def test_backoff():
     pauses = [command.backoff_secs(n) for n in range(8)]
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
     assert command.backoff_secs(10_000) == 30
 
 
@@ -334,10 +334,35 @@ open(f"{me.task_type}{me.task_index}.back", "x")
 """
     code, job = run(tmp_path, script, "--ps=1", "--workers=1")
     assert code == 0
-    assert "worker:0: exit code 3; started again in 1 s." in job.output
-    assert "ps:0: SIGKILL; started again in 1 s." in job.output
+    assert "worker:0: exit code 3; started again in 0 s." in job.output
+    assert "ps:0: SIGKILL; started again in 0 s." in job.output
     assert re.search(r"exit code 0 +restarts: 1 ", job.summary("worker:0"))
     assert re.search(r"exit code 0 +restarts: 1 ", job.summary("ps:0"))
+
+
+@pytest.mark.parametrize(("stable", "pauses"), [(0, [0, 0]), (60, [0, 1])])
+def test_a_task_that_has_run_for_long_waits_for_nothing(
+    tmp_path, stable, pauses
+):
+    script = """
+if me.role == "chief":
+    wait_for("back")
+    sys.exit(0)
+with open("starts", "a") as starts:
+    starts.write("x")
+sys.exit(3) if os.path.getsize("starts") < 3 else open("back", "x")
+"""
+    code = f"""
+import sys
+from tfdist.launch import command
+command._STABLE_SECS = {stable}
+sys.exit(command.main(sys.argv[1:]))
+"""
+    flags = ("--workers=1", "--network=host")
+    got, job = run(tmp_path, script, *flags, code=code)
+    assert got == 0
+    found = re.findall(r"exit code 3; started again in (\d) s", job.output)
+    assert [int(secs) for secs in found] == pauses
 
 
 def test_the_job_goes_on_without_a_worker(tmp_path):

@@ -52,12 +52,12 @@ _held: set[str] = set()
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
     "grpc.min_reconnect_backoff_ms": 3000,
-    "grpc.max_reconnect_backoff_ms": 2000,
+    "grpc.max_reconnect_backoff_ms": 500,
 }
 
 
 def reconnect_quickly() -> None:
-    """Has TensorFlow look for a lost task every two seconds, from now on.
+    """Has TensorFlow look for a lost task twice a second, from now on.
 
     The user's `TF_GRPC_DEFAULT_OPTIONS` win.
     """
@@ -285,8 +285,8 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
     """Waits until every worker reaches every parameter server.
 
     A worker has connections of its own, and one to a server that was restarted
-    may lie idle for two seconds more (`reconnect_quickly`): what the worker is
-    told to read there fails meanwhile.
+    may lie idle for half a second more (`reconnect_quickly`): what the worker
+    is told to read there fails meanwhile.
 
     Raises:
         tf.errors.UnavailableError: a worker does not reach one in time.
@@ -310,8 +310,8 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
 def retried(call: Callable[[], Any], secs: float) -> Any:
     """What `call` returns, which may fail for so long.
 
-    A connection to a server that was restarted waits up to two seconds between
-    its attempts (`reconnect_quickly`).
+    A connection to a server that was restarted waits up to half a second
+    between its attempts (`reconnect_quickly`).
     """
     deadline = time.monotonic() + secs
     while time.monotonic() < deadline:

@@ -24,7 +24,7 @@ FAILURE_FILE = "failure.json"
 POLL_SECS = 0.5
 STORE_POLL_SECS = 5.0  # Of an object store, which is paid by the request.
 # When a waiting chief gives a failing evaluator up. The launcher starts one
-# again after 1, 2, 4 s, Kubernetes after 10, 20, 40 s.
+# again after 0, 1, 2 s, Kubernetes after 10, 20, 40 s.
 _MOST_FAILURES = 3
 _COME_BACK_SECS = 60.0
 

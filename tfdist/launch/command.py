@@ -8,11 +8,14 @@ tf.data service, of a dispatcher and two workers (`tfdist.one_pass`). What it
 promises:
 
 * Every line a task prints appears whole, behind the task's name.
-* A task other than the chief that fails is started again, after 1, 2, 4, ...
-  at most 30 seconds, `--max_restarts` times at most; so is a chief killed by a
-  signal or ending with 128 or more (what Vertex AI and Kubeflow retry). A
-  parameter server, dispatcher or data worker that keeps failing ends the job,
-  and so does, in an all-reduce job, a worker; the others do not.
+* A task other than the chief that fails is started again, `--max_restarts`
+  times at most: at once if it has run for a minute, else after 0, 1, 2, 4, ...
+  at most 30 seconds. So is a chief killed by a signal or ending with 128 or
+  more (what Vertex AI and Kubeflow retry). A parameter server, dispatcher or
+  data worker that keeps failing ends the job, and so does, in an all-reduce
+  job, a worker; the others do not.
+* A process that has imported TensorFlow stands by, and becomes the task that
+  dies next (`tfdist.launch.spare`), unless there is `--no_spare`.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. What still runs ten seconds
@@ -34,12 +37,14 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
 
 from tfdist.launch import network, resize
-from tfdist.launch.processes import Task, how_it_ended
+from tfdist.launch.processes import Task, how_it_ended, task_environment
+from tfdist.launch.spare import Spare
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
@@ -49,11 +54,17 @@ _SAVE_SECS = 60.0
 # How long a worker that is too many may wait until the chief lets it go.
 _LET_GO_SECS = 60.0
 _RESIZE_SECS = 0.5
+# Who has run for so long did not fail at its start.
+_STABLE_SECS = 60.0
+# A spare's import shall not compete with a recovery: it begins so long after a
+# start, or after a line of tfdist's own progress that follows it.
+_SPARE_SECS, _CALM_SECS = 30.0, 3.0
+_STEP = re.compile(rb"step +[0-9]+ ")
 
 
 def backoff_secs(restarts: int) -> float:
     """Seconds to wait before restart number `restarts` (from 0)."""
-    return min(2.0 ** min(restarts, 5), 30.0)
+    return min(2.0 ** min(restarts - 1, 5), 30.0) if restarts else 0.0
 
 
 def shell_exit_code(exit_code: int) -> int:
@@ -103,6 +114,9 @@ class Launcher(Supervisor):
             task = Task(job, index, options.command)
             self.tasks[task.name] = task
         self._options = options
+        self._spare = Spare(
+            options.command, task_environment("ps" if options.ps else "chief")
+        )
         others = "ps" if options.ps else "worker"
         self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
@@ -165,8 +179,27 @@ class Launcher(Supervisor):
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
+        task.spare = self._spare.become if self._options.spare else None
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
+        if task.restarts:
+            say(f"{task.name} pid {task.pid}: started again.")
+        self._prepare_spare(_SPARE_SECS)
+
+    def _prepare_spare(self, secs: float) -> None:
+        if self._options.spare:
+            chief = self.tasks["chief:0"]
+            self.plan(chief, "spare", secs, self._spare.start)
+
+    def _prepare_spare_sooner(self) -> None:
+        timer = self.tasks["chief:0"].planned.get("spare")
+        if timer and timer.when() > self.loop.time() + _CALM_SECS:
+            self._prepare_spare(_CALM_SECS)
+
+    def kill_all(self) -> None:
+        """Kills every task, and the spare."""
+        self._spare.close()
+        super().kill_all()
 
     def _show(self, task: Task) -> None:
         lines = task.read()
@@ -174,6 +207,8 @@ class Launcher(Supervisor):
             self.loop.remove_reader(task.output)
         for line in lines or ():
             show(task.name, line)
+            if _STEP.match(line):
+                self._prepare_spare_sooner()
 
     def on_end(self, task: Task, exit_code: int) -> None:
         """Says, and does, what the end of a task means for the job."""
@@ -198,7 +233,8 @@ class Launcher(Supervisor):
             self.start(task)
             say(_place(task))
         elif failed and task.restarts < self._options.max_restarts:
-            pause = backoff_secs(task.restarts)
+            quick = task.lasted_secs < _STABLE_SECS
+            pause = backoff_secs(task.restarts) if quick else 0.0
             say(f"{ended}; started again in {pause:g} s.")
             self.restart_later(task, pause)
         elif task.job == "chief":
@@ -230,7 +266,7 @@ class Launcher(Supervisor):
         """
         self._stopping = True
         for task in self.tasks.values():
-            self.cancel(task, "restart")
+            self.cancel(task, "restart", "spare")
         term, kill = signal.SIGTERM, signal.SIGKILL
         over = self.tasks["chief:0"].is_over
         patience = grace_secs + (_TERM_SECS if over else _SAVE_SECS)
@@ -289,6 +325,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for the others to end by themselves after the chief succeeded "
         "(default 15)",
+    )
+    add(
+        "--no_spare",
+        dest="spare",
+        action="store_false",
+        help="keeps no process ready to take the place of a task that dies; "
+        "one takes some 300 MB, and saves the seconds of importing TensorFlow",
     )
     add("-m", dest="module", action="store_true", help="run a module")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

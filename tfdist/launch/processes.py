@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from asyncio import TimerHandle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import IO
@@ -44,6 +44,26 @@ def die_with_parent(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the kernel was told.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | IO[bytes] = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with this one, from the main thread."""
+    launcher = os.getpid()
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        start_new_session=True,  # So that its own children go with it.
+        preexec_fn=lambda: die_with_parent(launcher),
+    )
 
 
 def adopt_orphans() -> None:
@@ -93,6 +113,20 @@ class LineCutter:
         return self.feed(b"\n") if self._rest else []
 
 
+def task_environment(job: str) -> dict[str, str]:
+    """What the processes of a job have, but for their `TF_CONFIG`."""
+    environment = {
+        **PS_JOB_ENV,
+        "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
+        **(PS_ENV if job == "ps" else {}),
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment.pop("CLUSTER_SPEC", None)
+    environment.pop("TF_CONFIG", None)
+    return environment
+
+
 class Task:
     """One process of a cluster, through all its restarts.
 
@@ -100,6 +134,8 @@ class Task:
         tf_config: The `TF_CONFIG` of its next start.
         port: Where it listens.
         stdout: Where both its streams go: a pipe (default) or an open file.
+        spare: Gives its next process, which has the environment that it is
+            called with and writes to a pipe, or None. Default: None.
         output: The reading end of that pipe.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
@@ -113,6 +149,7 @@ class Task:
         self.tf_config = ""
         self.port = 0
         self.stdout: int | IO[bytes] = subprocess.PIPE
+        self.spare: Callable[..., subprocess.Popen[bytes] | None] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []
         self.exit_codes: list[int] = []
@@ -121,36 +158,24 @@ class Task:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        self._started_at = self._ended_at = 0.0
+        self._started_at = self._began_at = self._ended_at = 0.0
 
     def start(self) -> None:
         """Starts the process, from the launcher's main thread."""
         environment = {
-            **PS_JOB_ENV,
-            "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
-            **(PS_ENV if self.job == "ps" else {}),
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
+            **task_environment(self.job),
             "TF_CONFIG": self.tf_config,
         }
-        environment.pop("CLUSTER_SPEC", None)
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
-        launcher = os.getpid()
-        self._process = subprocess.Popen(
-            self._command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self.stdout,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            start_new_session=True,  # So that its own children go with it.
-            preexec_fn=lambda: die_with_parent(launcher),
+        self._process = (self.spare and self.spare(environment)) or spawn(
+            self._command, environment, stdout=self.stdout
         )
         if self._process.stdout is not None:
             self.output = self._process.stdout
             os.set_blocking(self.output.fileno(), False)
         self._stopped = False
-        self._started_at = self._started_at or time.monotonic()
+        self._began_at = time.monotonic()
+        self._started_at = self._started_at or self._began_at
         self.pids.append(self._process.pid)
 
     @property
@@ -162,6 +187,11 @@ class Task:
     def is_over(self) -> bool:
         """Whether the task neither runs nor waits to be started again."""
         return self._process is None and "restart" not in self.planned
+
+    @property
+    def lasted_secs(self) -> float:
+        """How long the process ran that has ended last."""
+        return self._ended_at - self._began_at
 
     def read(self) -> list[bytes] | None:
         """The lines completed since the last call; None at the end of all."""

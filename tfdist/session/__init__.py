@@ -74,6 +74,12 @@ Processes with different programs (variables, batches, number of devices): a
   `ValueError` in each, before the first step, that names the difference.
   (test_another_program_is_named)
 
+How long steps stand still: until a process is in the place of the dead one (at
+once where `tfdist launch` has a spare, which has imported TensorFlow already;
+see test_a_job_goes_on_with_spares), and then while the chief finds the servers,
+connects, builds and restores the model and traces its step.
+`benchmarks/recovery.py` measures each part.
+
 Steps that were lost are run again; on parameter servers with other examples.
 `global_step` counts applied updates and never passes the step at which a hook
 stops training. While a ps is waited for, so are workers that are missing.
