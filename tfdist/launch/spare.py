@@ -111,8 +111,7 @@ def wait(program: Sequence[str]) -> None:
     Args:
         program: `-m MODULE ...` or `FILE.py ...`.
     """
-    safe_path = getattr(sys.flags, "safe_path", False)  # Python 3.11.
-    if program[0] != "-m" and not safe_path:
+    if program[0] != "-m" and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     for name in _IMPORTED:
         # What is wrong there the program will say by itself.
