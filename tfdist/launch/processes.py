@@ -167,7 +167,8 @@ class Task:
             "TF_CONFIG": self.tf_config,
         }
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
-        self._process = (self.spare and self.spare(environment)) or spawn(
+        process = self.spare(environment) if self.spare else None
+        self._process = process or spawn(
             self._command, environment, stdout=self.stdout
         )
         if self._process.stdout is not None:
