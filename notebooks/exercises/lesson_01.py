@@ -14,7 +14,9 @@ from exercises import Exercise
 def is_the_third_server(text: str) -> bool:
     """Exercise 2: what tfdist reads in the text."""
     me = tfdist.Cluster.from_env({"TF_CONFIG": text})
-    everybody = {address for job in me.tasks.values() for address in job}
+    everybody = {
+        address for job in me.tasks.values() for address in job.values()
+    }
     return (
         (me.role, me.address) == ("ps", f"p{me.num_ps - 1}:2222")
         and (me.num_workers, me.num_ps) == (2, 3)

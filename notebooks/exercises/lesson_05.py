@@ -21,9 +21,9 @@ def waits_for_the_fastest(function: Callable[..., float]) -> bool:
 
 
 def stands_still(answer: Sequence[int]) -> bool:
-    """Exercise 4: the first job does (but for a line), the second does not."""
-    synchronous, asynchronous = answer
-    return 0 <= synchronous <= 10 < 2 * synchronous + 20 < asynchronous
+    """Exercise 4: at most one line of progress is late; then it goes on."""
+    before, still, after = answer
+    return before >= 50 and 0 <= still - before <= 10 and after >= still + 50
 
 
 EXERCISES = {
@@ -55,12 +55,12 @@ EXERCISES = {
     ),
     4: Exercise(
         (
-            "Write one function that is called with `workers=3` and with "
-            "`ps=2, workers=3`; `race` above starts a cluster in the same way.",
-            "After `tasks.freeze('worker:1')` and a second's sleep, note "
-            "`tasks.step`, sleep for three seconds, and return the difference. "
-            "Do not wait for the end of the job: leaving the `with` block ends "
-            "it.",
+            "`race` above starts a cluster in the same way. What is different: "
+            "the program, and what happens inside the `with` block.",
+            "Inside the block, in this order: `wait_until_step(50)`, `freeze`, "
+            "a second's sleep, `tasks.step`, three seconds' sleep, "
+            "`tasks.step`, `resume`, and `wait_until_step` for 50 more, which "
+            "returns the step. You need not wait for the end of the job.",
         ),
         is_right=stands_still,
     ),

@@ -67,7 +67,7 @@ WRONG = {
             "answer_3 = lambda secs, n: secs.max(axis=1).mean()",
             "answer_3 = lambda secs, n: np.sort(secs, axis=1)[:, :n].mean()",
         ],
-        4: ["answer_4 = [0, 0]", "answer_4 = [240, 0]", "answer_4 = [90, 95]"],
+        4: ["answer_4 = [60, 120, 180]", "answer_4 = [50, 50, 50]"],
         5: ["answer_5 = 'Nothing.'"],
     },
     "06": {
