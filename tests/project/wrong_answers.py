@@ -5,7 +5,7 @@ WRONG = {
     "01": {
         1: ['answer_1 = "worker"'],
         2: [
-            "answer_2 = json.dumps({'cluster': tasks, 'task': "
+            "answer_2 = json.dumps({'cluster': jobs, 'task': "
             "{'type': 'ps', 'index': 1}})",
             "answer_2 = '{'",
         ],
