@@ -24,7 +24,7 @@ from tfdist._tf.private_keras import (
     uses_weight_decay,
     variable_index,
 )
-from tfdist.embeddings.growing import Beside, growing_of
+from tfdist.embeddings.growing import Found, GrowingShards
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import RowView, named_slots, rows_of, slots
@@ -258,7 +258,7 @@ def _follow(
 
 def apply(
     optimizer: Optimizer,
-    found: Sequence[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]],
+    found: Sequence[tuple[Any, tf.Tensor, Any]],
     rate: tf.Tensor,
     iteration: tf.Tensor,
     shared: bool = False,
@@ -267,12 +267,21 @@ def apply(
 
     With `gradient_accumulation_steps` the last of so many steps applies the
     mean. Workers that run at once add to the same sums: an update takes what
-    has arrived when it is due. In a growing table ids are keys, which get rows.
+    has arrived when it is due. Shards that grow come together, as
+    `GrowingShards`, and their keys as `Found`; these get rows.
 
     If others may do so at the same moment (`shared`), they take turns, so no
     number is lost: by variable where an update `is_one_op`, else by device.
     """
-    found = [_with_rows(optimizer, *each, iteration) for each in found]
+    found = [
+        own
+        for variable, *each in found
+        for own in (
+            _claimed(optimizer, variable, *each, iteration)
+            if isinstance(variable, GrowingShards)
+            else [(variable, *each)]
+        )
+    ]
 
     def run() -> None:
         _apply(optimizer, found, rate, iteration)
@@ -314,23 +323,34 @@ def _apply(
     tf.cond(_is_due(optimizer, iteration), apply_means, wait)
 
 
-def _with_rows(
+def _claimed(
     optimizer: Optimizer,
-    variable: keras.Variable,
+    growing: GrowingShards,
     gradient: tf.Tensor,
-    ids: Any,
+    found: Found,
     iteration: tf.Tensor,
-) -> tuple[keras.Variable, tf.Tensor, tf.Tensor | None]:
-    growing = growing_of(variable)
-    if growing:
-        beside: Beside = [(s, None) for s in _begun(optimizer, variable)]
-        if growing.table.evict_after_steps:
-            beside = [*_first_values(optimizer, variable), *beside]
-        ids, gradient = growing.claimed(ids, gradient, iteration, beside)
-    return variable, gradient, ids
+) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor]]:
+    """Of each shard the gradient and its rows, which begin if they are new."""
+    beside = []
+    for shard in growing.shards:
+        first: list[tuple[keras.Variable, float | None]] = []
+        if growing.evicts:
+            first += _first_values(optimizer, shard)
+        beside.append([*first, *((s, None) for s in _begun(optimizer, shard))])
+    together = [
+        ([slot for slot, _ in each], each[0][1])
+        for each in zip(*beside, strict=True)
+    ]
+    claimed = growing.claimed(found, gradient, iteration, together)
+    return [
+        (shard, own, rows)
+        for shard, (rows, own) in zip(growing.shards, claimed, strict=True)
+    ]
 
 
-def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
+def _first_values(
+    optimizer: Optimizer, variable: keras.Variable
+) -> list[tuple[keras.Variable, float | None]]:
     """At what its slots begin in Keras' rules; the rest at zero."""
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
     return [
