@@ -13,7 +13,7 @@ from tfdist.embeddings.index import NO_ID, SEGMENT
 from tfdist.training import optimizers
 from tfdist.training.layout import Layout
 
-BATCH, STEPS = 800, 8
+BATCH, STEPS = 800, 10
 
 
 def model_of(tables, optimizer="adagrad"):
@@ -33,7 +33,7 @@ def model_of(tables, optimizer="adagrad"):
 def data():
     """Ids that drift, so that a table sees more than it has rows."""
     rng, number = np.random.default_rng(0), BATCH * STEPS
-    ids = rng.integers(0, 6_000, [number, 5]) + np.arange(number)[:, None]
+    ids = rng.integers(0, 4_000, [number, 5]) + np.arange(number)[:, None]
     lengths = rng.integers(0, 4, number)
     several = tf.RaggedTensor.from_row_lengths(
         rng.integers(-50, 50, lengths.sum()), lengths
@@ -71,16 +71,18 @@ def groups(made, optimizer="adagrad"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "kwargs"),
+    ("optimizer", "counted", "kwargs"),
     [
-        ("adagrad", {}),
-        ("adam", {"embeddings_initializer": "normal"}),
-        ("adam ema", {"evict_after_steps": 2}),
-        ("accumulates", {"admit_after": 2}),
-        ("sgd", {"admit_after": 2, "evict_after_steps": 3}),
+        ("adagrad", [0], {}),
+        ("adam", [0], {"embeddings_initializer": "normal"}),
+        ("adam ema", [2], {"evict_after_steps": 2}),
+        ("accumulates", [0, 1], {"admit_after": 2}),
+        ("sgd", [1, 2], {"admit_after": 2, "evict_after_steps": 3}),
     ],
 )
-def test_a_group_learns_what_each_would_alone(optimizer, kwargs, monkeypatch):
+def test_a_group_learns_what_each_would_alone(
+    optimizer, counted, kwargs, monkeypatch
+):
     """Rows, slots, whose they are, and all that is counted."""
     together = learned(optimizer, **kwargs)
     monkeypatch.setattr(DynamicEmbedding, "group_key", property(id))
@@ -93,14 +95,8 @@ def test_a_group_learns_what_each_would_alone(optimizer, kwargs, monkeypatch):
             atol=0 if exact else 1e-6,
             err_msg=name,
         )
-    refused, waiting, evicted = (
-        sum(together[f"{name}/counters"] for name in ["a", "several"])
-        .reshape([-1, 3])
-        .sum(axis=0)
-    )
-    assert (refused > 0) == ("evict_after_steps" not in kwargs)
-    assert (waiting > 0) == ("admit_after" in kwargs)
-    assert (evicted > 0) == ("evict_after_steps" in kwargs)
+    counts = together["a/counters"].sum(axis=0)
+    assert all(counts[counted] > 0), counts
 
 
 def test_tables_of_the_same_options_are_a_group():
