@@ -64,7 +64,7 @@ class Shard:
         def update():
             found = Found(keys, Places(), at, rows, tf.reduce_all(at >= 0))
             ((slots, own),) = self.found.claimed(
-                found, gradient, step, [([self.slot], FIRST)]
+                found, gradient, step, [[(self.slot, FIRST)]]
             )
             self.own.shard.value.scatter_add(tf.IndexedSlices(own, slots))
             ones = tf.ones_like(own)

@@ -44,7 +44,7 @@ def seen_again(
     row = tf.broadcast_to(segment[:, tf.newaxis], tf.shape(bits))
     at = tf.stack([row, bits % WIDTH], axis=2)
     shift = tf.cast(bits // WIDTH % 4 * 8, tf.int32)
-    words = places.gather(sketches, at, tf.gather_nd)
+    words = places.read(tf.gather_nd, sketches, at)
     counts = tf.bitwise.right_shift(words, shift) % 256
     lowest = tf.reduce_min(counts, axis=1, keepdims=True)
     # Of keys that share a count each raises it, so none is too low.

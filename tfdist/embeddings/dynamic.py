@@ -49,6 +49,9 @@ class DynamicEmbedding(PartitionedEmbedding):
     >>> layer.num_ids()
     0
 
+    Tables of one width, whose options below are the same, are looked up
+    together, in hardly more ops than one.
+
     Not supported yet: regularizers, constraints, `mask_zero`, export of the
     rows in use alone.
 

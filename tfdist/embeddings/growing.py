@@ -35,8 +35,8 @@ were not admitted yet; ids that lost their rows."""
 # The mutex of a server's tables that evict.
 _EVICTING = "tfdist_evicting"
 
-Beside = Sequence[tuple[Sequence[keras.Variable], float | None]]
-"""Slots of each shard: at which value they begin; None: as the row does."""
+Beside = Sequence[tuple[keras.Variable, float | None]]
+"""Slots of a shard: at which value each begins; None: as the row does."""
 
 
 class Found(NamedTuple):
@@ -145,7 +145,7 @@ class GrowingShards:
         found: Found,
         gradient: tf.Tensor,
         iteration: tf.Tensor,
-        beside: Beside,
+        beside: Sequence[Beside],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Of each shard, slots of its unique keys, and their gradients.
 
@@ -157,7 +157,7 @@ class GrowingShards:
             found: The keys.
             gradient: Of each.
             iteration: Updates before this one, int64.
-            beside: What begins with a row.
+            beside: What begins with a row, of each shard the same kinds.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
@@ -215,7 +215,7 @@ class GrowingShards:
         places: Places,
         rows: tf.Tensor,
         now: tf.Tensor,
-        beside: Beside,
+        beside: Sequence[Beside],
     ) -> tf.Tensor:
         """Slots of keys that begin with rows; see `insert`."""
 
@@ -224,7 +224,8 @@ class GrowingShards:
         ) -> list[Any]:
             own = tf.gather(rows, which)
             ops = places.scatter(write, self.shards, slots, own)
-            for variables, value in beside:
+            for kind in zip(*beside, strict=True):
+                variables, (value, *_) = zip(*kind, strict=True)
                 first = own if value is None else tf.fill(tf.shape(own), value)
                 ops += places.scatter(write, variables, slots, first)
             if self.evicts:

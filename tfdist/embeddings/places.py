@@ -47,16 +47,22 @@ class Places(NamedTuple):
             return [values]
         return tf.split(values, self.counts, num=self.num)
 
-    def gather(
+    def read(
         self,
+        by: Callable[..., tf.Tensor],
         shards: Sequence[keras.Variable],
-        rows: tf.Tensor,
-        by: Callable[..., tf.Tensor] = tf.gather,
+        *values: tf.Tensor,
     ) -> tf.Tensor:
-        """For each key some rows of its shard; along axis 0."""
-        own = zip(shards, self.split(rows), strict=True)
-        found = [by(shard.value, each) for shard, each in own]
+        """Joins along axis 0 what `by(shard, *values)` reads for its keys."""
+        own = zip(shards, *map(self.split, values), strict=True)
+        found = [by(shard.value, *each) for shard, *each in own]
         return tf.concat(found, axis=0) if self.num > 1 else found[0]
+
+    def gather(
+        self, shards: Sequence[keras.Variable], rows: tf.Tensor
+    ) -> tf.Tensor:
+        """For each key some rows of its shard."""
+        return self.read(tf.gather, shards, rows)
 
     def scatter(
         self,

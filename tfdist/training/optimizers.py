@@ -24,7 +24,7 @@ from tfdist._tf.private_keras import (
     uses_weight_decay,
     variable_index,
 )
-from tfdist.embeddings.growing import Found, GrowingShards
+from tfdist.embeddings.growing import Beside, GrowingShards
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import RowView, named_slots, rows_of, slots
@@ -274,13 +274,7 @@ def apply(
     number is lost: by variable where an update `is_one_op`, else by device.
     """
     found = [
-        own
-        for variable, *each in found
-        for own in (
-            _claimed(optimizer, variable, *each, iteration)
-            if isinstance(variable, GrowingShards)
-            else [(variable, *each)]
-        )
+        own for each in found for own in _claimed(optimizer, *each, iteration)
     ]
 
     def run() -> None:
@@ -325,32 +319,26 @@ def _apply(
 
 def _claimed(
     optimizer: Optimizer,
-    growing: GrowingShards,
+    variable: keras.Variable | GrowingShards,
     gradient: tf.Tensor,
-    found: Found,
+    ids: Any,
     iteration: tf.Tensor,
-) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor]]:
-    """Of each shard the gradient and its rows, which begin if they are new."""
+) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]]:
+    """Of each shard that grows the gradient and its rows, claimed if new."""
+    if not isinstance(variable, GrowingShards):
+        return [(variable, gradient, ids)]
     beside = []
-    for shard in growing.shards:
-        first: list[tuple[keras.Variable, float | None]] = []
-        if growing.evicts:
-            first += _first_values(optimizer, shard)
+    for shard in variable.shards:
+        first = _first_values(optimizer, shard) if variable.evicts else []
         beside.append([*first, *((s, None) for s in _begun(optimizer, shard))])
-    together = [
-        ([slot for slot, _ in each], each[0][1])
-        for each in zip(*beside, strict=True)
-    ]
-    claimed = growing.claimed(found, gradient, iteration, together)
+    claimed = variable.claimed(ids, gradient, iteration, beside)
     return [
         (shard, own, rows)
-        for shard, (rows, own) in zip(growing.shards, claimed, strict=True)
+        for shard, (rows, own) in zip(variable.shards, claimed, strict=True)
     ]
 
 
-def _first_values(
-    optimizer: Optimizer, variable: keras.Variable
-) -> list[tuple[keras.Variable, float | None]]:
+def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
     """At what its slots begin in Keras' rules; the rest at zero."""
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
     return [
