@@ -76,8 +76,8 @@ def groups(made, optimizer="adagrad"):
         ("adagrad", [0], {}),
         ("adam", [0], {"embeddings_initializer": "normal"}),
         ("adam ema", [2], {"evict_after_steps": 2}),
-        ("accumulates", [0, 1], {"admit_after": 2}),
-        ("sgd", [1, 2], {"admit_after": 2, "evict_after_steps": 3}),
+        ("accumulates", [1], {"admit_after": 2}),
+        ("sgd", [1], {"admit_after": 2, "evict_after_steps": 3}),
     ],
 )
 def test_a_group_learns_what_each_would_alone(
