@@ -52,9 +52,9 @@ class Found(NamedTuple):
 
     keys: tf.Tensor
     places: Places
-    slots: tf.Tensor | None = None
-    rows: tf.Tensor | None = None
-    is_whole: tf.Tensor | None = None
+    slots: Any = None
+    rows: Any = None
+    is_whole: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,6 @@ def salt(initializer: Any, name: str) -> int:
     A seed that is None counts as 0, so that a job that goes on begins rows as
     before.
     """
-    seed = getattr(initializer, "get_config", dict)().get("seed") or 0
+    seed = initializer.get_config().get("seed") or 0
     number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
     return int(np.uint64(number).astype(np.int64))
