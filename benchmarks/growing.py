@@ -1,11 +1,13 @@
 """Steps per second of a table that grows, over one of a known vocabulary.
 
     python -m benchmarks.growing [--rows=100000,1000000] [--new=0,100]
+    python -m benchmarks.growing --rows=100000 --tables=26
 
 Both look up the same 8 ids per example, 256 examples a step, on 2 ps and 2
 workers, in turns. A step has so many ids that are `new`; the others were seen
 before, as half of `--steps` are run before any is timed: let these look up each
-of `--rows` several times (a step looks up 2,048).
+of `--rows` several times (a step looks up 2,048). Of several `--tables`, each
+has so many rows and looks up one id of an example.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 
 from benchmarks.ps_harness import median_and_range, run_cluster
 
-_ROUND = {"model": "table", "who": "tfdist", "repeats": 3}
+_ROUND = {"who": "tfdist", "repeats": 3}
 
 
 def main() -> None:
@@ -23,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="100000,1000000")
     parser.add_argument("--new", default="0,100")
+    parser.add_argument("--tables", type=int, default=1)
     parser.add_argument("--optimizer", default="adagrad")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
@@ -34,15 +37,23 @@ def main() -> None:
             most = rows + 2 * new * args.steps * 4
             case = {**_ROUND, "rows": rows, "new": new, "steps": args.steps}
             case |= {"optimizer": args.optimizer, "capacity": most * 4 // 3}
+            case["model"] = "table" if args.tables == 1 else "tables"
+            case["tables"] = args.tables
             rates: dict[bool, list[float]] = {False: [], True: []}
+            ratios = []
             for _ in range(args.rounds):
                 for grows, found in rates.items():
                     measured = run_cluster({**case, "grows": grows})
                     found += measured["steps_per_sec"]
-            ratio = statistics.median(rates[True])
-            ratio /= statistics.median(rates[False])
+                known, growing = (
+                    statistics.median(found[-_ROUND["repeats"] :])
+                    for found in rates.values()
+                )
+                ratios.append(growing / known)
             told = [f"{median_and_range(each):<19}" for each in rates.values()]
-            print(f"{rows:<10} {new:<5}", *told, f"{ratio:.2f}", flush=True)
+            ratio = f"{statistics.median(ratios):.2f}"
+            ratio += f" ({min(ratios):.2f}-{max(ratios):.2f})"
+            print(f"{rows:<10} {new:<5}", *told, ratio, flush=True)
 
 
 if __name__ == "__main__":

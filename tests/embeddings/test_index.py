@@ -1,5 +1,6 @@
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -17,25 +18,28 @@ from tfdist.embeddings.index import (
     segments,
     still_held,
 )
+from tfdist.embeddings.places import Places, places_of
+
+ONE = Places()
 
 
-def made(num_segments=1, first=0, own=None, name="index"):
+def made(num_segments=1, first=0, own=None):
     shape = [(own or num_segments) * SEGMENT // BUCKET, BUCKET]
-    keys = tf.Variable(tf.zeros(shape, tf.int64))
-    return Index(keys, name, first, num_segments)
+    keys = keras.Variable(np.zeros(shape), dtype="int64")
+    return Index([keys], [first], [num_segments])
 
 
 def key(ids):
     return mixed(tf.constant(ids, tf.int64))
 
 
-def nothing(slots, which, lost):
+def nothing(slots, places, which, lost):
     return []
 
 
 def held(index):
     """The keys in the table, by slot."""
-    keys = index.keys.numpy().ravel()
+    keys = index.keys[0].numpy().ravel()
     return {slot: keys[slot] for slot in np.flatnonzero(keys)}
 
 
@@ -71,71 +75,101 @@ def test_segments_are_even(num):
 
 def test_what_was_inserted_is_found_where_it_is():
     index, keys = made(2), key(np.arange(1000))
-    assert np.all(find(index, keys).numpy() == -1)
-    slots = insert(index, keys, nothing).numpy()
+    assert np.all(find(index, keys, ONE).numpy() == -1)
+    slots = insert(index, keys, ONE, nothing).numpy()
     assert held(index) == dict(zip(slots, keys.numpy(), strict=True))
-    np.testing.assert_array_equal(find(index, keys), slots)
-    np.testing.assert_array_equal(insert(index, keys, nothing), slots)
-    assert np.all(find(index, key(np.arange(1000, 2000))).numpy() == -1)
+    np.testing.assert_array_equal(find(index, keys, ONE), slots)
+    np.testing.assert_array_equal(insert(index, keys, ONE, nothing), slots)
+    assert np.all(find(index, key(np.arange(1000, 2000)), ONE).numpy() == -1)
 
 
 def test_what_was_found_is_looked_at_again():
     """Of keys that another has by now, or that had no slot, none is held."""
     index, keys = made(2), key(np.arange(100))
-    slots = insert(index, keys, nothing)
-    np.testing.assert_array_equal(still_held(index, keys, slots), slots)
+    slots = insert(index, keys, ONE, nothing)
+    np.testing.assert_array_equal(still_held(index, keys, slots, ONE), slots)
     swapped = tf.concat([slots[1:2], slots[:1], slots[2:]], axis=0)
-    held_now = still_held(index, keys, swapped).numpy()
+    held_now = still_held(index, keys, swapped, ONE).numpy()
     assert held_now[:2].tolist() == [-1, -1]
     np.testing.assert_array_equal(held_now[2:], slots[2:])
     missing = tf.fill([100], tf.constant(-1, tf.int64))
-    assert np.all(still_held(index, keys, missing).numpy() == -1)
+    assert np.all(still_held(index, keys, missing, ONE).numpy() == -1)
 
 
 def test_the_slot_does_not_depend_on_shards():
     whole, keys = made(3), key(np.arange(5000))
-    slots = insert(whole, keys, nothing)
+    slots = insert(whole, keys, ONE, nothing)
     of = segments(keys, 3)
     for first, own in ((0, 1), (1, 2)):
         part = made(3, first, own)
         mine = (of >= first) & (of < first + own)
-        found = insert(part, keys[mine], nothing)
+        found = insert(part, keys[mine], ONE, nothing)
         np.testing.assert_array_equal(found + first * SEGMENT, slots[mine])
+
+
+def test_shards_that_are_searched_together():
+    """Of two tables that have the same ids: as each by itself."""
+    parts, keys = [(0, 1, 3), (1, 2, 3), (0, 2, 2)], key(np.arange(9000))
+    alone = [made(whole, first, own) for first, own, whole in parts]
+    joined = [made(whole, first, own) for first, own, whole in parts]
+    joined = Index(
+        [index.keys[0] for index in joined],
+        [first for first, _, _ in parts],
+        [whole for _, _, whole in parts],
+    )
+    wanted = []
+    for first, own, whole in parts:
+        of = segments(keys, whole)
+        wanted.append(keys[(of >= first) & (of < first + own)])
+    counts = [len(each) for each in wanted]
+    places, every = places_of(tf.constant(counts), 3), tf.concat(wanted, 0)
+    assert np.all(find(joined, every, places).numpy() == -1)
+    slots = insert(joined, every, places, nothing)
+    assert 0 < np.count_nonzero(slots == -1) < 2000
+    np.testing.assert_array_equal(find(joined, every, places), slots)
+    held = still_held(joined, every, slots, places)
+    np.testing.assert_array_equal(held, slots)
+    for own, index, keys, both in zip(
+        wanted, alone, joined.keys, tf.split(slots, counts), strict=True
+    ):
+        np.testing.assert_array_equal(insert(index, own, ONE, nothing), both)
+        np.testing.assert_array_equal(index.keys[0], keys)
 
 
 def test_a_key_is_published_when_its_row_is_ready():
     index, keys = made(), key(np.arange(100))
     seen = []
 
-    def begin(slots, which, lost):
-        seen.extend(find(index, tf.gather(keys, which)).numpy())
+    def begin(slots, places, which, lost):
+        seen.extend(find(index, tf.gather(keys, which), ONE).numpy())
         return []
 
-    insert(index, keys, begin)
+    insert(index, keys, ONE, begin)
     assert len(seen) == 100
     assert set(seen) == {-1}
 
 
 def test_an_insert_that_fails_publishes_nothing_and_lets_others_go_on():
-    index, keys = made(name="fails"), key([5])
+    index, keys = made(), key([5])
 
     @tf.function
     def fails():
         return insert(
-            index, keys, lambda *_: [tf.debugging.Assert(False, ["It fails."])]
+            *(index, keys, ONE),
+            lambda *_: [tf.debugging.Assert(False, ["It fails."])],
         )
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="It fails"):
         fails()
     assert held(index) == {}
-    assert insert(index, keys, nothing) >= 0
+    assert insert(index, keys, ONE, nothing) >= 0
 
 
 @pytest.mark.parametrize("batch", [64, 2048])
 def test_no_id_is_refused_at_three_quarters(batch):
     index = made(4)
     number = 4 * SEGMENT * 3 // 4
-    function = tf.function(lambda ids: insert(index, mixed(ids), nothing))
+    function = tf.function(lambda ids: insert(index, mixed(ids), ONE, nothing))
     for start in range(0, number, batch):
         slots = function(tf.range(start, start + batch, dtype=tf.int64))
         assert np.all(slots.numpy() >= 0)
@@ -144,23 +178,23 @@ def test_no_id_is_refused_at_three_quarters(batch):
 
 def test_a_full_table_refuses():
     index, keys = made(), key(np.arange(2 * SEGMENT))
-    slots = insert(index, keys, nothing).numpy()
+    slots = insert(index, keys, ONE, nothing).numpy()
     assert (slots >= 0).sum() == len(held(index)) > 0.97 * SEGMENT
     assert len(np.unique(slots[slots >= 0])) == len(held(index))
-    np.testing.assert_array_equal(find(index, keys), slots)
+    np.testing.assert_array_equal(find(index, keys, ONE), slots)
     # Also if there is nothing to do, or nobody to do it for.
-    np.testing.assert_array_equal(insert(index, keys, nothing), slots)
-    assert insert(index, keys[:0], nothing).shape == [0]
+    np.testing.assert_array_equal(insert(index, keys, ONE, nothing), slots)
+    assert insert(index, keys[:0], ONE, nothing).shape == [0]
 
 
-def stress(name, num_threads=4, steps=40, batch=300):
+def stress(num_threads=4, steps=40, batch=300):
     """Threads that insert the same new ids; how many slots, how many ids."""
-    index = made(8, name=name)
+    index = made(8)
     rows = tf.Variable(tf.zeros([8 * SEGMENT], tf.int64))
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def step(ids):
-        def begin(slots, which, lost):
+        def begin(slots, places, which, lost):
             return [
                 tf.raw_ops.ResourceScatterUpdate(
                     resource=rows.handle,
@@ -169,7 +203,7 @@ def stress(name, num_threads=4, steps=40, batch=300):
                 )
             ]
 
-        slots = insert(index, mixed(ids), begin)
+        slots = insert(index, mixed(ids), ONE, begin)
         # Who finds a key finds its row.
         return tf.reduce_all(tf.gather(rows, slots) == mixed(ids))
 
@@ -196,7 +230,7 @@ def stress(name, num_threads=4, steps=40, batch=300):
 
 
 def test_threads_make_a_slot_for_each_id():
-    slots, ids, found, rows_are_ready = stress("with")
+    slots, ids, found, rows_are_ready = stress()
     assert rows_are_ready
     assert slots == ids
     assert len(set(found.values())) == ids
@@ -205,8 +239,8 @@ def test_threads_make_a_slot_for_each_id():
 def test_without_the_mutex_they_make_more(monkeypatch):
     """So the test above would see it."""
     monkeypatch.setattr(module, "alone", lambda name, run: run())
-    for attempt in range(30):
-        slots, ids, _, rows_are_ready = stress(f"without-{attempt}")
+    for _ in range(30):
+        slots, ids, _, rows_are_ready = stress()
         if slots != ids or not rows_are_ready:
             return
     pytest.fail("Threads never met.")

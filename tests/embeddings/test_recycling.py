@@ -13,8 +13,14 @@ from test_dynamic import OPTIMIZERS, dynamic, model_of, trained
 
 from tfdist import PartitionedEmbedding
 from tfdist.embeddings import admission, growing
-from tfdist.embeddings.growing import Found, growing_of, taking_turns
+from tfdist.embeddings.growing import (
+    Found,
+    GrowingShards,
+    growing_of,
+    taking_turns,
+)
 from tfdist.embeddings.index import BUCKET, SEGMENT, Index, _buckets, mixed
+from tfdist.embeddings.places import Places
 from tfdist.training import slots
 
 ROOM, FIRST = 2 * BUCKET, 0.5
@@ -23,7 +29,8 @@ ROOM, FIRST = 2 * BUCKET, 0.5
 def _crowded(number):
     """Keys that all have the same two buckets, of a table of one segment."""
     keys = mixed(tf.range(1_500_000, dtype=tf.int64))
-    pairs = np.sort(_buckets(Index(None, "", 0, 1), keys).numpy(), axis=1)
+    pairs = _buckets(Index([], [0], [1]), keys, Places()).numpy()
+    pairs = np.sort(pairs, axis=1)
     mine = np.flatnonzero((pairs == pairs[0]).all(axis=1))[:number]
     assert len(mine) == number
     return keys.numpy()[mine]
@@ -42,16 +49,22 @@ class Shard:
         self.slot = keras.Variable(np.full([SEGMENT, 2], FIRST, "float32"))
         ids = tf.TensorSpec([None], tf.int64)
         step = tf.TensorSpec([], tf.int64)
-        self.pull = tf.function(self.own.rows, [ids])
+        self.found = GrowingShards(self.table.shards)
+        self.pull = tf.function(self._pull, [ids])
         rows = tf.TensorSpec([None, 2], tf.float32)
         self.push = tf.function(self._push, [ids, ids, rows, step])
+
+    def _pull(self, keys):
+        found = self.found.rows(Found(keys, Places()))
+        return found.keys, found.slots, found.rows
 
     def _push(self, keys, at, rows, step):
         gradient = tf.gather(self.table.first_rows(keys), [0, 1], axis=1)
 
         def update():
-            slots, own = self.own.claimed(
-                Found(keys, at, rows), gradient, step, [(self.slot, FIRST)]
+            found = Found(keys, Places(), at, rows, tf.reduce_all(at >= 0))
+            ((slots, own),) = self.found.claimed(
+                found, gradient, step, [[(self.slot, FIRST)]]
             )
             self.own.shard.value.scatter_add(tf.IndexedSlices(own, slots))
             ones = tf.ones_like(own)
@@ -60,7 +73,7 @@ class Shard:
         taking_turns([self.own.shard], update, [gradient])
 
     def learn(self, keys, step):
-        _, found = self.pull(tf.constant(keys, tf.int64))
+        found = self.pull(tf.constant(keys, tf.int64))
         self.push(*found, tf.constant(step, tf.int64))
 
     def held(self):
@@ -129,11 +142,11 @@ def test_a_table_in_python(admit_after, evict_after, data):
         st.tuples(every, st.integers(0, 3)), min_size=10, max_size=30
     )
     for step, (keys, delay) in enumerate(data.draw(batches)):
-        rows, found = shard.pull(tf.constant(keys, tf.int64))
-        first = shard.table.first_rows(found.keys).numpy()
+        found = shard.pull(tf.constant(keys, tf.int64))
+        first = shard.table.first_rows(found[0]).numpy()
         times = np.array([model.times.get(k, 0) for k in keys])
         np.testing.assert_allclose(
-            rows, first * (1 + times[:, None]), rtol=1e-4
+            found[2], first * (1 + times[:, None]), rtol=1e-4
         )
         waiting.append((step + delay, step, found))
         for each in [w for w in waiting if w[0] <= step]:
@@ -141,7 +154,7 @@ def test_a_table_in_python(admit_after, evict_after, data):
             _, at, found = each
             shard.push(*found, tf.constant(at, tf.int64))
             held = shard.held()
-            model.update(found.keys.numpy().tolist(), at + 1, {*held})
+            model.update(found[0].numpy().tolist(), at + 1, {*held})
             assert {*held} == {*model.seen}
             if evict_after:
                 seen = shard.own.seen.numpy()
@@ -172,7 +185,7 @@ def test_threads_never_update_the_row_of_another():
 @pytest.mark.slow
 def test_without_taking_turns_they_do(monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr(growing, "alone", lambda _, run: run())
+    monkeypatch.setattr(growing, "alone", lambda _, run, needed: run())
     for _ in range(20):
         try:
             _stress(50)
@@ -218,40 +231,40 @@ def _stress(steps, num_threads=4):
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])
 def test_no_id_counts_as_seen_less_often_than_it_was(batches, num_segments):
     shape = [num_segments, admission.WIDTH]
-    sketch, times = tf.Variable(tf.zeros(shape, tf.int32)), {}
+    sketch, times = keras.Variable(np.zeros(shape), dtype="int32"), {}
     for ids in batches:
         segment = tf.constant(np.array(ids) % num_segments)
         keys = mixed(tf.constant(ids, tf.int64))
-        found = admission.seen_again(sketch, segment, keys).numpy()
+        found = admission.seen_again([sketch], segment, keys, Places()).numpy()
         for key, count in zip(ids, found, strict=True):
             times[key] = times.get(key, 0) + 1
             assert count >= times[key]
 
 
 def test_counts_end_at_127_and_halve():
-    sketch = tf.Variable(tf.zeros([2, admission.WIDTH], tf.int32))
+    sketch = keras.Variable(np.zeros([2, admission.WIDTH]), dtype="int32")
     one, key = tf.constant([1], tf.int64), mixed(tf.constant([5], tf.int64))
     for _ in range(130):
-        times = admission.seen_again(sketch, one, key)
+        times = admission.seen_again([sketch], one, key, Places())
     assert times.numpy() == [127]
-    admission.age(sketch, one)
-    assert admission.seen_again(sketch, one, key).numpy() == [64]
+    admission.age([sketch], one, Places())
+    assert admission.seen_again([sketch], one, key, Places()).numpy() == [64]
     assert np.count_nonzero(sketch.numpy()) == 3
     assert not sketch.numpy()[0].any()
 
 
 def test_counts_beside_each_other_stay_apart():
     """Four are one number."""
-    sketch = tf.Variable(tf.zeros([1, admission.WIDTH], tf.int32))
+    sketch = keras.Variable(np.zeros([1, admission.WIDTH]), dtype="int32")
     lane = np.arange(4)
     # Whose other places are elsewhere.
     keys = lane * admission.WIDTH + (100 + lane << 13) + (200 + lane << 26)
     wanted = np.array([127, 3, 126, 120], np.uint8)
     for i in range(127):
         some = tf.constant(keys[wanted > i])
-        admission.seen_again(sketch, tf.zeros_like(some), some)
+        admission.seen_again([sketch], tf.zeros_like(some), some, Places())
     assert sketch.numpy()[0, :1].view(np.uint8).tolist() == wanted.tolist()
-    admission.age(sketch, tf.constant([0], tf.int64))
+    admission.age([sketch], tf.constant([0], tf.int64), Places())
     halves = (wanted // 2).tolist()
     assert sketch.numpy()[0, :1].view(np.uint8).tolist() == halves
 
@@ -307,7 +320,8 @@ def test_who_takes_over_a_row_begins_anew(optimizer, monkeypatch):
     assert counters["refused"] == counters["not_admitted"] == 0
     live = np.unique([x for x, _ in drifting().skip(DRIFTING - 40)])
     keys = mixed(tf.constant(live, tf.int64))
-    at = growing_of(table.shards[0]).rows(keys)[1].slots.numpy()
+    shards = GrowingShards(table.shards)
+    at = shards.rows(Found(keys, Places())).slots.numpy()
     assert np.mean(at >= 0) >= 0.99
     at, live = at[at >= 0], live[at >= 0]
     mine, theirs = (

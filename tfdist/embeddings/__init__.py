@@ -2,8 +2,9 @@
 
 Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
 reads), `routing` (which server holds them); then of tables that grow `dynamic`
-(the layer), `growing` (a shard of it), `index` (which slot is whose),
-`admission` (which ids get one), `initial` (what a row begins with).
+(the layer), `growing` (its shards), `index` (which slot is whose), `places`
+(shards that are searched together), `admission` (which ids get a slot),
+`initial` (what a row begins with).
 """
 
 import lazy_loader

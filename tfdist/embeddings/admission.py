@@ -8,10 +8,14 @@ halving, so that the ids of long ago make room, Einziger and Friedman, 2015.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist.embeddings.places import Places, write
 
 WIDTH = 2048
 """Words of a segment, of four counts each: two counts for each slot."""
@@ -22,37 +26,45 @@ MOST = 127
 _PLACES = np.array([0, 13, 26])  # Of a key's bits; its segment has upper ones.
 
 
-def seen_again(sketch: Any, segment: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+def seen_again(
+    sketches: Sequence[keras.Variable],
+    segment: tf.Tensor,
+    keys: tf.Tensor,
+    places: Places,
+) -> tf.Tensor:
     """Counts each key once; returns how often each was seen, int32.
 
     Args:
-        sketch: int32 variable `(segments, WIDTH)`.
-        segment: Of each key, in the sketch.
-        keys: Unique.
+        sketches: int32 `(segments, WIDTH)`, of each shard.
+        segment: Of each key, in the sketch of its shard.
+        keys: Unique in a shard.
+        places: Theirs.
     """
     bits = tf.bitwise.right_shift(keys[:, tf.newaxis], _PLACES)
     row = tf.broadcast_to(segment[:, tf.newaxis], tf.shape(bits))
     at = tf.stack([row, bits % WIDTH], axis=2)
     shift = tf.cast(bits // WIDTH % 4 * 8, tf.int32)
-    words = tf.gather_nd(sketch, at)
+    words = places.read(tf.gather_nd, sketches, at)
     counts = tf.bitwise.right_shift(words, shift) % 256
     lowest = tf.reduce_min(counts, axis=1, keepdims=True)
     # Of keys that share a count each raises it, so none is too low.
     raised = tf.cast((counts == lowest) & (counts < MOST), tf.int32)
-    tf.raw_ops.ResourceScatterNdAdd(
-        ref=sketch.handle,
-        indices=at,
-        updates=tf.bitwise.left_shift(raised, shift),
-    )
+    raised = tf.bitwise.left_shift(raised, shift)
+    places.scatter(_add, sketches, at, raised)
     return tf.minimum(lowest[:, 0] + 1, MOST)
 
 
-def age(sketch: Any, segment: tf.Tensor) -> None:
+def age(
+    sketches: Sequence[keras.Variable], segment: tf.Tensor, places: Places
+) -> None:
     """Halves the counts of segments."""
-    halves = tf.bitwise.right_shift(tf.gather(sketch, segment), 1)
-    tf.raw_ops.ResourceScatterUpdate(
-        resource=sketch.handle,
-        indices=segment,
-        # Without the bits that came from the count beside.
-        updates=tf.bitwise.bitwise_and(halves, 0x7F7F7F7F),
+    halves = tf.bitwise.right_shift(places.gather(sketches, segment), 1)
+    # Without the bits that came from the count beside.
+    halves = tf.bitwise.bitwise_and(halves, 0x7F7F7F7F)
+    places.scatter(write, sketches, segment, halves)
+
+
+def _add(handle: Any, at: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    return tf.raw_ops.ResourceScatterNdAdd(
+        ref=handle, indices=at, updates=values
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,8 +13,8 @@ from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
 from tfdist.embeddings.growing import COUNTED, Growing, rows_at
-from tfdist.embeddings.index import BUCKET, NO_ID, SEGMENT, mixed
-from tfdist.embeddings.initial import first_rows
+from tfdist.embeddings.index import BUCKET, SEGMENT, mixed
+from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows
 from tfdist.embeddings.routing import KeyedGroup
 from tfdist.placement.partitioners import Run, row_slices
@@ -49,6 +48,9 @@ class DynamicEmbedding(PartitionedEmbedding):
     TensorShape([2, 4])
     >>> layer.num_ids()
     0
+
+    Tables of one width, whose options below are the same, are looked up
+    together, in hardly more ops than one.
 
     Not supported yet: regularizers, constraints, `mask_zero`, export of the
     rows in use alone.
@@ -157,11 +159,8 @@ class DynamicEmbedding(PartitionedEmbedding):
         self.runs = tuple(
             Run(row, size, i, 0) for i, (row, size) in enumerate(self.slices)
         )
-        self.first_rows = first_rows(
-            self.embeddings_initializer,
-            output_dim,
-            zlib.crc32(self.name.encode()),
-        )
+        self._drawn = first_rows(self.embeddings_initializer, output_dim)
+        self.salt = salt(self.embeddings_initializer, self.name)
         self._growing: list[Growing] = []
 
     def build(self, *input_shapes: Any) -> None:
@@ -225,6 +224,20 @@ class DynamicEmbedding(PartitionedEmbedding):
         """What the rows of ids `(n,)` begin with, `(n, output_dim)`."""
         return self.first_rows(mixed(self._as_ids(tf.convert_to_tensor(ids))))
 
+    def first_rows(
+        self, keys: tf.Tensor, salt: tf.Tensor | int | None = None
+    ) -> tf.Tensor:
+        """What the rows of keys begin with, by the salts of their tables."""
+        return self._drawn(keys, self.salt if salt is None else salt)
+
+    @property
+    def group_key(self) -> Any:  # type: ignore[override]
+        """What tables have in common that are looked up together."""
+        config = self.embeddings_initializer.get_config()
+        config.pop("seed", None)  # Is in the salt.
+        kind = type(self.embeddings_initializer).__name__, repr(config)
+        return *kind, self.admit_after, self.evict_after_steps
+
     def _check_dtype(self, dtype: str) -> None:
         if dtype not in ("int32", "int64", "string"):
             raise TypeError(
@@ -241,8 +254,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         group = KeyedGroup([self], 0, lambda _: "")
         route = group.route([(self, flat)])
         ids = tf.split(route.ids[""], route.counts[""], num=self.num_shards)
-        own = [rows for rows, _ in map(rows_at, group.shards, ids)]
-        rows = tf.concat(own, axis=0)
+        rows, _ = rows_at(group.shards, ids, route.counts[""])
         if self.trainable:
             # By it, an id without a row would learn nothing, silently.
             rows = tf.raw_ops.PreventGradient(
@@ -253,16 +265,6 @@ class DynamicEmbedding(PartitionedEmbedding):
                 "process.",
             )
         return tf.gather(rows, route.positions)
-
-    def checked(self, flat: tf.Tensor) -> tf.Tensor:
-        """`flat`, if none is the one that means none."""
-        # No quotes: TensorFlow would escape them.
-        check = tf.debugging.Assert(
-            tf.reduce_all(flat > NO_ID),
-            [f"Ids of table {self.path} must not be {NO_ID}."],
-        )
-        with tf.control_dependencies([check]):
-            return tf.identity(flat)
 
     def _by_kind(self) -> list[list[keras.Variable]]:
         """Shards of the table and of each variable beside it."""

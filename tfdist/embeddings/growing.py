@@ -1,7 +1,7 @@
-"""Reads and claims rows of a shard; in a growing one they have to be found.
+"""Reads and claims rows of shards; in growing ones they have to be found.
 
-Whoever reads or updates rows of a shard asks here, by row or by key, as the
-shard's table has it.
+Whoever reads or updates rows of a server's shards asks here, by row or by key,
+as their tables have it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tfdist.embeddings.index import (
     Index,
     find,
     insert,
-    segments,
+    own_segments,
     still_held,
 )
+from tfdist.embeddings.places import Places, places_of, write
 
 # Attribute of a shard in which ids have to be found.
 _GROWING = "_tfdist_growing"
@@ -39,11 +40,21 @@ Beside = Sequence[tuple[keras.Variable, float | None]]
 
 
 class Found(NamedTuple):
-    """Keys, their slots when their rows were read, -1: none, and the rows."""
+    """Keys, and what was found out when their rows were read, if they were.
+
+    Attributes:
+        keys: int64 `(n,)`.
+        places: Theirs.
+        slots: In the shard of each; -1: none.
+        rows: What was read.
+        is_whole: Whether all have slots, a scalar.
+    """
 
     keys: tf.Tensor
-    slots: tf.Tensor
-    rows: tf.Tensor
+    places: Places
+    slots: Any = None
+    rows: Any = None
+    is_whole: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +84,6 @@ class Growing:
         setattr(self.shard, _GROWING, self)
 
     @property
-    def _index(self) -> Index:
-        return Index(
-            self.keys.value,
-            self.shard.path,
-            self.first_segment,
-            self.table.num_segments,
-        )
-
-    @property
     def pieces(self) -> list[keras.Variable]:
         """All that the shard consists of."""
         own = [self.shard, self.keys, self.seen, self.counters]
@@ -93,178 +95,239 @@ class Growing:
             held = tf.reshape(self.keys.value, [-1, SEGMENT])
             return tf.math.count_nonzero(held, axis=1)
 
-    def rows(self, keys: tf.Tensor) -> tuple[tf.Tensor, Found]:
-        """The rows of keys; of those that have none, what one begins with."""
-        slots = find(self._index, keys)
-        rows = tf.gather(self.shard.value, tf.maximum(slots, 0))
-        if self.table.evict_after_steps:
+
+class GrowingShards:
+    """Shards of one server that grow alike: their keys are found together.
+
+    Of tables of one `group_key`. Each shard numbers its own slots.
+    """
+
+    def __init__(self, shards: Sequence[keras.Variable]) -> None:
+        own: list[Growing] = [getattr(shard, _GROWING) for shard in shards]
+        self.shards = list(shards)
+        self._tables = [each.table for each in own]
+        self._seen = [each.seen for each in own]
+        self._counters = [each.counters for each in own]
+        sketches = [each.sketch for each in own]
+        self._sketches = [each for each in sketches if each is not None]
+        firsts = [each.first_segment for each in own]
+        nums = [each.table.num_segments for each in own]
+        self._index = Index([each.keys for each in own], firsts, nums)
+        self._admit_after = self._tables[0].admit_after
+        self.evicts = self._tables[0].evict_after_steps
+
+    def rows(self, asked: Found) -> Found:
+        """Reads the rows of keys; one of none is what it would begin with."""
+        keys, places = asked.keys, asked.places
+        slots = find(self._index, keys, places)
+        rows = places.gather(self.shards, tf.maximum(slots, 0))
+        if self.evicts:
             # Was it another's row by then?
             with tf.control_dependencies([rows]):
-                slots = still_held(self._index, keys, slots)
-        missing = tf.where(slots < 0)[:, 0]
+                slots = still_held(self._index, keys, slots, places)
 
         def some() -> tf.Tensor:
-            first = self.table.first_rows(tf.gather(keys, missing))
-            return tf.tensor_scatter_nd_update(
-                rows, missing[:, tf.newaxis], tf.cast(first, rows.dtype)
-            )
+            missing = tf.where(slots < 0)
+            new, its = tf.gather_nd(keys, missing), places.some(missing[:, 0])
+            first = tf.cast(self._first_rows(new, its), rows.dtype)
+            return tf.tensor_scatter_nd_update(rows, missing, first)
 
-        rows = tf.cond(tf.size(missing) > 0, some, lambda: rows)
-        return rows, Found(keys, slots, rows)
+        is_whole = tf.reduce_all(slots >= 0)
+        rows = tf.cond(is_whole, lambda: rows, some)
+        return Found(keys, places, slots, rows, is_whole)
+
+    def _first_rows(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
+        salts = places.each([table.salt for table in self._tables])
+        return self._tables[0].first_rows(keys, salts)
 
     def claimed(
         self,
-        ids: Found | tf.Tensor,
+        found: Found,
         gradient: tf.Tensor,
         iteration: tf.Tensor,
-        beside: Beside,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Slots of unique keys, and their gradients.
+        beside: Sequence[Beside],
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Of each shard, slots of its unique keys, and their gradients.
 
         Those that have no row get one, if they are admitted and there is room;
         else they are left out, and counted. An id that has lost its row since
         it was read is a new one.
 
         Args:
-            ids: Keys, or as `rows` has returned them.
+            found: The keys.
             gradient: Of each.
             iteration: Updates before this one, int64.
-            beside: What begins with a row.
+            beside: What begins with a row, of each shard the same kinds.
         """
-        found = ids if isinstance(ids, Found) else None
-        keys = found.keys if found else ids
-        if self.table.evict_after_steps or not found:
-            found, slots = None, find(self._index, keys)
-        else:
-            slots = found.slots  # Nobody loses one.
+        keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
-        if self.table.evict_after_steps:
-            held = tf.boolean_mask(slots, slots >= 0)
-            # A worker may be late.
-            latest = tf.maximum(tf.gather(self.seen.value, held), now)
-            _scatter(self.seen, held, latest)
+        if self.evicts or slots is None:
+            read, slots = None, find(self._index, keys, places)
+            is_whole = tf.reduce_all(slots >= 0)
+        if self.evicts:
+            held = tf.where(slots >= 0)[:, 0]
+            self._see(tf.gather(slots, held), now, places.some(held))
 
-        def grown() -> tuple[tf.Tensor, tf.Tensor]:
+        def grown() -> list[tf.Tensor]:
             missing = tf.where(slots < 0)
-            new = tf.gather_nd(keys, missing)
+            new, its = tf.gather_nd(keys, missing), places.some(missing[:, 0])
             # Not while others wait.
-            if found:
-                rows = tf.gather_nd(found.rows, missing)
+            if read is None:
+                rows = self._first_rows(new, its)
             else:
-                rows = self.table.first_rows(new)
-            given = self._inserted(new, rows, now, beside)
+                rows = tf.gather_nd(read, missing)
+            given = self._inserted(new, its, rows, now, beside)
             every = tf.tensor_scatter_nd_update(slots, missing, given)
 
-            def kept() -> tuple[tf.Tensor, tf.Tensor]:
-                self._refuse(keys, every)
+            def kept() -> list[tf.Tensor]:
+                self._refuse(keys, every, places)
                 kept = tf.where(every >= 0)[:, 0]
-                return tf.gather(every, kept), tf.gather(gradient, kept)
+                own = tf.gather(every, kept), tf.gather(gradient, kept)
+                return [*own, *counts_of(places.some(kept))]
 
             return tf.cond(
-                tf.reduce_all(given >= 0), lambda: (every, gradient), kept
+                tf.reduce_all(given >= 0), lambda: whole(every), kept
             )
 
-        return tf.cond(
-            tf.reduce_all(slots >= 0), lambda: (slots, gradient), grown
+        def counts_of(places: Places) -> list[tf.Tensor]:
+            return [] if places.counts is None else [places.counts]
+
+        def whole(slots: tf.Tensor) -> list[tf.Tensor]:
+            return [slots, gradient, *counts_of(places)]
+
+        slots, gradient, *counts = tf.cond(
+            is_whole, lambda: whole(slots), grown
         )
+        if counts:
+            places = places._replace(counts=counts[0])
+        own = places.split(slots), places.split(gradient)
+        return [*zip(*own, strict=True)]
+
+    def _see(self, slots: tf.Tensor, now: tf.Tensor, places: Places) -> None:
+        """Notes when slots were last seen."""
+        # A worker may be late.
+        latest = tf.maximum(places.gather(self._seen, slots), now)
+        places.scatter(write, self._seen, slots, latest)
 
     def _inserted(
         self,
         new: tf.Tensor,
+        places: Places,
         rows: tf.Tensor,
         now: tf.Tensor,
-        beside: Beside,
+        beside: Sequence[Beside],
     ) -> tf.Tensor:
         """Slots of keys that begin with rows; see `insert`."""
-        evicts = self.table.evict_after_steps
 
         def begin(
-            slots: tf.Tensor, which: tf.Tensor, lost: tf.Tensor
+            slots: tf.Tensor, places: Places, which: tf.Tensor, lost: tf.Tensor
         ) -> list[Any]:
             own = tf.gather(rows, which)
-            ops = [_scatter(self.shard, slots, own)]
-            for variable, value in beside:
+            ops = places.scatter(write, self.shards, slots, own)
+            for kind in zip(*beside, strict=True):
+                variables, (value, *_) = zip(*kind, strict=True)
                 first = own if value is None else tf.fill(tf.shape(own), value)
-                ops.append(_scatter(variable, slots, first))
-            if evicts:
-                ops.append(_scatter(self.seen, slots, now))
-                lost = tf.boolean_mask(lost, tf.not_equal(lost, EMPTY))
-                ops.append(self._count("evicted_ids", self._segments(lost)))
+                ops += places.scatter(write, variables, slots, first)
+            if self.evicts:
+                at = tf.fill(tf.shape(slots), now)
+                ops += places.scatter(write, self._seen, slots, at)
+                taken = tf.where(tf.not_equal(lost, EMPTY))[:, 0]
+                segment = tf.gather(slots, taken) // SEGMENT
+                ops += self._count("evicted_ids", segment, places.some(taken))
             return ops
 
-        def age(slots: tf.Tensor) -> tf.Tensor:
-            steps = now - tf.gather(self.seen.value, slots)
-            return tf.where(steps >= evicts, steps, 0)
+        def age(slots: tf.Tensor, places: Places) -> tf.Tensor:
+            steps = now - places.gather(self._seen, slots)
+            return tf.where(steps >= self.evicts, steps, 0)
 
-        admit = None if self.sketch is None else self._admitted
-        return insert(self._index, new, begin, admit, age if evicts else None)
+        return insert(
+            self._index,
+            new,
+            places,
+            begin,
+            self._admitted if self._sketches else None,
+            age if self.evicts else None,
+        )
 
-    def _admitted(self, keys: tf.Tensor) -> tf.Tensor:
+    def _admitted(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
         """Which of keys without a slot were seen often enough, now too."""
-        assert self.sketch is not None
-        segment = self._segments(keys)
-        times = admission.seen_again(self.sketch.value, segment, keys)
-        admitted = times >= self.table.admit_after
-        waiting = tf.boolean_mask(segment, ~admitted)
-        before = self._periods(waiting)
-        self._count("not_admitted", waiting)
-        is_due = tf.not_equal(before, self._periods(waiting))
-        admission.age(self.sketch.value, tf.boolean_mask(waiting, is_due))
-        return admitted
+        segment = own_segments(self._index, keys, places)
+        times = admission.seen_again(self._sketches, segment, keys, places)
+        waiting = tf.where(times < self._admit_after)[:, 0]
+        segment, places = tf.gather(segment, waiting), places.some(waiting)
+        before = self._periods(segment, places)
+        self._count("not_admitted", segment, places)
+        due = tf.where(before != self._periods(segment, places))[:, 0]
+        segment, places = tf.gather(segment, due), places.some(due)
+        admission.age(self._sketches, segment, places)
+        return times >= self._admit_after
 
-    def _periods(self, segment: tf.Tensor) -> tf.Tensor:
+    def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
         """After how many periods of its sketch each segment is."""
-        counts = tf.gather(self.counters.value, segment)
+        counts = places.gather(self._counters, segment)
         return counts[:, COUNTED.index("not_admitted")] // admission.PERIOD
 
-    def _segments(self, keys: tf.Tensor) -> tf.Tensor:
-        return segments(keys, self.table.num_segments) - self.first_segment
-
-    def _count(self, what: str, segment: tf.Tensor) -> tf.Operation:
+    def _count(
+        self, what: str, segment: tf.Tensor, places: Places
+    ) -> list[tf.Operation]:
         columns = tf.fill(tf.shape(segment), COUNTED.index(what))
-        return tf.raw_ops.ResourceScatterAdd(
-            resource=self.counters.value.handle,
-            indices=segment,
-            updates=tf.one_hot(columns, len(COUNTED), dtype=tf.int64),
-        )
+        ones = tf.one_hot(columns, len(COUNTED), dtype=tf.int64)
+        return places.scatter(_add, self._counters, segment, ones)
 
-    def _refuse(self, keys: tf.Tensor, slots: tf.Tensor) -> None:
+    def _refuse(
+        self, keys: tf.Tensor, slots: tf.Tensor, places: Places
+    ) -> None:
         """Counts those that found no room; all must be able to."""
-        rows = self.shard.shape[0]
+        sizes = [shard.shape[0] for shard in self.shards]
+        numbers = [tf.size(keys)] if places.num == 1 else places.counts
+        many = tf.where(tf.greater(numbers, sizes))[:1, 0]
         # No quotes: TensorFlow would escape them.
-        message = (
-            f"One batch has more ids than {self.shard.path} has rows: {rows}. "
-            "Give the table a capacity of several batches; now it is "
-            f"{self.table.input_dim}. Ids of the batch there:"
+        messages = [
+            f"One batch has more ids than {shard.path} has rows: {size}. Give "
+            "the table a capacity of several batches; now it is "
+            f"{table.input_dim}. Ids of the batch there:"
+            for shard, size, table in zip(
+                self.shards, sizes, self._tables, strict=True
+            )
+        ]
+        message = tf.strings.reduce_join(tf.gather(messages, many))
+        check = tf.debugging.Assert(
+            tf.equal(tf.size(many), 0), [message, tf.gather(numbers, many)]
         )
-        number = tf.size(keys)
-        check = tf.debugging.Assert(number <= rows, [message, number])
-        refused = tf.boolean_mask(keys, tf.equal(slots, NO_ROOM))
+        refused = tf.where(tf.equal(slots, NO_ROOM))[:, 0]
+        places = places.some(refused)
+        segment = own_segments(self._index, tf.gather(keys, refused), places)
         with tf.control_dependencies([check]):
-            self._count("refused", self._segments(refused))
+            self._count("refused", segment, places)
 
 
-def _scatter(
-    variable: keras.Variable, slots: tf.Tensor, values: tf.Tensor
-) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.value.handle,
-        indices=slots,
-        updates=tf.cast(values, variable.dtype),
+def _add(handle: Any, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    return tf.raw_ops.ResourceScatterAdd(
+        resource=handle, indices=rows, updates=values
     )
 
 
-def rows_at(
-    shard: keras.Variable, ids: tf.Tensor
-) -> tuple[tf.Tensor, Found | tf.Tensor]:
-    """Rows of a shard, where it is, and what their update has to know.
+def asked_for(ids: Found | Sequence[tf.Tensor], counts: tf.Tensor) -> Found:
+    """Keys of each of some shards that grow, so many as `counts` says."""
+    if isinstance(ids, Found):
+        return ids
+    return Found(tf.concat(ids, axis=0), places_of(counts, len(ids)))
 
-    `ids` are rows, or keys if it grows.
+
+def rows_at(
+    shards: Sequence[keras.Variable],
+    ids: Sequence[tf.Tensor],
+    counts: tf.Tensor,
+) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
+    """Rows of a server's shards, and what their update has to know.
+
+    `ids` are rows of each, or keys if they grow.
     """
-    growing = growing_of(shard)
-    if growing:
-        return growing.rows(ids)
-    return tf.gather(shard.value, ids), ids
+    if growing_of(shards[0]):
+        found = GrowingShards(shards).rows(asked_for(ids, counts))
+        return found.rows, found
+    pairs = zip(shards, ids, strict=True)
+    return tf.concat([tf.gather(s.value, i) for s, i in pairs], axis=0), ids
 
 
 def taking_turns(

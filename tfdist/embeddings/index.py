@@ -1,11 +1,11 @@
 """Which slot of a growing table holds an id: find, and insert.
 
 A table is cut into segments of 4,096 slots, a segment into buckets of 16. An
-id is mixed into a key, whose upper bits choose a segment and whose lower ones
-two buckets of it: the key is in one of the two or nowhere. So the slot of an id
-does not depend on how segments are dealt to shards.
+id is mixed into a key, whose upper bits choose a bucket, and so a segment, and
+whose lower ones another bucket of it: the key is in one of the two or nowhere.
+So the slot of an id does not depend on how segments are dealt to shards.
 
-Who finds takes no lock. Inserts take turns, in each shard, and publish a key
+Who finds takes no lock. Inserts take turns, on each server, and publish a key
 when its row is ready: who finds a key finds its row. Where keys lose their
 slots to others, who finds looks again when it has the row (see `growing`).
 """
@@ -13,12 +13,14 @@ slots to others, who finds looks again when it has the row (see `growing`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist._tf.mutex import alone
+from tfdist.embeddings.places import Places
 
 BUCKET, SEGMENT = 16, 4096
 EMPTY = 0
@@ -32,29 +34,29 @@ NO_ROOM, NOT_ADMITTED = -1, -2
 """In the place of a slot: why a key has none."""
 # Ages above count as this one.
 _OLDEST = 1 << 30
+# The mutex of a server, whatever shards are searched together.
+_INSERTING = "tfdist_inserting"
 
-Begin = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], list[Any]]
-"""Has slots begin, with the rows of which of the keys; returns ops.
+Begin = Callable[[tf.Tensor, Places, tf.Tensor, tf.Tensor], list[Any]]
+"""Has slots at some places begin, with the rows of which of the keys.
 
-And told whose keys lost them: `EMPTY`, nobody's.
+And told whose keys lost them: `EMPTY`, nobody's. Returns ops.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the ids of one shard are.
+    """Where the ids of some shards are, each of which numbers its own slots.
 
     Attributes:
-        keys: int64 variable `(buckets, 16)`, where the shard is.
-        name: Of its mutex, no other's.
-        first_segment: Of those that the shard holds.
-        num_segments: Of the whole table.
+        keys: Of each shard, where it is: int64 `(buckets, 16)`.
+        first_segments: Of each shard, of those of its table.
+        num_segments: Of each shard's whole table.
     """
 
-    keys: Any
-    name: str
-    first_segment: int
-    num_segments: int
+    keys: Sequence[keras.Variable]
+    first_segments: Sequence[int]
+    num_segments: Sequence[int]
 
 
 def mixed(ids: tf.Tensor) -> tf.Tensor:
@@ -69,41 +71,51 @@ def mixed(ids: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(_shifted(x, 33), tf.int64)
 
 
-def segments(keys: tf.Tensor, num_segments: int) -> tf.Tensor:
-    """The segment of each key, int64: by the upper half of its bits."""
+def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
+    """The segment of each key in its table, int64: by its upper 32 bits."""
     upper = tf.bitwise.right_shift(
         tf.bitcast(keys, tf.uint64), tf.constant(32, tf.uint64)
     )
-    scaled = tf.cast(upper, tf.int64) * num_segments
+    scaled = tf.bitcast(upper, tf.int64) * num_segments
     return tf.bitwise.right_shift(scaled, tf.constant(32, tf.int64))
 
 
-def find(index: Index, wanted: tf.Tensor) -> tf.Tensor:
-    """The slot of each key in the shard, int64; -1 where it has none."""
-    return _found(index, wanted, _buckets(index, wanted))
+def own_segments(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
+    """The segment of each key in its shard, int64."""
+    return _scaled(index, keys, places, 1)
 
 
-def still_held(index: Index, wanted: tf.Tensor, slots: tf.Tensor) -> tf.Tensor:
+def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
+    """The slot of each key in its shard, int64; -1 where it has none."""
+    buckets = _buckets(index, wanted, places)
+    return _found(index, wanted, buckets, places)
+
+
+def still_held(
+    index: Index, wanted: tf.Tensor, slots: tf.Tensor, places: Places
+) -> tf.Tensor:
     """`slots` that were found before; -1 where another key is by now."""
-    at = tf.maximum(slots, 0)
-    held = tf.gather_nd(
-        index.keys, tf.stack([at // BUCKET, at % BUCKET], axis=1)
-    )
-    return tf.where(tf.equal(held, wanted), slots, -1)
+    held = places.gather(index.keys, tf.maximum(slots, 0) // BUCKET)
+    held = tf.gather(held, slots % BUCKET, batch_dims=1)
+    return tf.where(tf.equal(held, wanted) & (slots >= 0), slots, -1)
 
 
 def insert(
     index: Index,
     wanted: tf.Tensor,
+    places: Places,
     begin: Begin,
-    admit: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    age: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    admit: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
+    age: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """As `find`, once keys that are missing got slots where there is room.
 
+    While nobody else does on the same server.
+
     Args:
         index: Where to.
-        wanted: Keys, unique.
+        wanted: Keys, unique in a shard.
+        places: Theirs.
         begin: Runs before anybody can find them.
         admit: Which of missing keys may get a slot. Default: all.
         age: Of slots, int32: where a bucket is full, the oldest one above 0
@@ -112,19 +124,19 @@ def insert(
     Returns:
         The slot of each key, `NO_ROOM` or `NOT_ADMITTED`.
     """
-    buckets = _buckets(index, wanted)
+    buckets = _buckets(index, wanted, places)
 
     def run() -> tf.Tensor:
         def step(slots: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return _round(index, wanted, buckets, slots, begin, age)
+            return _round(index, wanted, buckets, places, slots, begin, age)
 
-        slots = _found(index, wanted, buckets)
+        slots = _found(index, wanted, buckets, places)
         if admit:
             new = tf.where(slots < 0)
-            admitted = tf.cast(admit(tf.gather_nd(wanted, new)), tf.int64)
+            may = admit(tf.gather_nd(wanted, new), places.some(new[:, 0]))
             # Those who are, one more: `NO_ROOM`, until there is some.
             slots = tf.tensor_scatter_nd_update(
-                slots, new, NOT_ADMITTED + admitted
+                slots, new, NOT_ADMITTED + tf.cast(may, tf.int64)
             )
         return tf.while_loop(
             lambda slots, goes_on: goes_on & tf.reduce_any(slots == NO_ROOM),
@@ -133,16 +145,17 @@ def insert(
             shape_invariants=[tf.TensorShape([None]), tf.TensorShape([])],
         )[0]
 
-    return alone(index.name, run)
+    return alone(_INSERTING, run)
 
 
 def _round(
     index: Index,
     wanted: tf.Tensor,
     buckets: tf.Tensor,
+    places: Places,
     slots: tf.Tensor,
     begin: Begin,
-    age: Callable[[tf.Tensor], tf.Tensor] | None,
+    age: Callable[[tf.Tensor, Places], tf.Tensor] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Gives slots to keys, in the emptier one of each key's two buckets.
 
@@ -151,14 +164,14 @@ def _round(
     whether any were given.
     """
     missing = tf.where(slots == NO_ROOM)[:, 0]
-    own = tf.gather(buckets, missing)
-    held = tf.gather(index.keys, own)
+    own, places = tf.gather(buckets, missing), places.some(missing)
+    held = places.gather(index.keys, own)
     free = tf.cast(tf.equal(held, EMPTY), tf.int32)
     worth = free * tf.reduce_sum(free, axis=2, keepdims=True)
     every = own[:, :, tf.newaxis] * BUCKET + tf.range(BUCKET, dtype=tf.int64)
     if age:
         # Any free slot before the oldest.
-        worth = tf.where(worth > 0, worth + (_OLDEST + 1), age(every))
+        worth = tf.where(worth > 0, worth + (_OLDEST + 1), age(every, places))
     held, every, worth = (
         tf.reshape(each, [-1, 2 * BUCKET]) for each in (held, every, worth)
     )
@@ -166,57 +179,71 @@ def _round(
     room = tf.where(tf.reduce_max(worth, axis=1) > 0)[:, 0]
     slot = tf.gather(every, best, batch_dims=1)
     # The first key of those that chose a bucket.
-    bucket, which = tf.unique(tf.gather(slot, room) // BUCKET)
+    bucket = slot // BUCKET + places.each([i << 40 for i in range(places.num)])
+    unique, which = tf.unique(tf.gather(bucket, room))
     first = tf.math.unsorted_segment_min(
-        tf.range(tf.size(room)), which, tf.size(bucket)
+        tf.range(tf.size(room)), which, tf.size(unique)
     )
     given = tf.gather(room, first)
     which, slot = tf.gather(missing, given), tf.gather(slot, given)
-    at = tf.stack([bucket, slot % BUCKET], axis=1)
+    places = places.some(given)
+    at = tf.stack([slot // BUCKET, slot % BUCKET], axis=1)
     ready = []
     if age:
         # Before its row changes.
-        ready = [
-            _publish(
-                index, at, tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
-            )
-        ]
+        none = tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
+        ready = places.scatter(_publish, index.keys, at, none)
     lost = tf.gather(tf.gather(held, best, batch_dims=1), given)
     with tf.control_dependencies(ready):
-        ready = begin(slot, which, lost)
+        ready = begin(slot, places, which, lost)
     with tf.control_dependencies(ready):
-        published = _publish(index, at, tf.gather(wanted, which))
-    with tf.control_dependencies([published]):
+        new = tf.gather(wanted, which)
+        published = places.scatter(_publish, index.keys, at, new)
+    with tf.control_dependencies(published):
         slots = tf.tensor_scatter_nd_update(slots, which[:, tf.newaxis], slot)
         return slots, tf.size(given) > 0
 
 
-def _publish(index: Index, at: tf.Tensor, keys: tf.Tensor) -> tf.Operation:
+def _publish(handle: Any, at: tf.Tensor, keys: tf.Tensor) -> tf.Operation:
     return tf.raw_ops.ResourceScatterNdUpdate(
-        ref=index.keys.handle, indices=at, updates=keys
+        ref=handle, indices=at, updates=keys
     )
 
 
-def _found(index: Index, wanted: tf.Tensor, buckets: tf.Tensor) -> tf.Tensor:
-    held = tf.gather(index.keys, buckets)
-    hits = tf.equal(held, wanted[:, tf.newaxis, tf.newaxis])
+def _found(
+    index: Index, wanted: tf.Tensor, buckets: tf.Tensor, places: Places
+) -> tf.Tensor:
+    # Of each shard by itself: to join what buckets hold is to copy megabytes.
+    wanted = wanted[:, tf.newaxis, tf.newaxis]
+    hits = places.read(_hits, index.keys, buckets, wanted)
     # The place of the only hit, from 1. A product is the fastest that finds it.
     hits = tf.cast(tf.reshape(hits, [-1, BUCKET]), tf.float32)
-    places = tf.linalg.matvec(hits, tf.range(1.0, BUCKET + 1.0))
-    places = tf.cast(tf.reshape(places, [-1, 2]), tf.int64)
-    slots = tf.where(places > 0, buckets * BUCKET + places - 1, -1)
+    at = tf.matmul(hits, [[i + 1.0] for i in range(BUCKET)])
+    at = tf.cast(tf.reshape(at, [-1, 2]), tf.int64)
+    slots = tf.where(at > 0, buckets * BUCKET + at - 1, -1)
     return tf.reduce_max(slots, axis=1)
 
 
-def _buckets(index: Index, keys: tf.Tensor) -> tf.Tensor:
-    """The two buckets of each key, in the shard; int64 `(n, 2)`."""
-    first = tf.bitwise.bitwise_and(keys, tf.constant(_BUCKETS - 1, tf.int64))
-    bits = tf.bitwise.right_shift(keys, tf.constant(8, tf.int64))
-    # Odd, so the second is another one.
-    bits = tf.bitwise.bitwise_and(bits, tf.constant(_BUCKETS - 2, tf.int64)) + 1
-    both = tf.stack([first, tf.bitwise.bitwise_xor(first, bits)], axis=1)
-    segment = segments(keys, index.num_segments) - index.first_segment
-    return segment[:, tf.newaxis] * _BUCKETS + both
+def _hits(keys: Any, buckets: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
+    return tf.equal(tf.gather(keys, buckets), wanted)
+
+
+def _buckets(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
+    """The two buckets of each key in its shard; int64 `(n, 2)`."""
+    first = _scaled(index, keys, places, _BUCKETS)
+    # Odd, so the second is another one, of the same segment.
+    bits = tf.bitwise.bitwise_and(keys, tf.constant(_BUCKETS - 1, tf.int64))
+    bits = tf.bitwise.bitwise_or(bits, tf.constant(1, tf.int64))
+    return tf.stack([first, tf.bitwise.bitwise_xor(first, bits)], axis=1)
+
+
+def _scaled(
+    index: Index, keys: tf.Tensor, places: Places, parts: int
+) -> tf.Tensor:
+    """In which of a shard's segments, each cut into `parts`, a key is."""
+    nums = [num * parts for num in index.num_segments]
+    firsts = [first * parts for first in index.first_segments]
+    return segments(keys, places.each(nums)) - places.each(firsts)
 
 
 def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:

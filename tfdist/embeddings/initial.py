@@ -6,6 +6,7 @@ gives it one begins there, whenever that is.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,29 +16,29 @@ from keras import initializers
 
 from tfdist.embeddings.index import mixed
 
+Drawn = Callable[[tf.Tensor, tf.Tensor | int], tf.Tensor]
+
 # Of SplitMix64: consecutive numbers of a row are as far apart.
 _STEP = 0x9E3779B97F4A7C15
 _BITS = 24  # All that a float32 tells apart between 0 and 1.
 _KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
 
 
-def first_rows(
-    initializer: Any, dim: int, salt: int
-) -> Callable[[tf.Tensor], tf.Tensor]:
-    """From int64 keys `(n,)` to float32 rows `(n, dim)`.
+def first_rows(initializer: Any, dim: int) -> Drawn:
+    """From int64 keys `(n,)` and a salt to float32 rows `(n, dim)`.
+
+    By other salts, one or one of each key, keys begin with other rows.
 
     Args:
-        initializer: One of Keras'. A random one draws by its seed; if that is
-            None, by 0, so that a job that goes on begins rows as before.
+        initializer: One of Keras', whose seed `salt` takes.
         dim: Length of a row.
-        salt: Tables of different salt begin with different rows.
 
     Raises:
         ValueError: it is another one than constant, uniform or normal, or its
             seed is a generator.
 
-    >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2, 0)
-    >>> first, again = rows(tf.constant([5, 5], tf.int64)).numpy()
+    >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2)
+    >>> first, again = rows(tf.constant([5, 5], tf.int64), 0).numpy()
     >>> bool((first == again).all())
     True
     """
@@ -47,7 +48,7 @@ def first_rows(
     value = constants.get(kind, getattr(initializer, "value", None))
     is_constant = kind is initializers.Constant or kind in constants
     if is_constant and not np.ndim(value):
-        return lambda keys: tf.fill([tf.size(keys), dim], float(value))
+        return lambda keys, salt: tf.fill([tf.size(keys), dim], float(value))
     is_random = kind in (initializers.RandomUniform, initializers.RandomNormal)
     config = initializer.get_config() if is_random else {}
     if not is_random or not isinstance(config["seed"] or 0, int):
@@ -56,18 +57,29 @@ def first_rows(
             "an id's first row can be computed at any time. Received: "
             f"embeddings_initializer={initializer!r}."
         )
-    salt += (config["seed"] or 0) << 32
-    steps = [(salt + _STEP * i) % (1 << 64) for i in range(1, dim + 1)]
+    steps = [_STEP * i % (1 << 64) for i in range(1, dim + 1)]
 
-    def drawn(keys: tf.Tensor) -> tf.Tensor:
+    def drawn(keys: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
         """Uniform between 0 and 1, neither of which it is."""
         apart = tf.constant(np.array(steps, np.uint64).view(np.int64))
-        bits = tf.bitcast(mixed(keys[:, tf.newaxis] + apart), tf.uint64)
+        keys = (keys + salt)[:, tf.newaxis]
+        bits = tf.bitcast(mixed(keys + apart), tf.uint64)
         bits = tf.bitwise.right_shift(bits, tf.constant(64 - _BITS, tf.uint64))
         return (tf.cast(tf.cast(bits, tf.int64), tf.float32) + 0.5) / 2**_BITS
 
     if kind is initializers.RandomUniform:
         low, high = float(config["minval"]), float(config["maxval"])
-        return lambda keys: low + (high - low) * drawn(keys)
+        return lambda *of: low + (high - low) * drawn(*of)
     mean, scale = float(config["mean"]), float(config["stddev"])
-    return lambda keys: mean + scale * tf.math.ndtri(drawn(keys))
+    return lambda *of: mean + scale * tf.math.ndtri(drawn(*of))
+
+
+def salt(initializer: Any, name: str) -> int:
+    """An int64 by which the tables of a model begin with different rows.
+
+    A seed that is None counts as 0, so that a job that goes on begins rows as
+    before.
+    """
+    seed = initializer.get_config().get("seed") or 0
+    number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
+    return int(np.uint64(number).astype(np.int64))

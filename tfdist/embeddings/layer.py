@@ -110,6 +110,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         "embeddings_initializer embeddings_regularizer embeddings_constraint"
     ).split()
     group_type = Group
+    # Tables are looked up together if theirs are equal.
+    group_key: Any = None
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.embeddings import lookups
-from tfdist.embeddings.index import SEGMENT, mixed, segments
+from tfdist.embeddings.index import NO_ID, SEGMENT, mixed, segments
+from tfdist.embeddings.places import counted, repeated
 
 
 class Group:
@@ -25,8 +26,6 @@ class Group:
     Shards are ranked by the server that holds them, so that the rows of one
     server are neighbours in every tensor.
     """
-
-    of_many = True
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Group:
 
     def routed(self, ids: tf.Tensor) -> Route:
         """As `route`, for ids that are numbered through the group."""
-        unique, inverse = tf.unique(ids)
+        unique, inverse = self._unique(ids)
         row = self._row_of(unique)
         # The first run starts at 0. (`tf.searchsorted` is a dozen ops more.)
         run = tf.raw_ops.UpperBound(
@@ -79,12 +78,10 @@ class Group:
         rank = tf.gather(self._rank, run)
         num = len(self.shards)
         order = tf.concat(
-            tf.dynamic_partition(tf.range(tf.size(unique)), rank, num), axis=0
+            tf.dynamic_partition(tf.range(tf.size(row)), rank, num), axis=0
         )
         local = tf.gather(self._local(unique, run), order)
-        counts = tf.raw_ops.Bincount(
-            arr=rank, size=num, weights=tf.zeros([0], tf.int32)
-        )
+        counts = counted(rank, num)
         by_device = tf.split(counts, list(self.num_shards.values()))
         sizes = tf.stack([tf.reduce_sum(each) for each in by_device])
         ids = tf.split(local, sizes, num=len(self.num_shards))
@@ -96,6 +93,9 @@ class Group:
             tf.gather(unique, order),
         )
 
+    def _unique(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.unique(ids)
+
     def _row_of(self, unique: tf.Tensor) -> tf.Tensor:
         """The row of the group in whose run each id is."""
         return unique
@@ -106,53 +106,84 @@ class Group:
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
         """All ids, numbered through the group, each in its own table."""
-        ids = tf.concat([ids for _, ids in calls], axis=0)
-        tables = [table for table, _ in calls]
-        which = _repeated([lookups.length(ids) for _, ids in calls])
-
-        def each(values: Sequence[int]) -> Any:
-            known = np.array(values, np.int64)
-            static = isinstance(which, np.ndarray)
-            return known[which] if static else tf.gather(known, which)
-
-        limit = each([table.input_dim for table in tables])
+        ids, which = _together(calls)
+        limit = _each([table.input_dim for table, _ in calls], which)
         inside = (ids >= 0) & (ids < limit)
 
-        def refuse() -> tf.Operation:
-            bad = tf.where(~inside)[:1, 0]
-            name = tf.gather([table.path for table in tables], which)
-            return tf.raw_ops.Assert(
-                condition=False,
-                data=[
-                    "Ids of table",
-                    tf.gather(name, bad),
-                    "must be at least 0 and below",
-                    tf.gather(limit, bad),
-                    "Received:",
-                    tf.gather(ids, bad),
-                ],
-            )
+        def refused(bad: tf.Tensor) -> list[Any]:
+            where = "must be at least 0 and below", tf.gather(limit, bad)
+            return [*where, "Received:", tf.gather(ids, bad)]
 
         # An id out of range is a row of the next table, so it must never pass.
-        check = tf.cond(tf.reduce_all(inside), tf.no_op, refuse)
-        with tf.control_dependencies([check]):
-            return ids + each([self._offsets[id(table)] for table in tables])
+        offsets = [self._offsets[id(table)] for table, _ in calls]
+        with tf.control_dependencies([_check(inside, calls, which, refused)]):
+            return ids + _each(offsets, which)
 
 
 class KeyedGroup(Group):
-    """A `DynamicEmbedding`, whose shards know rows by the keys of ids."""
+    """`DynamicEmbedding`s, whose shards know rows by the keys of ids.
 
-    of_many = False
+    Of several tables, numbered through the group are `(n, 2)`: which table of
+    the group, and the key. A table by itself needs the keys alone.
+    """
+
+    def _unique(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if ids.shape.rank == 1:
+            return tf.unique(ids)
+        return tf.raw_ops.UniqueV2(x=ids, axis=[0])
 
     def _row_of(self, unique: tf.Tensor) -> tf.Tensor:
-        return segments(unique, self.tables[0].num_segments) * SEGMENT
+        nums = [table.num_segments for table in self.tables]
+        if unique.shape.rank == 1:
+            return segments(unique, nums[0]) * SEGMENT
+        which, keys = tf.unstack(unique, num=2, axis=1)
+        start = np.array([*self._offsets.values()], np.int64)
+        own = segments(keys, tf.gather(np.array(nums, np.int64), which))
+        return tf.gather(start, which) + own * SEGMENT
 
     def _local(self, unique: tf.Tensor, run: tf.Tensor) -> tf.Tensor:
-        return unique
+        return unique if unique.shape.rank == 1 else unique[:, 1]
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
-        ids = tf.concat([ids for _, ids in calls], axis=0)
-        return mixed(self.tables[0].checked(ids))
+        ids, which = _together(calls)
+        told = "must not be", tf.constant(NO_ID, tf.int64)
+        check = _check(ids > NO_ID, calls, which, lambda _: told)
+        with tf.control_dependencies([check]):
+            keys = mixed(ids)
+        if len(self.tables) == 1:
+            return keys
+        tables = [self.tables.index(table) for table, _ in calls]
+        return tf.stack([_each(tables, which), keys], axis=1)
+
+
+def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
+    """All ids, and which of the calls each is of."""
+    which = _repeated([lookups.length(ids) for _, ids in calls])
+    return tf.concat([ids for _, ids in calls], axis=0), which
+
+
+def _each(values: Sequence[int], which: Any) -> Any:
+    """For each id the value of its call, int64; an array if it is known."""
+    known = np.array(values, np.int64)
+    is_known = isinstance(which, np.ndarray)
+    return known[which] if is_known else tf.gather(known, which)
+
+
+def _check(
+    inside: tf.Tensor,
+    calls: Sequence[tuple[Any, tf.Tensor]],
+    which: Any,
+    told: Callable[[tf.Tensor], Sequence[Any]],
+) -> tf.Operation:
+    """Fails if an id is not `inside`; `told` what of the first such one."""
+
+    def refuse() -> tf.Operation:
+        bad = tf.where(~inside)[:1, 0]
+        names = tf.gather([table.path for table, _ in calls], which)
+        data = ["Ids of table", tf.gather(names, bad), *told(bad)]
+        return tf.raw_ops.Assert(condition=False, data=data)
+
+    return tf.cond(tf.reduce_all(inside), tf.no_op, refuse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +221,4 @@ def _repeated(lengths: Sequence[Any]) -> Any:
     repeats = stacked(lengths)
     if isinstance(repeats, list):
         return np.repeat(np.arange(len(repeats)), repeats)
-    # In place of the fifty ops of `tf.repeat`.
-    ends = tf.cumsum(repeats)
-    each = tf.raw_ops.UpperBound(
-        sorted_inputs=[ends], values=[tf.range(ends[-1])]
-    )
-    return tf.reshape(each, [-1])
+    return repeated(repeats)

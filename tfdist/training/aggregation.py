@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.embeddings.growing import Found
 from tfdist.training import exchange, optimizers
 from tfdist.training.exchange import Request, StepGradients
 from tfdist.training.fence import Fence
@@ -97,8 +98,9 @@ class Accumulators:
                 for i, value in zip(updates, values, strict=False):
                     kept.whole[i].assign(value)
                 for g, rows in zip(server.shards, values, strict=True):
-                    ids = [getattr(i, "keys", i) for i in asked[g].ids]
-                    new = tf.concat(ids, 0), asked[g].counts, rows
+                    ids, counts = asked[g]
+                    ids = ids.keys if isinstance(ids, Found) else ids
+                    new = tf.concat(ids, 0), counts, rows
                     for variable, value in zip(kept.rows[g], new, strict=True):
                         variable.assign(value)
 

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.embeddings import lookups
-from tfdist.embeddings.growing import rows_at, taking_turns
+from tfdist.embeddings.growing import (
+    GrowingShards,
+    asked_for,
+    growing_of,
+    rows_at,
+    taking_turns,
+)
 from tfdist.embeddings.routing import Group, Route, stacked
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
@@ -37,7 +43,7 @@ _EXACT = 1 << 24
 class Request(NamedTuple):
     """The rows that a server was asked for, in one group of tables."""
 
-    ids: list[Any]  # For each of its shards, on the server; see `rows_at`.
+    ids: Any  # For each of its shards, on the server; see `rows_at`.
     counts: tf.Tensor  # How many of each, int32.
 
 
@@ -92,9 +98,9 @@ def pull(
                 for i in server.reads
             ]
             for g, shards in server.shards.items():
-                found = [*map(rows_at, shards, asked[g].ids)]
-                read.append(tf.concat([own for own, _ in found], axis=0))
-                asked[g] = asked[g]._replace(ids=[ids for _, ids in found])
+                own, ids = rows_at(shards, *asked[g])
+                read.append(own)
+                asked[g] = asked[g]._replace(ids=ids)
         if layout.remote:
             shapes = [list(layout.reads[i].shape) for i in server.reads]
             shapes += [
@@ -287,11 +293,13 @@ def apply(
         else:
             layout.reads[i].value.assign_add(value)
     for (g, shards), rows in zip(server.shards.items(), sent, strict=True):
-        ids, counts = asked[g]
-        gradients = tf.split(rows, counts, num=len(shards))
-        each = zip(shards, gradients, ids, strict=True)
-        trained = [one for one in each if layout.is_trained(one[0])]
-        found[layout.groups[g].part] += trained
+        own, (ids, counts) = found[layout.groups[g].part], asked[g]
+        if not growing_of(shards[0]):
+            gradients = tf.split(rows, counts, num=len(shards))
+            each = zip(shards, gradients, ids, strict=True)
+            own += [one for one in each if layout.is_trained(one[0])]
+        elif layout.is_trained(shards[0]):  # As all of its group.
+            own.append((GrowingShards(shards), rows, asked_for(ids, counts)))
 
     def update() -> None:
         for part, own, rate in zip(layout.parts, found, rates, strict=True):

@@ -67,13 +67,14 @@ class Layout:
         for table in tables:
             part = optimizers.owner(model.optimizer, table.shards[0])
             # The norm of one variable needs its rows alone.
-            is_alone = self.parts[part].clipnorm or not table.group_type.of_many
-            alone = id(table) if is_alone else None
+            alone = id(table) if self.parts[part].clipnorm else None
+            # Tables that grow do so together, or not at all.
+            grows = table.group_key and self.is_trained(table.shards[0])
             key = table.output_dim, table.variable_dtype, part, alone
-            by_width[key].append(table)
+            by_width[*key, table.group_key, grows].append(table)
         self.groups = [
             tables[0].group_type(tables, part, self.device_of)
-            for (_, _, part, _), tables in by_width.items()
+            for (_, _, part, *_), tables in by_width.items()
         ]
         for group in self.groups:
             for shard in filter(self.is_trained, group.shards):

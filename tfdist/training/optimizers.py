@@ -24,7 +24,7 @@ from tfdist._tf.private_keras import (
     uses_weight_decay,
     variable_index,
 )
-from tfdist.embeddings.growing import Beside, growing_of
+from tfdist.embeddings.growing import Beside, GrowingShards
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import RowView, named_slots, rows_of, slots
@@ -258,7 +258,7 @@ def _follow(
 
 def apply(
     optimizer: Optimizer,
-    found: Sequence[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]],
+    found: Sequence[tuple[Any, tf.Tensor, Any]],
     rate: tf.Tensor,
     iteration: tf.Tensor,
     shared: bool = False,
@@ -267,12 +267,15 @@ def apply(
 
     With `gradient_accumulation_steps` the last of so many steps applies the
     mean. Workers that run at once add to the same sums: an update takes what
-    has arrived when it is due. In a growing table ids are keys, which get rows.
+    has arrived when it is due. Shards that grow come together, as
+    `GrowingShards`, and their keys as `Found`; these get rows.
 
     If others may do so at the same moment (`shared`), they take turns, so no
     number is lost: by variable where an update `is_one_op`, else by device.
     """
-    found = [_with_rows(optimizer, *each, iteration) for each in found]
+    found = [
+        own for each in found for own in _claimed(optimizer, *each, iteration)
+    ]
 
     def run() -> None:
         _apply(optimizer, found, rate, iteration)
@@ -314,20 +317,25 @@ def _apply(
     tf.cond(_is_due(optimizer, iteration), apply_means, wait)
 
 
-def _with_rows(
+def _claimed(
     optimizer: Optimizer,
-    variable: keras.Variable,
+    variable: keras.Variable | GrowingShards,
     gradient: tf.Tensor,
     ids: Any,
     iteration: tf.Tensor,
-) -> tuple[keras.Variable, tf.Tensor, tf.Tensor | None]:
-    growing = growing_of(variable)
-    if growing:
-        beside: Beside = [(s, None) for s in _begun(optimizer, variable)]
-        if growing.table.evict_after_steps:
-            beside = [*_first_values(optimizer, variable), *beside]
-        ids, gradient = growing.claimed(ids, gradient, iteration, beside)
-    return variable, gradient, ids
+) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]]:
+    """Of each shard that grows the gradient and its rows, claimed if new."""
+    if not isinstance(variable, GrowingShards):
+        return [(variable, gradient, ids)]
+    beside = []
+    for shard in variable.shards:
+        first = _first_values(optimizer, shard) if variable.evicts else []
+        beside.append([*first, *((s, None) for s in _begun(optimizer, shard))])
+    claimed = variable.claimed(ids, gradient, iteration, beside)
+    return [
+        (shard, own, rows)
+        for shard, (rows, own) in zip(variable.shards, claimed, strict=True)
+    ]
 
 
 def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
