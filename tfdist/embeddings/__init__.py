@@ -3,7 +3,8 @@
 Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
 reads), `routing` (which server holds them); then of tables that grow `dynamic`
 (the layer), `growing` (a shard of it), `index` (which slot is whose),
-`admission` (which ids get one), `initial` (what a row begins with).
+`admission` (which ids get one), `initial` (what a row begins with), `placing`
+(many at once, from a checkpoint), `static` (in a SavedModel).
 """
 
 import lazy_loader
