@@ -50,8 +50,8 @@ class DynamicEmbedding(PartitionedEmbedding):
     >>> layer.num_ids()
     0
 
-    Not supported yet: regularizers, constraints, `mask_zero`, export of the
-    rows in use alone.
+    A SavedModel that tfdist exports holds the rows in use alone. Not supported
+    yet: regularizers, constraints, `mask_zero`.
 
     Args:
         output_dim: Length of a row.
