@@ -50,16 +50,16 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
         )
     moves = {name: _move(path, name, n) for name, n in capacities.items()}
     found = os.path.join(output, os.path.basename(path))
-    temporary, parts = f"{found}_temp", []
+    temporary = f"{found}_temp"
+    parts: list[str] = []
     values: dict[str, tf.Tensor] = {}
 
     def write() -> None:
         parts.append(f"{temporary}/part-{len(parts)}")
-        empty = [""] * len(values)
         tf.raw_ops.SaveV2(
             prefix=parts[-1],
             tensor_names=[*values],
-            shape_and_slices=empty,
+            shape_and_slices=[""] * len(values),
             tensors=[*values.values()],
         )
         values.clear()

@@ -72,7 +72,7 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
             f"rows of shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)
-    for growing in map(growing_of, table.shards):
+    for growing in filter(None, map(growing_of, table.shards)):
         at = slots - growing.first_segment * SEGMENT
         own = np.flatnonzero((at >= 0) & (at < growing.shard.shape[0]))
         shard = np.zeros(growing.shard.shape, rows.dtype)

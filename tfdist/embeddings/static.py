@@ -53,7 +53,8 @@ def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
 
     And `EMPTY`, which is no id's, so that there is one.
     """
-    held = [growing_of(shard).keys.numpy().ravel() for shard in table.shards]
+    growing = filter(None, map(growing_of, table.shards))
+    held = [each.keys.numpy().ravel() for each in growing]
     slots = [np.flatnonzero(each) for each in held]
     in_use = (e[own] for e, own in zip(held, slots, strict=True))
     keys = np.concatenate([[EMPTY], *in_use])
