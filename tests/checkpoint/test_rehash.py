@@ -10,10 +10,8 @@ from tests.embeddings.test_dynamic import data, dynamic, model_of, rows_of
 from tfdist.__main__ import main
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
-from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.index import SEGMENT, mixed
 from tfdist.embeddings.placing import place
-from tfdist.training import optimizers
 
 OPTIMIZER = "adam ema"  # Moments, and averages of rows.
 IDS = 400
@@ -124,27 +122,22 @@ def test_a_changed_capacity_names_the_command(old):
     assert wanted in str(error.value)
 
 
-def test_the_counts_of_ids_without_a_row_are_never_too_low(tmp_path):
-    """Of ids seen once, the next sight is the second in the other capacity."""
-    model = model_fn(2)
-    table = model.get_layer("table")
-    growing = growing_of(table.shards[0])
-    optimizers.build(model.optimizer, model.trainable_variables)
-    keys = mixed(tf.range(300, dtype=tf.int64))
-    with tf.device("CPU"):
-        growing._admitted(keys)
-    named = checkpoints.named_variables(model)
-    checkpoints.Checkpoints(str(tmp_path / "old"), named).save(1)
+def once():
+    """Each id in one step, and there once."""
+    batch = np.arange(300).reshape([-1, 3]), np.ones([100, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+@pytest.mark.slow
+def test_ids_without_a_row_keep_their_counts(tmp_path):
+    """The next sight of each is its second one, in every capacity."""
+    first = job(tmp_path / "first", 2).train(once, max_steps=1)
     for segments in (1, 3, 4):
-        output = f"{tmp_path}/{segments}"
-        flags = [f"--checkpoint={tmp_path}/old", f"--output={output}"]
-        main(["rehash", *flags, f"--capacity=table={segments * SEGMENT}"])
-        other = model_fn(segments)
-        optimizers.build(other.optimizer, other.trainable_variables)
-        path = checkpoints.latest(output)
-        checkpoints.restore(path, checkpoints.named_variables(other), True)
-        shard = other.get_layer("table").shards[0]
-        assert growing_of(shard)._admitted(keys).numpy().all()
+        rehash(first, tmp_path / str(segments), segments * SEGMENT)
+        other = job(tmp_path / str(segments), segments)
+        assert other.restored_model().get_layer("table").num_ids() == 0
+        other.train(once, max_steps=2)
+        assert other.restored_model().get_layer("table").num_ids() == 300
 
 
 @pytest.mark.parametrize(

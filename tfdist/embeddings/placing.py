@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.embeddings.growing import growing_of
-from tfdist.embeddings.index import BUCKET, SEGMENT, Index, insert, mixed
+from tfdist.embeddings.index import (
+    BUCKET,
+    EMPTY,
+    NO_ID,
+    SEGMENT,
+    Index,
+    insert,
+    mixed,
+)
 from tfdist.embeddings.layer import own_rows
 
 # Keys that are inserted together: 512 bytes each meanwhile.
@@ -33,8 +42,8 @@ def place(
     """
     shape = [num_segments * SEGMENT // BUCKET, BUCKET]
     with tf.device("CPU"):
-        held = tf.Variable(tf.zeros(shape, tf.int64))
-        index = Index(held, "tfdist_placing", 0, num_segments)
+        held = keras.Variable(tf.zeros(shape, tf.int64), dtype="int64")
+        index = Index(held.value, "tfdist_placing", 0, num_segments)
         add = tf.function(
             lambda some: insert(index, some, lambda *_: []),
             [tf.TensorSpec([None], tf.int64)],
@@ -62,13 +71,13 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
     """
     ids = tf.constant(np.asarray(ids))
     table._check_dtype(ids.dtype.name)
-    keys = mixed(table.checked(table._as_ids(ids))).numpy()
-    shape = len(keys), table.output_dim
-    if rows.shape != shape or len(np.unique(keys)) < len(keys):
+    keys = mixed(table._as_ids(ids)).numpy()
+    different = len(np.unique(keys[keys != EMPTY]))
+    if rows.shape != (different, table.output_dim) or different < len(keys):
         raise ValueError(
             f"Table {table.path!r} takes rows of length {table.output_dim}, "
-            "and for each row an id that no other has. Received: "
-            f"{len(keys)} ids, of them {len(np.unique(keys))} different, for "
+            f"and for each row an id that no other has, nor is it {NO_ID}. "
+            f"Received: {len(keys)} ids, of them {different} different, for "
             f"rows of shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.embeddings.growing import growing_of
-from tfdist.embeddings.index import EMPTY, mixed
+from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 
 
 class StaticTables:
@@ -38,7 +38,12 @@ class StaticTables:
         if id(table) not in self._copies:
             return table._read(ids)
         held, rows = self._copies[id(table)]
-        keys = mixed(table.checked(ids))
+        keys = mixed(ids)
+        # No quotes: TensorFlow would escape them.
+        message = f"Ids of table {table.path} must not be {NO_ID}."
+        any_id = tf.reduce_all(tf.not_equal(keys, EMPTY))
+        with tf.control_dependencies([tf.debugging.Assert(any_id, [message])]):
+            keys = tf.identity(keys)
         at = tf.searchsorted(held, keys, out_type=tf.int64)
         at = tf.minimum(at, held.shape[0] - 1)
         missing = tf.where(tf.not_equal(tf.gather(held, at), keys))
