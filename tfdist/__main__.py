@@ -15,6 +15,7 @@ COMMANDS = {
     "advice": ("advice.command", "says which strategy suits a model, and why"),
     "plan": ("placement.planner", "shows which server would hold what"),
     "audit": ("data.audit", "shows which examples each worker would read"),
+    "rehash": ("checkpoint.rehash", "gives a growing table another capacity"),
     "vertex": ("vertex.command", "writes a job file for Vertex AI"),
     "migrate": ("advice.migration", "lists what a TF 1 program must change"),
     "kubernetes": ("vertex.kubernetes", "writes a job file for Kubernetes"),

@@ -324,9 +324,42 @@ def going_on_in_other_shards(job):
         np.testing.assert_allclose(_rows(estimator), wanted, apart, apart)
 
 
+@case()
+def starting_with_the_rows_of_a_vocabulary(job):
+    """And going on as the table with the vocabulary would."""
+
+    def made(name, model_fn, **kwargs):
+        config = job.estimator(model_fn).config
+        config = config.replace(model_dir=f"{job.model_dir}/{name}")
+        return tfdist.Estimator(lambda: seeded(model_fn), config, **kwargs)
+
+    def listed():
+        table = tfdist.PartitionedEmbedding(ROWS, 2, SHARDS, name="before")
+        return _model(table)
+
+    def rows():
+        return _input(np.arange(ROWS))
+
+    first = made("first", listed)
+    first.train(rows, hooks=[EachStep()], max_steps=2)
+    settings = tfdist.WarmStartSettings(
+        f"{job.model_dir}/first/model.ckpt-2",
+        var_name_to_prev_var_name={"table/embeddings": "before/embeddings"},
+        var_name_to_ids={"table/embeddings": BIG},
+    )
+    model_fn = lambda: _model(_table(admit_after=100))  # noqa: E731
+    second = made("second", model_fn, warm_start_from=settings)
+    second.train(_input, hooks=[EachStep()], max_steps=2)
+    first.train(rows, hooks=[EachStep()], max_steps=4)
+    if job.is_chief:
+        apart = 3e-3 if job.strategy == "ps" else 1e-4
+        wanted = first.get_variable_value("before/embeddings")
+        np.testing.assert_allclose(_rows(second), wanted, apart, apart)
+
+
 @case(
     refused=r"(?s)table/keys: shape \(768, 16\) in the model, \(512, 16\) "
-    "in the checkpoint.*keeps its `capacity`"
+    "in the checkpoint.*tfdist rehash --checkpoint="
 )
 def going_on_with_another_capacity(job):
     _train(job, lambda: _model(_table()), steps=2)

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from threading import Event
 
 import keras
@@ -13,7 +10,6 @@ from tfdist import DynamicEmbedding, PartitionedEmbedding
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.embeddings.index import NO_ID, SEGMENT
-from tfdist.estimator.saved_models import export_saved_model
 from tfdist.training import optimizers
 from tfdist.training.step import ModelStep
 
@@ -223,38 +219,6 @@ def test_a_file_of_keras(tmp_path):
 
 def words(ids):
     return np.char.add("word ", ids.astype(str))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of", [lambda ids: ids << 40, words])
-def test_an_export_needs_no_tfdist(tmp_path, of):
-    """Known ids and others, in a process that has TensorFlow alone."""
-    dtype = "string" if of is words else "int64"
-    model = trained(model_of(dynamic(2), dtype=dtype), data(of=of), 5)
-    ids = of(np.arange(2 * VOCABULARY)).reshape([-1, 3])
-    path = export_saved_model(model, str(tmp_path / "export"))
-    np.save(tmp_path / "ids.npy", ids)
-    code = """if True:
-        import sys
-        import numpy as np
-        import tensorflow as tf
-        model = tf.saved_model.load(sys.argv[1])
-        serve = model.signatures["serving_default"]
-        (name,) = serve.structured_input_signature[1]
-        (found,) = serve(**{name: tf.constant(np.load("ids.npy"))}).values()
-        np.save("found.npy", found)
-        assert "tfdist" not in sys.modules
-    """
-    subprocess.run(
-        [sys.executable, "-c", code, path],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        check=True,
-    )
-    wanted = model.predict(tf.constant(ids), verbose=0)
-    assert np.ptp(wanted) > 1e-3
-    found = np.load(tmp_path / "found.npy")
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 # --- Checkpoints -------------------------------------------------------------

@@ -142,3 +142,90 @@ def test_a_growing_table_starts_with_its_ids_or_not_at_all(tmp_path):
     pattern = WarmStartSettings(old.model_dir, "embeddings")
     with pytest.raises(ValueError, match="all variables of a DynamicEmbedding"):
         started(tmp_path / "newer", pattern, growing, ids)
+
+
+WORDS = [f"word {i}" for i in range(6)]
+
+
+def listed():
+    table = tfdist.PartitionedEmbedding(6, 2, num_shards=2, name="words")
+    ids = keras.Input([1], dtype="int64")
+    output = keras.layers.Dense(1)(keras.layers.Flatten()(table(ids)))
+    model = keras.Model(ids, output)
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
+def unlisted():
+    table = tfdist.DynamicEmbedding(
+        2, 8192, num_shards=2, name="table", admit_after=3
+    )
+    ids = keras.Input([1], dtype="string")
+    output = keras.layers.Dense(1)(keras.layers.Flatten()(table(ids)))
+    model = keras.Model(ids, output)
+    model.compile(keras.optimizers.Adam(0.1, use_ema=True), "mse")
+    return model
+
+
+def words():
+    batch = np.array([["word 5"], ["other"]]), np.ones([2, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+def from_words(path, ids, before="words/embeddings", name="table/embeddings"):
+    return WarmStartSettings(
+        path,
+        var_name_to_prev_var_name={"table/embeddings": before},
+        var_name_to_ids={name: ids},
+    )
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    config = tfdist.RunConfig(tmp_path_factory.mktemp("v"), cluster=Cluster())
+
+    def some():
+        batch = np.array([[5], [3]]), np.ones([2, 1])
+        return tf.data.Dataset.from_tensors(batch).repeat()
+
+    return tfdist.Estimator(listed, config).train(some, steps=2)
+
+
+@pytest.mark.slow
+def test_a_growing_table_starts_with_the_rows_of_a_vocabulary(
+    vocabulary, tmp_path
+):
+    settings = from_words(vocabulary.model_dir, WORDS)
+    values = started(tmp_path, settings, unlisted, words)
+    table = unlisted().get_layer("table")
+    arrays = [values[f"table/{n}"] for n in ("embeddings", "keys", "seen")]
+    sketch = values["table/sketch"]
+    table.set_weights([*arrays, values["table/counters"], sketch])
+    assert table.num_ids() == len(WORDS)
+    rows = vocabulary.get_variable_value("words/embeddings")
+    np.testing.assert_array_equal(table(np.array(WORDS)), rows)
+    other = np.array(["other"])
+    np.testing.assert_array_equal(table(other), table.initial_rows(other))
+    # The averages of the rows begin with them; other weights are taken too.
+    averages = values["table/embeddings/adam/average"]
+    assert np.array_equal(averages, values["table/embeddings"])
+    kernel = vocabulary.get_variable_value("dense/kernel")
+    assert np.array_equal(values["dense/kernel"], kernel)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"ids": WORDS[1:]},
+            "for each row an id .* 5 ids, of them 5 different",
+        ),
+        ({"ids": [*WORDS[1:], WORDS[1]]}, "6 ids, of them 5 different"),
+        ({"ids": WORDS, "before": "nothing"}, "has no variable 'nothing'"),
+        ({"ids": WORDS, "name": "dense/kernel"}, "of growing tables"),
+    ],
+)
+def test_bad_ids_of_a_vocabulary(vocabulary, tmp_path, settings, message):
+    settings = from_words(vocabulary.model_dir, **settings)
+    with pytest.raises(ValueError, match=message):
+        started(tmp_path, settings, unlisted, words)

@@ -127,6 +127,7 @@ def test_flags_are_defined_in_the_programs_alone(path):
         "trainer/task.py",
         "tfdist/data/audit.py",
         "tfdist/advice/command.py",
+        "tfdist/checkpoint/rehash.py",
         "tfdist/advice/migration.py",
         "tfdist/vertex/kubernetes.py",
         "tfdist/launch/command.py",

@@ -30,6 +30,10 @@ _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
     "that is whole; to start over, move all away or choose another model_dir."
 )
+_REHASH = (
+    " For another `capacity` of a DynamicEmbedding: tfdist rehash "
+    "--checkpoint={} --capacity=TABLE=ROWS --output=NEW_MODEL_DIR"
+)
 BASENAME = "model.ckpt"
 # What it takes from steps that go on meanwhile, at most.
 _COST_BEHIND = 0.1
@@ -425,12 +429,14 @@ def restore(
             if name not in variables
         ]
     if problems:
+        grown = any("/seen: shape" in problem for problem in problems)
         raise ValueError(
             f"Checkpoint {path} does not fit the model:\n"
             + "\n".join(problems)
             + "\nIt was written by another model function. Restore the "
-            "matching code (a DynamicEmbedding keeps its `capacity`), or "
-            "choose another model_dir."
+            "matching code, or choose another model_dir."
+            + grown
+            * _REHASH.format(path)
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()

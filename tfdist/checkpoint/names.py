@@ -125,19 +125,22 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     """Name to shape of every variable in checkpoint `path`."""
     return {
-        _decoded(key.removeprefix(_PREFIX).removesuffix(_SUFFIX)): shape
+        name: shape
         for key, shape in tf.train.list_variables(path)
-        if key.startswith(_PREFIX)
+        if (name := name_of(key))
     }
 
 
-def _decoded(key: str) -> str:
-    """The name that TensorFlow has written as a part of a key.
+def name_of(key: str) -> str:
+    """The variable that a key of a checkpoint holds; "": none.
 
-    >>> _decoded("encoder..Self.Sq")
+    >>> name_of("variables/encoder..Self.Sq/.ATTRIBUTES/VARIABLE_VALUE")
     'encoder.Self/q'
     """
-    return re.sub(r"\.[.S]", lambda m: "." if m[0] == ".." else "/", key)
+    if not key.startswith(_PREFIX):
+        return ""
+    name = key.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+    return re.sub(r"\.[.S]", lambda m: "." if m[0] == ".." else "/", name)
 
 
 def load_variable(path: str, name: str) -> np.ndarray:

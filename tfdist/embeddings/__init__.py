@@ -4,7 +4,8 @@ Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
 reads), `routing` (which server holds them); then of tables that grow `dynamic`
 (the layer), `growing` (its shards), `index` (which slot is whose), `places`
 (shards that are searched together), `admission` (which ids get a slot),
-`initial` (what a row begins with).
+`initial` (what a row begins with), `filling` (many ids at once, from a
+checkpoint), `static` (in a SavedModel).
 """
 
 import lazy_loader

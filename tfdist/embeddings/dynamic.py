@@ -50,10 +50,10 @@ class DynamicEmbedding(PartitionedEmbedding):
     0
 
     Tables of one width, whose options below are the same, are looked up
-    together, in hardly more ops than one.
+    together, in hardly more ops than one. A SavedModel that tfdist exports
+    holds the rows in use alone.
 
-    Not supported yet: regularizers, constraints, `mask_zero`, export of the
-    rows in use alone.
+    Not supported yet: regularizers, constraints, `mask_zero`.
 
     Args:
         output_dim: Length of a row.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -88,18 +88,25 @@ class Answers:
             raise _differs("none", self._left[0][0])
 
 
-_provider: contextvars.ContextVar[Collector | Answers | None] = (
-    contextvars.ContextVar("row_provider", default=None)
+class Provider(Protocol):
+    """Answers lookups in place of the tables."""
+
+    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
+        """Rows `(n, dim)` of the int64 ids `(n,)`."""
+
+
+_provider: contextvars.ContextVar[Provider | None] = contextvars.ContextVar(
+    "row_provider", default=None
 )
 
 
-def current() -> Collector | Answers | None:
-    """The row provider of the step that is being traced, if any."""
+def current() -> Provider | None:
+    """The row provider of the step or export that is being traced, if any."""
     return _provider.get()
 
 
 @contextlib.contextmanager
-def answered_by(provider: Collector | Answers) -> Iterator[None]:
+def answered_by(provider: Provider) -> Iterator[None]:
     """Lookups inside get their rows from `provider`."""
     token = _provider.set(provider)
     try:

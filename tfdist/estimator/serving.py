@@ -24,6 +24,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.embeddings.lookups import answered_by
+from tfdist.embeddings.static import StaticTables
 from tfdist.training.compiled_model import element_spec_of
 
 _log = logging.getLogger(__name__)
@@ -182,18 +184,27 @@ def _feature_spec(inputs: Mapping[str, tf.TypeSpec]) -> dict | None:
 def write(serving: Serving, path: str) -> None:
     """Writes a SavedModel that TensorFlow Serving's C++ loader reads.
 
-    `tf.saved_model.save(keras_model)` loads in Python and fails there.
+    `tf.saved_model.save(keras_model)` loads in Python and fails there. Of a
+    `DynamicEmbedding` it holds the rows in use.
     """
     endpoints = _endpoints(serving)
     archive = keras.export.ExportArchive()
     archive.track(serving.model)
-    for name, (function, spec) in endpoints.items():
-        # Keras itself would take no specs of ragged or sparse tensors.
-        traced = tf.function(function, [spec], autograph=False)
-        traced.get_concrete_function()
-        archive.add_endpoint(name, traced)
-    # Keras lets `serving_default` be the first of them.
-    archive.write_out(path, verbose=False)
+    tables = StaticTables(serving.model.variables)
+    for kind in ("variables", "trainable_variables", "non_trainable_variables"):
+        kept = [
+            v for v in getattr(archive, kind) if id(v) not in tables.replaced
+        ]
+        archive.add_variable_collection(kind, kept)
+    # TensorFlow traces when it writes, too.
+    with answered_by(tables):
+        for name, (function, spec) in endpoints.items():
+            # Keras itself would take no specs of ragged or sparse tensors.
+            traced = tf.function(function, [spec], autograph=False)
+            traced.get_concrete_function()
+            archive.add_endpoint(name, traced)
+        # Keras lets `serving_default` be the first of them.
+        archive.write_out(path, verbose=False)
     methods = {name: _METHODS[name] for name in endpoints if name in _METHODS}
     if methods:
         # `tf.saved_model.save` calls every signature a predict signature.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
+from tfdist.embeddings.filling import fill
 from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import logical_path
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
@@ -25,7 +26,8 @@ _log = logging.getLogger(__name__)
 class WarmStartSettings:
     """Which weights a new job takes from which checkpoint.
 
-    As `tf.estimator.WarmStartSettings`, without `var_name_to_vocab_info`.
+    As `tf.estimator.WarmStartSettings`; for its `var_name_to_vocab_info` there
+    is `var_name_to_ids`.
 
     >>> settings = tfdist.WarmStartSettings(
     ...     "old_job", vars_to_warm_start="embedding")
@@ -39,6 +41,10 @@ class WarmStartSettings:
             Slots and counters are never taken. Default: all.
         var_name_to_prev_var_name: Names in the checkpoint, of variables that
             had another name there.
+        var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
+            table with a vocabulary: `<layer>/embeddings` to the ids of the rows
+            there, one for each, int or str; `range(n)` where ids are row
+            numbers. They have rows at once, whatever `admit_after` is.
 
     Raises:
         ValueError: `ckpt_to_initialize_from` is empty.
@@ -48,6 +54,9 @@ class WarmStartSettings:
     vars_to_warm_start: str | list[str] = ".*"
     var_name_to_prev_var_name: Mapping[str, str] = dataclasses.field(
         default_factory=dict
+    )
+    var_name_to_ids: Mapping[str, Sequence[int] | Sequence[str]] = (
+        dataclasses.field(default_factory=dict)
     )
 
     def __post_init__(self) -> None:
@@ -83,25 +92,43 @@ class WarmStartHook(SessionRunHook):
         names = {logical_path(v) for v in model.weights if not is_seed(v)}
         renamed = settings.var_name_to_prev_var_name
         chosen = {n for n in names if any(re.search(p, n) for p in patterns)}
+        tables = {
+            logical_path(growing.shard): growing.table
+            for growing in filter(None, map(growing_of, model.weights))
+        }
+        filled = settings.var_name_to_ids
+        for name in filled.keys() & tables.keys():
+            chosen -= {*map(logical_path, tables[name].pieces)}
         _check_whole(model, chosen)
         taken = {
             renamed.get(name, name): session.variables[name]
             for name in sorted(chosen)
         }
-        unknown = sorted(set(renamed) - names)
-        if unknown or not taken:
+        unknown = (renamed.keys() - names) | (filled.keys() - tables.keys())
+        if unknown or not (taken or filled):
             raise ValueError(
                 "A warm start must name variables of the model. Received: "
                 f"vars_to_warm_start={settings.vars_to_warm_start!r}, "
-                f"var_name_to_prev_var_name={dict(renamed)}; the model has "
-                f"{sorted(names)}."
+                f"var_name_to_prev_var_name={dict(renamed)}, var_name_to_ids "
+                f"of {[*filled]}; the model has "
+                f"{sorted(names)}, of growing tables {sorted(tables)}."
             )
         checkpoints.restore(path, taken)
+        for name, ids in filled.items():
+            before = renamed.get(name, name)
+            if before not in checkpoints.saved_shapes(path):
+                raise ValueError(
+                    f"Checkpoint {path} has no variable {before!r}, the ids of "
+                    "whose rows `var_name_to_ids` lists. If it had another "
+                    "name there, say so by `var_name_to_prev_var_name`."
+                )
+            fill(tables[name], ids, checkpoints.load_variable(path, before))
         for growing in filter(None, map(growing_of, model.weights)):
             # It was seen in steps of the other job.
             growing.seen.value.assign(tf.zeros_like(growing.seen.value))
         optimizers.begin(model.optimizer, model.trainable_variables)
-        _log.info("Warm start: %d variables from %s.", len(taken), path)
+        number = len(taken) + len(filled)
+        _log.info("Warm start: %d variables from %s.", number, path)
 
 
 def _check_whole(model: keras.Model, chosen: set[str]) -> None:

@@ -1,0 +1,91 @@
+"""Slots for all ids of a growing table at once, where there were none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.embeddings.growing import growing_of
+from tfdist.embeddings.index import (
+    BUCKET,
+    EMPTY,
+    NO_ID,
+    SEGMENT,
+    Index,
+    insert,
+    mixed,
+)
+from tfdist.embeddings.layer import own_rows
+from tfdist.embeddings.places import Places
+
+# Keys that are inserted together: 512 bytes each meanwhile.
+_KEYS = 1 << 16
+
+
+def place(
+    keys: np.ndarray, num_segments: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of an empty table once all are inserted, and their slots.
+
+    Args:
+        keys: int64 `(n,)`, unique; see `mixed`.
+        num_segments: Of the table.
+        name: The table's, for the message.
+
+    Returns:
+        int64 `(buckets, 16)`: whose the slots are; int64 `(n,)`: slots.
+
+    Raises:
+        ValueError: some find no room.
+    """
+    shape = [num_segments * SEGMENT // BUCKET, BUCKET]
+    with tf.device("CPU"):
+        held = keras.Variable(tf.zeros(shape, tf.int64), dtype="int64")
+        index = Index([held], [0], [num_segments])
+        add = tf.function(
+            lambda some: insert(index, some, Places(), lambda *_: []),
+            [tf.TensorSpec([None], tf.int64)],
+        )
+        parts = [
+            add(keys[i : i + _KEYS]).numpy() for i in range(0, len(keys), _KEYS)
+        ]
+    slots = np.concatenate([np.zeros([0], np.int64), *parts])
+    if lost := np.count_nonzero(slots < 0):
+        raise ValueError(
+            f"{lost} of {len(keys)} ids of table {name!r} find no room in a "
+            f"capacity of {num_segments * SEGMENT}. Let it be at least "
+            f"{-(-len(keys) * 4 // 3)}."
+        )
+    return held.numpy(), slots
+
+
+def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
+    """Gives ids `(n,)`, and no others, the rows `(n, dim)` of a table.
+
+    Raises:
+        TypeError: they are neither int nor str.
+        ValueError: the rows are of another shape, an id is there twice, or
+            some find no room.
+    """
+    ids = tf.constant(np.asarray(ids))
+    table._check_dtype(ids.dtype.name)
+    keys = mixed(table._as_ids(ids)).numpy()
+    different = len(np.unique(keys[keys != EMPTY]))
+    if rows.shape != (different, table.output_dim) or different < len(keys):
+        raise ValueError(
+            f"Table {table.path!r} takes rows of length {table.output_dim}, "
+            f"and for each row an id that no other has, nor is it {NO_ID}. "
+            f"Received: {len(keys)} ids, of them {different} different, for "
+            f"rows of shape {rows.shape}."
+        )
+    held, slots = place(keys, table.num_segments, table.path)
+    for growing in filter(None, map(growing_of, table.shards)):
+        at = slots - growing.first_segment * SEGMENT
+        own = np.flatnonzero((at >= 0) & (at < growing.shard.shape[0]))
+        shard = np.zeros(growing.shard.shape, rows.dtype)
+        shard[at[own]] = rows[own]
+        growing.shard.assign(shard)
+        growing.keys.assign(own_rows(growing.keys, held))
