@@ -136,6 +136,7 @@ def main():
         tfdist.TrainSpec(input_fn, args.max_steps, hooks),
         tfdist.EvalSpec(
             lambda: tf.data.Dataset.from_tensor_slices(examples()).batch(64),
+            steps=None,
             throttle_secs=3600,
         ),
     )

@@ -155,12 +155,7 @@ class Evaluator:
         return os.path.join(self._model_dir, "export", name)
 
     def begin(self) -> None:
-        """Removes the exports that an earlier process of this job was writing.
-
-        Raises:
-            ValueError: an evaluation would never end.
-        """
-        self.check_ends()
+        """Removes exports that an earlier process of this job was writing."""
         for exporter in self.spec.exporters:
             saved_models.remove_abandoned(self._export_path(exporter.name))
 
@@ -187,6 +182,7 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process is back from it.
         try:
+            self.check_ends()
             self.begin()
             self._resume()
             self._follow(max_steps, patience_secs)

@@ -23,6 +23,7 @@ from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
+from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.session import recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training.compiled_model import overrides
@@ -153,9 +154,10 @@ def _train_and_evaluate(
     config = estimator.config
     separate = config.cluster.has_evaluator
     storage.check_writable(config.model_dir)
-    listeners = [*train_spec.saving_listeners]
+    hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
+        hooks.append(_CheckEvaluation(evaluator))
         has_workers = config.strategy_name == "ps"
         listeners.append(
             _EvaluateAfterSave(evaluator, train_spec.max_steps, has_workers)
@@ -163,7 +165,7 @@ def _train_and_evaluate(
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn,
-        hooks=train_spec.hooks,
+        hooks=hooks,
         max_steps=train_spec.max_steps,
         saving_listeners=listeners,
     )
@@ -179,6 +181,24 @@ def _train_and_evaluate(
             config.evaluator_timeout_secs,
         )
     return evaluator.result if evaluator else None
+
+
+class _CheckEvaluation(SessionRunHook):
+    """Refuses one that would never end: before any step, once all are joined.
+
+    To make a data set TensorFlow may compute, which all-reduce does not allow
+    before.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+
+    def steps_until_next(self, step: int) -> None:
+        """No step matters."""
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Raises `ValueError` if so."""
+        self._evaluator.check_ends()
 
 
 class _EvaluateAfterSave(CheckpointSaverListener):
