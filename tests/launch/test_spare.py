@@ -228,6 +228,7 @@ def test_a_task_that_dies_is_replaced_by_it(folder, dead):
         (spare,) = wait_for(lambda: children(job.process.pid) or None, DEADLINE)
         if dead:
             os.kill(spare, signal.SIGKILL)
+            assert wait_for(lambda: not is_alive(spare), DEADLINE)
         (folder / "die").touch()
         assert job.end() == 0
     assert job.lines_of("worker:0")[-1] == f"warm {not dead} worker"
