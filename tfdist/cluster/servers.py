@@ -186,12 +186,10 @@ def release(cluster: Cluster) -> None:
 
     One that is gone or does not answer is reported and skipped.
     """
-    devices = {d.name for d in tf.config.list_logical_devices("CPU")}
-    tasks = {
-        task: address
-        for task, address in cluster.addresses(*SERVER_JOBS).items()
-        if _full_name(task) in devices  # Others do not train now.
-    }
+    tasks = cluster.addresses(*SERVER_JOBS)
+    if num_connected_workers():  # Others do not train now.
+        devices = {d.name for d in tf.config.list_logical_devices("CPU")}
+        tasks = {t: a for t, a in tasks.items() if _full_name(t) in devices}
     answers = ask(list(tasks.values()))
     for task, answer in zip(tasks, answers, strict=True):
         problem = answer.state.value

@@ -157,7 +157,10 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        hooks.append(_CheckEvaluation(evaluator))
+        if config.strategy_name == "multi_worker_mirrored":
+            hooks.append(_CheckEvaluation(evaluator))
+        else:
+            evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         listeners.append(
             _EvaluateAfterSave(evaluator, train_spec.max_steps, has_workers)
@@ -184,10 +187,9 @@ def _train_and_evaluate(
 
 
 class _CheckEvaluation(SessionRunHook):
-    """Refuses one that would never end: before any step, once all are joined.
+    """Refuses one that would never end, once all processes are joined.
 
-    To make a data set TensorFlow may compute, which all-reduce does not allow
-    before.
+    To make its data set TensorFlow may compute, which it must not do before.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
