@@ -73,7 +73,7 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "harm", "own_batches"),
     [
-        ("worker:1", "kill", False),
+        pytest.param("worker:1", "kill", False, marks=pytest.mark.soak),
         ("worker:0", "freeze", True),
         ("chief:0", "kill", True),
     ],

@@ -83,7 +83,7 @@ def test_workers_that_read_the_same_ids_make_one_slot_for_each(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        (GROWS, 3),
+        pytest.param(GROWS, 3, marks=pytest.mark.soak),
         (RECYCLES, 3),
         pytest.param(RECYCLES, 20, marks=pytest.mark.soak),
     ],

@@ -123,7 +123,12 @@ def test_without_the_repository(tmp_path, environ):
 
 @pytest.mark.parametrize(
     ("lesson", "private"),
-    [("02", True), ("04", True), ("06", True), ("01", False)],
+    [
+        ("06", True),
+        ("01", False),
+        pytest.param("02", True, marks=pytest.mark.soak),
+        pytest.param("04", True, marks=pytest.mark.soak),
+    ],
 )
 def test_a_whole_notebook(tmp_path, environ, lesson, private):
     import nbformat

@@ -161,6 +161,7 @@ def ask_for(model_dir, number):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.soak
 def test_by_the_file_elsewhere(tmp_path):
     model_dir = tmp_path / "model"
     ask_for(model_dir, 1)
@@ -189,6 +190,7 @@ def test_by_the_file_elsewhere(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.soak
 def test_a_worker_that_died_is_let_go(tmp_path):
     """What TensorFlow waits for stays away: the chief restarts itself."""
     model_dir = tmp_path / "model"
@@ -208,6 +210,7 @@ def test_a_worker_that_died_is_let_go(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.soak
 def test_synchronous_steps(tmp_path):
     """Whose accumulators are those of a number of workers."""
     model_dir = tmp_path / "model"

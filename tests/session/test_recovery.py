@@ -302,6 +302,7 @@ def test_workers_lose_their_connections_to_the_servers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_servers_start_anew_after_many_connections(tmp_path):
     """Which costs one more recovery, and no step."""
     flags = ["--max_steps=900", "--most_connections=3"]

@@ -166,6 +166,8 @@ def vertex_all_reduce(*replicas):
     }
 
 
+# Before each landing; a soak runs all.
+OFTEN = "Vertex AI", "Kubernetes"
 ENVIRONMENTS = {
     "Vertex AI": vertex(1, 2, 1, 1),
     "Vertex AI, a master and no evaluator": vertex(1, 1, 2, chief="master"),
@@ -200,7 +202,13 @@ def on_loopback(tasks):
 
 @needs_namespaces
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in OFTEN else pytest.param(n, marks=pytest.mark.soak)
+        for n in ENVIRONMENTS
+    ],
+)
 def test_every_task_runs_to_the_end(directory, tmp_path, name):
     hosts, tasks = on_loopback(ENVIRONMENTS[name])
     for variables in tasks.values():
