@@ -8,7 +8,7 @@ from tfdist import Cluster
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import size
 from tfdist.cluster.probing import Answer, TaskState
-from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.size import ClusterSize, warn_if_ignored
 from tfdist.cluster.tf_config import SIZE_VARIABLE
 
 CLUSTER = Cluster.from_jobs(
@@ -105,3 +105,11 @@ def test_goes_on_with_those_that_are_there(tmp_path, up):
         found.stop()
     up |= {"w:1"}
     assert found.there() == 2
+
+
+def test_all_reduce_says_that_it_ignores_the_file(tmp_path, caplog):
+    warn_if_ignored(str(tmp_path))
+    assert not caplog.text
+    ask_for(tmp_path, 2)
+    warn_if_ignored(str(tmp_path))
+    assert "cluster.json is ignored" in caplog.text

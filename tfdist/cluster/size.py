@@ -147,3 +147,16 @@ def _num_live(answers: Sequence[Answer]) -> int:
     """How many answer, up to the first one that does not."""
     states = [*(answer.state for answer in answers), TaskState.DEAD]
     return next(i for i, s in enumerate(states) if s is not TaskState.LIVE)
+
+
+def warn_if_ignored(model_dir: str) -> None:
+    """Says so where a job without parameter servers has such a file."""
+    from tfdist._tf import storage
+
+    path = os.path.join(model_dir, SIZE_FILE)
+    if storage.read_text(path) is not None:
+        _log.warning(
+            "%s is ignored: only workers of parameter servers come and go. An "
+            "all-reduce job is started again with the tasks that it shall have.",
+            path,
+        )

@@ -19,7 +19,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster import probing, servers
 from tfdist.cluster.health import HealthMonitor, ServerLostError
-from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.size import ClusterSize, warn_if_ignored
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
     multi_worker_strategy,
@@ -111,6 +111,8 @@ class RecoverableSession:
             self._size = ClusterSize(cluster, checkpoint_dir)
             self._size.watch()
             self._cluster = self._size.now
+        elif cluster and is_chief and checkpoint_dir:
+            warn_if_ignored(checkpoint_dir)
         self._strategy = strategy
         self._in_sync = cluster is not None and not cluster.num_ps
         # Whether another process says what comes next.
