@@ -157,6 +157,6 @@ def warn_if_ignored(model_dir: str) -> None:
     if storage.read_text(path) is not None:
         _log.warning(
             "%s is ignored: only workers of parameter servers come and go. An "
-            "all-reduce job is started again with the tasks that it shall have.",
+            "all-reduce job starts again with the tasks that it shall have.",
             path,
         )
