@@ -55,10 +55,14 @@ class Counts(tf.compat.v1.train.SessionRunHook):
 
 
 class Raises(tf.compat.v1.train.SessionRunHook):
-    """As one whose own server does not answer."""
+    """As one whose own server does not answer, to the leader.
+
+    Of several processes the first that gives up would end another's count.
+    """
 
     def after_run(self, run_context, run_values):
-        if run_context.session.step == 4:
+        session = run_context.session
+        if session.is_chief and session.step == 4:
             raise tf.errors.UnavailableError(None, None, "the user's own")
 
 
