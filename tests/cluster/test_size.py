@@ -1,5 +1,6 @@
 """How many workers train, as a file says."""
 
+import contextlib
 import json
 
 import pytest
@@ -19,6 +20,8 @@ CLUSTER = Cluster.from_jobs(
 
 
 def ask_for(directory, number):
+    """Writes the file, at once."""
+    directory.mkdir(exist_ok=True)
     temporary = directory / "temporary"
     temporary.write_text(json.dumps({"workers": number}))
     temporary.replace(directory / "cluster.json")
@@ -65,11 +68,20 @@ def test_malformed(tmp_path, text):
         ClusterSize(CLUSTER, str(tmp_path))
 
 
-def test_follows_the_file(tmp_path, up, caplog):
-    ask_for(tmp_path, 1)
-    found = ClusterSize(CLUSTER, str(tmp_path))
+@contextlib.contextmanager
+def watched(directory):
+    """A size of one, whose file is looked at meanwhile."""
+    ask_for(directory, 1)
+    found = ClusterSize(CLUSTER, str(directory))
     found.watch()
     try:
+        yield found
+    finally:
+        found.stop()
+
+
+def test_follows_the_file(tmp_path, up, caplog):
+    with watched(tmp_path) as found:
         up |= {"w:2", "w:3"}
         ask_for(tmp_path, 3)
         assert wait_for(lambda: found.due() == 3, 10)
@@ -87,22 +99,15 @@ def test_follows_the_file(tmp_path, up, caplog):
         ask_for(tmp_path, 1)  # Whoever is there.
         assert wait_for(lambda: found.due() == 1, 10)
         assert not found.is_late(5)
-    finally:
-        found.stop()
 
 
 def test_goes_on_with_those_that_are_there(tmp_path, up):
-    ask_for(tmp_path, 1)
-    found = ClusterSize(CLUSTER, str(tmp_path))
-    found.watch()
-    try:
+    with watched(tmp_path) as found:
         up |= {"w:2", "w:4"}
         ask_for(tmp_path, 4)
         assert wait_for(lambda: found.wanted == 4, 10)
         assert found.due() is None  # The third may come yet.
         assert wait_for(lambda: found.due() == 2, 10)
-    finally:
-        found.stop()
     up |= {"w:1"}
     assert found.there() == 2
 

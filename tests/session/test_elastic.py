@@ -1,6 +1,5 @@
 """Workers that come and go while a job trains: real processes, real signals."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.cluster.test_size import ask_for
 from tests.data.test_one_pass import BATCH, Launched
 from tests.session.test_recovery import (
     CHIEF,
@@ -149,14 +149,6 @@ def test_a_chief_that_restarts_keeps_the_size(tmp_path):
         job.wait_for(r"^\[chief:0\] INFO workers: 2 -> 3$")
         job.end()
     assert_ends_at(str(tmp_path / "model"), 1200)
-
-
-def ask_for(model_dir, number):
-    model_dir.mkdir(exist_ok=True)
-    text = json.dumps({"workers": number})
-    temporary = model_dir / "cluster.json.temp"
-    temporary.write_text(text)
-    temporary.replace(model_dir / "cluster.json")
 
 
 @pytest.mark.slow

@@ -99,11 +99,8 @@ def _move(
     """From a variable of a table to what it is in another capacity."""
     check_positive("capacity", capacity)
     keys = load_variable(path, f"{table}/keys").ravel()
-    before, old, new = (
-        np.flatnonzero(keys),
-        len(keys) // SEGMENT,
-        -(-capacity // SEGMENT),
-    )
+    before = np.flatnonzero(keys)
+    old, new = len(keys) // SEGMENT, -(-capacity // SEGMENT)
     held, after = place(keys[before], new, table)
 
     def moved(kind: str, value: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from tfdist._tf import storage
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
 from tfdist.cluster.probing import Answer, TaskState
@@ -102,8 +103,6 @@ class ClusterSize:
         return max(1, live())
 
     def _read(self) -> int | None:
-        from tfdist._tf import storage  # The launcher imports no TensorFlow.
-
         text = storage.read_text(self.path) if self.path else None
         if text is None:
             return None
@@ -151,8 +150,6 @@ def _num_live(answers: Sequence[Answer]) -> int:
 
 def warn_if_ignored(model_dir: str) -> None:
     """Says so where a job without parameter servers has such a file."""
-    from tfdist._tf import storage
-
     path = os.path.join(model_dir, SIZE_FILE)
     if storage.read_text(path) is not None:
         _log.warning(
