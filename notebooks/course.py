@@ -19,6 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import matplotlib.pyplot as plt
 from cycler import cycler
+from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -137,8 +138,10 @@ def _solution(name: str) -> str:
 
 
 def show(path: str) -> None:
-    """Prints a program that a notebook runs in processes of its own."""
-    print(Path(path).read_text().rstrip())
+    """Shows a program that a notebook runs in processes of its own."""
+    text = Path(path).read_text().rstrip()
+    coloured = f"```python\n{text}\n```"
+    display({"text/markdown": coloured, "text/plain": text}, raw=True)
 
 
 def records(output: str) -> list[dict[str, Any]]:

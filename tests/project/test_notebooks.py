@@ -101,6 +101,14 @@ def test_cells_are_short_and_stored_as_they_ran(name):
     assert not re.search(r"/(tmp|root|home|opt|work)/", shown)
 
 
+@pytest.mark.parametrize("name", LESSONS + SOLUTIONS)
+def test_code_that_draws_is_folded(name):
+    for cell in code(read(name)):
+        if re.search(r"^sketch = |^plt\.show\(\)$", source(cell), re.M):
+            assert cell["metadata"]["cellView"] == "form"  # Colab's.
+            assert cell["metadata"]["jupyter"] == {"source_hidden": True}
+
+
 def lines_of(text):
     return [line.strip() for line in text.splitlines() if line.strip()]
 
