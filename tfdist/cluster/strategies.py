@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
+from tfdist._tf.private_renewal import connect_again
 from tfdist.cluster import peers, probing, servers
 from tfdist.cluster.spec import Cluster
 
@@ -37,6 +38,7 @@ def parameter_server_strategy(
     *,
     start_timeout_secs: float = 600.0,
     give_up: Callable[[], None] = lambda: None,
+    again: tf.distribute.ParameterServerStrategy | None = None,
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
@@ -47,6 +49,8 @@ def parameter_server_strategy(
         cluster: With workers and ps; this process is its chief.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
+        again: One that is connected anew, its functions as they are. Default:
+            another one is made.
 
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
@@ -58,8 +62,13 @@ def parameter_server_strategy(
     servers.reconnect_quickly()
     private.expire_remote_state_after(_KEEP_ALIVE_SECS)
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
-    with private.local_state_kept():
-        strategy = _connect(_resolver(cluster))
+    if again:
+        connect = functools.partial(connect_again, again, cluster.task_type)
+        strategy = _connect(connect)
+    else:
+        made = tf.distribute.ParameterServerStrategy
+        with private.local_state_kept():
+            strategy = _connect(functools.partial(made, _resolver(cluster)))
     servers.hold(cluster)
     servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
@@ -239,9 +248,8 @@ def _time_limit(secs: float) -> Iterator[None]:
 
 
 def _connect(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+    connect: Callable[[], tf.distribute.ParameterServerStrategy],
 ) -> tf.distribute.ParameterServerStrategy:
-    connect = functools.partial(tf.distribute.ParameterServerStrategy, resolver)
     with fail_fast():
         return servers.retried(connect, _CONNECT_SECS)
 

@@ -88,7 +88,7 @@ class CoordinatedLoop(Loop):
     ) -> None:
         super().__init__(global_step)
         self._workers = Workers(strategy, num_workers)
-        self._step = step
+        self._step, self._strategy = step, strategy
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         devices = [d.name for d in tf.config.list_logical_devices("CPU")]
         self._generations = Generations(
@@ -113,14 +113,17 @@ class CoordinatedLoop(Loop):
         self._is_dealt = False  # Whether by the number of workers.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._max_ahead = 2 * num_workers * self._full
+        self._input_watch = InputWatch(self._waits)
+        self._applied = self._next_step = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
         self._earlier: Any = 0.0
-        self._input_watch = InputWatch(self._waits)
-        self._applied = self._next_step = 0
 
     @property
     def step(self) -> int:
@@ -184,6 +187,22 @@ class CoordinatedLoop(Loop):
                 )
         return True
 
+    def variables_of_its_own(self) -> list[tf.Variable] | None:
+        """See `Loop.variables_of_its_own`."""
+        counter = self._step.staleness
+        counts = counter.variables if counter else []
+        return [*self._generations.variables, *counts]
+
+    def begin_again(self) -> None:
+        """See `Loop.begin_again`; all functions are those of before."""
+        for variable in self.variables_of_its_own() or ():
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        # From here on threads of before find that they are late.
+        self._generations.current += 1
+        self._iterator = None
+        self._begin()
+        self._workers = Workers(self._strategy, self._workers.num_workers)
+
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
@@ -221,7 +240,7 @@ class CoordinatedLoop(Loop):
         sizes = dispatch_sizes(missing, self._full, self._next_step)
         if most < self._full:
             sizes = [1] * missing
-        if not self._traced:
+        if self._iterator is None:
             self._iterator = self._read_data()
             sizes = [1] * min(missing, self._max_ahead)
         for size in sizes:
@@ -272,7 +291,8 @@ class CoordinatedLoop(Loop):
         Each size is traced once, and early: TensorFlow calls every task for
         each function, and would hang with one that froze.
         """
-        begun = _Dispatch(first_step, size, worker=0)
+        generation = self._generations.current
+        begun = _Dispatch(first_step, size, generation, worker=0)
         if size not in self._traced:
             self._traced[size] = private.trace(
                 self._workers.coordinator,
@@ -290,7 +310,7 @@ class CoordinatedLoop(Loop):
         with tf.device(None):  # Not sent to the worker by itself.
             return [
                 tf.constant(begun.first_step, tf.int64),
-                tf.constant(float(self._generations.current)),
+                tf.constant(float(begun.generation)),
             ]
 
     def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
@@ -309,19 +329,26 @@ class CoordinatedLoop(Loop):
             begun.is_lost = True
             return
         worker = private.current_worker()
-        if not self._takes_part(begun, worker):
+        if self._is_late(begun) or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
         try:
             packed = self._traced[begun.size](iterator, *self._arguments(begun))
             begun.packed = packed.numpy()
         except tf.errors.OutOfRangeError:
-            self._exhausted.add(worker)
-        except tf.errors.OpError:
-            # An iterator that was cancelled says ever after that it is at its
-            # end. TensorFlow may take the error for a passing one.
-            private.renew_resources(self._workers.coordinator)
+            if not self._is_late(begun):
+                self._exhausted.add(worker)
+        except tf.errors.OpError as error:
+            if not self._is_late(begun):
+                self.on_failure()
+                # An iterator that was cancelled says ever after that it is at
+                # its end. TensorFlow may take the error for a passing one.
+                private.renew_resources(self._workers.coordinator, error)
             raise
+
+    def _is_late(self, begun: _Dispatch) -> bool:
+        """Whether a dispatch, in its thread, is of a time before a failure."""
+        return begun.generation != self._generations.current
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
         """Waits for a dispatch to end; returns the states of its steps.
@@ -378,6 +405,7 @@ class _Dispatch:
     Attributes:
         first_step: Number of the first of its steps.
         size: How many.
+        generation: The one in which it was scheduled.
         future: Done when it has ended.
         worker: Index of the worker that runs it; None until one does.
         since: When it began there.
@@ -388,6 +416,7 @@ class _Dispatch:
 
     first_step: int
     size: int
+    generation: int
     future: concurrent.futures.Future = dataclasses.field(init=False)
     worker: int | None = None
     since: float = math.inf

@@ -30,6 +30,11 @@ class Generations:
         """What the updates of a dispatch of `generation` must pass."""
         return Fence(generation, self._variables)
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """Those that hold it, which begin with 0."""
+        return list(self._variables.values())
+
     def read(self) -> tf.Tensor:
         """The current generation; in a function, that of when it is called."""
         return next(iter(self._variables.values())).read_value()

@@ -62,6 +62,7 @@ class Loop:
         own_batches: Whether the data are this process's alone, and others have
             others.
         resizable: Whether `resize` can be called.
+        on_failure: Called, from any thread, when a call to a task has failed.
     """
 
     iterator: tf.data.Iterator | None = None
@@ -72,6 +73,7 @@ class Loop:
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
         self._input_secs = InputSeconds()
+        self.on_failure: Watch = unwatched
 
     @property
     def step(self) -> int:
@@ -119,6 +121,14 @@ class Loop:
 
         To be called when all of them are up and no step is under way.
         """
+        raise NotImplementedError
+
+    def variables_of_its_own(self) -> list[tf.Variable] | None:
+        """Those that begin with 0; None: `begin_again` cannot be called."""
+        return None
+
+    def begin_again(self) -> None:
+        """Goes on, once closed, with new memory of the same variables."""
         raise NotImplementedError
 
     def staleness(self) -> np.ndarray | None:

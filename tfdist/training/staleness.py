@@ -31,6 +31,11 @@ class StalenessCounter:
                 name="staleness",
             )
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What counts them, which begins with 0."""
+        return [self._counts]
+
     def read(self) -> tf.Tensor:
         """The number of updates before a step reads its parameters."""
         with tf.device(self._global_step.device):

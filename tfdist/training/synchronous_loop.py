@@ -111,6 +111,9 @@ class SynchronousLoop(CoordinatedLoop):
         if self._uncertain and not self._pending:
             self._recount()
 
+    def variables_of_its_own(self) -> None:
+        """None: the servers' accumulators are no variables."""
+
     def close(self) -> None:
         """See `Loop.close`."""
         if self.dropped:

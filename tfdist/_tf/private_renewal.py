@@ -1,0 +1,71 @@
+"""Functions that outlive a lost server: private names of TensorFlow.
+
+To trace a model's steps takes longer than all else in a recovery. A function
+that was traced knows each variable by its handle, which is captured; it runs as
+before when the variable, and it, have another.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+# What holds captured handles.
+from tensorflow.python.eager.polymorphic_function import concrete_function
+
+from tfdist._tf.private import Saveable, UninitializedVariable
+
+
+def connect_again(
+    strategy: tf.distribute.ParameterServerStrategy, job: str
+) -> tf.distribute.ParameterServerStrategy:
+    """Connects to the servers of a strategy, for another coordinator."""
+    strategy._connect_to_cluster(job)
+    strategy._cluster_coordinator = None
+    return strategy
+
+
+def is_known(
+    saved: Iterable[Saveable], others: Iterable[tf.Variable] = ()
+) -> bool:
+    """Whether all variables on servers are known, or hold values for a while.
+
+    Args:
+        saved: What a checkpoint holds.
+        others: More variables.
+    """
+    pieces = [p for v in saved for p in getattr(v, "variables", [v])]
+    known = {id(v.handle) for v in (*pieces, *others)}
+    return all(
+        id(v.handle) in known or type(v) is UninitializedVariable
+        for v in _on_servers()
+    )
+
+
+def renew() -> None:
+    """Gives all variables on servers memory there, which holds no value yet."""
+    renewed = {}
+    for variable in _on_servers():
+        with tf.device(variable.device):
+            made = UninitializedVariable(
+                shape=variable.shape, dtype=variable.dtype
+            )
+        # The old one, too: its id is to be no other's.
+        renewed[id(variable.handle)] = made.handle, variable.handle
+        variable._handle = made.handle
+    for function in gc.get_objects():
+        if issubclass(type(function), concrete_function.ConcreteFunction):
+            captures = function._captured_inputs
+            if any(id(capture) in renewed for capture in captures):
+                function.set_external_captures(
+                    [renewed.get(id(c), (c,))[0] for c in captures]
+                )
+
+
+def _on_servers() -> list[Any]:
+    kinds = type(tf.Variable(0)), UninitializedVariable
+    found = [o for o in gc.get_objects() if type(o) in kinds]
+    return [v for v in found if "/job:ps/" in v.handle.device]
