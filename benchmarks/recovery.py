@@ -181,10 +181,13 @@ def run_task(flags: list[str]) -> None:
                 say(f"step of worker:{worker}")
             last[worker] = now
 
+    created = None
+
     def run_once(self: Any) -> Any:
+        nonlocal created
         logs = first(self)
-        if not hasattr(self._loop, "said_so"):
-            self._loop.said_so = True
+        if created is not self._health:  # Another one for each connection.
+            created = self._health
             say("step")
         return logs
 

@@ -10,12 +10,15 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 # A worker's thread, and what it is given to wake up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 # The connection to the servers.
 from tensorflow.python.eager import context
 
+from tfdist._tf import private
 from tfdist._tf.private import ClusterCoordinator
 
 
@@ -61,6 +64,19 @@ def connect_workers(
         device = f"/job:worker/replica:0/task:{index}"
         worker = cluster_coordinator.Worker(index, device, cluster)
         cluster.workers.append(worker)
+
+
+def renew_resources(
+    coordinator: ClusterCoordinator, error: tf.errors.OpError
+) -> None:
+    """Makes again what a worker was given: its iterators.
+
+    TensorFlow does so for a worker that was lost, but not for one that has lost
+    its connection to a parameter server. To be called in what `schedule` calls.
+    """
+    if cluster_coordinator._is_worker_failure(error):
+        return
+    coordinator._cluster.workers[private.current_worker()]._on_worker_recovery()
 
 
 def of_first_workers(iterator: Any, number: int) -> Any:

@@ -263,8 +263,7 @@ class RecoverableSession:
         action = recovery.choose_action(
             error, lost, self._failures.count, in_sync=self._in_sync
         )
-        again = self._keeps and self._failures.count
-        if again and action is RecoveryAction.RAISE:
+        if self._keeps and self._failures.count and action.name == "RAISE":
             action = RecoveryAction.REBUILD  # Of all, this time.
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_the_users(error, step)
@@ -284,23 +283,19 @@ class RecoverableSession:
             self._failures.keep()
             restart_process(reason)
         self._disconnect()
-        # Once: it may be what failed.
-        self._keeps = self._failures.count == 1 and self._can_keep()
+        self._keeps = self._can_keep()
         self._built = False
         if not self._keeps:
-            for name in ("_trainable", "_loop"):
-                vars(self).pop(name, None)
+            vars(self).pop("_trainable", None)
+            vars(self).pop("_loop", None)
 
     def _can_keep(self) -> bool:
-        """Whether all that is lost with a server is in a checkpoint.
-
-        Then the model and its functions outlive the failure.
-        """
-        if not (self._built and self._size and self.checkpoint_dir):
+        """Whether model and functions go on: all that is lost was saved."""
+        once = self._failures.count == 1  # It may be what failed.
+        if not (once and self._built and self._size and self.checkpoint_dir):
             return False
-        own = self._loop.variables_of_its_own()
+        saved, own = self.variables.values(), self._loop.own_variables
         gc.collect()  # Variables of before are none of ours.
-        saved = self.variables.values()
         return own is not None and private_renewal.is_known(saved, own)
 
     def _have_saved(self) -> bool:

@@ -94,6 +94,8 @@ class CoordinatedLoop(Loop):
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
+        counted = [step.staleness.counts] if step.staleness else []
+        self.own_variables = [*self._generations.variables.values(), *counted]
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._full = dispatch_size(step.model, steps_per_dispatch)
@@ -120,6 +122,7 @@ class CoordinatedLoop(Loop):
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
+        self._warm: set[int] = set()  # Those that have run a dispatch.
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
@@ -187,15 +190,9 @@ class CoordinatedLoop(Loop):
                 )
         return True
 
-    def variables_of_its_own(self) -> list[tf.Variable] | None:
-        """See `Loop.variables_of_its_own`."""
-        counter = self._step.staleness
-        counts = counter.variables if counter else []
-        return [*self._generations.variables, *counts]
-
     def begin_again(self) -> None:
         """See `Loop.begin_again`; all functions are those of before."""
-        for variable in self.variables_of_its_own() or ():
+        for variable in self.own_variables or ():
             variable.assign(tf.zeros(variable.shape, variable.dtype))
         # From here on threads of before find that they are late.
         self._generations.current += 1
@@ -332,18 +329,29 @@ class CoordinatedLoop(Loop):
         if self._is_late(begun) or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
+        pieces = [begun]
+        if worker not in self._warm:
+            # It begins to train while it has compiled but a tenth.
+            steps = range(begun.first_step, begun.first_step + begun.size)
+            one = functools.partial(dataclasses.replace, begun, size=1)
+            pieces = [one(first_step=step) for step in steps]
         try:
-            packed = self._traced[begun.size](iterator, *self._arguments(begun))
-            begun.packed = packed.numpy()
+            begun.packed = sum(
+                self._traced[p.size](iterator, *self._arguments(p)).numpy()
+                for p in pieces
+            )
+            self._warm.add(worker)
         except tf.errors.OutOfRangeError:
             if not self._is_late(begun):
                 self._exhausted.add(worker)
         except tf.errors.OpError as error:
+            self._warm.discard(worker)
             if not self._is_late(begun):
                 self.on_failure()
                 # An iterator that was cancelled says ever after that it is at
                 # its end. TensorFlow may take the error for a passing one.
-                private.renew_resources(self._workers.coordinator, error)
+                coordinator = self._workers.coordinator
+                private_workers.renew_resources(coordinator, error)
             raise
 
     def _is_late(self, begun: _Dispatch) -> bool:

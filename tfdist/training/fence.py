@@ -20,29 +20,28 @@ class Generations:
 
     Args:
         devices: Of the parameter servers.
+
+    Attributes:
+        current: Its number.
+        variables: By device, what holds it there; they begin with 0.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.current = 0
-        self._variables = {device: _zero_on(device) for device in devices}
+        self.variables = {device: _zero_on(device) for device in devices}
 
     def fence(self, generation: tf.Tensor) -> Fence:
         """What the updates of a dispatch of `generation` must pass."""
-        return Fence(generation, self._variables)
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """Those that hold it, which begin with 0."""
-        return list(self._variables.values())
+        return Fence(generation, self.variables)
 
     def read(self) -> tf.Tensor:
         """The current generation; in a function, that of when it is called."""
-        return next(iter(self._variables.values())).read_value()
+        return next(iter(self.variables.values())).read_value()
 
     def advance(self) -> None:
         """Starts a new generation on every server."""
         self.current += 1
-        for variable in self._variables.values():
+        for variable in self.variables.values():
             variable.assign(float(self.current))
 
 

@@ -63,12 +63,15 @@ class Loop:
             others.
         resizable: Whether `resize` can be called.
         on_failure: Called, from any thread, when a call to a task has failed.
+        own_variables: Those that it begins with at 0, beside the model's. None:
+            `begin_again` cannot be called.
     """
 
     iterator: tf.data.Iterator | None = None
     fixed_shares = False
     own_batches = False
     resizable = False
+    own_variables: list[tf.Variable] | None = None
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
@@ -123,12 +126,8 @@ class Loop:
         """
         raise NotImplementedError
 
-    def variables_of_its_own(self) -> list[tf.Variable] | None:
-        """Those that begin with 0; None: `begin_again` cannot be called."""
-        return None
-
     def begin_again(self) -> None:
-        """Goes on, once closed, with new memory of the same variables."""
+        """Goes on, once closed, with the same variables in new memory."""
         raise NotImplementedError
 
     def staleness(self) -> np.ndarray | None:

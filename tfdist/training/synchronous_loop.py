@@ -72,6 +72,7 @@ class SynchronousLoop(CoordinatedLoop):
     ) -> None:
         others["steps_per_dispatch"] = 1
         super().__init__(step, global_step, input_fn, **others)
+        self.own_variables = None  # The accumulators are none, and are lost.
         refuse_sums(step.model)
         step.staleness = None  # There is none.
         self._backup_workers, self.dropped = backup_workers, 0
@@ -110,9 +111,6 @@ class SynchronousLoop(CoordinatedLoop):
         """See `Loop.wait_for_steps`: none that is under way is an update."""
         if self._uncertain and not self._pending:
             self._recount()
-
-    def variables_of_its_own(self) -> None:
-        """None: the servers' accumulators are no variables."""
 
     def close(self) -> None:
         """See `Loop.close`."""
