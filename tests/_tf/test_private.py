@@ -329,6 +329,10 @@ def test_functions_outlive_the_memory_of_variables(on_servers):
     assert outer().numpy().tolist() == [5.0, 7.0]
     traced = inner.get_concrete_function()
     old = [v.handle for v in on_servers]
+
+    def read(handle):
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+
     private_renewal.renew()
     a.assign([5.0, 6.0])
     b.assign(1.0)
@@ -336,6 +340,7 @@ def test_functions_outlive_the_memory_of_variables(on_servers):
     assert traced().numpy().tolist() == [10.0, 12.0]
     new = [v.handle for v in on_servers]
     assert not {*map(id, new)} & {*map(id, old)}
+    assert not tf.size(read(old[0]))  # Its memory is free.
     # What a step of before still writes is nothing to us.
     tf.raw_ops.AssignVariableOp(resource=old[0], value=tf.zeros([2]))
     assert outer().numpy().tolist() == [11.0, 13.0]
@@ -344,11 +349,11 @@ def test_functions_outlive_the_memory_of_variables(on_servers):
 def test_variables_that_are_not_in_a_checkpoint_are_found(on_servers):
     a, b = on_servers
     assert private_renewal.is_known([a], [b])
-    assert not private_renewal.is_known([a])
+    assert not private_renewal.is_known([a], [])
     table = private.PartitionedVariable([a], [[(0, 2)]])
-    assert private_renewal.is_known([table, b])
+    assert private_renewal.is_known([table, b], [])
     on_servers.append(private.UninitializedVariable(shape=[], dtype=tf.int32))
-    assert private_renewal.is_known([table, b])
+    assert private_renewal.is_known([table, b], [])
 
 
 def test_a_strategy_that_connects_again():

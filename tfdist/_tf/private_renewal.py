@@ -7,6 +7,7 @@ before when the variable, and it, have another.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterable
 from typing import Any
@@ -28,41 +29,46 @@ def connect_again(
     return strategy
 
 
-def is_known(
-    saved: Iterable[Saveable], others: Iterable[tf.Variable] = ()
-) -> bool:
-    """Whether all variables on servers are known, or hold values for a while.
+def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:
+    """Whether all variables on servers are these, or hold values for a while.
 
-    Args:
-        saved: What a checkpoint holds.
-        others: More variables.
+    `saved` are what a checkpoint holds.
     """
     pieces = [p for v in saved for p in getattr(v, "variables", [v])]
     known = {id(v.handle) for v in (*pieces, *others)}
-    return all(
-        id(v.handle) in known or type(v) is UninitializedVariable
-        for v in _on_servers()
-    )
+    for _ in range(2):
+        if all(
+            id(v.handle) in known or type(v) is UninitializedVariable
+            for v in _on_servers()
+        ):
+            return True
+        gc.collect()  # There may be some of an earlier model.
+    return False
 
 
 def renew() -> None:
     """Gives all variables on servers memory there, which holds no value yet."""
+    before = [(v, v.handle) for v in _on_servers()]
     renewed = {}
-    for variable in _on_servers():
+    for variable, old in before:
         with tf.device(variable.device):
             made = UninitializedVariable(
                 shape=variable.shape, dtype=variable.dtype
             )
-        # The old one, too: its id is to be no other's.
-        renewed[id(variable.handle)] = made.handle, variable.handle
-        variable._handle = made.handle
+        renewed[id(old)] = variable._handle = made.handle
     for function in gc.get_objects():
         if issubclass(type(function), concrete_function.ConcreteFunction):
             captures = function._captured_inputs
             if any(id(capture) in renewed for capture in captures):
                 function.set_external_captures(
-                    [renewed.get(id(c), (c,))[0] for c in captures]
+                    [renewed.get(id(c), c) for c in captures]
                 )
+    # Graphs know the old handles still: where the server lives, so does what
+    # they hold.
+    for variable, old in before:
+        with contextlib.suppress(tf.errors.OpError), tf.device(old.device):
+            nothing = tf.zeros([0], variable.dtype)
+            tf.raw_ops.AssignVariableOp(resource=old, value=nothing)
 
 
 def _on_servers() -> list[Any]:

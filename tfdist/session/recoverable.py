@@ -295,7 +295,6 @@ class RecoverableSession:
         if not (once and self._built and self._size and self.checkpoint_dir):
             return False
         saved, own = self.variables.values(), self._loop.own_variables
-        gc.collect()  # Variables of before are none of ours.
         return own is not None and private_renewal.is_known(saved, own)
 
     def _have_saved(self) -> bool:
