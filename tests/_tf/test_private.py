@@ -356,13 +356,6 @@ def test_variables_that_are_not_in_a_checkpoint_are_found(on_servers):
     assert private_renewal.is_known([table, b], [])
 
 
-def test_a_strategy_that_connects_again():
-    strategy = tf.distribute.ParameterServerStrategy
-    assert "coordinator_name" in inspect.getsource(strategy._connect_to_cluster)
-    new = private.ClusterCoordinator.__new__
-    assert "strategy._cluster_coordinator is None" in inspect.getsource(new)
-
-
 def test_copy_tables():
     """A function that was traced with a table looks up a copy of it."""
     table = tf.lookup.StaticHashTable(

@@ -24,7 +24,7 @@ def test_tasks_are_asked_at_once_when_a_call_has_failed(cluster, monkeypatch):
     try:
         assert not monitor.lost()  # Asked once, it may be about to start.
         monitor.hurry()
-        lost = wait_for(monitor.lost, timeout_secs=60)
+        lost = wait_for(lambda: monitor.lost() or None, timeout_secs=60)
         assert lost == {"ps:0": health.ServerFailure.DEAD}
     finally:
         monitor.stop()

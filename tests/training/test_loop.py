@@ -198,6 +198,7 @@ def test_a_new_worker_begins_with_single_steps(monkeypatch):
     loop, ran = CoordinatedLoop.__new__(CoordinatedLoop), []
     loop._begin()
     loop._generations = SimpleNamespace(current=3)
+    loop._workers = SimpleNamespace(coordinator=None)
 
     def traced(size):
         def run(iterator, first_step, generation):

@@ -1,8 +1,7 @@
 """Functions that outlive a lost server: private names of TensorFlow.
 
-To trace a model's steps takes longer than all else in a recovery. A function
-that was traced knows each variable by its handle, which is captured; it runs as
-before when the variable, and it, have another.
+To trace them takes longer than all else in a recovery. A function captures the
+handle of each variable, and runs as before when both have another.
 """
 
 from __future__ import annotations
@@ -20,20 +19,8 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from tfdist._tf.private import Saveable, UninitializedVariable
 
 
-def connect_again(
-    strategy: tf.distribute.ParameterServerStrategy, job: str
-) -> tf.distribute.ParameterServerStrategy:
-    """Connects to the servers of a strategy, for another coordinator."""
-    strategy._connect_to_cluster(job)
-    strategy._cluster_coordinator = None
-    return strategy
-
-
 def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:
-    """Whether all variables on servers are these, or hold values for a while.
-
-    `saved` are what a checkpoint holds.
-    """
+    """Whether servers have no other variables, but for what is `held`."""
     pieces = [p for v in saved for p in getattr(v, "variables", [v])]
     known = {id(v.handle) for v in (*pieces, *others)}
     for _ in range(2):
@@ -51,11 +38,10 @@ def renew() -> None:
     before = [(v, v.handle) for v in _on_servers()]
     renewed = {}
     for variable, old in before:
+        like = {"shape": variable.shape, "dtype": variable.dtype}
         with tf.device(variable.device):
-            made = UninitializedVariable(
-                shape=variable.shape, dtype=variable.dtype
-            )
-        renewed[id(old)] = variable._handle = made.handle
+            variable._handle = UninitializedVariable(**like).handle
+        renewed[id(old)] = variable.handle
     for function in gc.get_objects():
         if issubclass(type(function), concrete_function.ConcreteFunction):
             captures = function._captured_inputs
@@ -63,8 +49,7 @@ def renew() -> None:
                 function.set_external_captures(
                     [renewed.get(id(c), c) for c in captures]
                 )
-    # Graphs know the old handles still: where the server lives, so does what
-    # they hold.
+    # Graphs still have the old handles, and a server that lives what they hold.
     for variable, old in before:
         with contextlib.suppress(tf.errors.OpError), tf.device(old.device):
             nothing = tf.zeros([0], variable.dtype)

@@ -74,9 +74,9 @@ def renew_resources(
     TensorFlow does so for a worker that was lost, but not for one that has lost
     its connection to a parameter server. To be called in what `schedule` calls.
     """
-    if cluster_coordinator._is_worker_failure(error):
-        return
-    coordinator._cluster.workers[private.current_worker()]._on_worker_recovery()
+    if not cluster_coordinator._is_worker_failure(error):
+        worker = coordinator._cluster.workers[private.current_worker()]
+        worker._on_worker_recovery()
 
 
 def of_first_workers(iterator: Any, number: int) -> Any:

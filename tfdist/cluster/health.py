@@ -188,7 +188,10 @@ class HealthMonitor:
     def _run(self) -> None:
         stuck_since = None
         with contextlib.closing(self._sentinel):
-            while not self._is_over():
+            while not self._stopped.wait(_LEAST_SECS):
+                if self._due.wait(_ROUND_SECS) and self._stopped.is_set():
+                    break
+                self._due.clear()
                 self._sentinel.tell(self._addresses)
                 self._ask()
                 self._cut_frozen_workers()
@@ -200,13 +203,6 @@ class HealthMonitor:
                 stuck = time.monotonic() - stuck_since > _ACT_SECS
                 if stuck and self._on_stuck and not self._stopped.is_set():
                     self._on_stuck(ServerLostError(lost))
-
-    def _is_over(self) -> bool:
-        """Waits until the next round is due; whether there is none."""
-        self._stopped.wait(_LEAST_SECS)
-        self._due.wait(_ROUND_SECS - _LEAST_SECS)
-        self._due.clear()
-        return self._stopped.is_set()
 
     def _ask(self) -> None:
         """Asks all tasks at once and notes what each answered."""

@@ -19,7 +19,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist._tf.private_renewal import connect_again
 from tfdist.cluster import peers, probing, servers
 from tfdist.cluster.spec import Cluster
 
@@ -49,8 +48,7 @@ def parameter_server_strategy(
         cluster: With workers and ps; this process is its chief.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
-        again: One that is connected anew, its functions as they are. Default:
-            another one is made.
+        again: One that is connected anew. Default: another one is made.
 
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
@@ -62,13 +60,12 @@ def parameter_server_strategy(
     servers.reconnect_quickly()
     private.expire_remote_state_after(_KEEP_ALIVE_SECS)
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
-    if again:
-        connect = functools.partial(connect_again, again, cluster.task_type)
-        strategy = _connect(connect)
-    else:
-        made = tf.distribute.ParameterServerStrategy
-        with private.local_state_kept():
-            strategy = _connect(functools.partial(made, _resolver(cluster)))
+    made = tf.distribute.ParameterServerStrategy
+    strategy = again or made.__new__(made)
+    connect = functools.partial(made.__init__, strategy, _resolver(cluster))
+    kept = contextlib.nullcontext() if again else private.local_state_kept()
+    with kept, fail_fast():
+        servers.retried(connect, _CONNECT_SECS)
     servers.hold(cluster)
     servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
@@ -245,13 +242,6 @@ def _time_limit(secs: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *users_timer)
         faulthandler.unregister(signal.SIGALRM)
         signal.signal(signal.SIGALRM, before)
-
-
-def _connect(
-    connect: Callable[[], tf.distribute.ParameterServerStrategy],
-) -> tf.distribute.ParameterServerStrategy:
-    with fail_fast():
-        return servers.retried(connect, _CONNECT_SECS)
 
 
 def _resolver(

@@ -94,8 +94,12 @@ class CoordinatedLoop(Loop):
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
-        counted = [step.staleness.counts] if step.staleness else []
-        self.own_variables = [*self._generations.variables.values(), *counted]
+        with tf.device(global_step.device):  # With the generation, a pass.
+            self._first = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self._dataset: Any = None
+        self.own_variables = [self._first, *self._generations.variables]
+        if step.staleness:
+            self.own_variables.append(step.staleness.counts)
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._full = dispatch_size(step.model, steps_per_dispatch)
@@ -172,6 +176,7 @@ class CoordinatedLoop(Loop):
                 kept = private_workers.of_first_workers(self._iterator, number)
                 self._iterator = kept
             self._workers.resize(cluster)
+        self._dataset = None
         self._max_ahead = 2 * number * self._full
         if self._iterator is not None:
             self._exhausted = {i for i in self._exhausted if i < number}
@@ -194,8 +199,7 @@ class CoordinatedLoop(Loop):
         """See `Loop.begin_again`; all functions are those of before."""
         for variable in self.own_variables or ():
             variable.assign(tf.zeros(variable.shape, variable.dtype))
-        # From here on threads of before find that they are late.
-        self._generations.current += 1
+        self._generations.current += 1  # Threads of before are late now.
         self._iterator = None
         self._begin()
         self._workers = Workers(self._strategy, self._workers.num_workers)
@@ -250,16 +254,19 @@ class CoordinatedLoop(Loop):
         A worker that is lost begins again, as the function below is called
         for it: by then, another generation tells that from the first time.
         """
-        first = self._applied - self._generations.current
+        self._first.assign(self._applied - self._generations.current)
+        self._dataset = self._dataset or self._traced_dataset()
+        coordinator = self._workers.coordinator
+        return iter(coordinator.create_per_worker_dataset(self._dataset))
 
+    def _traced_dataset(self) -> tf.types.experimental.ConcreteFunction:
         def dataset() -> tf.data.Dataset:
             generation = tf.cast(self._generations.read(), tf.int64)
+            first = self._first.read_value() + generation
             # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
             coordinators = tf.distribute.coordinator
             index = coordinators.experimental_get_current_worker_index()
-            context = WorkerContext(
-                self._workers.num_workers, index, first + generation
-            )
+            context = WorkerContext(self._workers.num_workers, index, first)
             batches = self._input_fn(context)
             self.fixed_shares = context.fixed_share
             self._is_dealt = context.is_dealt
@@ -269,8 +276,7 @@ class CoordinatedLoop(Loop):
         if any(tensor.dtype == tf.variant for tensor in traced.inputs):
             raise ValueError(f"The input function {MADE_OUTSIDE}")
         private.copy_tables(traced)
-        coordinator = self._workers.coordinator
-        return iter(coordinator.create_per_worker_dataset(traced))
+        return traced
 
     def _steps(
         self,
@@ -326,14 +332,17 @@ class CoordinatedLoop(Loop):
             begun.is_lost = True
             return
         worker = private.current_worker()
-        if self._is_late(begun) or not self._takes_part(begun, worker):
+        # Those of before a failure, if the dispatch is.
+        exhausted, coordinator = self._exhausted, self._workers.coordinator
+        late = begun.generation != self._generations.current
+        if late or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
         pieces = [begun]
         if worker not in self._warm:
-            # It begins to train while it has compiled but a tenth.
-            steps = range(begun.first_step, begun.first_step + begun.size)
+            # It begins to train when it has compiled a tenth of the other.
             one = functools.partial(dataclasses.replace, begun, size=1)
+            steps = range(begun.first_step, begun.first_step + begun.size)
             pieces = [one(first_step=step) for step in steps]
         try:
             begun.packed = sum(
@@ -342,21 +351,14 @@ class CoordinatedLoop(Loop):
             )
             self._warm.add(worker)
         except tf.errors.OutOfRangeError:
-            if not self._is_late(begun):
-                self._exhausted.add(worker)
+            exhausted.add(worker)
         except tf.errors.OpError as error:
             self._warm.discard(worker)
-            if not self._is_late(begun):
-                self.on_failure()
-                # An iterator that was cancelled says ever after that it is at
-                # its end. TensorFlow may take the error for a passing one.
-                coordinator = self._workers.coordinator
-                private_workers.renew_resources(coordinator, error)
+            self.on_failure()
+            # An iterator that was cancelled says ever after that it is at its
+            # end. TensorFlow may take the error for a passing one.
+            private_workers.renew_resources(coordinator, error)
             raise
-
-    def _is_late(self, begun: _Dispatch) -> bool:
-        """Whether a dispatch, in its thread, is of a time before a failure."""
-        return begun.generation != self._generations.current
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
         """Waits for a dispatch to end; returns the states of its steps.
