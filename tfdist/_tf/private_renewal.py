@@ -39,16 +39,14 @@ def renew() -> None:
     renewed = {}
     for variable, old in before:
         like = {"shape": variable.shape, "dtype": variable.dtype}
-        with tf.device(variable.device):
-            variable._handle = UninitializedVariable(**like).handle
-        renewed[id(old)] = variable.handle
+        with tf.device(old.device):
+            renewed[id(old)] = UninitializedVariable(**like).handle
+        variable._handle = renewed[id(old)]
     for function in gc.get_objects():
         if issubclass(type(function), concrete_function.ConcreteFunction):
             captures = function._captured_inputs
-            if any(id(capture) in renewed for capture in captures):
-                function.set_external_captures(
-                    [renewed.get(id(c), c) for c in captures]
-                )
+            after = [renewed.get(id(capture), capture) for capture in captures]
+            function.set_external_captures(after)
     # Graphs still have the old handles, and a server that lives what they hold.
     for variable, old in before:
         with contextlib.suppress(tf.errors.OpError), tf.device(old.device):

@@ -10,8 +10,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import tensorflow as tf
-
 # A worker's thread, and what it is given to wake up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
@@ -66,9 +64,7 @@ def connect_workers(
         cluster.workers.append(worker)
 
 
-def renew_resources(
-    coordinator: ClusterCoordinator, error: tf.errors.OpError
-) -> None:
+def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
     """Makes again what a worker was given: its iterators.
 
     TensorFlow does so for a worker that was lost, but not for one that has lost

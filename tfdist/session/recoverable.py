@@ -334,10 +334,8 @@ class RecoverableSession:
                 hook.after_create_session(self, self._coord)
 
     def _connect(self) -> tf.distribute.Strategy:
-        if not self._keeps:
-            # The functions of before, which a traceback may have held until
-            # now, must not be sent to the servers again.
-            gc.collect()
+        if not self._keeps:  # Or functions that a traceback may have held
+            gc.collect()  # until now would be sent to the servers again.
         cluster, secs = self._cluster, self._max_wait_secs
         give_up = self._give_up_waiting
         if cluster is None:

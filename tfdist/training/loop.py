@@ -63,8 +63,7 @@ class Loop:
             others.
         resizable: Whether `resize` can be called.
         on_failure: Called, from any thread, when a call to a task has failed.
-        own_variables: Those that it begins with at 0, beside the model's. None:
-            `begin_again` cannot be called.
+        own_variables: At 0 when it begins. None: no `begin_again`.
     """
 
     iterator: tf.data.Iterator | None = None
