@@ -345,10 +345,11 @@ class CoordinatedLoop(Loop):
             steps = range(begun.first_step, begun.first_step + begun.size)
             pieces = [one(first_step=step) for step in steps]
         try:
-            begun.packed = sum(
+            packed = [
                 self._traced[p.size](iterator, *self._arguments(p)).numpy()
                 for p in pieces
-            )
+            ]
+            begun.packed = np.sum(packed, axis=0)
             self._warm.add(worker)
         except tf.errors.OutOfRangeError:
             exhausted.add(worker)
