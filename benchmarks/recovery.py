@@ -14,7 +14,7 @@ part of the way back was behind it, for each round and their medians:
     noticed     the chief knows
     up          it has found every server up
     connected   it has connected to them
-    built       the model and its loop
+    built       the model and its loop; of a ps new memory for them
     restored    the checkpoint, and the hooks know
     step        the first new step: of the job, or of the worker that was killed
 """
