@@ -14,7 +14,7 @@ part of the way back was behind it, for each round and their medians:
     noticed     the chief knows
     up          it has found every server up
     connected   it has connected to them
-    built       the model and its loop
+    built       the model and its loop; of a ps new memory for them
     restored    the checkpoint, and the hooks know
     step        the first new step: of the job, or of the worker that was killed
 """
@@ -181,10 +181,13 @@ def run_task(flags: list[str]) -> None:
                 say(f"step of worker:{worker}")
             last[worker] = now
 
+    created = None
+
     def run_once(self: Any) -> Any:
+        nonlocal created
         logs = first(self)
-        if not hasattr(self._loop, "said_so"):
-            self._loop.said_so = True
+        if created is not self._health:  # Another one for each connection.
+            created = self._health
             say("step")
         return logs
 

@@ -15,7 +15,7 @@ import threading
 import tensorflow as tf
 
 from tests import recovery_job
-from tfdist._tf import private
+from tfdist._tf import private, private_workers
 from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
@@ -71,7 +71,7 @@ def run_until_failed(strategy, failures):
             ended["done"] += 1
         except tf.errors.OpError as error:
             ended[type(error).__name__] += 1
-            private.renew_resources(workers.coordinator)
+            private_workers.renew_resources(workers.coordinator, error)
         over.set()
 
     while ended.total() - ended["done"] < failures:

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf import private, private_keras, private_workers
+from tfdist._tf import (
+    private,
+    private_keras,
+    private_renewal,
+    private_workers,
+)
 from tfdist._tf.waiting import wait_for
 
 
@@ -306,6 +311,49 @@ def test_local_state_kept():
     assert table.lookup(tf.constant(["a", "b"])).numpy().tolist() == [7, -1]
     assert variable.numpy().tolist() == [1.0, 2.0]
     assert (variable + 1.0).numpy().tolist() == [2.0, 3.0]
+
+
+@pytest.fixture
+def on_servers(monkeypatch):
+    """Variables that are taken for those on parameter servers."""
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    monkeypatch.setattr(private_renewal, "_on_servers", lambda: variables)
+    return variables
+
+
+def test_functions_outlive_the_memory_of_variables(on_servers):
+    """Also one in which another is called, and one that was not called."""
+    a, b = on_servers
+    inner = tf.function(lambda: 2 * a)
+    outer = tf.function(lambda: inner() + b)
+    assert outer().numpy().tolist() == [5.0, 7.0]
+    traced = inner.get_concrete_function()
+    old = [v.handle for v in on_servers]
+
+    def read(handle):
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+
+    private_renewal.renew()
+    a.assign([5.0, 6.0])
+    b.assign(1.0)
+    assert outer().numpy().tolist() == [11.0, 13.0]
+    assert traced().numpy().tolist() == [10.0, 12.0]
+    new = [v.handle for v in on_servers]
+    assert not {*map(id, new)} & {*map(id, old)}
+    assert not tf.size(read(old[0]))  # Its memory is free.
+    # What a step of before still writes is nothing to us.
+    tf.raw_ops.AssignVariableOp(resource=old[0], value=tf.zeros([2]))
+    assert outer().numpy().tolist() == [11.0, 13.0]
+
+
+def test_variables_that_are_not_in_a_checkpoint_are_found(on_servers):
+    a, b = on_servers
+    assert private_renewal.is_known([a], [b])
+    assert not private_renewal.is_known([a], [])
+    table = private.PartitionedVariable([a], [[(0, 2)]])
+    assert private_renewal.is_known([table, b], [])
+    on_servers.append(private.UninitializedVariable(shape=[], dtype=tf.int32))
+    assert private_renewal.is_known([table, b], [])
 
 
 def test_copy_tables():

@@ -26,6 +26,7 @@ FAILED = r"Failed at step (\d+): .*"
 RECOVERED = r"Recovered: at step (\d+), .*"
 CONTINUES = r"Training continues at step (\d+) .*"
 RESTARTED = "restarts itself"
+BUILT = "ps:0 holds "
 
 
 def command(model_dir, *flags):
@@ -173,7 +174,7 @@ def test_worker_killed_comes_back(job):
 )
 def test_ps_killed_comes_back(job, killed):
     goes_on(job, 1)
-    lines = (FAILED, CONTINUES, RECOVERED, RESTARTED)
+    lines = (FAILED, CONTINUES, RECOVERED, RESTARTED, BUILT)
     before = [found(job, line) for line in lines]
     chief, old = job.pid(CHIEF), {task: job.pid(task) for task in killed}
     watch = Stopwatch(" and ".join(killed) + " killed")
@@ -185,13 +186,15 @@ def test_ps_killed_comes_back(job, killed):
     assert int(line[1]) == last_saved(job.output(CHIEF)[: line.start()])
     assert goes_on(job) > int(line[1])
     watch.say("first steps")
-    failed, _, recovered, restarted = (
+    failed, _, recovered, restarted, built = (
         len(found(job, pattern)) - len(seen)
         for pattern, seen in zip(lines, before, strict=True)
     )
     assert failed == recovered + restarted == 1
     # With a worker gone as well, the process may have to restart itself.
     assert not restarted or len(killed) > 1
+    # The model and its functions go on with other memory.
+    assert not built or len(killed) > 1
     assert job.pid(CHIEF) == chief
     assert all(job.pid(task) != old[task] for task in killed)
 

@@ -344,15 +344,6 @@ def current_worker() -> int:
     return coordinator_context.get_current_dispatch_context().worker_index
 
 
-def renew_resources(coordinator: ClusterCoordinator) -> None:
-    """Makes again what a worker was given: its iterators.
-
-    TensorFlow does so for a worker that was lost, but not for one that has lost
-    its connection to a parameter server. To be called in what `schedule` calls.
-    """
-    coordinator._cluster.workers[current_worker()]._on_worker_recovery()
-
-
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:
     """Tells the coordinator's threads to end, as its destructor would.
 

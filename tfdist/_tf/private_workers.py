@@ -16,6 +16,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 # The connection to the servers.
 from tensorflow.python.eager import context
 
+from tfdist._tf import private
 from tfdist._tf.private import ClusterCoordinator
 
 
@@ -61,6 +62,17 @@ def connect_workers(
         device = f"/job:worker/replica:0/task:{index}"
         worker = cluster_coordinator.Worker(index, device, cluster)
         cluster.workers.append(worker)
+
+
+def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
+    """Makes again what a worker was given: its iterators.
+
+    TensorFlow does so for a worker that was lost, but not for one that has lost
+    its connection to a parameter server. To be called in what `schedule` calls.
+    """
+    if not cluster_coordinator._is_worker_failure(error):
+        worker = coordinator._cluster.workers[private.current_worker()]
+        worker._on_worker_recovery()
 
 
 def of_first_workers(iterator: Any, number: int) -> Any:

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 FROZEN_SECS = 15.0
 _ROUND_SECS = 1.0
+# However many calls fail, tasks are asked no more often.
+_LEAST_SECS = 0.1
 _DEAD_ROUNDS = 2
 # A frozen server may hold the main thread inside C: then this thread acts.
 _ACT_SECS = 5.0
@@ -112,7 +114,7 @@ class HealthMonitor:
         self._addresses = [r.address for r in self._records.values()]
         self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
-        self._stopped = threading.Event()
+        self._stopped, self._due = threading.Event(), threading.Event()
         self._asking = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name="tfdist-health", daemon=True
@@ -124,6 +126,11 @@ class HealthMonitor:
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped.set()
+        self._due.set()
+
+    def hurry(self) -> None:
+        """Has the thread ask now: a call to a task has just failed."""
+        self._due.set()
 
     def follow(self, cluster: Cluster) -> None:
         """Asks the tasks of a cluster from which workers came or went."""
@@ -181,7 +188,10 @@ class HealthMonitor:
     def _run(self) -> None:
         stuck_since = None
         with contextlib.closing(self._sentinel):
-            while not self._stopped.wait(_ROUND_SECS):
+            while not self._stopped.wait(_LEAST_SECS):
+                if self._due.wait(_ROUND_SECS) and self._stopped.is_set():
+                    break
+                self._due.clear()
                 self._sentinel.tell(self._addresses)
                 self._ask()
                 self._cut_frozen_workers()

@@ -37,6 +37,7 @@ def parameter_server_strategy(
     *,
     start_timeout_secs: float = 600.0,
     give_up: Callable[[], None] = lambda: None,
+    again: tf.distribute.ParameterServerStrategy | None = None,
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
@@ -47,6 +48,7 @@ def parameter_server_strategy(
         cluster: With workers and ps; this process is its chief.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
+        again: One that is connected anew. Default: another one is made.
 
     Raises:
         ValueError: This process is not the chief of a cluster with ps.
@@ -58,8 +60,12 @@ def parameter_server_strategy(
     servers.reconnect_quickly()
     private.expire_remote_state_after(_KEEP_ALIVE_SECS)
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
-    with private.local_state_kept():
-        strategy = _connect(_resolver(cluster))
+    made = tf.distribute.ParameterServerStrategy
+    strategy = again or made.__new__(made)
+    connect = functools.partial(made.__init__, strategy, _resolver(cluster))
+    kept = contextlib.nullcontext() if again else private.local_state_kept()
+    with kept, fail_fast():
+        servers.retried(connect, _CONNECT_SECS)
     servers.hold(cluster)
     servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
@@ -236,14 +242,6 @@ def _time_limit(secs: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *users_timer)
         faulthandler.unregister(signal.SIGALRM)
         signal.signal(signal.SIGALRM, before)
-
-
-def _connect(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver,
-) -> tf.distribute.ParameterServerStrategy:
-    connect = functools.partial(tf.distribute.ParameterServerStrategy, resolver)
-    with fail_fast():
-        return servers.retried(connect, _CONNECT_SECS)
 
 
 def _resolver(

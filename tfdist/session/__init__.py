@@ -24,9 +24,10 @@ A worker loses its connection to a ps: as if it had died, but at once.
   (test_workers_lose_their_connections_to_the_servers)
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes
   up. What it then still sends is refused. (test_worker_frozen)
-A parameter server (ps) dies and comes back: everything is built again in this
-  process and restored. It costs the steps since the last checkpoint. Where
-  that fails, this process restarts itself (same pid, same command).
+A parameter server (ps) dies and comes back: variables get new memory and are
+  restored, functions go on. Where one is in no checkpoint, or that fails, all
+  is built again in this process, or it restarts itself (same pid and command).
+  It costs the steps since the last checkpoint.
   (test_ps_killed_comes_back, test_killed_at_random_moments)
 A ps, or the chief, dies while a checkpoint is written: that one is not, and
   the one before is restored. What another failure finds under way is completed
@@ -76,8 +77,8 @@ Processes with different programs (variables, batches, number of devices): a
 
 How long steps stand still: until a process is in the place of the dead one (at
 once where `tfdist launch` has a spare, which has imported TensorFlow already;
-see test_a_job_goes_on_with_spares), and then while the chief finds the servers,
-connects, builds and restores the model and traces its step.
+see test_a_job_goes_on_with_spares), and then while the chief connects, restores
+and, if it is new, builds its model and traces its step, and workers compile it.
 `benchmarks/recovery.py` measures each part.
 
 Steps that were lost are run again; on parameter servers with other examples.

@@ -384,7 +384,7 @@ class MonitoredTrainingSession(RecoverableSession):
         if isinstance(self._loop, FunctionLoop):
             return 1, 0
         most = max(100, int(self._steps_per_sec * _CHUNK_SECS))
-        if self._health and not self._steps_per_sec:
+        if self._health and (self._failures.count or not self._steps_per_sec):
             most = 1  # The first step tells that all is well.
         return steps_allowed(self.hooks, step, most)
 

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf import private_renewal
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import Saveable
 from tfdist._tf.waiting import wait_for
@@ -122,6 +123,8 @@ class RecoverableSession:
         self._trainable: Trainable
         self._loop: Loop
         self._built = False
+        self._connected: tf.distribute.ParameterServerStrategy | None = None
+        self._keeps = False  # Whether what is built outlives the connection.
         self._shapes: dict[str, tuple] | None = None
         self._ending: Loop | None = None
         self._coord = tf.train.Coordinator(
@@ -260,6 +263,8 @@ class RecoverableSession:
         action = recovery.choose_action(
             error, lost, self._failures.count, in_sync=self._in_sync
         )
+        if self._keeps and self._failures.count and action.name == "RAISE":
+            action = RecoveryAction.REBUILD  # Of all, this time.
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_the_users(error, step)
         if action is RecoveryAction.RAISE or users:
@@ -278,9 +283,19 @@ class RecoverableSession:
             self._failures.keep()
             restart_process(reason)
         self._disconnect()
-        if self._built:
-            self._built = False
-            del self._trainable, self._loop
+        self._keeps = self._can_keep()
+        self._built = False
+        if not self._keeps:
+            vars(self).pop("_trainable", None)
+            vars(self).pop("_loop", None)
+
+    def _can_keep(self) -> bool:
+        """Whether model and functions go on: all that is lost was saved."""
+        once = self._failures.count == 1  # It may be what failed.
+        if not (once and self._built and self._size and self.checkpoint_dir):
+            return False
+        saved, own = self.variables.values(), self._loop.own_variables
+        return own is not None and private_renewal.is_known(saved, own)
 
     def _have_saved(self) -> bool:
         """Waits for the checkpoints under way; whether they have ended."""
@@ -302,6 +317,8 @@ class RecoverableSession:
     def _create(self) -> None:
         """Connects, builds, initializes or restores, and tells the hooks."""
         self._build(self._connect())
+        if self._health:
+            self._loop.on_failure = self._health.hurry
         self._averaged = False
         if self._cluster and self._in_sync:
             self._lockstep = Lockstep(
@@ -317,9 +334,8 @@ class RecoverableSession:
                 hook.after_create_session(self, self._coord)
 
     def _connect(self) -> tf.distribute.Strategy:
-        # The functions of before, which a traceback may have held until now,
-        # must not be sent to the servers again.
-        gc.collect()
+        if not self._keeps:  # Or functions that a traceback may have held
+            gc.collect()  # until now would be sent to the servers again.
         cluster, secs = self._cluster, self._max_wait_secs
         give_up = self._give_up_waiting
         if cluster is None:
@@ -337,13 +353,16 @@ class RecoverableSession:
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None
-        strategy = parameter_server_strategy(
-            cluster, start_timeout_secs=secs, give_up=give_up
+        self._connected = parameter_server_strategy(
+            cluster,
+            start_timeout_secs=secs,
+            give_up=give_up,
+            again=self._connected if self._keeps else None,
         )
         self._health = HealthMonitor(
             cluster, on_stuck=lambda error: restart_process(str(error))
         )
-        return strategy
+        return self._connected
 
     def _give_up_waiting(self) -> None:
         """Ends the wait for tasks where it would be in vain."""
@@ -353,6 +372,11 @@ class RecoverableSession:
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
         """Calls `build_fn`, and compares with what it made before."""
+        if self._keeps:
+            private_renewal.renew()
+            self._loop.begin_again()
+            self._built = True
+            return
         if self._takes_strategy:
             trainable = self._build_fn(strategy)
         else:
@@ -413,8 +437,10 @@ class RecoverableSession:
             self.restored_from = saved.restore()
         if saved:
             self.input_restored = saved.position_restored
-            model = self.model
-            if model is not None and not saved.optimizer_restored:
+            model, whole = self.model, saved.optimizer_restored
+            if self._keeps and not (self.restored_from and whole):
+                raise tf.errors.AbortedError(None, None, "No checkpoint of all")
+            if model is not None and not whole:
                 optimizers.begin(model.optimizer, model.trainable_variables)
         if self._lockstep:
             self._lockstep.tell(restored=self.restored_from)

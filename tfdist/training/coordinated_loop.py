@@ -88,12 +88,18 @@ class CoordinatedLoop(Loop):
     ) -> None:
         super().__init__(global_step)
         self._workers = Workers(strategy, num_workers)
-        self._step = step
+        self._step, self._strategy = step, strategy
         self._evaluate = tf.function(step.evaluate_alone, autograph=False)
         devices = [d.name for d in tf.config.list_logical_devices("CPU")]
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
+        with tf.device(global_step.device):  # With the generation, a pass.
+            self._first = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self._dataset: Any = None
+        self.own_variables = [self._first, *self._generations.variables]
+        if step.staleness:
+            self.own_variables.append(step.staleness.counts)
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._full = dispatch_size(step.model, steps_per_dispatch)
@@ -113,14 +119,18 @@ class CoordinatedLoop(Loop):
         self._is_dealt = False  # Whether by the number of workers.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._max_ahead = 2 * num_workers * self._full
+        self._input_watch = InputWatch(self._waits)
+        self._applied = self._next_step = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
+        self._warm: set[int] = set()  # Those that have run a dispatch.
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
         self._earlier: Any = 0.0
-        self._input_watch = InputWatch(self._waits)
-        self._applied = self._next_step = 0
 
     @property
     def step(self) -> int:
@@ -166,6 +176,7 @@ class CoordinatedLoop(Loop):
                 kept = private_workers.of_first_workers(self._iterator, number)
                 self._iterator = kept
             self._workers.resize(cluster)
+        self._dataset = None
         self._max_ahead = 2 * number * self._full
         if self._iterator is not None:
             self._exhausted = {i for i in self._exhausted if i < number}
@@ -183,6 +194,15 @@ class CoordinatedLoop(Loop):
                     number,
                 )
         return True
+
+    def begin_again(self) -> None:
+        """See `Loop.begin_again`; all functions are those of before."""
+        for variable in self.own_variables or ():
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        self._generations.current += 1  # Threads of before are late now.
+        self._iterator = None
+        self._begin()
+        self._workers = Workers(self._strategy, self._workers.num_workers)
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
@@ -221,7 +241,7 @@ class CoordinatedLoop(Loop):
         sizes = dispatch_sizes(missing, self._full, self._next_step)
         if most < self._full:
             sizes = [1] * missing
-        if not self._traced:
+        if self._iterator is None:
             self._iterator = self._read_data()
             sizes = [1] * min(missing, self._max_ahead)
         for size in sizes:
@@ -234,16 +254,19 @@ class CoordinatedLoop(Loop):
         A worker that is lost begins again, as the function below is called
         for it: by then, another generation tells that from the first time.
         """
-        first = self._applied - self._generations.current
+        self._first.assign(self._applied - self._generations.current)
+        self._dataset = self._dataset or self._traced_dataset()
+        coordinator = self._workers.coordinator
+        return iter(coordinator.create_per_worker_dataset(self._dataset))
 
+    def _traced_dataset(self) -> tf.types.experimental.ConcreteFunction:
         def dataset() -> tf.data.Dataset:
             generation = tf.cast(self._generations.read(), tf.int64)
+            first = self._first.read_value() + generation
             # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
             coordinators = tf.distribute.coordinator
             index = coordinators.experimental_get_current_worker_index()
-            context = WorkerContext(
-                self._workers.num_workers, index, first + generation
-            )
+            context = WorkerContext(self._workers.num_workers, index, first)
             batches = self._input_fn(context)
             self.fixed_shares = context.fixed_share
             self._is_dealt = context.is_dealt
@@ -253,8 +276,7 @@ class CoordinatedLoop(Loop):
         if any(tensor.dtype == tf.variant for tensor in traced.inputs):
             raise ValueError(f"The input function {MADE_OUTSIDE}")
         private.copy_tables(traced)
-        coordinator = self._workers.coordinator
-        return iter(coordinator.create_per_worker_dataset(traced))
+        return traced
 
     def _steps(
         self,
@@ -272,7 +294,8 @@ class CoordinatedLoop(Loop):
         Each size is traced once, and early: TensorFlow calls every task for
         each function, and would hang with one that froze.
         """
-        begun = _Dispatch(first_step, size, worker=0)
+        generation = self._generations.current
+        begun = _Dispatch(first_step, size, generation, worker=0)
         if size not in self._traced:
             self._traced[size] = private.trace(
                 self._workers.coordinator,
@@ -290,7 +313,7 @@ class CoordinatedLoop(Loop):
         with tf.device(None):  # Not sent to the worker by itself.
             return [
                 tf.constant(begun.first_step, tf.int64),
-                tf.constant(float(self._generations.current)),
+                tf.constant(float(begun.generation)),
             ]
 
     def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
@@ -309,18 +332,33 @@ class CoordinatedLoop(Loop):
             begun.is_lost = True
             return
         worker = private.current_worker()
-        if not self._takes_part(begun, worker):
+        # Those of before a failure, if the dispatch is.
+        exhausted, coordinator = self._exhausted, self._workers.coordinator
+        late = begun.generation != self._generations.current
+        if late or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
+        pieces = [begun]
+        if worker not in self._warm:
+            # It begins to train when it has compiled a tenth of the other.
+            one = functools.partial(dataclasses.replace, begun, size=1)
+            steps = range(begun.first_step, begun.first_step + begun.size)
+            pieces = [one(first_step=step) for step in steps]
         try:
-            packed = self._traced[begun.size](iterator, *self._arguments(begun))
-            begun.packed = packed.numpy()
+            packed = [
+                self._traced[p.size](iterator, *self._arguments(p)).numpy()
+                for p in pieces
+            ]
+            begun.packed = np.sum(packed, axis=0)
+            self._warm.add(worker)
         except tf.errors.OutOfRangeError:
-            self._exhausted.add(worker)
-        except tf.errors.OpError:
+            exhausted.add(worker)
+        except tf.errors.OpError as error:
+            self._warm.discard(worker)
+            self.on_failure()
             # An iterator that was cancelled says ever after that it is at its
             # end. TensorFlow may take the error for a passing one.
-            private.renew_resources(self._workers.coordinator)
+            private_workers.renew_resources(coordinator, error)
             raise
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
@@ -378,6 +416,7 @@ class _Dispatch:
     Attributes:
         first_step: Number of the first of its steps.
         size: How many.
+        generation: The one in which it was scheduled.
         future: Done when it has ended.
         worker: Index of the worker that runs it; None until one does.
         since: When it began there.
@@ -388,6 +427,7 @@ class _Dispatch:
 
     first_step: int
     size: int
+    generation: int
     future: concurrent.futures.Future = dataclasses.field(init=False)
     worker: int | None = None
     since: float = math.inf

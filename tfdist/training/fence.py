@@ -24,20 +24,21 @@ class Generations:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.current = 0
-        self._variables = {device: _zero_on(device) for device in devices}
+        self._on = {device: _zero_on(device) for device in devices}
+        self.variables = list(self._on.values())  # At first 0.
 
     def fence(self, generation: tf.Tensor) -> Fence:
         """What the updates of a dispatch of `generation` must pass."""
-        return Fence(generation, self._variables)
+        return Fence(generation, self._on)
 
     def read(self) -> tf.Tensor:
         """The current generation; in a function, that of when it is called."""
-        return next(iter(self._variables.values())).read_value()
+        return self.variables[0].read_value()
 
     def advance(self) -> None:
         """Starts a new generation on every server."""
         self.current += 1
-        for variable in self._variables.values():
+        for variable in self.variables:
             variable.assign(float(self.current))
 
 

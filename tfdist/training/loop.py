@@ -62,16 +62,20 @@ class Loop:
         own_batches: Whether the data are this process's alone, and others have
             others.
         resizable: Whether `resize` can be called.
+        on_failure: Called, from any thread, when a call to a task has failed.
+        own_variables: At 0 when it begins. None: no `begin_again`.
     """
 
     iterator: tf.data.Iterator | None = None
     fixed_shares = False
     own_batches = False
     resizable = False
+    own_variables: list[tf.Variable] | None = None
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
         self._input_secs = InputSeconds()
+        self.on_failure: Watch = unwatched
 
     @property
     def step(self) -> int:
@@ -119,6 +123,10 @@ class Loop:
 
         To be called when all of them are up and no step is under way.
         """
+        raise NotImplementedError
+
+    def begin_again(self) -> None:
+        """Goes on, once closed, with the same variables in new memory."""
         raise NotImplementedError
 
     def staleness(self) -> np.ndarray | None:

@@ -25,7 +25,7 @@ class StalenessCounter:
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
         with tf.device(global_step.device):
-            self._counts = tf.Variable(
+            self.counts = tf.Variable(
                 tf.zeros([MAX_STALENESS + 1], tf.int64),
                 trainable=False,
                 name="staleness",
@@ -46,11 +46,11 @@ class StalenessCounter:
             others = self._global_step.read_value() - before - 1
             index = tf.clip_by_value([others], 0, MAX_STALENESS)
             one = tf.IndexedSlices(tf.ones([1], tf.int64), index)
-            self._counts.scatter_add(one)
+            self.counts.scatter_add(one)
 
     def histogram(self) -> np.ndarray:
         """int64 `(128,)`: updates of staleness 0, 1, ..., 127 or more."""
-        return self._counts.numpy()
+        return self.counts.numpy()
 
 
 def percentile(histogram: np.ndarray, percent: float) -> int:

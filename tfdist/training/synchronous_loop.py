@@ -72,6 +72,7 @@ class SynchronousLoop(CoordinatedLoop):
     ) -> None:
         others["steps_per_dispatch"] = 1
         super().__init__(step, global_step, input_fn, **others)
+        self.own_variables = None  # The accumulators are none, and are lost.
         refuse_sums(step.model)
         step.staleness = None  # There is none.
         self._backup_workers, self.dropped = backup_workers, 0

@@ -22,7 +22,7 @@ from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import fail_fast
 from tfdist.training.loop import Watch, unwatched
 
-_WATCH_SECS = 0.5
+_WATCH_SECS = 0.1
 
 
 class Workers:
@@ -62,7 +62,7 @@ class Workers:
     def wait(
         self, futures: Sequence[concurrent.futures.Future], watch: Watch
     ) -> None:
-        """Waits until one of the calls has ended, for half a second at most.
+        """Waits until one of the calls has ended, for 0.1 s at most.
 
         Raises:
             Exception: what a call has raised, or `watch`.
