@@ -19,9 +19,10 @@ from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster import probing, servers
 from tfdist.cluster.health import HealthMonitor, ServerLostError
-from tfdist.cluster.size import ClusterSize, warn_if_ignored
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
+    group_of,
     multi_worker_strategy,
     parameter_server_strategy,
 )
@@ -107,14 +108,14 @@ class RecoverableSession:
         self._check_numerics = check_numerics
         self._cluster = cluster
         self._size: ClusterSize | None = None
-        if cluster and cluster.num_ps:
-            self._size = ClusterSize(cluster, checkpoint_dir)
-            self._size.watch()
-            self._cluster = self._size.now
-        elif cluster and is_chief and checkpoint_dir:
-            warn_if_ignored(checkpoint_dir)
-        self._strategy = strategy
         self._in_sync = cluster is not None and not cluster.num_ps
+        if cluster:
+            self._size = ClusterSize(cluster, checkpoint_dir)
+            if not self._in_sync:
+                self._cluster = self._size.now
+            if is_chief:
+                self._size.watch()
+        self._strategy = strategy
         # Whether another process says what comes next.
         self._follows = self._in_sync and not is_chief
         self._lockstep: Lockstep | None = None
@@ -303,6 +304,9 @@ class RecoverableSession:
         """Connects, builds, initializes or restores, and tells the hooks."""
         self._build(self._connect())
         self._averaged = False
+        if self._in_sync and self._size and self._size.may_change:
+            assert self._cluster
+            self._loop.check_resize(len(self._cluster.addresses()))
         if self._cluster and self._in_sync:
             self._lockstep = Lockstep(
                 self._cluster,
@@ -325,7 +329,13 @@ class RecoverableSession:
         if cluster is None:
             return self._strategy or tf.distribute.get_strategy()
         if not cluster.num_ps:
-            return multi_worker_strategy(cluster, secs, give_up)
+            assert self._size
+            joined = multi_worker_strategy(cluster, secs, give_up, self._size)
+            self._cluster = group_of(joined)
+            self._size.follow(self._cluster)
+            if self._size.may_change:
+                _log.info("Takes part: %s.", self._cluster.shape)
+            return joined
         if self._size and self._size.may_change:
             probing.wait_until_up(cluster.with_workers(1), secs, give_up)
             there = self._size.there()
@@ -387,6 +397,12 @@ class RecoverableSession:
             self._loop = FunctionLoop(trainable.step, trainable.global_step)
         self._built = True
 
+    def _position_of(self, path: str) -> str:
+        """Where the position in this process's input is saved."""
+        if self._lockstep and self._loop.own_batches:
+            return self._lockstep.own_position(path)
+        return path
+
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
         directory, saved = self.checkpoint_dir, None
@@ -395,9 +411,7 @@ class RecoverableSession:
             if path is not None:
                 assert directory is not None  # As the leader's.
                 saved = self.checkpoints(directory)
-                own = self._lockstep.own_position(path)
-                mine = own if self._loop.own_batches else path
-                saved.restore_from(path, mine)
+                saved.restore_from(path, self._position_of(path))
                 self.restored_from = path
         elif directory:
             if not self.is_chief and not wait_for(
@@ -410,7 +424,7 @@ class RecoverableSession:
                     f"within {self._max_wait_secs:g} s."
                 )
             saved = self.checkpoints(directory)
-            self.restored_from = saved.restore()
+            self.restored_from = saved.restore(self._position_of)
         if saved:
             self.input_restored = saved.position_restored
             model = self.model
