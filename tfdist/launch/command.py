@@ -23,9 +23,8 @@ promises:
 * `--workers=1:4` begins with one of four workers; `python -m tfdist resize 3`
   makes it three (`tfdist.launch.resize`). The chief takes new ones in when they
   are up, and has those that are too many end by themselves; a minute later
-  they are told to. An all-reduce job saves for that, and all its processes
-  restart themselves; where one stays away it goes on with MIN or more after
-  `--last_call_timeout`, as torchrun's rendezvous.
+  they are told to. All processes of an all-reduce job save and restart then;
+  after `--last_call_timeout` they go on without one that stays away.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
   minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -326,8 +325,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=LAST_CALL_SECS,
         metavar="SECONDS",
-        help="with MIN:MAX and without --ps: how long MIN workers wait for "
-        f"one that is missing (default {LAST_CALL_SECS:g})",
+        help="in all-reduce with MIN:MAX, how long MIN workers wait for one "
+        f"that is missing (default {LAST_CALL_SECS:g})",
     )
     add("--evaluator", action="store_true", help="adds an evaluator task")
     add(
@@ -442,8 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         limits = options.least_workers, options.workers
-        secs = options.last_call_timeout
-        with resize.launchers_file(*limits, secs) as path:
+        with resize.launchers_file(*limits, options.last_call_timeout) as path:
             return Launcher(options, where, path).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What
