@@ -32,8 +32,9 @@ def model_fn(args):
     name = f"{cluster.task_type}:{cluster.task_index}"
     units = 17 if name == args.stranger else 16
     hidden = keras.layers.Dense(units, "relu")(both)
-    hidden = keras.layers.BatchNormalization()(hidden)
-    hidden = keras.layers.Dropout(0.2)(hidden)
+    if not args.plain:
+        hidden = keras.layers.BatchNormalization()(hidden)
+        hidden = keras.layers.Dropout(0.2)(hidden)
     output = keras.layers.Dense(1, "sigmoid")(hidden)
     model = keras.Model({"x": x, "ids": ids}, output)
     model.compile(
@@ -67,6 +68,8 @@ def own_batches(args, context):
         context.num_input_pipelines, context.input_pipeline_id
     )
     dataset = dataset.shuffle(100).repeat(args.epochs)
+    if args.fixed_batch:
+        return dataset.batch(16)
     return dataset.batch(context.get_per_replica_batch_size(48))
 
 
@@ -104,6 +107,10 @@ def flags():
     parser.add_argument("--wait_secs", type=float, default=60.0)
     parser.add_argument("--pace_secs", type=float, default=0.0)
     parser.add_argument("--own_batches", action="store_true")
+    # Whether those are of one size, however many processes there are.
+    parser.add_argument("--fixed_batch", action="store_true")
+    # Without layers whose results depend on how many share a batch.
+    parser.add_argument("--plain", action="store_true")
     # Whether the input function shards what will be shared out anyway.
     parser.add_argument("--shards_itself", action="store_true")
     # The task that runs another program than the others.

@@ -9,7 +9,7 @@ from tfdist import Cluster
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import size
 from tfdist.cluster.probing import Answer, TaskState
-from tfdist.cluster.size import ClusterSize, warn_if_ignored
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.tf_config import SIZE_VARIABLE
 
 CLUSTER = Cluster.from_jobs(
@@ -19,11 +19,11 @@ CLUSTER = Cluster.from_jobs(
 )
 
 
-def ask_for(directory, number):
+def ask_for(directory, number, **others):
     """Writes the file, at once."""
     directory.mkdir(exist_ok=True)
     temporary = directory / "temporary"
-    temporary.write_text(json.dumps({"workers": number}))
+    temporary.write_text(json.dumps({"workers": number, **others}))
     temporary.replace(directory / "cluster.json")
 
 
@@ -112,9 +112,47 @@ def test_goes_on_with_those_that_are_there(tmp_path, up):
     assert found.there() == 2
 
 
-def test_all_reduce_says_that_it_ignores_the_file(tmp_path, caplog):
-    warn_if_ignored(str(tmp_path))
-    assert not caplog.text
-    ask_for(tmp_path, 2)
-    warn_if_ignored(str(tmp_path))
-    assert "cluster.json is ignored" in caplog.text
+# --- All-reduce ---------------------------------------------------------------
+
+GROUP = Cluster.from_jobs(
+    {"chief": ["c:1"], "worker": ["w:1", "w:2", "w:3", "w:4"]}, "chief", 0
+)
+
+
+def test_a_group_has_whoever_is_there(tmp_path, up):
+    """Of those wanted; TensorFlow connects all of them anew."""
+    ask_for(tmp_path, 3, min_workers=2, last_call_timeout=7)
+    size = ClusterSize(GROUP, str(tmp_path))
+    assert (size.least, size.last_call_timeout) == (2, 7.0)
+    assert size.wanted_workers == ["w:1", "w:2", "w:3"]
+    jobs = {"chief": ["c:1"], "worker": ["w:2", "w:3"]}
+    size.follow(Cluster.from_jobs(jobs, "chief", 0))
+    assert size.size == 2
+    size.watch()
+    try:
+        assert wait_for(lambda: size._due == 2, 10)  # Some time is over.
+        assert size.due() is None
+        up |= {"w:1"}
+        assert wait_for(lambda: size.due() == 3, 10)
+        ask_for(tmp_path, 1, min_workers=2)
+        assert wait_for(lambda: size.due() == 1, 10)
+        size.refuse()
+        content = json.loads((tmp_path / "cluster.json").read_text())
+        assert content == {"workers": 3, "min_workers": 2}
+    finally:
+        size.stop()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"workers": 1}, "all-reduce needs two processes"),
+        ({"workers": 2, "min_workers": 0}, "must say how many"),
+        ({"workers": 2, "last_call_timeout": "x"}, "must say how many"),
+    ],
+)
+def test_a_group_that_cannot_be(tmp_path, content, message):
+    ask_for(tmp_path, content.pop("workers"), **content)
+    alone = Cluster.from_jobs({"worker": ["w:1", "w:2"]}, "worker", 0)
+    with pytest.raises(ValueError, match=message):
+        ClusterSize(alone, str(tmp_path))

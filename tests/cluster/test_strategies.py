@@ -249,8 +249,8 @@ def test_grpc_fail_fast_of_the_user(monkeypatch):
 JOIN = """
 import ctypes, faulthandler, sys
 import tensorflow as tf
-from tfdist.cluster import Cluster, peers, strategies
-peers.meet = lambda *args: None
+from tfdist.cluster import Cluster, meeting, strategies
+meeting.meet = lambda cluster, *args: cluster
 waits = [0.7, 60.0]
 def construct(resolver):
     ctypes.PyDLL(None).usleep(int(waits.pop(0) * 1e6))

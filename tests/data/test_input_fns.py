@@ -10,6 +10,7 @@ from small_models import batches, logistic
 import tfdist
 from tfdist.cluster.spec import Cluster
 from tfdist.data import input_fns
+from tfdist.data.worker_context import GroupContext
 from tfdist.session.monitored_session import MonitoredTrainingSession
 
 
@@ -107,3 +108,13 @@ def test_datasets_tune_themselves_only_if_told_to(users):
 
     dataset = input_fns.without_context(input_fn)()
     assert dataset.options().autotune.enabled is bool(users)
+
+
+def test_a_group_keeps_the_global_batch():
+    context = GroupContext(3, 1, num_replicas_in_sync=3)
+    with pytest.raises(ValueError, match="has not said how large"):
+        context.check(3)
+    assert context.get_per_replica_batch_size(48) == 16
+    context.check(4)
+    with pytest.raises(ValueError, match=r"48 .* not divide by 5 replicas"):
+        context.check(5)

@@ -192,11 +192,15 @@ class Launched:
             time.sleep(0.05)
         return found
 
+    def kill_once(self, task):
+        """Kills a task."""
+        self.wait_for(rf"{task} pid (\d+)\b")
+        pid = re.findall(rf"{task} pid (\d+)\b", self.output)[-1]
+        os.kill(int(pid), signal.SIGKILL)
+
     def kill(self, task):
         """Kills a task; it is started again."""
-        self.wait_for(rf"{task} pid (\d+) ")
-        pid = re.findall(rf"{task} pid (\d+) ", self.output)[-1]
-        os.kill(int(pid), signal.SIGKILL)
+        self.kill_once(task)
         self.wait_for(rf"^\[launch\] {task}: SIGKILL; started again")
 
     def counts(self):

@@ -65,6 +65,11 @@ def test_elsewhere(tmp_path, capsys):
     assert resize.main(["3", f"--model_dir={tmp_path}"]) == 0
     assert json.loads((tmp_path / "cluster.json").read_text()) == {"workers": 3}
     assert os.listdir(tmp_path) == ["cluster.json"]
+    # What else it says stays.
+    (tmp_path / "cluster.json").write_text('{"workers": 3, "min_workers": 2}')
+    assert resize.main(["4", f"--model_dir={tmp_path}"]) == 0
+    content = json.loads((tmp_path / "cluster.json").read_text())
+    assert content == {"workers": 4, "min_workers": 2}
     capsys.readouterr()
     for argv, message in (
         (["0"], "N must be 1 or more"),
@@ -85,7 +90,7 @@ def test_flags(capsys):
         (["--ps=1", "--workers=3:2"], "MIN:MAX must be"),
         (["--ps=1", "--workers=0:2"], "MIN:MAX must be"),
         (["--ps=1", "--workers=1:"], "must be an integer"),
-        (["--workers=1:2"], "needs --ps: workers of an all-reduce job"),
+        (["--last_call_timeout=-1"], "must be seconds, 0 or more"),
     ):
         with pytest.raises(SystemExit):
             parse_options([*flags, "-m", "task"])

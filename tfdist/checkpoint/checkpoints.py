@@ -248,8 +248,12 @@ class Checkpoints:
                 "`check_numerics=False` saves what is there."
             )
 
-    def restore(self) -> str | None:
+    def restore(
+        self, position_of: Callable[[str], str] = lambda path: path
+    ) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
+
+        And the input's position, from the checkpoint `position_of` this one.
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
@@ -268,7 +272,7 @@ class Checkpoints:
             _check_there_is_none(self._directory)
         for path, older in itertools.zip_longest(paths, paths[1:]):
             try:
-                self.restore_from(path, path)
+                self.restore_from(path, position_of(path))
                 return path
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if isinstance(error, NO_DAMAGE):

@@ -2,10 +2,10 @@
 
 Read in this order: `spec` (the environment becomes a `Cluster`), `tf_config`
 (its syntax), `probing` (who is up), `memory` (how much is left there),
-`termination` (SIGTERM), `servers` (the tasks that only serve), `peers` (the
-processes of an all-reduce job), `strategies`, `health` (a server that is
-silent), `connections` (how one that is frozen is cut off), `size` (workers that
-come and go).
+`termination` (SIGTERM), `servers` (the tasks that only serve), `size` (workers
+that come and go), `meeting` (the processes of an all-reduce job find each
+other), `peers` (and keep in step), `strategies`, `health` (a server that is
+silent), `connections` (how one that is frozen is cut off).
 """
 
 import lazy_loader

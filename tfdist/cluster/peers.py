@@ -11,79 +11,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from typing import Any
 
-import grpc
 import tensorflow as tf
 
 from tfdist._tf import private
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster.probing import Answer, TaskState, ask, wait_for_all
-from tfdist.cluster.servers import starting
 from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
 _POLL_SECS = 1.0
 # A process that is busy may trace a model before it answers.
 _PATIENCE_SECS = 120.0
-_MEETING = "tfdist.Meeting"
-
-
-def meet(
-    cluster: Cluster,
-    timeout_secs: float,
-    give_up: Callable[[], None] = lambda: None,
-) -> None:
-    """Waits until all tasks of an all-reduce job wait for each other.
-
-    TensorFlow would itself wait in C, for ever, name nobody, and take what is
-    left of a frozen task for one that is there. So this task listens at its
-    own address, and leaves it to TensorFlow when it has both asked and been
-    asked by each other one.
-
-    Arguments and errors are those of `probing.wait_until_up`.
-    """
-    others = cluster.addresses()
-    own = others.pop(cluster.task)
-    # A process that was started again is another one: it has to meet again.
-    identity = os.urandom(8)
-    asked_by: dict[str, bytes] = {}
-    answers = dict.fromkeys(others.values(), Answer(TaskState.DEAD))
-
-    def greet(request: bytes, context: grpc.ServicerContext) -> bytes:
-        asked_by[request[8:].decode()] = request[:8]
-        return identity
-
-    def state(address: str) -> TaskState:
-        answer = answers[address]
-        apart = asked_by.get(address) != answer.identity
-        live = answer.state is TaskState.LIVE
-        return TaskState.APART if live and apart else answer.state
-
-    def states() -> list[TaskState]:
-        waiting = [a for a in answers if state(a) is not TaskState.LIVE]
-        request = identity + own.encode()
-        replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
-        answers.update(zip(waiting, replies, strict=True))
-        return [state(address) for address in answers]
-
-    methods = {"Greet": grpc.unary_unary_rpc_method_handler(greet)}
-    server = grpc.server(
-        futures.ThreadPoolExecutor(max_workers=4),
-        [grpc.method_handlers_generic_handler(_MEETING, methods)],
-        options=[("grpc.so_reuseport", 0)],
-    )
-    with starting(cluster):
-        server.add_insecure_port(f"[::]:{own.rpartition(':')[2]}")
-    server.start()
-    try:
-        wait_for_all(others, states, timeout_secs, give_up)
-    finally:
-        # The last one that asks has its answer before the port is left.
-        server.stop(grace=5.0).wait()
 
 
 class Peers:

@@ -6,10 +6,15 @@ worker that is not among them is not waited for, counted or given any data. The
 chief looks at the file while it trains. `python -m tfdist resize` writes it;
 `tfdist.launch --workers=MIN:MAX` has one of its own, named by the environment,
 and starts the workers that it asks for.
+
+An all-reduce job goes on with fewer, where the file says `"min_workers"` and
+others stay away for `"last_call_timeout"` seconds (torchrun's word; default
+30). Then any of the N may be missing, but for worker 0 where that one leads.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -21,7 +26,12 @@ from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
 from tfdist.cluster.probing import Answer, TaskState
 from tfdist.cluster.spec import Cluster
-from tfdist.cluster.tf_config import SIZE_FILE, SIZE_VARIABLE, parse_size
+from tfdist.cluster.tf_config import (
+    LAST_CALL_SECS,
+    SIZE_FILE,
+    SIZE_VARIABLE,
+    parse_size,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +42,7 @@ _TOGETHER_SECS = 15.0
 
 
 class ClusterSize:
-    """The size of a cluster with parameter servers, told by its file.
+    """The size of a cluster, told by its file.
 
     Args:
         cluster: With all workers that there may be.
@@ -43,11 +53,13 @@ class ClusterSize:
         cluster: As given.
         size: How many workers train now.
         wanted: How many the file asks for.
+        least: How many an all-reduce job waits for in any case.
+        last_call_timeout: And for how many seconds for the others.
         may_change: Whether there is a file.
 
     Raises:
         ValueError: the file is malformed, or asks for more workers than the
-            cluster names.
+            cluster names, or for an all-reduce of one process.
     """
 
     def __init__(self, cluster: Cluster, model_dir: str | None) -> None:
@@ -56,9 +68,13 @@ class ClusterSize:
             path = os.path.join(model_dir, SIZE_FILE)
         self.cluster, self.path = cluster, path
         self._addresses = [*cluster.addresses("worker").values()]
+        self._group: list[str] | None = None
+        self.least = len(self._addresses)
+        self.last_call_timeout = LAST_CALL_SECS
         number = self._read()
         self.may_change = number is not None
         self.size = self.wanted = number or len(self._addresses)
+        self._accepted = self.wanted
         self._wanted_since = self._due_since = time.monotonic()
         self._due: int | None = None
         self._stopped = threading.Event()
@@ -67,6 +83,25 @@ class ClusterSize:
     def now(self) -> Cluster:
         """The cluster with the workers that train now."""
         return self.cluster.with_workers(self.size)
+
+    @property
+    def wanted_workers(self) -> list[str]:
+        """The addresses of those the file asks for."""
+        return self._addresses[: self.wanted]
+
+    def follow(self, group: Cluster) -> None:
+        """All-reduce: these train now, whoever of those wanted they are."""
+        self._group = [*group.addresses("worker").values()]
+        self.size = len(self._group)
+        if self.may_change:
+            _log.info("Takes part: %s.", group.shape)
+
+    def refuse(self) -> None:
+        """Takes back what the file asks for, lest anybody stops workers."""
+        assert self.path
+        content = json.loads(storage.read_text(self.path) or "{}")
+        content["workers"] = self.wanted = self._accepted
+        storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
         """Looks at the file from now on, in a thread."""
@@ -96,8 +131,7 @@ class ClusterSize:
         """
 
         def live() -> int:
-            answers = probing.ask(self._addresses[: self.wanted])
-            return _num_live(answers)
+            return _num_live(probing.ask(self.wanted_workers))
 
         wait_for(lambda: live() == self.wanted, _TOGETHER_SECS)
         return max(1, live())
@@ -106,7 +140,15 @@ class ClusterSize:
         text = storage.read_text(self.path) if self.path else None
         if text is None:
             return None
-        number, most = parse_size(text, str(self.path)), len(self._addresses)
+        asked = parse_size(text, str(self.path))
+        number, most = asked.workers, len(self._addresses)
+        if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
+            raise ValueError(
+                f"{self.path} asks for 1 worker, and there is no chief beside "
+                "it: all-reduce needs two processes. Ask for 2 at least."
+            )
+        self.least = asked.min_workers
+        self.last_call_timeout = asked.last_call_timeout
         if number > most:
             raise ValueError(
                 f"{self.path} asks for {number} workers, and the cluster of "
@@ -137,23 +179,17 @@ class ClusterSize:
         size, wanted = self.size, self.wanted
         if wanted <= size:
             return wanted
-        live = size + _num_live(probing.ask(self._addresses[size:wanted]))
+        group = self._addresses[:size] if self._group is None else self._group
+        new = [a for a in self._addresses[:wanted] if a not in group]
+        gaps = self._group is not None
+        live = size + _num_live(probing.ask(new), gaps)
         waited = time.monotonic() - self._wanted_since > _TOGETHER_SECS
         return live if live == wanted or waited else None
 
 
-def _num_live(answers: Sequence[Answer]) -> int:
-    """How many answer, up to the first one that does not."""
+def _num_live(answers: Sequence[Answer], gaps: bool = False) -> int:
+    """How many answer, without `gaps` up to the first one that does not."""
+    if gaps:
+        return sum(answer.state is TaskState.LIVE for answer in answers)
     states = [*(answer.state for answer in answers), TaskState.DEAD]
     return next(i for i, s in enumerate(states) if s is not TaskState.LIVE)
-
-
-def warn_if_ignored(model_dir: str) -> None:
-    """Says so where a job without parameter servers has such a file."""
-    path = os.path.join(model_dir, SIZE_FILE)
-    if storage.read_text(path) is not None:
-        _log.warning(
-            "%s is ignored: only workers of parameter servers come and go. An "
-            "all-reduce job starts again with the tasks that it shall have.",
-            path,
-        )

@@ -19,7 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist.cluster import peers, probing, servers
+from tfdist.cluster import meeting, probing, servers
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
 # How long the servers keep what a chief holds there after its last sign of
@@ -183,6 +184,7 @@ def multi_worker_strategy(
     cluster: Cluster,
     start_timeout_secs: float = 600.0,
     give_up: Callable[[], None] = lambda: None,
+    size: ClusterSize | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Connects this process to the others of an all-reduce job, once.
 
@@ -190,8 +192,10 @@ def multi_worker_strategy(
         cluster: Without ps; each of its tasks calls this.
         start_timeout_secs: Seconds to wait for every task to be up.
         give_up: Called again and again meanwhile; ends the wait by raising.
+        size: Who takes part, where that may change (see `group_of`).
 
     Raises:
+        UnavailableError: One that was to take part has gone meanwhile.
         TimeoutError: A task was not up in time. One that goes away after that
             would leave TensorFlow waiting in C, deaf to Python: then this
             process ends as late, with a traceback and by SIGALRM.
@@ -199,17 +203,17 @@ def multi_worker_strategy(
     if cluster in _joined:
         return _joined[cluster]
     servers.reconnect_quickly()
-    peers.meet(cluster, start_timeout_secs, give_up)
-    leader = next(iter(cluster.tasks))
+    group = meeting.meet(cluster, start_timeout_secs, give_up, size)
+    leader = next(iter(group.tasks))
     private.leave_together(
-        {job: len(tasks) for job, tasks in cluster.tasks.items()},
+        {job: len(tasks) for job, tasks in group.tasks.items()},
         f"/job:{leader}/replica:0/task:0",
         _LEAVE_SECS,
     )
     join = tf.distribute.MultiWorkerMirroredStrategy
     try:
         with _time_limit(start_timeout_secs):
-            _joined[cluster] = join(_resolver(cluster))
+            _joined[cluster] = join(_resolver(group))
     except RuntimeError as error:
         raise ValueError(
             "An all-reduce job is joined before TensorFlow computes anything, "
@@ -217,6 +221,13 @@ def multi_worker_strategy(
             "the model function or the input function."
         ) from error
     return _joined[cluster]
+
+
+def group_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
+    """The processes of an all-reduce job that take part, and this one."""
+    resolver = strategy.cluster_resolver
+    jobs = resolver.cluster_spec().as_dict()
+    return Cluster.from_jobs(jobs, resolver.task_type, resolver.task_id)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ Whatever is malformed is refused here, with the offending part in the message.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -38,6 +40,9 @@ SIZE_FILE = "cluster.json"
 
 SIZE_VARIABLE = "TFDIST_CLUSTER_FILE"
 """The environment variable with the path of the launcher's such file."""
+
+LAST_CALL_SECS = 30.0
+"""How long an all-reduce job waits for more workers than it needs."""
 
 Jobs = dict[str, dict[int, str]]
 """Our name of each job -> index, ascending -> address."""
@@ -163,25 +168,50 @@ def own_task(
     return task_type or only_type, task_index(index)
 
 
-def parse_size(text: str, path: str) -> int:
-    """How many workers a `cluster.json` asks for.
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a `cluster.json` asks for.
+
+    Attributes:
+        workers: How many workers train.
+        min_workers: With how many an all-reduce job goes on at least; never
+            more than `workers`, the default.
+        last_call_timeout: Seconds for which it waits for more than these.
+    """
+
+    workers: int
+    min_workers: int
+    last_call_timeout: float
+
+
+def parse_size(text: str, path: str) -> Size:
+    """Reads the text of a `cluster.json`.
 
     >>> parse_size('{"workers": 3}', "cluster.json")
-    3
+    Size(workers=3, min_workers=3, last_call_timeout=30.0)
 
     Raises:
-        ValueError: it does not say a positive integer.
+        ValueError: it does not say a positive integer, or another value is
+            none.
     """
-    try:
-        number = json.loads(text)["workers"]
-    except (ValueError, KeyError, TypeError):
-        number = None
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    given = None
+    with contextlib.suppress(ValueError):
+        given = json.loads(text)
+    values = given if isinstance(given, dict) else {}
+    workers: Any = values.get("workers")
+    least: Any = values.get("min_workers", workers)
+    secs: Any = values.get("last_call_timeout", LAST_CALL_SECS)
+    if (
+        not all(type(n) is int and n >= 1 for n in (workers, least))
+        or type(secs) not in (int, float)
+        or secs < 0
+    ):
         raise ValueError(
-            f'{path} must say how many workers train, as {{"workers": 3}}. '
-            f"Received: {text[:80]!r}."
+            f'{path} must say how many workers train, as {{"workers": 3}}; '
+            'an all-reduce job may have "min_workers", from 1 on, and '
+            f'"last_call_timeout" in seconds, too. Received: {text[:80]!r}.'
         )
-    return number
+    return Size(workers, min(least, workers), float(secs))
 
 
 def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:

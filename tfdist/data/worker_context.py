@@ -48,6 +48,50 @@ class WorkerContext(tf.distribute.InputContext):
         return self._num_input_pipelines
 
 
+class GroupContext(tf.distribute.InputContext):
+    """The `InputContext` of a process of an all-reduce job.
+
+    It knows the global batch, which stays when the group changes its size.
+
+    >>> context = GroupContext(4, 0, num_replicas_in_sync=4)
+    >>> context.get_per_replica_batch_size(64)
+    16
+
+    Args:
+        first_pass: With which pass over the data to begin, as `WorkerContext`.
+        *args, **kwargs: As for `tf.distribute.InputContext`.
+    """
+
+    def __init__(self, *args: int, first_pass: int = 0, **kwargs: int) -> None:
+        super().__init__(*args, **kwargs)
+        self.first_pass = first_pass
+        self._global_batch_size: int | None = None
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The share of each replica; a `ValueError` if they would differ."""
+        self._global_batch_size = global_batch_size
+        self.check(self.num_replicas_in_sync)
+        return global_batch_size // self.num_replicas_in_sync
+
+    def check(self, num_replicas: int) -> None:
+        """Raises `ValueError` unless so many share the same global batch."""
+        size = self._global_batch_size
+        if size is None:
+            raise ValueError(
+                "A group that changes its size keeps the global batch, and the "
+                "input function has not said how large that is. Have it make "
+                "batches of context.get_per_replica_batch_size(GLOBAL_BATCH), "
+                "or take no argument and return global batches."
+            )
+        if size % num_replicas:
+            raise ValueError(
+                f"The global batch of {size} examples does not divide by "
+                f"{num_replicas} replicas: choose another number of workers, "
+                "another batch, or an input function that takes no argument "
+                "and returns global batches, whose shares may differ."
+            )
+
+
 def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
     """The pass that a worker begins with. Default: 0."""
     return getattr(context, "first_pass", 0)

@@ -20,8 +20,9 @@ from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.servers import num_connected_workers
-from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu
+from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
+from tfdist.data.worker_context import GroupContext
 from tfdist.estimator.specs import ModelFn, RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
@@ -52,19 +53,17 @@ def build(
     input_fn: InputFn,
 ) -> Trainable:
     """Everything that training needs, made in the strategy's scope."""
+    context = GroupContext(num_replicas_in_sync=strategy.num_replicas_in_sync)
     if config.strategy_name == "multi_worker_mirrored":
-        dataset = _same_as_others(model_fn, config, strategy, input_fn)
+        dataset, context = _same_as_others(model_fn, config, strategy, input_fn)
     else:
-        context = tf.distribute.InputContext(
-            num_replicas_in_sync=strategy.num_replicas_in_sync
-        )
         dataset = with_context(input_fn)(context)
     with named(input_fn):
         global_step, model = create_variables(
             model_fn, config, strategy, dataset.element_spec
         )
         step, loop = _step_and_loop(
-            config, strategy, model, global_step, dataset, input_fn
+            config, strategy, model, global_step, dataset, input_fn, context
         )
     variables = checkpoints.named_variables(model, global_step)
     variables = step.variables(variables)
@@ -135,6 +134,7 @@ def _step_and_loop(
     global_step: tf.Variable,
     dataset: tf.data.Dataset,
     input_fn: InputFn,
+    context: GroupContext,
 ) -> tuple[ModelStep | KerasStep, Loop]:
     """A step of a model, by its own `train_step` where that can be."""
     spec, per_dispatch = dataset.element_spec, config.steps_per_dispatch
@@ -165,6 +165,7 @@ def _step_and_loop(
             strategy=strategy,
             replicas=replicas,
             own_batches=takes_context(input_fn),
+            context=context,
             steps_per_dispatch=per_dispatch,
         )
     kind = KerasStep if overrides(model, "train_step") else ModelStep
@@ -177,13 +178,14 @@ def _same_as_others(
     config: RunConfig,
     strategy: tf.distribute.Strategy,
     input_fn: InputFn,
-) -> tf.data.Dataset:
-    """The dataset of one process of an all-reduce job.
+) -> tuple[tf.data.Dataset, GroupContext]:
+    """The dataset of one process of an all-reduce job, and what it was told.
 
     All shuffle global batches alike; if `input_fn` takes a context, each reads
     its own. Raises `ValueError` if they do not run the same program.
     """
-    peers, tasks = Peers(config.cluster), list(config.cluster.addresses())
+    group = group_of(strategy)
+    peers, tasks = Peers(group), list(group.addresses())
     index, own = tasks.index(peers.name), takes_context(input_fn)
     seed = config.tf_random_seed
     if seed is None:
@@ -192,11 +194,14 @@ def _same_as_others(
     keras.utils.set_random_seed(seed)
     if own:
         tf.random.set_seed(seed + index)
-    dataset = with_context(input_fn)(
-        tf.distribute.InputContext(
-            len(tasks), index, strategy.num_replicas_in_sync
-        )
+    context = GroupContext(
+        len(tasks),
+        index,
+        strategy.num_replicas_in_sync,
+        # A smaller group deals the data anew, from another pass.
+        first_pass=len(config.cluster.addresses()) - len(tasks),
     )
+    dataset = with_context(input_fn)(context)
     program = {
         "number of replicas": str(len(strategy.extended.worker_devices)),
         "batch": str(dataset.element_spec),
@@ -210,7 +215,7 @@ def _same_as_others(
     peers.check_same_program(program, lambda: None)
     if not own:
         _warn_of_other_batches(peers, dataset)
-    return dataset
+    return dataset, context
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tfdist._tf.arguments import check_at_least
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
 from tfdist.data import fit_data
@@ -128,7 +129,9 @@ def fit(
             return None, None
         if run.strategy_name == "multi_worker_mirrored":
             # A dataset must not be made before.
-            multi_worker_strategy(cluster, run.session_creation_timeout_secs)
+            size = ClusterSize(cluster, model_dir)
+            secs = run.session_creation_timeout_secs
+            multi_worker_strategy(cluster, secs, size=size)
         steps = steps_per_epoch or _num_batches(once)
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
             run = run.replace(save_checkpoints_steps=steps)

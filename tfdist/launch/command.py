@@ -13,7 +13,7 @@ promises:
   at most 30 seconds. So is a chief killed by a signal or ending with 128 or
   more (what Vertex AI and Kubeflow retry). A parameter server, dispatcher or
   data worker that keeps failing ends the job, and so does, in an all-reduce
-  job, a worker; the others do not.
+  job, a worker, unless MIN others are left; the others do not.
 * A process that has imported TensorFlow stands by, and becomes the task that
   dies next (`tfdist.launch.spare`), unless there is `--no_spare`.
 * The job ends with its chief, and with its exit code. After a chief that
@@ -23,7 +23,8 @@ promises:
 * `--workers=1:4` begins with one of four workers; `python -m tfdist resize 3`
   makes it three (`tfdist.launch.resize`). The chief takes new ones in when they
   are up, and has those that are too many end by themselves; a minute later
-  they are told to.
+  they are told to. All processes of an all-reduce job save and restart then;
+  after `--last_call_timeout` they go on without one that stays away.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
   minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -42,6 +43,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from tfdist.cluster.tf_config import LAST_CALL_SECS
 from tfdist.launch import network, resize
 from tfdist.launch.processes import Task, how_it_ended, task_environment
 from tfdist.launch.spare import Spare
@@ -241,12 +243,20 @@ class Launcher(Supervisor):
             say(f"{ended}. The job ends.")
             self._exit_code = shell_exit_code(exit_code)
             self._stop(0.0 if exit_code else self._options.grace_secs)
-        elif failed and task.job in self._needed:
+        elif failed and self._needs(task):
             say(f"{ended}; out of restarts. The job ends.")
             self._exit_code = 1
             self._stop()
         elif failed:
             say(f"{ended}; out of restarts. The job goes on.")
+
+    def _needs(self, task: Task) -> bool:
+        """Whether the job cannot go on without a task that keeps failing."""
+        if task.job != "worker" or task.job not in self._needed:
+            return task.job in self._needed
+        workers = [t for t in self.tasks.values() if t.job == "worker"]
+        left = sum(not t.is_over and self._is_wanted(t) for t in workers)
+        return left < self._options.least_workers
 
     def _interrupt(self, signum: signal.Signals) -> None:
         """Ends the job at the user's wish; kills it at the second Ctrl-C."""
@@ -310,6 +320,14 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         text = f"{what} (default {default})"
         add(flag, type=count_flag, default=default, metavar="N", help=text)
+    add(
+        "--last_call_timeout",
+        type=float,
+        default=LAST_CALL_SECS,
+        metavar="SECONDS",
+        help="in all-reduce with MIN:MAX, how long MIN workers wait for one "
+        f"that is missing (default {LAST_CALL_SECS:g})",
+    )
     add("--evaluator", action="store_true", help="adds an evaluator task")
     add(
         "--network",
@@ -370,22 +388,17 @@ def _complete(
     if not program or not program[0]:
         parser.error("a program is required: -m MODULE or SCRIPT")
     options.least_workers, options.workers = options.workers
-    if options.least_workers < options.workers and not options.ps:
-        parser.error(
-            "--workers=MIN:MAX needs --ps: workers of an all-reduce job cannot "
-            "come and go. Start it anew with another --workers; it goes on "
-            "from its last checkpoint"
-        )
     if options.ps and not options.workers:
         parser.error(
             "--ps needs --workers: parameter servers hold the variables, "
             f"workers train them. Received: --ps={options.ps} --workers=0"
         )
-    if not 0 <= options.grace_secs < float("inf"):
-        parser.error(
-            "--grace_secs must be seconds, 0 or more. "
-            f"Received: {options.grace_secs}"
-        )
+    for flag in ("grace_secs", "last_call_timeout"):
+        secs = getattr(options, flag)
+        if not 0 <= secs < float("inf"):
+            parser.error(
+                f"--{flag} must be seconds, 0 or more. Received: {secs}"
+            )
     if options.module:
         program = ["-m", *program]
     elif not os.path.exists(program[0]):
@@ -428,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         limits = options.least_workers, options.workers
-        with resize.launchers_file(*limits) as path:
+        with resize.launchers_file(*limits, options.last_call_timeout) as path:
             return Launcher(options, where, path).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What

@@ -27,7 +27,9 @@ _PREFIX = "tfdist-launch-"
 
 
 @contextlib.contextmanager
-def launchers_file(least: int, most: int) -> Iterator[Path | None]:
+def launchers_file(
+    least: int, most: int, last_call_timeout: float
+) -> Iterator[Path | None]:
     """The file of a launcher and its tasks; None if there is one size alone."""
     os.environ.pop(SIZE_VARIABLE, None)
     if least == most:
@@ -36,7 +38,8 @@ def launchers_file(least: int, most: int) -> Iterator[Path | None]:
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     path = Path(folder, SIZE_FILE)
     try:
-        _write(path, {"workers": least, "limits": [least, most]})
+        content = {"workers": least, "min_workers": least, "max_workers": most}
+        _write(path, {**content, "last_call_timeout": last_call_timeout})
         os.environ[SIZE_VARIABLE] = str(path)
         yield path
     finally:
@@ -47,7 +50,7 @@ def launchers_file(least: int, most: int) -> Iterator[Path | None]:
 def workers_in(path: Path, default: int) -> int:
     """How many workers a launcher's file asks for, else `default`."""
     with contextlib.suppress(OSError, ValueError):  # The chief says so.
-        return parse_size(path.read_text(), str(path))
+        return parse_size(path.read_text(), str(path)).workers
     return default
 
 
@@ -107,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     ((pid, path),) = found.items()
     content = json.loads(path.read_text())
-    least, most = content["limits"]
+    least, most = content["min_workers"], content["max_workers"]
     if not least <= options.workers <= most:
         parser.error(
             f"the launcher has --workers={least}:{most}. "
@@ -127,7 +130,8 @@ def _resize_in(
     if not storage.is_object_store(model_dir) and not os.path.isdir(model_dir):
         parser.error(f"there is no directory {model_dir!r}")
     path = os.path.join(model_dir, SIZE_FILE)
-    storage.write_text(path, json.dumps({"workers": number}))
+    content = json.loads(storage.read_text(path) or "{}")  # What else it says.
+    storage.write_text(path, json.dumps({**content, "workers": number}))
     print(f"{path}: workers: {number}")
     return 0
 

@@ -67,6 +67,13 @@ A process dies, freezes or is cut off: the others know in ten seconds or so
   at most; each says who is missing, and the limit ends it with exit code 1.
   Then all go on from the last checkpoint, as if nobody had disturbed them. It
   costs the steps since that one, and the start. (test_ends_as_if_undisturbed)
+  A worker that stays away is done without after `last_call_timeout`, where
+  the size may change and `min_workers` are left: nothing else is lost.
+  (test_one_that_is_gone_for_good)
+Workers come or go on purpose (`tfdist.cluster.size`): all save and restart
+  themselves, which costs no step, but that time. The global batch stays; a
+  size that would change it is refused. (test_2_to_3_to_2_processes,
+  test_what_would_change_the_global_batch)
 SIGTERM: as above on the process that leads (the chief, else worker 0). Another
   one goes on for 20 s at most, since the whole job may be told so.
 An error in user code: raised where it happened. If that is the process that

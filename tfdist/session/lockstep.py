@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ from tfdist._tf.errors import summarize_error
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.spec import Cluster
+from tfdist.session.recovery import restart_process
 
 _log = logging.getLogger(__name__)
 
@@ -21,10 +22,11 @@ class Lockstep:
     """Keeps the sessions of an all-reduce job at the same step.
 
     The leader (the chief, else worker 0) announces what it has restored, how
-    many steps come next, when it saves and when the job ends. Where processes
-    read data of their own, each follower saves its position beside the
-    leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`: `positions` makes
-    the `Checkpoints` there. `watch` is called while others are waited for.
+    many steps come next, when it saves, when others are to take part and when
+    the job ends. Where processes read data of their own, each saves its
+    position beside the leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`
+    and for a group of this size alone: `positions` makes the `Checkpoints`
+    there. `watch` is called while others are waited for.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Lockstep:
         self._checkpoint_dir = checkpoint_dir
         self._positions = positions
         self._agreed: list[Any] = []
+        self._cluster = cluster
+        self._left = False
 
     def tell(self, **command: Any) -> None:
         """The leader says what comes next; see `next`."""
@@ -46,12 +50,23 @@ class Lockstep:
             self._peers.tell(**command)
 
     def save_positions(self, step: int) -> None:
-        """The leader has the followers save theirs, and waits for them."""
+        """The leader has all save theirs, and waits for the others."""
         self._peers.tell(save=step)
+        self._positions(self._directory()).save_position(step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
+
+    def regroup(self, workers: Sequence[str]) -> None:
+        """The leader has the others end this group, for one of these workers.
+
+        Each restarts itself, if it is one of them: `next`.
+        """
+        self._peers.tell(regroup=[*workers])
+        self._peers.wait_for_others("regroup", self._watch)
 
     def next(self, what: str) -> Any:
         """What the leader tells a follower next; None also at the end.
+
+        Or where the job goes on without this process.
 
         Args:
             what: "restored", a path; "run", so many steps; or "agreed".
@@ -71,6 +86,13 @@ class Lockstep:
                 step = command["save"]
                 self._positions(self._directory()).save_position(step)
                 self._peers.announce(f"saved/{step}")
+            elif "regroup" in command:
+                self._peers.announce("regroup")
+                if self._cluster.address in command["regroup"]:
+                    restart_process("The group gets another size")
+                _log.info("The job goes on without this process.")
+                self._left = True
+                return None
             elif what in command or "end" in command:
                 return command.get(what)
             elif "agreed" in command:  # While it ended, before it said so.
@@ -83,10 +105,13 @@ class Lockstep:
     def _directory(self) -> str:
         assert self._checkpoint_dir is not None  # The leader saves.
         task = self._peers.name.replace(":", "-")
+        task += f"-of-{len(self._cluster.addresses())}"
         return os.path.join(self._checkpoint_dir, "inputs", task)
 
     def end(self) -> None:
         """Ends together: the leader's process keeps what all others read."""
+        if self._left:
+            return
         try:
             if self._peers.leads:
                 self._peers.tell(end=True)

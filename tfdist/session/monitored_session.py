@@ -302,7 +302,7 @@ class MonitoredTrainingSession(RecoverableSession):
             runner = HookRunner(self.hooks, self)
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
-        if not self.input_ended:
+        if not (self.input_ended or self._in_sync):
             self._resize()  # Before the hooks see the steps that end for it.
         if self.step > first_step or not self.input_ended:
             with recovery.in_hooks():
@@ -315,6 +315,8 @@ class MonitoredTrainingSession(RecoverableSession):
         if self._sigterm.received:
             self._save_all()
             self._sigterm.leave()
+        if self._in_sync and not self.should_stop():
+            self._regroup()
         return logs
 
     def _save_all(self) -> None:
@@ -357,6 +359,35 @@ class MonitoredTrainingSession(RecoverableSession):
             self._save_all()
             self._have_saved()
             recovery.restart_process(change)
+
+    def _regroup(self) -> None:
+        """Has an all-reduce job go on with other workers, as the file says.
+
+        All save, and restart themselves. Those who are too many end.
+        """
+        size, lockstep, cluster = self._size, self._lockstep, self._cluster
+        assert size
+        assert lockstep
+        assert cluster
+        if size.wanted == size.size:
+            return
+        others = len(cluster.addresses()) - size.size
+        try:
+            if not any(hasattr(hook, "on_preemption") for hook in self.hooks):
+                raise ValueError("The job has no checkpoints to go on from.")
+            self._loop.check_resize(others + size.wanted)
+        except ValueError as error:
+            _log.error("The number of workers stays %d. %s", size.size, error)
+            size.refuse()
+            return
+        number = size.due()
+        if number is None:
+            return
+        change = f"workers: {size.size} -> {number}"
+        self._save_all()
+        self._have_saved()
+        lockstep.regroup(size.wanted_workers)
+        recovery.restart_process(change)
 
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:
         start = time.monotonic()

@@ -20,9 +20,10 @@ from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster import probing, servers
 from tfdist.cluster.health import HealthMonitor, ServerLostError
-from tfdist.cluster.size import ClusterSize, warn_if_ignored
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
+    group_of,
     multi_worker_strategy,
     parameter_server_strategy,
 )
@@ -108,14 +109,14 @@ class RecoverableSession:
         self._check_numerics = check_numerics
         self._cluster = cluster
         self._size: ClusterSize | None = None
-        if cluster and cluster.num_ps:
-            self._size = ClusterSize(cluster, checkpoint_dir)
-            self._size.watch()
-            self._cluster = self._size.now
-        elif cluster and is_chief and checkpoint_dir:
-            warn_if_ignored(checkpoint_dir)
-        self._strategy = strategy
         self._in_sync = cluster is not None and not cluster.num_ps
+        if cluster:
+            self._size = ClusterSize(cluster, checkpoint_dir)
+            if not self._in_sync:
+                self._cluster = self._size.now
+            if is_chief:
+                self._size.watch()
+        self._strategy = strategy
         # Whether another process says what comes next.
         self._follows = self._in_sync and not is_chief
         self._lockstep: Lockstep | None = None
@@ -127,9 +128,7 @@ class RecoverableSession:
         self._keeps = False  # Whether what is built outlives the connection.
         self._shapes: dict[str, tuple] | None = None
         self._ending: Loop | None = None
-        self._coord = tf.train.Coordinator(
-            clean_stop_exception_types=recovery.END_OF_INPUT
-        )
+        self._coord = tf.train.Coordinator(recovery.END_OF_INPUT)
         self._failures = recovery.Failures()
         self._saving: list[Checkpoints] = []
         self._sigterm = Sigterm(enabled=is_chief or self._in_sync)
@@ -321,6 +320,8 @@ class RecoverableSession:
             self._loop.on_failure = self._health.hurry
         self._averaged = False
         if self._cluster and self._in_sync:
+            if self._size and self._size.may_change:
+                self._loop.check_resize(len(self._cluster.addresses()))
             self._lockstep = Lockstep(
                 self._cluster,
                 self.checkpoint_dir,
@@ -341,7 +342,11 @@ class RecoverableSession:
         if cluster is None:
             return self._strategy or tf.distribute.get_strategy()
         if not cluster.num_ps:
-            return multi_worker_strategy(cluster, secs, give_up)
+            assert self._size
+            joined = multi_worker_strategy(cluster, secs, give_up, self._size)
+            self._cluster = group_of(joined)
+            self._size.follow(self._cluster)
+            return joined
         if self._size and self._size.may_change:
             probing.wait_until_up(cluster.with_workers(1), secs, give_up)
             there = self._size.there()
@@ -353,11 +358,9 @@ class RecoverableSession:
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None
+        again = self._connected if self._keeps else None
         self._connected = parameter_server_strategy(
-            cluster,
-            start_timeout_secs=secs,
-            give_up=give_up,
-            again=self._connected if self._keeps else None,
+            cluster, start_timeout_secs=secs, give_up=give_up, again=again
         )
         self._health = HealthMonitor(
             cluster, on_stuck=lambda error: restart_process(str(error))
@@ -414,14 +417,15 @@ class RecoverableSession:
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
         directory, saved = self.checkpoint_dir, None
+        position_of: Callable[[str], str] = str  # Beside the checkpoint.
+        if self._lockstep and self._loop.own_batches:
+            position_of = self._lockstep.own_position
         if self._lockstep and self._follows:
             path = self._lockstep.next("restored")
             if path is not None:
                 assert directory is not None  # As the leader's.
                 saved = self.checkpoints(directory)
-                own = self._lockstep.own_position(path)
-                mine = own if self._loop.own_batches else path
-                saved.restore_from(path, mine)
+                saved.restore_from(path, position_of(path))
                 self.restored_from = path
         elif directory:
             if not self.is_chief and not wait_for(
@@ -434,7 +438,7 @@ class RecoverableSession:
                     f"within {self._max_wait_secs:g} s."
                 )
             saved = self.checkpoints(directory)
-            self.restored_from = saved.restore()
+            self.restored_from = saved.restore(position_of)
         if saved:
             self.input_restored = saved.position_restored
             model, whole = self.model, saved.optimizer_restored

@@ -129,6 +129,13 @@ class Loop:
         """Goes on, once closed, with the same variables in new memory."""
         raise NotImplementedError
 
+    def check_resize(self, num_processes: int) -> None:
+        """Whether an all-reduce of so many keeps the global batch.
+
+        Raises:
+            ValueError: it does not.
+        """
+
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.data.input_wait import TimedIterator
+from tfdist.data.worker_context import GroupContext
 from tfdist.training.loop import LocalLoop
 from tfdist.training.replicas import Replicas, share, without_examples
 from tfdist.training.step import ModelStep
@@ -36,6 +37,7 @@ class ReplicatedLoop(LocalLoop):
         strategy: A synchronous one.
         replicas: Its replicas.
         own_batches: See `dataset`.
+        context: What the function that has returned them was given.
         steps_per_dispatch: As for `LocalLoop`.
     """
 
@@ -48,16 +50,18 @@ class ReplicatedLoop(LocalLoop):
         strategy: tf.distribute.Strategy,
         replicas: Replicas,
         own_batches: bool = False,
+        context: GroupContext | None = None,
         steps_per_dispatch: int | None = None,
     ) -> None:
         self.own_batches = own_batches
+        self._context = context if own_batches else None
         self._strategy = strategy
         self._replicas = replicas
         ids = strategy.experimental_distribute_values_from_function(
             lambda context: context.replica_id_in_sync_group
         )
         here = strategy.experimental_local_results(ids)
-        self._first = here[0]
+        self._first, self._num_here = here[0], len(here)
         if (
             own_batches
             and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
@@ -74,6 +78,11 @@ class ReplicatedLoop(LocalLoop):
             task = strategy.cluster_resolver
             self._task = f"{task.task_type}:{task.task_id}"
         super().__init__(step, global_step, dataset, steps_per_dispatch)
+
+    def check_resize(self, num_processes: int) -> None:
+        """As for `Loop`; shares of global batches may be of any size."""
+        if self._context is not None:
+            self._context.check(num_processes * self._num_here)
 
     def _ended_before(self, step: int) -> bool:
         """Steps for which nobody had an example did not count."""

@@ -1,0 +1,180 @@
+"""The processes of an all-reduce job find each other, and agree who takes part.
+
+TensorFlow would itself wait in C, for ever, name nobody, and take what is left
+of a frozen task for one that is there. So each task listens at its own address,
+and leaves it to TensorFlow when it has both asked and been asked by each other
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import grpc
+import tensorflow as tf
+
+from tfdist.cluster.probing import Answer, TaskState, ask, wait_for_all
+from tfdist.cluster.servers import starting
+from tfdist.cluster.size import ClusterSize
+from tfdist.cluster.spec import Cluster
+
+_MEETING = "tfdist.Meeting"
+# For those who take part, all of whom were there a moment ago.
+_GATHER_SECS = 15.0
+
+
+def meet(
+    cluster: Cluster,
+    timeout_secs: float,
+    give_up: Callable[[], None] = lambda: None,
+    size: ClusterSize | None = None,
+) -> Cluster:
+    """Waits until all tasks of an all-reduce job wait for each other.
+
+    Where a file says the `size`, the leader decides who takes part, as in
+    torchrun's rendezvous: all that are wanted, or, `last_call_timeout` after
+    the least number of them is there, those who are. Others wait meanwhile.
+
+    Arguments and errors are those of `probing.wait_until_up`; and
+    `UnavailableError` if one that was to take part has gone meanwhile.
+
+    Returns:
+        The training tasks that take part, the workers numbered from 0.
+    """
+    others = cluster.addresses()
+    own = others.pop(cluster.task)
+    wait = functools.partial(wait_for_all, give_up=give_up)
+    meeting = _Meeting(own, timeout_secs, wait)
+    with meeting.listening(cluster):
+        if size is None or not size.may_change:
+            wait(others, lambda: meeting.states(others), timeout_secs)
+            return cluster
+        if cluster.is_chief:
+            meeting.decide(others, size)
+        else:
+            meeting.wait_for_decision(cluster)
+        others = {n: a for n, a in others.items() if a in meeting.members}
+        secs = min(timeout_secs, _GATHER_SECS)
+        try:
+            wait(others, lambda: meeting.states(others), secs)
+        except TimeoutError as error:
+            raise tf.errors.UnavailableError(None, None, str(error)) from None
+    jobs = {
+        job: [a for a in tasks.values() if a in meeting.members]
+        for job, tasks in cluster.tasks.items()
+    }
+    index = jobs[cluster.task_type].index(own)
+    return Cluster.from_jobs(jobs, cluster.task_type, index)
+
+
+class _Meeting:
+    """Who waits for this task, as it waits for them.
+
+    Attributes:
+        members: The addresses of those who take part, once that is decided.
+    """
+
+    def __init__(
+        self, own: str, timeout_secs: float, wait: Callable[..., Any]
+    ) -> None:
+        self.members: list[str] = []
+        self._own, self._timeout_secs, self._wait = own, timeout_secs, wait
+        # A process that was started again is another one: it has to meet again.
+        self._identity = os.urandom(8)
+        self._asked_by: dict[str, bytes] = {}
+        self._answers: dict[str, Answer] = {}
+        # The leader's, which the others learn when they ask.
+        self._decision = b""
+
+    @contextlib.contextmanager
+    def listening(self, cluster: Cluster) -> Iterator[None]:
+        """Lets others know of this task: also a group that trains already."""
+        greet = grpc.unary_unary_rpc_method_handler(self._greet)
+        status = grpc.unary_unary_rpc_method_handler(lambda *_: b"waiting")
+        handler = grpc.method_handlers_generic_handler
+        server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=4),
+            [
+                handler(_MEETING, {"Greet": greet}),
+                handler("tensorflow.WorkerService", {"GetStatus": status}),
+            ],
+            options=[("grpc.so_reuseport", 0)],
+        )
+        with starting(cluster):
+            server.add_insecure_port(f"[::]:{self._own.rpartition(':')[2]}")
+        server.start()
+        try:
+            yield
+        finally:
+            # The last one that asks has its answer before the port is left.
+            server.stop(grace=5.0).wait()
+
+    def _greet(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        decision = self._decision
+        self._asked_by[request[8:].decode()] = request[:8] + decision
+        return self._identity + decision
+
+    def states(self, tasks: Mapping[str, str]) -> list[TaskState]:
+        """Asks those that it has not met yet."""
+        addresses = tasks.values()
+        waiting = [a for a in addresses if self._state(a) is not TaskState.LIVE]
+        request = self._identity + self._own.encode()
+        replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
+        self._answers.update(zip(waiting, replies, strict=True))
+        return [self._state(address) for address in addresses]
+
+    def _state(self, address: str) -> TaskState:
+        answer = self._answers.get(address, Answer(TaskState.DEAD))
+        if answer.state is not TaskState.LIVE:
+            return answer.state
+        identity = (answer.identity or b"")[:8]
+        met = self._asked_by.get(address) == identity + self._decision
+        return TaskState.LIVE if met else TaskState.APART
+
+    def decide(self, others: Mapping[str, str], size: ClusterSize) -> None:
+        """The leader waits for those who are wanted, and says who is there."""
+        wanted = [*size.wanted_workers, self._own]
+        tasks = {n: a for n, a in others.items() if a in wanted}
+        # A leader that is a worker is one of the least number.
+        least = size.least - (self._own in size.wanted_workers)
+        since = 0.0
+
+        def enough() -> list[TaskState]:
+            nonlocal since
+            states = self.states(tasks)
+            if states.count(TaskState.LIVE) < least:
+                since = 0.0
+                return states
+            since = since or time.monotonic()
+            over = time.monotonic() - since > size.last_call_timeout
+            return [TaskState.LIVE] * len(tasks) if over else states
+
+        self._wait(tasks, enough, self._timeout_secs)
+        live = TaskState.LIVE
+        there = [a for a in tasks.values() if self._state(a) is live]
+        self.members = [self._own, *there]
+        # From now on each has to ask again, and so learns of it.
+        self._decision = json.dumps(self.members).encode()
+
+    def wait_for_decision(self, cluster: Cluster) -> None:
+        """Another one waits until the leader says that it takes part."""
+        name, address = next(iter(cluster.addresses().items()))
+        leader = {name: address}
+
+        def told() -> list[TaskState]:
+            (state,) = self.states(leader)
+            answer = self._answers[address].identity or b""
+            self.members = json.loads(answer[8:] or "[]")
+            if self._own in self.members:
+                return [state]
+            self._answers.clear()  # It is asked again.
+            return [TaskState.APART if state is TaskState.LIVE else state]
+
+        self._wait(leader, told, self._timeout_secs)
