@@ -75,7 +75,8 @@ class Audit:
     @property
     def alone(self) -> list[float]:
         """For each worker, the share of all examples that it ever reads."""
-        return [np.isin(self.known, _all(b)).mean() for b in self.batches]
+        read = map(_all, self.batches)
+        return [float(np.isin(self.known, each).mean()) for each in read]
 
     @property
     def unread(self) -> np.ndarray:
@@ -100,7 +101,7 @@ class Audit:
             if self.in_order and len(own) > 2:
                 # Of two of n in a random order it is (n + 1) / 3 in the mean.
                 distance = np.abs(np.diff(ranks)).mean()
-                spreads[-1] = (distance - 1) / ((len(own) + 1) / 3 - 1)
+                spreads[-1] = float((distance - 1) / ((len(own) + 1) / 3 - 1))
         return spreads
 
     def problems(self) -> list[str]:

@@ -109,6 +109,9 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
         # Datasets are lazy: without an error none of this happens.
         explained = (
             tf.data.Dataset.from_tensor_slices((records, places))
+            .batch(64)  # An attempt takes milliseconds.
+            .filter(is_bad)
+            .unbatch()
             .batch(1)
             .filter(is_bad)
             .unbatch()
