@@ -100,7 +100,12 @@ class Layout:
                 lambda: _joined(lines, numbers, held),
             )
         filled = lines != ""
-        return lines[filled], numbers[filled], held
+        lines, numbers = tf.cond(
+            tf.reduce_all(filled),
+            lambda: (lines, numbers),
+            lambda: (lines[filled], numbers[filled]),
+        )
+        return lines, numbers, held
 
     def _without_header(
         self, lines: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
