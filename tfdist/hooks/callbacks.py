@@ -56,7 +56,11 @@ _SET_NOTHING = (
     keras.callbacks.LearningRateScheduler,  # Nothing after a step.
     keras.callbacks.TerminateOnNaN,
 )
-_AT = ("begin", "end")
+_OF_BATCHES = (
+    *("on_batch_begin", "on_batch_end"),
+    *("on_train_batch_begin", "on_train_batch_end"),
+)
+_NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
 
 
 class KerasCallbackHook(SessionRunHook):
@@ -143,15 +147,19 @@ class KerasCallbackHook(SessionRunHook):
             else:
                 self._add(callback)
         self._eval_dir = eval_dir
-        self._params = dict(steps=steps_per_epoch, epochs=epochs, verbose=0)
+        self._params = {
+            "steps": steps_per_epoch,
+            "epochs": epochs,
+            "verbose": 0,
+        }
         self.begin()
 
     def _add(self, callback: keras.callbacks.Callback) -> None:
         """Adds a callback, and what it wants of the steps."""
-        if of_batches := _overridden(callback, "", "train_"):
+        if of_batches := _overrides(callback, *_OF_BATCHES):
             self.single_steps = True
             warn_of_single_steps(
-                f"{type(callback).__name__}.{of_batches}",
+                f"{type(callback).__name__}.{of_batches[0]}",
                 "Let it act at the end of an epoch instead, if that is enough.",
             )
         self._given.append(callback)
@@ -311,22 +319,23 @@ def _reason_against(
             f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
             "the evaluations write, or let it monitor 'loss'."
         )
-    if never := _overridden(callback, "test_"):
+    if never := _overrides(callback, *_NEVER_CALLED):
         return (
-            f"It overrides {never}, which is never called: evaluations run "
+            f"It overrides {never[0]}, which is never called: evaluations run "
             "apart from training. EvalSpec(hooks=...) see their batches, "
             "on_test_end their results."
         )
     return None
 
 
-def _overridden(callback: keras.callbacks.Callback, *of: str) -> str | None:
-    """A method of batches that is not Keras', whose own do without most."""
-    for name in (f"on_{kind}batch_{at}" for kind in of for at in _AT):
+def _overrides(callback: keras.callbacks.Callback, *methods: str) -> list[str]:
+    """Those of `methods` that are not Keras', whose own do without most."""
+
+    def is_own(name: str) -> bool:
         module = getattr(type(callback), name).__module__
-        if name in vars(callback) or not module.startswith("keras."):
-            return name
-    return None
+        return name in vars(callback) or not module.startswith("keras.")
+
+    return list(filter(is_own, methods))
 
 
 def _check_model(
