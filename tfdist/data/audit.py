@@ -67,7 +67,10 @@ class Audit:
 
     @property
     def repeated(self) -> int:
-        """How many of the first `len(known)`, a worker each, are read again."""
+        """How many examples of the first pass are read again in it.
+
+        A pass is an equal number of examples of each worker.
+        """
         share = len(self.known) // len(self.batches)
         first = np.concatenate([_all(each)[:share] for each in self.batches])
         return len(first) - len(np.unique(first))
@@ -108,9 +111,10 @@ class Audit:
         """What is wrong, a sentence each; empty if all is well."""
         found = []
         shared = np.triu(self.at_the_same_step, 1)
-        pair = map(int, np.unravel_index(shared.argmax(), shared.shape))
-        if shared.max() >= _MOST_SHARED:
-            found.append(_same_examples(self.input_fn, *pair, shared.max()))
+        one, other = map(int, np.unravel_index(shared.argmax(), shared.shape))
+        most = shared.max()
+        if most >= _MOST_SHARED:
+            found.append(_same_examples(self.input_fn, one, other, most))
         if len(self.unread):
             found.append(
                 f"Nobody reads {len(self.unread)} of {len(self.known)} "

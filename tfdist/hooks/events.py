@@ -74,13 +74,14 @@ class EventFile:
             )
             self._path = os.path.join(self._directory, name)
             self._writer = tf.io.TFRecordWriter(self._path)
-            self._append(file_version="brain.Event:2")
-        self._append(**event)
+            _append(self._writer, file_version="brain.Event:2")
+        _append(self._writer, **event)
         self._writer.flush()
 
-    def _append(self, **event: Any) -> None:
-        record = tf.compat.v1.Event(wall_time=time.time(), **event)
-        self._writer.write(record.SerializeToString())
+
+def _append(writer: tf.io.TFRecordWriter, **event: Any) -> None:
+    record = tf.compat.v1.Event(wall_time=time.time(), **event)
+    writer.write(record.SerializeToString())
 
 
 @functools.cache
