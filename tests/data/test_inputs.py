@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
@@ -368,8 +367,6 @@ def test_transform_sees_labels(tmp_path):
         ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
         ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
         ({"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
-        ({"cache": 7}, TypeError, "`cache` must be True.*cache=7"),
-        ({"cache": "a"}, TypeError, "copy the files there.*cache='a'"),
         ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),
         ({"sead": 1}, TypeError, "sead"),
     ],
@@ -380,58 +377,24 @@ def test_bad_options(tmp_path, options, error, message):
         readers.read_tfrecords(paths, FEATURES, **{"batch_size": 2, **options})
 
 
-# --- Caches ------------------------------------------------------------------
+# --- Positions ---------------------------------------------------------------
 
 
-def cached(paths, cache):
-    return readers.read_tfrecords(paths, FEATURES, 10, cache=cache, seed=3)
-
-
-def spoil(paths):
-    """Other bytes in the same number, at the same time."""
-    for path in map(Path, paths):
-        stat = path.stat()
-        path.write_bytes(b"x" * stat.st_size)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_cache_in_memory(tmp_path):
+def test_position(tmp_path):
+    """Resumed exactly, in the middle of a pass."""
     paths = numbered(tmp_path, [100, 200])
-    batches = iter(cached(paths, True))
-    first = np.ravel([next(batches)["x"] for _ in range(30)])
-    spoil(paths)
-    second = np.ravel([next(batches)["x"] for _ in range(30)])
-    assert first.tolist() != second.tolist()
-    assert sorted(first) == sorted(second) == list(range(300))
 
+    def batches():
+        return iter(readers.read_tfrecords(paths, FEATURES, 10, seed=3))
 
-@pytest.mark.parametrize(
-    ("cache", "step"), [(False, 17), *slow((True, 17), (True, 40))]
-)
-def test_position(tmp_path, cache, step):
-    """Resumed exactly, in the pass that fills the cache and in later ones."""
-    paths = numbered(tmp_path, [100, 200])
-    batches = iter(cached(paths, cache))
-    for _ in range(step):
-        next(batches)
-    saved = tf.train.Checkpoint(iterator=batches).write(str(tmp_path / "ckpt"))
-    expected = [next(batches)["x"].numpy().tolist() for _ in range(60)]
-    batches = iter(cached(paths, cache))
-    tf.train.Checkpoint(iterator=batches).read(saved).assert_consumed()
-    assert [next(batches)["x"].numpy().tolist() for _ in range(60)] == expected
-
-
-def test_a_cache_keeps_the_share(tmp_path):
-    """So the share of a dead worker is read by nobody, which is reported."""
-    paths = numbered(tmp_path, [100, 200])
-    for cache in (True, False):
-        context = WorkerContext(2, 0)
-        batches = readers.read_tfrecords(
-            paths, FEATURES, 10, context=context, cache=cache
-        )
-        assert context.fixed_share == cache
-        read = column(batches.take(60))
-        assert len(set(read)) < 300 if cache else len(set(read)) == 300
+    before = batches()
+    for _ in range(17):
+        next(before)
+    saved = tf.train.Checkpoint(iterator=before).write(str(tmp_path / "ckpt"))
+    expected = [next(before)["x"].numpy().tolist() for _ in range(60)]
+    after = batches()
+    tf.train.Checkpoint(iterator=after).read(saved).assert_consumed()
+    assert [next(after)["x"].numpy().tolist() for _ in range(60)] == expected
 
 
 # --- CSV ---------------------------------------------------------------------

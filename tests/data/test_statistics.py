@@ -115,7 +115,6 @@ def test_vocabulary():
     assert found.missing == 1
     assert found.vocabulary() == ["é", "b", "a", "c"]
     assert found.vocabulary(min_count=2) == ["é", "b"]
-    assert found.vocabulary(max_size=1) == ["é"]
     found.add(tf.constant([b"\xff"]))
     with pytest.raises(ValueError, match=r"must be UTF-8.*\\xff"):
         found.vocabulary()

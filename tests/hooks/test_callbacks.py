@@ -262,8 +262,7 @@ def test_evaluations_are_val_logs(tmp_path):
             epoch = len(seen)
             if epoch != 1:
                 file = EventFile(str(tmp_path))
-                file.write_scalars({"auc": epoch / 10}, epoch * STEPS)
-                file.flush()
+                file.write(epoch * STEPS, {"auc": epoch / 10})
 
         def on_epoch_end(self, epoch, logs=None):
             seen[epoch] = logs.get("val_auc")
@@ -317,8 +316,7 @@ def test_what_was_not_evaluated_is_not_kept(tmp_path, caplog):
     writer = EventFile(str(tmp_path))
 
     def write(epoch, logs=None):
-        writer.write_scalars({"loss": 0.5}, STEPS)
-        writer.flush()
+        writer.write(STEPS, {"loss": 0.5})
 
     hook = KerasCallbackHook(
         [callbacks.LambdaCallback(on_epoch_begin=write), best],

@@ -29,8 +29,7 @@ def records(path):
 def test_scalars_are_written_as_tf_summary_writes_them(tmp_path):
     file = EventFile(str(tmp_path / "ours"))
     for name, value in SCALARS.items():
-        file.write_scalars({name: value}, 3)
-    file.flush()
+        file.write(3, {name: value})
     writer = tf.summary.create_file_writer(str(tmp_path / "theirs"))
     with writer.as_default(step=3):
         for name, value in SCALARS.items():
@@ -44,8 +43,7 @@ def test_scalars_are_written_as_tf_summary_writes_them(tmp_path):
 
 def test_a_histogram_of_counts(tmp_path):
     file = EventFile(str(tmp_path))
-    file.write_counts("staleness", np.array([5, 0, 2]), 1)
-    file.flush()
+    file.write(1, {}, {"staleness": np.array([5, 0, 2])})
     (path,) = tmp_path.iterdir()
     (value,) = records(path)[1].summary.value
     assert value.metadata.plugin_data.plugin_name == "histograms"
@@ -55,16 +53,14 @@ def test_a_histogram_of_counts(tmp_path):
 
 
 def test_no_file_without_an_event(tmp_path):
-    file = EventFile(str(tmp_path / "new"))
-    file.flush()
+    EventFile(str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
 def test_one_file_for_a_directory(tmp_path):
     for step in (1, 2):
         file = event_file(str(tmp_path))
-        file.write_scalars(SCALARS, step)
-        file.flush()
+        file.write(step, SCALARS)
     assert len(list(tmp_path.iterdir())) == 1
     assert read_scalars(str(tmp_path)) == {1: SCALARS, 2: SCALARS}
 
@@ -74,8 +70,7 @@ def test_a_directory_that_is_made_again_gets_a_file_again(tmp_path):
     for step in (1, 2):
         file = event_file(str(tmp_path / "job"))
         file.write_start(step)
-        file.write_scalars(SCALARS, step)
-        file.flush()
+        file.write(step, SCALARS)
         assert read_scalars(str(tmp_path / "job")) == {step: SCALARS}
         shutil.rmtree(tmp_path / "job")
 
@@ -108,17 +103,15 @@ def test_reads_scalars_alone(tmp_path):
 def test_the_later_file_counts(tmp_path):
     for value in (1.0, 2.0):
         file = EventFile(str(tmp_path))
-        file.write_scalars({"loss": value}, 1)
-        file.flush()
+        file.write(1, {"loss": value})
     assert read_scalars(str(tmp_path)) == {1: {"loss": 2.0}}
 
 
 @pytest.mark.parametrize("cut", [1, 30])
 def test_reads_a_file_that_is_being_written(tmp_path, cut):
     file = EventFile(str(tmp_path))
-    file.write_scalars({"loss": 1.0}, 1)
-    file.write_scalars({"loss": 2.0}, 2)
-    file.flush()
+    file.write(1, {"loss": 1.0})
+    file.write(2, {"loss": 2.0})
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-cut])
     assert read_scalars(str(tmp_path)) == {1: {"loss": 1.0}}
@@ -135,10 +128,9 @@ def test_tensorboard_forgets_what_is_void(tmp_path):
     file = EventFile(str(tmp_path))
     file.write_start(1)
     for step in (1, 4, 7):
-        file.write_scalars({"loss": 1.0}, step)
+        file.write(step, {"loss": 1.0})
     file.write_start(5)
-    file.write_scalars({"loss": 2.0}, 7)
-    file.flush()
+    file.write(7, {"loss": 2.0})
     shown = EventAccumulator(str(tmp_path)).Reload().Tensors("loss")
     values = [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in shown]
     assert values == [(1, 1.0), (4, 1.0), (7, 2.0)]

@@ -1,6 +1,5 @@
 import logging
 import math
-import threading
 
 import pytest
 import tensorflow as tf
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from tfdist._tf.private import ShardedVariable
 from tfdist.hooks import basic
-from tfdist.hooks.session_run_hook import SessionRunHook, resolve
+from tfdist.hooks.session_run_hook import resolve
 
 # --- StopAtStepHook ----------------------------------------------------------
 
@@ -172,27 +171,3 @@ def test_final_ops(final_ops, values):
     assert hook.final_ops_values is None
     count([hook], 5, w=0.5)
     assert hook.final_ops_values == values
-
-
-# --- GlobalStepWaiterHook ----------------------------------------------------
-
-
-def test_waits_until_others_have_trained():
-    class Others(SessionRunHook):
-        def after_create_session(self, session, coord):
-            others = threading.Timer(0.3, session.global_step.assign, [7])
-            coord.register_thread(others)
-            others.start()
-
-    assert count([Others(), basic.GlobalStepWaiterHook(7)], 9)[0] > 7
-
-
-def test_waits_only_so_long():
-    with pytest.raises(TimeoutError, match=r"step is 2 after 0\.1 s"):
-        count([basic.GlobalStepWaiterHook(5, max_wait_secs=0.1)], 9, start=2)
-
-
-@pytest.mark.parametrize("wait_until_step", [0, -1, 2])
-def test_waits_for_nothing(wait_until_step):
-    hook = basic.GlobalStepWaiterHook(wait_until_step, max_wait_secs=0)
-    assert count([hook], 9, start=2) == [9]

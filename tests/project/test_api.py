@@ -39,7 +39,7 @@ PUBLIC = (
 # Were at the top, and still resolve there.
 MOVED = (
     "CheckpointSaverHook FeatureStatistics FinalOpsHook "
-    "GlobalStepWaiterHook KerasCallbackHook Machines "
+    "KerasCallbackHook Machines "
     "NanLossDuringTrainingError Pipeline ProfilerHook ProgressHook "
     "ReadOptions Recommendation SecondOrStepTimer Serving SessionRunArgs "
     "StalenessHook StepCounterHook SummarySaverHook Workload "

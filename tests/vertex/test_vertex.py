@@ -198,7 +198,6 @@ SHAPES = {
     "everything set": (
         [
             *["--workers=2", "--ps=1", "--evaluator", "--boot_disk_gb=200"],
-            *["--evaluator_image=gcr.io/my-project/cpu@sha256:" + "a" * 64],
             *["--module=my.task", "--env=NAME=a=b", "--timeout=90m"],
             *["--spot", "--disable_retries", "--restart_job_on_worker_restart"],
             *["--service_account=me@my-project.iam.gserviceaccount.com"],
@@ -253,7 +252,7 @@ def test_command_names_the_file(capsys, name):
 
 def test_everything_that_was_set(capsys):
     spec, text = generated(capsys, *SHAPES["everything set"][0])
-    chief, _, ps, evaluator = spec["workerPoolSpecs"]
+    chief, _, ps, _ = spec["workerPoolSpecs"]
     assert chief["containerSpec"] == {
         "imageUri": IMAGE,
         "command": ["python", "-m", "my.task"],
@@ -266,7 +265,6 @@ def test_everything_that_was_set(capsys):
     assert {"name": "GLIBC_TUNABLES", "value": "glibc.malloc.hugetlb=1"} in ps[
         "containerSpec"
     ]["env"]
-    assert evaluator["containerSpec"]["imageUri"].endswith("a" * 64)
     assert [pool.get("diskSpec") for pool in spec["workerPoolSpecs"]] == [
         None,
         {"bootDiskType": "pd-standard", "bootDiskSizeGb": 200},
@@ -490,14 +488,6 @@ BAD = {
         "Exactly one of `image` and `packages` must be given",
     ),
     "no image": (["--image="], "Exactly one of `image` and `packages`"),
-    "no evaluator image": (
-        ["--evaluator", "--evaluator_image="],
-        "Argument `evaluator_image` must name an image",
-    ),
-    "an image for no evaluator": (
-        ["--evaluator_image=gcr.io/p/i:1"],
-        "beside `image` and with `evaluator`",
-    ),
     "ps without workers": (["--ps=2"], "Argument `ps` needs `workers`"),
     "a GPU that is not": (
         ["--accelerator=NVIDIA_A1000"],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -150,6 +151,21 @@ def write_text(path: str, text: str) -> None:
         file.write(text)
     if not on_gs:
         tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def files_to_move(
+    source: str, target: str, last: str
+) -> Iterator[tuple[str, str]]:
+    """Makes the folders of `source` in `target`; paths of files in both.
+
+    That called `last` is the last one: whoever finds it finds all.
+    """
+    found = []
+    for folder, _, names in tf.io.gfile.walk(source):
+        tf.io.gfile.makedirs(target + folder.removeprefix(source))
+        found += [os.path.join(folder, name) for name in names]
+    for path in sorted(found, key=lambda p: p.endswith(f"/{last}")):
+        yield path, target + path.removeprefix(source)
 
 
 def remove_tree(directory: str) -> None:

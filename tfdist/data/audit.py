@@ -4,9 +4,9 @@
 
 runs the pipeline of each of four workers in this process and prints how many
 examples two of them share, at the same step and in all they read, which
-examples nobody reads, and how well they are shuffled. Workers that load the
-same files see the same batch at the same time and compute the same gradients,
-however well the files are shuffled: a row of 100 % here, and exit code 1.
+examples nobody reads, and how well they are shuffled. Workers that see the same
+batch at the same time compute the same gradients, however well the files are
+shuffled: a row of 100 % here, and exit code 1.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ class Audit:
 
     @property
     def repeated(self) -> int:
-        """How many examples are read again within the first pass.
+        """How many examples of the first pass are read again in it.
 
-        A pass is an equal number of examples of each worker, as many as there
-        are in all.
+        A pass is an equal number of examples of each worker.
         """
         share = len(self.known) // len(self.batches)
         first = np.concatenate([_all(each)[:share] for each in self.batches])
@@ -78,14 +77,9 @@ class Audit:
 
     @property
     def alone(self) -> list[float]:
-        """For each worker, the share of all examples that it ever reads.
-
-        1 if the examples are dealt again in each pass.
-        """
-        return [
-            float(np.isin(self.known, _all(each)).mean())
-            for each in self.batches
-        ]
+        """For each worker, the share of all examples that it ever reads."""
+        read = map(_all, self.batches)
+        return [float(np.isin(self.known, each).mean()) for each in read]
 
     @property
     def unread(self) -> np.ndarray:
@@ -106,13 +100,11 @@ class Audit:
             read = [place[e] for e in _all(batches).tolist() if e in place]
             # Ranks among the worker's own examples.
             own, ranks = np.unique(read, return_inverse=True)
-            if not self.in_order or len(own) < 3:
-                spreads.append(float("nan"))
-                continue
-            # The mean distance of two of n in a random order is (n + 1) / 3.
-            random = (len(own) + 1) / 3
-            distance = np.abs(np.diff(ranks)).mean()
-            spreads.append(float((distance - 1) / (random - 1)))
+            spreads.append(float("nan"))
+            if self.in_order and len(own) > 2:
+                # Of two of n in a random order it is (n + 1) / 3 in the mean.
+                distance = np.abs(np.diff(ranks)).mean()
+                spreads[-1] = float((distance - 1) / ((len(own) + 1) / 3 - 1))
         return spreads
 
     def problems(self) -> list[str]:
@@ -120,10 +112,9 @@ class Audit:
         found = []
         shared = np.triu(self.at_the_same_step, 1)
         one, other = map(int, np.unravel_index(shared.argmax(), shared.shape))
-        if shared[one, other] >= _MOST_SHARED:
-            found.append(
-                _same_examples(self.input_fn, one, other, shared[one, other])
-            )
+        most = shared.max()
+        if most >= _MOST_SHARED:
+            found.append(_same_examples(self.input_fn, one, other, most))
         if len(self.unread):
             found.append(
                 f"Nobody reads {len(self.unread)} of {len(self.known)} "
@@ -144,10 +135,11 @@ class Audit:
             "",
             "worker   batches  examples  distinct  shuffled",
         ]
-        spreads = self.spread
-        for i, batches in enumerate(self.batches):
+        for i, (batches, spread) in enumerate(
+            zip(self.batches, self.spread, strict=True)
+        ):
             read = _all(batches)
-            shown = "?" if np.isnan(spreads[i]) else f"{min(spreads[i], 1):.0%}"
+            shown = "?" if np.isnan(spread) else f"{min(spread, 1):.0%}"
             lines.append(
                 f"{i:>6} {len(batches):>9} {len(read):>9} "
                 f"{len(np.unique(read)):>9} {shown:>9}"
@@ -159,9 +151,9 @@ class Audit:
             header = "".join(f"{i:>7}" for i in range(len(shares)))
             lines += ["", title, "worker" + header]
             for i, row in enumerate(shares):
-                cells = [f"{share:.0%}" for share in row]
-                cells[i] = "-"
-                lines.append(f"{i:>6}" + "".join(f"{c:>7}" for c in cells))
+                cells = [f"{share:>7.0%}" for share in row]
+                cells[i] = f"{'-':>7}"
+                lines.append(f"{i:>6}" + "".join(cells))
         lines += [
             "",
             f"read by nobody: {len(self.unread)} of {len(self.known)}",
@@ -173,8 +165,8 @@ class Audit:
 
     def _pairs(self, share: Callable[[Batches, Batches], float]) -> np.ndarray:
         shares = np.eye(len(self.batches))
-        for i, j in itertools.combinations(range(len(self.batches)), 2):
-            one, other = self.batches[i], self.batches[j]
+        each = enumerate(self.batches)
+        for (i, one), (j, other) in itertools.combinations(each, 2):
             shares[i, j] = shares[j, i] = share(one, other)
         return shares
 
@@ -188,10 +180,7 @@ def audit(
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> Audit:
-    """Runs the pipeline of each worker and compares what they read.
-
-    Without a cluster, one after the other in this process: what
-    `tfdist.Estimator` would let each of its workers read.
+    """Compares what the workers of a `tfdist.Estimator` would read.
 
     Args:
         input_fn: as of a `TrainSpec`.

@@ -13,10 +13,6 @@ arguments of `ReadOptions`:
     read_csv(..., shuffle=False, num_epochs=1)    once and in order
     read_csv(..., num_epochs=1, drop_remainder=True)    static shapes, for a TPU
 
-TensorFlow's `make_csv_dataset` and `make_batched_features_dataset` read the
-same examples on every worker unless told otherwise, and their errors do not
-name the file.
-
 `python -m tfdist.audit --workers=4 --input=package.module:input_fn` shows what
 each of four workers would read; see `tfdist.audit`.
 """
@@ -171,9 +167,7 @@ def csv_columns(
         `column_defaults` for a `read_csv` that does not infer anything.
 
     Raises:
-        FileNotFoundError: no file matches.
-        TypeError: an unknown option.
-        ValueError: the first file has no header, or an argument does not fit.
+        FileNotFoundError, TypeError, ValueError: as `read_csv`.
     """
     return csv_records.infer(
         record_files.match(file_pattern), **options
@@ -204,9 +198,7 @@ def read_text(
         A dataset of string vectors of `batch_size`: lines without their ends.
 
     Raises:
-        FileNotFoundError: no file matches.
-        TypeError: an unknown option.
-        ValueError: an option out of range.
+        FileNotFoundError, TypeError, ValueError: as `read_csv`.
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
@@ -254,32 +246,34 @@ def read_tfrecords(
         `features`.
 
     Raises:
-        FileNotFoundError: no file matches.
-        TypeError: an unknown option.
+        FileNotFoundError, TypeError: as `read_csv`.
         ValueError: `label_key` is not a feature, or an option out of range.
     """
     reading = ReadOptions(**options)
+    parse, expected = example_parser(features, label_key)
     files = _files(
         record_files.match(file_pattern, reading.check_gzip),
         tf.data.TFRecordDataset,
-        expected=expected_example(features),
+        expected=expected,
         skips_errors=True,
     )
-    parse = example_parser(features, label_key)
     return batches(files, parse, batch_size, reading)
 
 
 def example_parser(
     features: Mapping[str, Any] | None, label_key: str | None
-) -> Parse:
-    """From `tf.train.Example`s to features, or `(features, labels)`."""
+) -> tuple[Parse, str]:
+    """From `tf.train.Example`s to features, or `(features, labels)`.
+
+    And what a record must be, for errors.
+    """
     if label_key is not None and label_key not in (features or {}):
         raise ValueError(
             "Argument `label_key` must be one of the features: "
             f"{sorted(features or {})}. Received: label_key={label_key!r}."
         )
     if features is None:
-        return tf.identity
+        return tf.identity, ""
 
     def parse(records: tf.Tensor) -> Features | tuple[Features, tf.Tensor]:
         parsed = tf.io.parse_example(records, dict(features))
@@ -288,13 +282,8 @@ def example_parser(
         label = parsed.pop(label_key)
         return parsed, label
 
-    return parse
-
-
-def expected_example(features: Mapping[str, Any] | None) -> str:
-    """Describes a record, for errors."""
-    listed = ", ".join(f"{k}: {v}" for k, v in (features or {}).items())
-    return f"a tf.train.Example with {listed}"
+    listed = ", ".join(f"{k}: {v}" for k, v in features.items())
+    return parse, f"a tf.train.Example with {listed}"
 
 
 def _files(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -65,10 +64,8 @@ class ReadOptions:
         shuffle_buffer_size: records in the buffer. Default: 10,000, or as many
             as fit in 256 MB.
         seed: of the order; each worker adds its index. Default: that of
-            `tf.random.set_seed`, or random if none is set.
-        deterministic: whether the same seed gives the same order, at the price
-            of waiting for a slow file while others are ready. Default: True
-            with a seed or without shuffling.
+            `tf.random.set_seed`, or random if none is set: then a slow file is
+            not waited for while others are ready.
         drop_remainder: whether to drop the last batch of a finite dataset if
             it is not full, so that all shapes are static, as a TPU needs them.
             Without `num_epochs` every batch is full.
@@ -84,14 +81,8 @@ class ReadOptions:
         check_gzip: whether to decompress gzip files once before reading, since
             TensorFlow does not notice a truncated one. Default: True if they
             have at most 1 GiB together.
-        cache: whether to keep the records that this worker reads in memory, as
-            they are in the files, so that remote or compressed files are read
-            only once. Then the worker keeps the share of its first pass:
-            nobody else reads it if the worker dies. The records are part of
-            each saved position of the input.
 
     Raises:
-        TypeError: `cache` is not a bool.
         ValueError: a number out of range, or an unknown `shard_by`.
     """
 
@@ -100,13 +91,11 @@ class ReadOptions:
     shuffle: bool = True
     shuffle_buffer_size: int | None = None
     seed: int | None = None
-    deterministic: bool | None = None
     drop_remainder: bool = False
     shard_by: str | None = None
     num_parallel_reads: int = 16
     transform: Callable[[Any], Any] | None = None
     check_gzip: bool | None = None
-    cache: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
@@ -116,14 +105,6 @@ class ReadOptions:
                 'Argument `shard_by` must be "file" or "example". '
                 f"Received: shard_by={self.shard_by!r}."
             )
-        if not isinstance(self.cache, bool | None):
-            # A resumed job whose cache files are gone ends with a segmentation
-            # fault in TensorFlow 2.21.
-            raise TypeError(
-                "Argument `cache` must be True, to keep records in memory, or "
-                "False. To keep them on a disk, copy the files there before "
-                f"training. Received: cache={self.cache!r}."
-            )
 
 
 def batches(
@@ -131,11 +112,10 @@ def batches(
 ) -> tf.data.Dataset:
     """Batches of one worker's share of the records."""
     check_at_least("batch_size", batch_size, 1)
-    seed, deterministic = options.seed, options.deterministic
+    seed = options.seed
     if seed is None:
         seed = tf.compat.v1.get_seed(None)[0]
-    if deterministic is None:
-        deterministic = seed is not None or not options.shuffle
+    deterministic = seed is not None or not options.shuffle
     if seed is None:
         seed = random.SystemRandom().getrandbits(31)
     endless = options.num_epochs is None
@@ -237,14 +217,10 @@ def _passes(
     buffer = options.shuffle_buffer_size or min(
         _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
     )
-
-    dealt = functools.partial(_dealt, files, options, size, worker, own_seed)
-    cached = dealt(first).cache() if options.cache else None
-    if cached is None:
-        read_by_all(context)
+    read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
-        blocks = dealt(number) if cached is None else cached
+        blocks = _dealt(files, options, size, worker, own_seed, number)
         if not options.shuffle:
             return blocks.unbatch()
         seed = own_seed + 15_485_863 * number

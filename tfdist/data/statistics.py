@@ -1,9 +1,7 @@
 """Statistics of the data that a model needs before it is built.
 
-Means for normalization, boundaries of buckets, vocabularies. Only the chief
-computes them; every other task, and every later run of the job, reads the same
-values from the job's directory, so that training, evaluation and the export
-agree to the last bit:
+Means for normalization, boundaries of buckets, vocabularies: computed once, so
+that training, evaluation and the export agree to the last bit.
 
     def compute():
         statistics = tfdist.FeatureStatistics()
@@ -57,9 +55,8 @@ def compute_once(
     """The result of a function, computed by the chief in a job's first run.
 
     If the file is missing, the chief (or the only process) writes it; all other
-    tasks wait for it. A restarted job reads it, so a restored model continues
-    with what it was trained on, even if the data has changed. For new values
-    use another path.
+    tasks wait for it. A restarted job reads it, even if the data has changed.
+    For new values use another path.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -96,8 +93,8 @@ def compute_once(
         if text is None:
             raise TimeoutError(
                 f"The chief has not written {path} within {timeout_secs:g} s. "
-                f"{cluster.task_type}:{cluster.task_index} waits for it. Does "
-                "the chief run, and do both see the same directory?"
+                f"{cluster.task} waits for it. Does the chief run, and do both "
+                "see the same directory?"
             )
     try:
         return json.loads(text)
@@ -142,8 +139,7 @@ class NumberStatistics:
     Attributes:
         count: how many numbers are present.
         missing: how many are not.
-        minimum: of those present; infinity without any.
-        maximum: of those present; negative infinity without any.
+        minimum, maximum: of those present; infinite without any.
     """
 
     def __init__(self) -> None:
@@ -245,24 +241,17 @@ class StringStatistics:
         self.counts.update(np.ravel(values).tolist())
         self.missing += self.counts.pop(b"", 0)
 
-    def vocabulary(
-        self, max_size: int | None = None, min_count: int = 1
-    ) -> list[str]:
+    def vocabulary(self, *, min_count: int = 1) -> list[str]:
         """The strings, most frequent first, ties in alphabetical order.
 
-        Args:
-            max_size: of the vocabulary. Default: unlimited.
-            min_count: how often a string must occur.
-
-        Raises:
-            ValueError: one of them is not UTF-8.
+        Those that occur `min_count` times; a ValueError if one is not UTF-8.
         """
         words = sorted(
             (word for word, count in self.counts.items() if count >= min_count),
             key=lambda word: (-self.counts[word], word),
         )
         try:
-            return [word.decode() for word in words[:max_size]]
+            return [word.decode() for word in words]
         except UnicodeDecodeError as error:
             raise ValueError(
                 "The words of a vocabulary must be UTF-8. "

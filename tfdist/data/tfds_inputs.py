@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse
-from tfdist.data.readers import example_parser, expected_example
+from tfdist.data.readers import example_parser
 from tfdist.data.reading import ReadOptions, batches
 
 # Records to read from an ArrayRecord file at once.
@@ -91,13 +91,14 @@ def read_tfds(
     if read is _array_records:
         _check_index(reading)
     paths = [str(part.filename) for part in parts]
+    starts = np.array([part.skip for part in parts])
     stops = [
         part.skip + part.take if part.take >= 0 else part.examples_in_shard
         for part in parts
     ]
     files = Files(
         paths,
-        (paths, np.array([part.skip for part in parts]), np.array(stops)),
+        (paths, starts, np.array(stops)),
         read,
         expected=f"an example of {builder.info.full_name}",
         skips_errors=read is _tfrecords,
@@ -128,14 +129,10 @@ def read_array_records(
     reading = ReadOptions(**options)
     _check_index(reading)
     paths = record_files.match(file_pattern)
-    stops = [_reader(path).num_records() for path in paths]
-    files = Files(
-        paths,
-        (paths, np.zeros(len(paths), np.int64), np.array(stops)),
-        _array_records,
-        expected=expected_example(features),
-    )
-    parse = example_parser(features, label_key)
+    stops = np.array([_reader(path).num_records() for path in paths])
+    parse, expected = example_parser(features, label_key)
+    sources = paths, np.zeros_like(stops), stops
+    files = Files(paths, sources, _array_records, expected)
     return batches(files, parse, batch_size, reading)
 
 

@@ -36,7 +36,7 @@ from tfdist.data.input_fns import without_context
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
 from tfdist.estimator.specs import EvalSpec, ModelFn
-from tfdist.hooks.events import EventFile, event_file
+from tfdist.hooks.events import event_file
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class Evaluator:
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
-        self._writer: EventFile | None = None
         self.evaluated: str | None = None
         self.result: dict[str, Any] = {}
         self._damaged: set[str] = set()
@@ -104,9 +103,7 @@ class Evaluator:
                 "dataset, or a hook stopped before the first batch. Are its "
                 "files empty, or does `batch(drop_remainder=True)` drop all?"
             )
-        self._writer = self._writer or event_file(self._summaries)
-        self._writer.write_scalars(metrics, step)
-        self._writer.flush()
+        event_file(self._summaries).write(step, metrics)
         text = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
         _log.info("Evaluation of step %d: %s", step, text)
         metrics = {**metrics, "global_step": step}

@@ -160,32 +160,22 @@ def _publish(temporary: str, export_path: str) -> str:
     numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
     number = max([int(time.time()), *(n + 1 for n in numbers)])
     final = os.path.join(export_path, f"{number:010d}")
-    if storage.is_object_store(final):
-        _move_files(temporary, final)
-        return final
+    on_store = storage.is_object_store(final)
     try:
-        tf.io.gfile.rename(temporary, final)
+        if not on_store:
+            tf.io.gfile.rename(temporary, final)
+        else:
+            paths = storage.files_to_move(temporary, final, _LAST_FILE)
+            for path, moved in paths:
+                tf.io.gfile.rename(path, moved)
     except tf.errors.OpError:
-        if not tf.io.gfile.exists(final):
+        if on_store:
+            storage.remove_tree(final)
+        if on_store or not tf.io.gfile.exists(final):
             raise
         # Another process has just taken it.
         return _publish(temporary, export_path)
     return final
-
-
-def _move_files(temporary: str, final: str) -> None:
-    """Moves all files; what fails leaves nothing behind."""
-    found = []
-    try:
-        for directory, _, names in tf.io.gfile.walk(temporary):
-            tf.io.gfile.makedirs(final + directory.removeprefix(temporary))
-            found += [os.path.join(directory, name) for name in names]
-        # The one that is looked for last.
-        for path in sorted(found, key=lambda p: p.endswith(f"/{_LAST_FILE}")):
-            tf.io.gfile.rename(path, final + path.removeprefix(temporary))
-    except tf.errors.OpError:
-        storage.remove_tree(final)
-        raise
 
 
 def remove_abandoned(export_path: str, after_secs: float = 0.0) -> None:

@@ -1,5 +1,4 @@
 from .basic import FinalOpsHook as FinalOpsHook
-from .basic import GlobalStepWaiterHook as GlobalStepWaiterHook
 from .basic import LoggingTensorHook as LoggingTensorHook
 from .basic import NanLossDuringTrainingError as NanLossDuringTrainingError
 from .basic import NanTensorHook as NanTensorHook

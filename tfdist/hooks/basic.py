@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.waiting import wait_for
 from tfdist.hooks.session_run_hook import (
     Logs,
     Session,
@@ -228,50 +227,3 @@ class FinalOpsHook(SessionRunHook):
             if callable(ops)
             else resolve(ops, {}, session.variables)
         )
-
-
-class GlobalStepWaiterHook(SessionRunHook):
-    """Waits, before the first run, until the job has reached a step.
-
-    As `tf.compat.v1.train.GlobalStepWaiterHook`, for processes that train
-    beside others: where one chief runs all steps, nobody else advances it.
-
-    Args:
-        wait_until_step: Global step to wait for; 0 or less for no wait.
-        max_wait_secs: Seconds to wait at most (TF1 waited for ever).
-
-    Raises:
-        TimeoutError: in `before_run`, when the step is not reached in time.
-
-    >>> hook = tfdist.hooks.GlobalStepWaiterHook(0)  # Waits for nothing.
-    """
-
-    def __init__(
-        self, wait_until_step: int, max_wait_secs: float = 7200
-    ) -> None:
-        self._wait_until_step = wait_until_step
-        self._max_wait_secs = max_wait_secs
-        self._started = False
-
-    def begin(self) -> None:
-        """Forgets an earlier session."""
-        self._started = False
-
-    def steps_until_next(self, step: int) -> None:
-        """Any number: it acts once."""
-
-    def before_run(self, run_context: SessionRunContext) -> None:
-        """Waits, the first time."""
-        if self._started:
-            return
-        step, until = run_context.session.global_step, self._wait_until_step
-        _log.info("Waiting for step %d.", until)
-        self._started = wait_for(
-            lambda: int(step.numpy()) >= until, self._max_wait_secs, 0.5
-        )
-        if not self._started:
-            raise TimeoutError(
-                f"The global step is {int(step.numpy())} after "
-                f"{self._max_wait_secs:g} s; GlobalStepWaiterHook waits for "
-                f"{until}. Do the other tasks train?"
-            )

@@ -35,22 +35,26 @@ class EventFile:
         self._directory = directory
         self._writer: tf.io.TFRecordWriter | None = None
         self._path = ""
-        self._flushed = False
 
-    def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
-        """Writes scalars of one step, as `tf.summary.scalar`."""
+    def write(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        counts: Mapping[str, np.ndarray] = {},
+    ) -> None:
+        """Writes scalars of one step, and how often 0, 1, ... were seen.
+
+        As `tf.summary.scalar` and `tf.summary.histogram`, to be read at once.
+        """
         values = [
             _value(tag, np.float32(number), "scalars")
             for tag, number in scalars.items()
         ]
+        for tag, seen in counts.items():
+            left = np.arange(len(seen))
+            buckets = np.stack([left, left + 1, seen], axis=1, dtype=np.float64)
+            values.append(_value(tag, buckets, "histograms"))
         self._write(step=step, summary=tf.compat.v1.Summary(value=values))
-
-    def write_counts(self, tag: str, counts: np.ndarray, step: int) -> None:
-        """Writes how often 0, 1, ... were seen, as `tf.summary.histogram`."""
-        left = np.arange(len(counts))
-        buckets = np.stack([left, left + 1, counts], axis=1)
-        value = _value(tag, buckets.astype(np.float64), "histograms")
-        self._write(step=step, summary=tf.compat.v1.Summary(value=[value]))
 
     def write_start(self, step: int) -> None:
         """Says that a session begins: what was written from `step` on is void.
@@ -60,18 +64,8 @@ class EventFile:
         start = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
         self._write(step=step, session_log=start)
 
-    def flush(self) -> None:
-        """Makes all that was written readable."""
-        if self._writer:
-            self._writer.flush()
-            self._flushed = True
-
     def _write(self, **event: Any) -> None:
-        # Before a flush there need not be a file to look for.
-        if self._flushed and not tf.io.gfile.exists(self._path):
-            self._writer = None
-        self._flushed = False
-        if self._writer is None:
+        if self._writer is None or not tf.io.gfile.exists(self._path):
             storage.make_directory(self._directory)
             # As `tf.summary` names it; later files sort after earlier ones.
             name = (
@@ -80,9 +74,14 @@ class EventFile:
             )
             self._path = os.path.join(self._directory, name)
             self._writer = tf.io.TFRecordWriter(self._path)
-            self._write(file_version="brain.Event:2")
-        record = tf.compat.v1.Event(wall_time=time.time(), **event)
-        self._writer.write(record.SerializeToString())
+            _append(self._writer, file_version="brain.Event:2")
+        _append(self._writer, **event)
+        self._writer.flush()
+
+
+def _append(writer: tf.io.TFRecordWriter, **event: Any) -> None:
+    record = tf.compat.v1.Event(wall_time=time.time(), **event)
+    writer.write(record.SerializeToString())
 
 
 @functools.cache

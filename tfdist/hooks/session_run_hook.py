@@ -1,10 +1,7 @@
 """What a hook is: called around the steps, at its cadence.
 
-A hook in TF1 ran after every single step, and so does one here that overrides
-`before_run` or `after_run` and says no more: what it counts is right. But many
-steps can run in one go, so a hook may say how many may pass before it must be
-called again (`steps_until_next`); the session runs the smallest such number,
-and cadences stay exact.
+Many steps can run in one go: the session runs as many as the hooks let pass
+before the next call (`steps_until_next`), so that cadences stay exact.
 
 A hook written for TF1 that touches no graph runs as it is: `SessionRunArgs`,
 `SessionRunContext` and `SessionRunValues` are TensorFlow's own. A tensor that
@@ -96,7 +93,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     def steps_until_next(self, step: int) -> int | None:
         """How many steps may run before the next call; None for any number.
 
-        Where it is not overridden: one, if `before_run` or `after_run` is.
+        Default, as in TF1: one, if `before_run` or `after_run` is overridden.
         """
         return 1 if wants_every_step(self) else None
 
@@ -163,28 +160,20 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
         The next triggers are then those of a run without the interruption.
         """
         last = self.last_triggered_step()
-        if last is None or last <= step:
-            return
-        if self._steps is None:
-            self.update_last_triggered_step(step)
-        else:
-            undone = math.ceil((last - step) / self._steps)
-            self.update_last_triggered_step(last - undone * self._steps)
+        if last is not None and last > step:
+            steps = self._steps or last - step
+            undone = math.ceil((last - step) / steps)
+            self.update_last_triggered_step(last - undone * steps)
 
 
 def check_exactly_one(**arguments: float | None) -> None:
     """Fails unless one of two arguments is given, and positive."""
     given = [value for value in arguments.values() if value is not None]
-    received = ", ".join(f"{k}={v}" for k, v in arguments.items())
-    if len(given) != 1:
+    if len(given) != 1 or given[0] <= 0:
+        received = ", ".join(f"{k}={v}" for k, v in arguments.items())
         raise ValueError(
-            f"Exactly one of `{'` and `'.join(arguments)}` must be given. "
-            f"Received: {received}."
-        )
-    if given[0] <= 0:
-        raise ValueError(
-            f"`{'` and `'.join(arguments)}` must be positive. "
-            f"Received: {received}."
+            f"Exactly one of `{'` and `'.join(arguments)}` must be given; "
+            f"it must be positive. Received: {received}."
         )
 
 
@@ -250,8 +239,7 @@ class HookRunner:
             results = logs
             if args is not None:
                 results = resolve(args.fetches, logs, self._session.variables)
-            values = SessionRunValues(results, None, None)
-            hook.after_run(self._context, values)
+            hook.after_run(self._context, SessionRunValues(results, None, None))
 
     @property
     def stop_requested(self) -> bool:

@@ -81,14 +81,12 @@ class SummarySaverHook(TimedHook):
         """Writes where the session started; logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
-            self._file.flush()
             self._start_step = None
         super().after_run(run_context, run_values)
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """Writes the logs."""
-        self._file.write_scalars(logs, context.session.step)
-        self._file.flush()
+        self._file.write(context.session.step, logs)
 
 
 class StepCounterHook(TimedHook):
@@ -170,8 +168,7 @@ class StepCounterHook(TimedHook):
         if self._file:
             waited = input_wait.share(now[2] - since[2])
             scalars = {"global_step/sec": rate, "input_wait": waited}
-            self._file.write_scalars(scalars, session.step)
-            self._file.flush()
+            self._file.write(session.step, scalars)
 
 
 class StalenessHook(TimedHook):
@@ -193,17 +190,17 @@ class StalenessHook(TimedHook):
 
     def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
         """Writes the histogram and its percentiles."""
-        counts, step = context.session.staleness, context.session.step
+        counts = context.session.staleness
         if counts is None or not counts.any():
             return
         most = int(np.flatnonzero(counts)[-1])
-        self._file.write_counts("staleness", counts[: most + 1], step)
         scalars = {
             f"staleness/p{percent}": staleness.percentile(counts, percent)
             for percent in staleness.PERCENTILES
         }
-        self._file.write_scalars({**scalars, "staleness/max": most}, step)
-        self._file.flush()
+        scalars["staleness/max"] = most
+        seen = {"staleness": counts[: most + 1]}
+        self._file.write(context.session.step, scalars, seen)
 
     def end(self, session: Session) -> None:
         """Logs the figures of all updates."""
@@ -253,8 +250,7 @@ class DynamicEmbeddingHook(TimedHook):
         for path, table in tables.items():
             counts = table.counters().items()
             scalars = {f"{path}/{name}": count for name, count in counts}
-            self._file.write_scalars(scalars, session.step)
-            self._file.flush()
+            self._file.write(session.step, scalars)
 
 
 class ProfilerHook(TimedHook):

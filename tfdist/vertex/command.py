@@ -56,6 +56,12 @@ def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
         options |= {"dest": field.name, "default": default}
         if default is dataclasses.MISSING:
             options["default"] = None
+        elif field.type == "bool | None":
+            options["action"] = argparse.BooleanOptionalAction
+        elif name.endswith("_secs"):
+            name, options["type"] = name.removesuffix("_secs"), _seconds
+        elif field.type == "int | None":
+            options |= {"type": int, "metavar": "N"}
         elif default is False:
             options["action"] = "store_true"
         elif isinstance(default, int):
@@ -75,35 +81,21 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_flags(parser, Job)
+    add_flags(parser, Machine)
     add = parser.add_argument
     for name, text in _MACHINES.items():
         default = getattr(Job, name).machine_type
         text = f"of {text} (%(default)s)"
         add(f"--{name}", default=default, metavar="TYPE", help=text)
-    many: dict[str, Any] = {"action": "append", "default": []}
     accelerator: dict[str, Any] = {"type": _accelerator, "default": {}}
     accelerator["metavar"] = "TYPE[:N]"
     text = "on each --machine, such as NVIDIA_TESLA_T4:2 or TPU_V3:8"
     add("--accelerator", **accelerator, help=text)
     add("--evaluator_accelerator", **accelerator, help="on the evaluator")
-    add("--tpu_topology", metavar="TOPOLOGY", help="of a TPU v5e, as 2x2")
-    add("--boot_disk_gb", type=int, metavar="GB", help="of --machine (100)")
-    text = "of --machine: pd-ssd, pd-standard or hyperdisk-balanced"
-    add("--boot_disk_type", metavar="TYPE", help=text)
-    text = "any, or projects/P/zones/Z/reservations/NAME, for --machine"
-    add("--reservation", metavar="NAME", help=text)
+    many: dict[str, Any] = {"action": "append", "default": []}
     text = "a variable of every task; can be repeated"
     add("--env", **many, metavar="NAME=VALUE", help=text)
     add("args", nargs="*", help=argparse.SUPPRESS)
-    text = "such as 90m, 12h or 3d (7d)"
-    add("--timeout", dest="timeout_secs", type=_seconds, help=text)
-    text = "with --flex_start, likewise (24h)"
-    add("--max_wait", dest="max_wait_secs", type=_seconds, help=text)
-    add(
-        "--restart_job_on_worker_restart",
-        action=argparse.BooleanOptionalAction,
-        help="one restart restarts all tasks (for all-reduce only)",
-    )
     add("--name", default="tfdist", help="shown by the console (tfdist)")
     add("--region", default="us-central1", help="(us-central1)")
     text = "only checks the YAML of a job that was written by hand"
@@ -160,13 +152,11 @@ def _job(options: argparse.Namespace) -> Job:
     values["evaluator_machine"] = dataclasses.replace(
         values["evaluator_machine"], **options.evaluator_accelerator
     )
+    given = [f.name for f in dataclasses.fields(Machine) if f.metadata]
     values["machine"] = dataclasses.replace(
         values["machine"],
         **options.accelerator,
-        tpu_topology=options.tpu_topology,
-        boot_disk_gb=options.boot_disk_gb,
-        boot_disk_type=options.boot_disk_type,
-        reservation=options.reservation,
+        **{name: values[name] for name in given},
     )
     return Job(**{f.name: values[f.name] for f in dataclasses.fields(Job)})
 

@@ -45,10 +45,5 @@ def copy_export(export: str, directory: str) -> None:
         tf.io.gfile.remove(os.path.join(target, _LAST))
     for name in _FOLDERS:
         storage.remove_tree(os.path.join(target, name))
-    found = []
-    for folder, _, names in tf.io.gfile.walk(export):
-        tf.io.gfile.makedirs(target + folder.removeprefix(export))
-        found += [os.path.join(folder, name) for name in names]
-    for path in sorted(found, key=lambda p: p.endswith(f"/{_LAST}")):
-        name = path.removeprefix(export)
-        tf.io.gfile.copy(path, target + name, overwrite=True)
+    for path, copy in storage.files_to_move(export, target, _LAST):
+        tf.io.gfile.copy(path, copy, overwrite=True)

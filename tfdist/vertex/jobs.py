@@ -37,15 +37,13 @@ def flag(default: Any, text: str, **options: Any) -> Any:
 class Machine:
     """One kind of machine.
 
+    The other fields are flags of `python -m tfdist.vertex`, for `--machine`.
+
     Attributes:
         machine_type: As Compute Engine calls it.
         accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4"; also
             where the machine type comes with it. Default: none.
         accelerator_count: How many on each machine.
-        tpu_topology: Of a TPU v5e, such as "2x2".
-        boot_disk_gb: Default: the service's, 100.
-        boot_disk_type: Such as "pd-standard". Default: the service's.
-        reservation: "projects/P/zones/Z/reservations/NAME", or "any".
 
     Example:
     >>> Machine(machine_type="n1-highmem-8").fields()
@@ -55,10 +53,14 @@ class Machine:
     machine_type: str = "n1-standard-4"
     accelerator_type: str | None = None
     accelerator_count: int = 0
-    tpu_topology: str | None = None
-    boot_disk_gb: int | None = None
-    boot_disk_type: str | None = None
-    reservation: str | None = None
+    tpu_topology: str | None = flag(None, "of a TPU v5e, as 2x2")
+    boot_disk_gb: int | None = flag(None, "of --machine (100)")
+    boot_disk_type: str | None = flag(
+        None, "of --machine: pd-ssd, pd-standard or hyperdisk-balanced"
+    )
+    reservation: str | None = flag(
+        None, "any, or projects/P/zones/Z/reservations/NAME, for --machine"
+    )
 
     def fields(self) -> dict[str, Any]:
         """`machineSpec`, and `diskSpec` if something of it is given."""
@@ -117,7 +119,6 @@ class Job(Tasks):
     are. More is to be said of these:
 
     Attributes:
-        workers, ps, evaluator: The tasks beside the chief.
         base_output_dir: The service makes AIP_MODEL_DIR and its like of it,
             from which `trainer.task` takes `--model_dir`.
         machine: What the gradients are computed on: the workers, and without
@@ -126,11 +127,8 @@ class Job(Tasks):
             coordinates.
         args: Flags of the trainer, the same for every task.
         env: Variables of every task.
-        max_wait_secs: With `flex_start`. Default: the service's, 24 hours.
-        timeout_secs: Default: the service's, seven days.
-        restart_job_on_worker_restart: Whether one restart restarts all tasks.
-            Default: for all-reduce, where the others cannot go on; tfdist's
-            parameter-server jobs can.
+        restart_job_on_worker_restart: Default: for all-reduce, where the others
+            cannot go on; tfdist's parameter-server jobs can.
 
     Raises:
         ValueError: Arguments contradict each other.
@@ -153,7 +151,6 @@ class Job(Tasks):
     ps_machine: Machine = Machine()
     evaluator_machine: Machine = Machine()
     reduction_machine: Machine = Machine(machine_type="n1-highcpu-16")
-    evaluator_image: str | None = flag(None, "another image for the evaluator")
     packages: Sequence[str] = flag(
         (),
         "instead of an image: a gs:// sdist or wheel; can be repeated",
@@ -167,9 +164,13 @@ class Job(Tasks):
         False, "cheaper VMs that may be taken away; the job then starts again"
     )
     flex_start: bool = flag(False, "queues until all tasks can have machines")
-    max_wait_secs: int | None = None
-    timeout_secs: int | None = None
-    restart_job_on_worker_restart: bool | None = None
+    max_wait_secs: int | None = flag(
+        None, "with --flex_start, such as 90m, 12h or 3d (24h)"
+    )
+    timeout_secs: int | None = flag(None, "likewise (7d)")
+    restart_job_on_worker_restart: bool | None = flag(
+        None, "one restart restarts all tasks (for all-reduce only)"
+    )
     disable_retries: bool = flag(False, "the service does not retry the job")
     network: str | None = flag(None, "projects/NUMBER/global/networks/NAME")
     network_attachment: str | None = flag(None, "of Private Service Connect")
@@ -200,14 +201,6 @@ class Job(Tasks):
             raise ValueError(
                 "Argument `packages` needs an `executor_image` with Python "
                 "3.11 or later to install them in."
-            )
-        if self.evaluator_image is not None and not (
-            self.evaluator and self.image and self.evaluator_image
-        ):
-            raise ValueError(
-                "Argument `evaluator_image` must name an image, beside `image` "
-                "and with `evaluator`. Received: "
-                f"evaluator_image={self.evaluator_image!r}."
             )
 
     @property
@@ -268,7 +261,7 @@ class Job(Tasks):
     def _pools(self) -> list[dict[str, Any]]:
         """The worker pools: chief, workers, ps, evaluator."""
         chief_machine = self.chief_machine if self.ps else self.machine
-        third = self._pool(self.ps, self.ps_machine, env=PS_ENV)
+        third = self._pool(self.ps, self.ps_machine, PS_ENV)
         if self.reduction_servers:
             third = {
                 **self.reduction_machine.fields(),
@@ -279,11 +272,7 @@ class Job(Tasks):
             self._pool(1, chief_machine),
             self._pool(self.workers, self.machine),
             third,
-            self._pool(
-                int(self.evaluator),
-                self.evaluator_machine,
-                image=self.evaluator_image,
-            ),
+            self._pool(int(self.evaluator), self.evaluator_machine),
         ]
         while not pools[-1]:
             pools.pop()
@@ -293,8 +282,6 @@ class Job(Tasks):
         self,
         replicas: int,
         machine: Machine,
-        *,
-        image: str | None = None,
         env: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """One worker pool; {} leaves it out."""
@@ -317,7 +304,7 @@ class Job(Tasks):
             }
         else:
             pool["containerSpec"] = {
-                "imageUri": image or self.image,
+                "imageUri": self.image,
                 "command": ["python", "-m", self.module],
                 **run,
             }
