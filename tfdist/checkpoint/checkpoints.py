@@ -248,16 +248,13 @@ class Checkpoints:
                 "`check_numerics=False` saves what is there."
             )
 
-    def restore(
-        self, position_of: Callable[[str], str] = lambda path: path
-    ) -> str | None:
+    def restore(self, position_of: Callable[[str], str] = str) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
-
-        And the input's position, from the checkpoint `position_of` this one.
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
         warning says so, and the one before is taken. None if there is none.
+        The position in the input is that of the checkpoint `position_of` it.
 
         Raises:
             ValueError: it holds other variables, or every checkpoint is
