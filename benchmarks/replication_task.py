@@ -45,6 +45,8 @@ _MANY = 1 << 40  # More steps than are ever run.
 class _EmptyStep:
     """A step that does nothing with its batch, as `run_steps` wants it."""
 
+    staleness = None  # Nothing is updated.
+
     def __init__(self) -> None:
         self.model = keras.Sequential([keras.Input([1])])
         self.model.compile()
