@@ -82,7 +82,8 @@ def main():
     parser.add_argument("--model_dir", required=True)
     parser.add_argument("--max_steps", type=int)
     parser.add_argument("--batches", type=int, default=LIMIT)
-    parser.add_argument("--backup_workers", type=int, default=0)
+    parser.add_argument("--backup_workers", type=int)
+    parser.add_argument("--max_staleness", type=int)
     parser.add_argument("--slow_secs", type=float, default=0.0)
     parser.add_argument("--step_secs", type=float, default=0.0)
     parser.add_argument("--count", action="store_true")
@@ -98,6 +99,7 @@ def main():
         save_checkpoints_steps=100,
         log_step_count_steps=10,
         backup_workers=args.backup_workers,
+        max_staleness=args.max_staleness,
         session_creation_timeout_secs=60.0,
     )
     function = counting_model_fn if args.count else model_fn

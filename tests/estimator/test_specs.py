@@ -93,6 +93,7 @@ def test_replace():
     ("kwargs", "error"),
     [
         ({"backup_workers": -1}, ValueError),
+        ({"max_staleness": -1}, ValueError),
         ({"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError),
         ({"save_summary_steps": -1}, ValueError),
         ({"save_checkpoints_steps": -1}, ValueError),
@@ -210,3 +211,21 @@ def test_none_is_no_hook_listener_or_exporter():
 def test_check_numerics_is_a_bool(value):
     with pytest.raises(TypeError, match=f"check_numerics={value!r}"):
         tfdist.RunConfig("d", check_numerics=value)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "kwargs", "match"),
+    [
+        ("ps", {"backup_workers": 0, "max_staleness": 1}, "are never stale"),
+        ("ps", {"backup_workers": 2}, "must leave a worker"),
+        ("worker", {"max_staleness": 1}, "`max_staleness` is for parameter"),
+        ("worker", {"backup_workers": 0}, "`backup_workers` is for parameter"),
+    ],
+)
+def test_waiting_that_has_no_meaning(jobs, kwargs, match):
+    tasks = {"worker": ["b:1", "b:2"]}
+    if jobs == "ps":
+        tasks |= {"chief": ["a:1"], "ps": ["c:1"]}
+    cluster = tfdist.Cluster.from_jobs(tasks, [*tasks][-1], 0)
+    with pytest.raises(ValueError, match=match):
+        config(cluster=cluster, **kwargs)

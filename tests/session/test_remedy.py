@@ -4,18 +4,14 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tfdist import session
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.session import recovery
 from tfdist.session.recovery import RecoveryAction
-from tfdist.training import staleness
 from tfdist.training.fence import Generations
 
 DEAD, FROZEN = (
@@ -123,26 +119,6 @@ def test_only_the_current_generation_passes():
         update(counter, first)
     update(counter, second)
     assert counter.numpy() == 2
-
-
-@given(st.lists(st.integers(0, 9), min_size=1), st.integers(1, 100))
-def test_percentiles_are_those_of_numpy(values, percent):
-    histogram = np.bincount(values, minlength=12)
-    expected = np.percentile(values, percent, method="inverted_cdf")
-    assert staleness.percentile(histogram, percent) == expected
-
-
-def test_updates_of_others_are_counted():
-    global_step = tf.Variable(0, dtype=tf.int64)
-    counter = staleness.StalenessCounter(global_step)
-    for others in (0, 3, 3, 1000):
-        before = counter.read()
-        global_step.assign_add(others + 1)
-        counter.count(before)
-    histogram = counter.histogram()
-    assert histogram.sum() == 4
-    assert list(np.flatnonzero(histogram)) == [0, 3, staleness.MAX_STALENESS]
-    assert histogram[3] == 2
 
 
 @pytest.mark.parametrize(

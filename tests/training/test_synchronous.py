@@ -124,7 +124,7 @@ def test_steps_are_those_of_one_process_with_the_global_batch(
     tmp_path, batches
 ):
     """Workers' batches differ in size; each worker has two less."""
-    flags = "--max_steps=30", f"--batches={batches}"
+    flags = "--backup_workers=0", "--max_steps=30", f"--batches={batches}"
     with LocalCluster(command(tmp_path, *flags), **TASKS) as job:
         assert job.wait(timeout_secs=120) == 0, job.output(CHIEF)
         found = re.findall(r"^loss (\S+)$", job.output(CHIEF), re.MULTILINE)

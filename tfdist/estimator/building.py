@@ -141,7 +141,9 @@ def _step_and_loop(
     if config.strategy_name == "ps":
         step = ModelStep(model, spec, global_step=global_step, remote=True)
         backup = config.backup_workers
-        make: Callable[..., Loop] = CoordinatedLoop
+        make: Callable[..., Loop] = partial(
+            CoordinatedLoop, max_staleness=config.max_staleness
+        )
         if backup is not None:
             make = partial(SynchronousLoop, backup_workers=backup)
         return step, make(

@@ -98,6 +98,12 @@ class RunConfig:
             minus `replicas_to_aggregate`); 0 to wait for all. What those find
             for a step that is over is dropped, with their batch. Default:
             asynchronous steps. It has no meaning in one process.
+        max_staleness: The most updates of other workers that may land between
+            a step's read of the parameters and its own update on parameter
+            servers; workers wait for slower ones where it would be more (stale
+            synchronous parallel). Dispatches are smaller with it, unless
+            `steps_per_dispatch` is given. Default: no bound; no worker waits.
+            It has no meaning in one process.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -143,6 +149,7 @@ class RunConfig:
     log_step_count_steps: int | None = 100
     steps_per_dispatch: int | None = None
     backup_workers: int | None = None
+    max_staleness: int | None = None
     strategy: str | tf.distribute.Strategy = "auto"
     audit_input: bool | None = None
     check_numerics: bool = True
@@ -195,23 +202,34 @@ class RunConfig:
             ("log_step_count_steps", 1),
             ("steps_per_dispatch", 1),
             ("backup_workers", 0),
+            ("max_staleness", 0),
             ("session_creation_timeout_secs", 1e-9),
             ("evaluator_timeout_secs", 0),
         ):
             check_at_least(name, getattr(self, name), least)
         strategy_lib.check(self.strategy, self.cluster)
-        self._check_backup_workers()
+        self._check_waiting()
 
-    def _check_backup_workers(self) -> None:
+    def _check_waiting(self) -> None:
+        """What says when workers on parameter servers wait for each other."""
         backup, workers = self.backup_workers, self.cluster.num_workers
-        if backup is None or not self.cluster.is_distributed:
+        names = ("backup_workers", "max_staleness")
+        given = [n for n in names if getattr(self, n) is not None]
+        if not given or not self.cluster.is_distributed:
             return
         if not self.cluster.num_ps:
             raise ValueError(
-                "Argument `backup_workers` is for parameter servers, and this "
+                f"Argument `{given[0]}` is for parameter servers, and this "
                 f"cluster has none: {self.cluster.shape}. All-reduce waits for "
                 "every worker: leave it out."
             )
+        if len(given) == 2:
+            raise ValueError(
+                "Synchronous steps (`backup_workers`) are never stale: leave "
+                f"`max_staleness` out. Received: {self.max_staleness}."
+            )
+        if backup is None:
+            return
         if backup >= workers or (self.steps_per_dispatch or 1) > 1:
             raise ValueError(
                 "Argument `backup_workers` must leave a worker to wait for, "

@@ -31,6 +31,7 @@ from tfdist.training.loop import (
     run_steps,
     unwatched,
 )
+from tfdist.training.staleness import StalenessBound
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
@@ -71,6 +72,8 @@ class CoordinatedLoop(Loop):
         num_workers: How many there are.
         steps_per_dispatch: See `dispatch_size`.
         example: What `input_fn` has returned, if it was called already.
+        max_staleness: No update is staler: workers wait for slower ones.
+            Default: they never wait.
     """
 
     resizable = True
@@ -85,6 +88,7 @@ class CoordinatedLoop(Loop):
         num_workers: int,
         steps_per_dispatch: int | None = None,
         example: tf.data.Dataset | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(global_step)
         self._workers = Workers(strategy, num_workers)
@@ -103,9 +107,14 @@ class CoordinatedLoop(Loop):
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._full = dispatch_size(step.model, steps_per_dispatch)
+        asked = steps_per_dispatch or step.model.steps_per_execution > 1
+        self._bound: StalenessBound | None = None
+        if max_staleness is not None:
+            self._bound = StalenessBound(max_staleness)
+            if not asked:
+                self._full = self._bound.limited(self._full, num_workers)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
         if not self._is_endless:
-            asked = steps_per_dispatch or step.model.steps_per_execution > 1
             if asked and self._full > 1:
                 _log.warning(
                     "One step is dispatched at a time, not %d as asked for: "
@@ -131,6 +140,8 @@ class CoordinatedLoop(Loop):
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
         self._earlier: Any = 0.0
+        if self._bound:
+            self._bound.clear()
 
     @property
     def step(self) -> int:
@@ -321,7 +332,7 @@ class CoordinatedLoop(Loop):
         if worker in self._exhausted:
             time.sleep(_PAUSE_SECS)
             return False
-        return True
+        return self._bound is None or self._bound.begin(begun, begun.size)
 
     def _run_on_worker(self, begun: _Dispatch, iterator: Iterator) -> None:
         """Runs on a thread of the coordinator, for that thread's worker.
@@ -360,6 +371,9 @@ class CoordinatedLoop(Loop):
             # end. TensorFlow may take the error for a passing one.
             private_workers.renew_resources(coordinator, error)
             raise
+        finally:
+            if self._bound:
+                self._bound.end(begun)
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
         """Waits for a dispatch to end; returns the states of its steps.

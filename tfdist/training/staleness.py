@@ -7,6 +7,9 @@ many; nothing more travels over the network.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
+
 import numpy as np
 import tensorflow as tf
 
@@ -51,6 +54,59 @@ class StalenessCounter:
     def histogram(self) -> np.ndarray:
         """int64 `(128,)`: updates of staleness 0, 1, ..., 127 or more."""
         return self.counts.numpy()
+
+
+class StalenessBound:
+    """Has dispatches wait, so that no update is staler than `most`.
+
+    As in the stale synchronous parallel model (Ho et al. 2013), fast workers
+    wait for the slowest: a dispatch begins once it is sure, for itself and for
+    each that is under way, that at most `most` updates of others can land
+    before it ends. One that dies is waited for until that is noticed.
+
+    Args:
+        most: 0 lets one dispatch run at a time.
+    """
+
+    _SECS = 0.05  # A worker that waited so long leaves the queue to the others.
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all that are under way."""
+        self._sizes: dict[Hashable, int] = {}  # In steps.
+        self._others: dict[Hashable, int] = {}  # Steps beside it so far.
+
+    def limited(self, size: int, num_workers: int) -> int:
+        """A dispatch's size for which workers of one speed hardly wait."""
+        beside = 2 * (num_workers - 1)  # Each ends one and begins another.
+        return min(size, max(1, self._most // beside)) if beside else size
+
+    def begin(self, dispatch: Hashable, size: int) -> bool:
+        """Whether a dispatch of `size` steps begins, within 0.05 s."""
+
+        def fits() -> bool:
+            others = [each + size for each in self._others.values()]
+            return max(sum(self._sizes.values()), *others, 0) <= self._most
+
+        with self._changed:
+            if not self._changed.wait_for(fits, self._SECS):
+                return False
+            for each in self._others:
+                self._others[each] += size
+            self._others[dispatch] = sum(self._sizes.values())
+            self._sizes[dispatch] = size
+            return True
+
+    def end(self, dispatch: Hashable) -> None:
+        """Its updates have landed, or never will."""
+        with self._changed:
+            self._others.pop(dispatch, None)
+            self._sizes.pop(dispatch, None)
+            self._changed.notify_all()
 
 
 def percentile(histogram: np.ndarray, percent: float) -> int:
