@@ -228,4 +228,4 @@ def test_waiting_that_has_no_meaning(jobs, kwargs, match):
         tasks |= {"chief": ["a:1"], "ps": ["c:1"]}
     cluster = tfdist.Cluster.from_jobs(tasks, [*tasks][-1], 0)
     with pytest.raises(ValueError, match=match):
-        config(cluster=cluster, **kwargs)
+        tfdist.RunConfig("a", cluster=cluster, **kwargs)
