@@ -122,7 +122,7 @@ def test_tasks_killed_while_they_insert(tmp_path, kind, kills):
     for step, path in sorted(saved.items()):
         seen, now = seen_in(path, kind)
         times = [*seen.values()]
-        differ.append(now)
+        differ.append(int(now))
         assert len(times) > 0 or step == 0
         # Each death has cut off one step of each worker at most.
         assert times.count(0) <= kills * 2 * kind.new
