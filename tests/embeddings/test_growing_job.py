@@ -134,7 +134,7 @@ def test_tasks_killed_while_they_insert(tmp_path, kind, kills):
     assert kind is RECYCLES or np.all(jumps >= 0)
     assert kind is RECYCLES or np.count_nonzero(jumps) <= workers
     counters = checkpoints.load_variable(saved[max(saved)], "table/counters")
-    refused, not_admitted, evicted = counters.sum(axis=0)
+    refused, not_admitted, evicted = counters.sum(axis=0).tolist()
     print(f"{refused=}, {not_admitted=}, {evicted=}")
     # Steps of one dispatch are numbered before others that have begun: what a
     # worker finds may all have been seen after its step, and keeps its row.
