@@ -176,8 +176,8 @@ def load_rows(
     In a checkpoint, or the newest of a directory, by the layer's path. In no
     order: int64 `(n,)`; `(n, output_dim)`; such arrays by the optimizer's names
     for its slots. Strings are known by `tf.bitcast(tf.fingerprint(strings),
-    tf.int64)` alone. It needs memory for what it returns, and in turn for all
-    rows and for each slot as they were saved, with those that no id has.
+    tf.int64)` alone. It needs memory for what it returns, and on top twice that
+    of all rows, then of each slot, as saved: with those that no id has.
 
     >>> def model_fn():
     ...     ids = keras.Input([], dtype="int64")
