@@ -4,10 +4,10 @@
     python -m benchmarks.growing --rows=100000 --tables=26
 
 Both look up the same 8 ids per example, 256 examples a step, on 2 ps and 2
-workers, in turns. A step has so many ids that are `new`; the others were seen
-before, as half of `--steps` are run before any is timed: let these look up each
-of `--rows` several times (a step looks up 2,048). Of several `--tables`, each
-has so many rows and looks up one id of an example.
+workers, in turns. A step has so many ids that are `new`; the others are among
+`--rows` that had a row before the first step. (A step looks up 2,048.) Half of
+`--steps` are run before any is timed. Of several `--tables`, each has so many
+rows and looks up one id of an example.
 """
 
 from __future__ import annotations

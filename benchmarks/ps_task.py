@@ -29,6 +29,7 @@ from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
 from tfdist.embeddings.dynamic import DynamicEmbedding
+from tfdist.embeddings.filling import fill
 from tfdist.embeddings.layer import PartitionedEmbedding
 from tfdist.placement.scope import placed_scope
 from tfdist.training import optimizers
@@ -204,6 +205,10 @@ def runner(
         global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         model = model_fn(case)
         optimizers.build(model.optimizer, model.trainable_variables)
+    for table in model.layers:
+        if isinstance(table, DynamicEmbedding):
+            rows = np.zeros([case["rows"], DIM], "float32")
+            fill(table, np.arange(case["rows"]), rows)
     examples = input_fn(
         case["rows"],
         case.get("batch", BATCH),

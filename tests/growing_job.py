@@ -4,7 +4,8 @@
 
 All workers read the same batches, each of which has new ids. An update takes
 `DELTA` from both numbers of a row for each time that the batch has its id: so a
-row tells whose it is, and how often that was seen. With `--recycles` ids get a
+row tells whose it is, and how often that was seen. So does the row of the same
+number in `history`, a table that holds all of them. With `--recycles` ids get a
 row when they are seen again, and lose it when they are not any more.
 """
 
@@ -21,6 +22,8 @@ import tfdist
 from tests.recovery_job import slept
 
 DELTA = 0.25
+NUMBERS = 100_000
+_FACTOR = 0x1E3779B97F4A7C15
 
 
 class Kind(NamedTuple):
@@ -37,7 +40,9 @@ RECYCLES = Kind(
         "capacity": 8_192,
         "num_shards": 2,
         "admit_after": 2,
-        "evict_after_steps": 40,
+        # Workers that were killed read other batches, and all that they have
+        # seen since must find room.
+        "evict_after_steps": 20,
     },
 )
 
@@ -50,8 +55,15 @@ def table(kind):
 
 
 def model_fn(kind):
-    ids = keras.Input([], dtype="int64")
-    model = keras.Model(ids, table(kind)(ids))
+    inputs = {
+        name: keras.Input([], dtype="int64", name=name)
+        for name in ("ids", "numbers")
+    }
+    history = tfdist.PartitionedEmbedding(
+        NUMBERS, 2, 2, embeddings_initializer="zeros", name="history"
+    )
+    rows = table(kind)(inputs["ids"]), history(inputs["numbers"])
+    model = keras.Model(inputs, keras.layers.Add()(rows))
 
     def loss(y, rows):
         return keras.ops.sum(rows, axis=-1)
@@ -62,7 +74,12 @@ def model_fn(kind):
 
 def id_of(number):
     """Of all 64 bits."""
-    return number * np.int64(0x1E3779B97F4A7C15) - 7
+    return number * np.int64(_FACTOR) - 7
+
+
+def number_of(ids):
+    """The number of each id."""
+    return (ids + 7) * np.uint64(pow(_FACTOR, -1, 1 << 64)).astype(np.int64)
 
 
 def batch(i, kind):
@@ -76,7 +93,9 @@ def batch(i, kind):
         first + kind.new,
         tf.int64,
     )
-    return id_of(tf.concat([new, old], axis=0)), tf.zeros([kind.batch, 2])
+    numbers = tf.concat([new, old], axis=0)
+    inputs = {"ids": id_of(numbers), "numbers": numbers}
+    return inputs, tf.zeros([kind.batch, 2])
 
 
 def main():

@@ -280,6 +280,23 @@ def test_ids_that_came_once_long_ago_do_not_fill_the_sketch():
     assert admitted < 0.08 * batch * number
 
 
+def test_ids_that_come_back_do_not_fill_the_sketch():
+    """Whose sights count as others' do: new ones are still told apart."""
+    shard = Shard(admit_after=2, evict_after_steps=1)
+    batch, number = 128, 200
+    for step in range(4 * number):
+        first = step // 2 % number * batch  # Twice, and twice again.
+        shard.learn(mixed(tf.range(first, first + batch, dtype=tf.int64)), step)
+    assert shard.table.counters()["evicted_ids"] > number * batch
+    before = shard.table.counters()["not_admitted"]
+    for step in range(4 * number, 4 * number + 4):
+        first = step * batch
+        shard.learn(mixed(tf.range(first, first + batch, dtype=tf.int64)), step)
+    admitted = 4 * batch - (shard.table.counters()["not_admitted"] - before)
+    print("admitted at once", admitted / (4 * batch))
+    assert admitted < 0.15 * 4 * batch
+
+
 # --- In training -------------------------------------------------------------
 
 WINDOW, DRIFT, DRIFTING = 1500, 40, 150

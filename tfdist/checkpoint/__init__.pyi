@@ -6,4 +6,5 @@ from .checkpoints import step_of as step_of
 from .estimator_checkpoint import (
     read_estimator_checkpoint as read_estimator_checkpoint,
 )
+from .names import load_rows as load_rows
 from .names import named_variables as named_variables

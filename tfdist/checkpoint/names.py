@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private import PartitionedVariable, Saveable
+from tfdist.embeddings.index import unmixed
 from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
 
@@ -131,6 +132,18 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     }
 
 
+def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:
+    """As `saved_shapes`; raises unless there are such growing tables."""
+    shapes = saved_shapes(path)
+    found = {n.removesuffix("/seen") for n in shapes if n.endswith("/seen")}
+    if unknown := sorted({*tables} - found):
+        raise ValueError(
+            f"Checkpoint {path} has the growing tables {sorted(found)}. "
+            f"Received: {unknown}."
+        )
+    return shapes
+
+
 def name_of(key: str) -> str:
     """The variable that a key of a checkpoint holds; "": none.
 
@@ -153,6 +166,47 @@ def load_variable(path: str, name: str) -> np.ndarray:
     """
     key = name.replace(".", "..").replace("/", ".S")
     return tf.train.load_variable(path, f"{_PREFIX}{key}{_SUFFIX}")
+
+
+def load_rows(
+    path: str, table: str
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Ids that a `DynamicEmbedding` has rows for, these rows, and their slots.
+
+    In a checkpoint, or the newest of a directory, by the layer's path. In no
+    order: int64 `(n,)`; `(n, output_dim)`; such arrays by the optimizer's names
+    for its slots. Strings are known by `tf.bitcast(tf.fingerprint(strings),
+    tf.int64)` alone. It needs memory for what it returns, and on top twice that
+    of all rows, then of each slot, as saved: with those that no id has.
+
+    >>> def model_fn():
+    ...     ids = keras.Input([], dtype="int64")
+    ...     table = tfdist.DynamicEmbedding(2, capacity=4096, name="table")
+    ...     model = keras.Model(ids, table(ids))
+    ...     model.compile("adagrad", "mse")
+    ...     return model
+    >>> data = np.array([5, -7]), np.zeros([2, 2])
+    >>> quiet = {"model_dir": directory, "log_step_count_steps": None}
+    >>> _ = tfdist.fit(model_fn, data, **quiet)
+    >>> ids, rows, slots = tfdist.checkpoint.load_rows(directory, "table")
+    >>> sorted(ids.tolist()), rows.shape, [*slots]
+    ([-7, 5], (2, 2), ['accumulator'])
+
+    Raises:
+        ValueError: it has no such table; the message lists those it has.
+    """
+    # All of one checkpoint: a job may write the next meanwhile.
+    path = tf.train.latest_checkpoint(path) or path
+    shapes, name = tables_in(path, [table]), f"{table}/embeddings"
+    keys = load_variable(path, f"{table}/keys").ravel()
+    live = np.flatnonzero(keys)
+    slots = {
+        slot.rpartition("/")[-1]: load_variable(path, slot)[live]
+        for slot, shape in shapes.items()
+        if slot.startswith(f"{name}/") and shape == shapes[name]
+    }
+    rows = load_variable(path, name)[live]
+    return unmixed(keys[live]), rows, slots
 
 
 def step_of(path: str) -> int:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_positive
 from tfdist.checkpoint import checkpoints
-from tfdist.checkpoint.names import load_variable, name_of, saved_shapes
+from tfdist.checkpoint.names import load_variable, name_of, tables_in
 from tfdist.embeddings.filling import place
 from tfdist.embeddings.index import SEGMENT
 
@@ -41,13 +41,7 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
     """
     if checkpoints.latest(output):
         raise ValueError(f"There are checkpoints in {output!r} already.")
-    shapes = saved_shapes(path)
-    tables = {n.removesuffix("/seen") for n in shapes if n.endswith("/seen")}
-    if unknown := sorted(capacities.keys() - tables):
-        raise ValueError(
-            f"Checkpoint {path} has the growing tables {sorted(tables)}. "
-            f"Received: {unknown}."
-        )
+    tables_in(path, capacities)
     moves = {name: _move(path, name, n) for name, n in capacities.items()}
     found = os.path.join(output, os.path.basename(path))
     temporary = f"{found}_temp"

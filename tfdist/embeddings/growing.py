@@ -255,24 +255,31 @@ class GrowingShards:
         times = admission.seen_again(self._sketches, segment, keys, places)
         waiting = tf.where(times < self._admit_after)[:, 0]
         segment, places = tf.gather(segment, waiting), places.some(waiting)
-        before = self._periods(segment, places)
         self._count("not_admitted", segment, places)
-        due = tf.where(before != self._periods(segment, places))[:, 0]
-        segment, places = tf.gather(segment, due), places.some(due)
-        admission.age(self._sketches, segment, places)
         return times >= self._admit_after
 
     def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
-        """After how many periods of its sketch each segment is."""
+        """After how many periods of its sketch each segment is.
+
+        Who was admitted has been counted too: in a full table, who evicts.
+        """
         counts = places.gather(self._counters, segment)
-        return counts[:, COUNTED.index("not_admitted")] // admission.PERIOD
+        sights = tf.reduce_sum(counts[:, COUNTED.index("not_admitted") :], 1)
+        return sights // admission.PERIOD
 
     def _count(
         self, what: str, segment: tf.Tensor, places: Places
     ) -> list[tf.Operation]:
         columns = tf.fill(tf.shape(segment), COUNTED.index(what))
         ones = tf.one_hot(columns, len(COUNTED), dtype=tf.int64)
-        return places.scatter(_add, self._counters, segment, ones)
+        ages = self._sketches and what != "refused"
+        before = self._periods(segment, places) if ages else None
+        ops = places.scatter(_add, self._counters, segment, ones)
+        if ages:
+            due = tf.where(before != self._periods(segment, places))[:, 0]
+            segment, places = tf.gather(segment, due), places.some(due)
+            admission.age(self._sketches, segment, places)
+        return ops
 
     def _refuse(
         self, keys: tf.Tensor, slots: tf.Tensor, places: Places

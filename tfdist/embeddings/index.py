@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.mutex import alone
@@ -69,6 +70,14 @@ def mixed(ids: tf.Tensor) -> tf.Tensor:
     for factor in _FACTORS:
         x = _shifted(x, 33) * tf.constant(factor, tf.uint64)
     return tf.bitcast(_shifted(x, 33), tf.int64)
+
+
+def unmixed(keys: np.ndarray) -> np.ndarray:
+    """The id of each key."""
+    x = keys.view(np.uint64)
+    for factor in reversed(_FACTORS):
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(pow(factor, -1, 1 << 64))
+    return (x ^ (x >> np.uint64(33))).view(np.int64) ^ NO_ID
 
 
 def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
