@@ -1,7 +1,7 @@
 """How long training stands still after a task was killed, part by part.
 
     python -m benchmarks.recovery [--rounds=3] [--kinds=ps,worker,chief]
-        [--launch=--no_spare]
+        [--launch=--no_fork]
 
 Trains `trainer.task` on its synthetic click log by `tfdist launch`, on 2 ps and
 2 workers. Once in each round a task of each kind is killed with SIGKILL, some

@@ -7,20 +7,20 @@ from benchmarks.contest import Bench, Result
 
 
 def run(bench: Bench) -> Result:
-    """One kill of each kind in each round, with a spare and without."""
+    """One kill of each kind in each round, forked and spawned."""
     result = Result(
         "Recovery",
         "`trainer.task` by `tfdist launch` on 2 ps and 2 workers; a ps, a "
         "worker and the chief are killed, one after the other. Seconds from "
         "the kill until each part of the way back is behind it, the first new "
-        "step (of the worker that was killed: its own) at last; with the "
-        "launcher's spare and without. Estimator's sessions recover, too; "
-        "stock Keras 3 and `tf_keras` end with an error.",
+        "step (of the worker that was killed: its own) at last; with "
+        "tasks that are forked, and with `--no_fork`. Estimator's sessions "
+        "recover, too; stock Keras 3 and `tf_keras` end with an error.",
     )
     runs = bench.turns(
         {
-            "spare": lambda number: recovery.measure(),
-            "no spare": lambda number: recovery.measure(launch=["--no_spare"]),
+            "forked": lambda number: recovery.measure(),
+            "spawned": lambda number: recovery.measure(launch=["--no_fork"]),
         },
         result,
     )

@@ -146,13 +146,20 @@ def refuses_a_private_network():
 
 
 class Launch:
-    """A launcher as a user starts it, with its output read line by line."""
+    """A launcher as a user starts it, with its output read line by line.
 
-    def __init__(self, tmp_path, script, *flags, code=None, **popen):
+    Its tasks are spawned, for most import no TensorFlow; or forked.
+    """
+
+    def __init__(
+        self, tmp_path, script, *flags, code=None, fork=False, **popen
+    ):
         (tmp_path / "task.py").write_text(PROLOGUE + script)
         start = ["-m", "tfdist.launch"] if code is None else ["-c", code]
         if code is None and refuses_a_private_network():
             start.append("--network=host")  # A later flag wins.
+        if not fork:
+            start.append("--no_fork")
         environment = {
             **os.environ,
             "PYTHONPATH": ROOT,

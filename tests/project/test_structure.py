@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "tfdist/launch/resize.py",  # Says so to the launcher's tasks.
     "tfdist/launch/command.py",  # NO_COLOR and TERM of the user's terminal.
     "tfdist/launch/processes.py",  # Builds the environment of a child.
-    "tfdist/launch/spare.py",  # Takes that of the task that it becomes.
+    "tfdist/launch/forkserver.py",  # Takes that of the task it becomes.
     "tfdist/cluster/servers.py",  # Sets TF_GRPC_DEFAULT_OPTIONS for TensorFlow.
     "tfdist/session/recovery.py",  # Sets it for the process that it becomes.
     "tfdist/cluster/strategies.py",  # Sets GRPC_FAIL_FAST for TensorFlow.

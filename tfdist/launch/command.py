@@ -14,8 +14,8 @@ promises:
   more (what Vertex AI and Kubeflow retry). A parameter server, dispatcher or
   data worker that keeps failing ends the job, and so does, in an all-reduce
   job, a worker, unless MIN others are left; the others do not.
-* A process that has imported TensorFlow stands by, and becomes the task that
-  dies next (`tfdist.launch.spare`), unless there is `--no_spare`.
+* TensorFlow is imported once, by a process of which all tasks are forks
+  (`tfdist.launch.forkserver`), unless there is `--no_fork`.
 * The job ends with its chief, and with its exit code. After a chief that
   succeeded the others have `--grace_secs` to end by themselves; after one that
   failed they are told to (SIGTERM) at once. What still runs ten seconds
@@ -38,15 +38,15 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-import re
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
 from tfdist.cluster.tf_config import LAST_CALL_SECS
 from tfdist.launch import network, resize
+from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.processes import Task, how_it_ended, task_environment
-from tfdist.launch.spare import Spare
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
@@ -58,10 +58,6 @@ _LET_GO_SECS = 60.0
 _RESIZE_SECS = 0.5
 # Who has run for so long did not fail at its start.
 _STABLE_SECS = 60.0
-# A spare's import shall not compete with a recovery: it begins so long after a
-# start, or after a line of tfdist's own progress that follows it.
-_SPARE_SECS, _CALM_SECS = 30.0, 3.0
-_STEP = re.compile(rb"step +[0-9]+ ")
 
 
 def backoff_secs(restarts: int) -> float:
@@ -116,9 +112,9 @@ class Launcher(Supervisor):
             task = Task(job, index, options.command)
             self.tasks[task.name] = task
         self._options = options
-        self._spare = Spare(
-            options.command, task_environment("ps" if options.ps else "chief")
-        )
+        if options.fork:
+            heaviest = task_environment("ps" if options.ps else "chief")
+            self.fork_server = ForkServer(options.command, heaviest)
         others = "ps" if options.ps else "worker"
         self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
@@ -132,13 +128,24 @@ class Launcher(Supervisor):
         return 1 if self._exit_code is None else self._exit_code
 
     def begin(self) -> None:
-        """Starts every task."""
+        """Starts every task, once they can be forked."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signum == signal.SIGHUP and (
                 signal.getsignal(signum) == signal.SIG_IGN
             ):
                 continue  # nohup: the user wants to outlive the terminal.
             self.loop.add_signal_handler(signum, self._interrupt, signum)
+        if self.fork_server and self.fork_server.start():
+            channel = self.fork_server.channel
+            self.loop.add_reader(channel, self._start_all, channel)
+        else:
+            self._start_all()
+
+    def _start_all(self, ready: socket.socket | None = None) -> None:
+        if ready:
+            self.loop.remove_reader(ready)
+        if self._stopping:
+            return
         cluster = self.place_tasks()
         for task in self.tasks.values():
             if self._is_wanted(task):
@@ -181,27 +188,10 @@ class Launcher(Supervisor):
 
     def start(self, task: Task) -> None:
         """Starts a task, and has its output shown."""
-        task.spare = self._spare.become if self._options.spare else None
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
         if task.restarts:
             say(f"{task.name} pid {task.pid}: started again.")
-        self._prepare_spare(_SPARE_SECS)
-
-    def _prepare_spare(self, secs: float) -> None:
-        if self._options.spare:
-            chief = self.tasks["chief:0"]
-            self.plan(chief, "spare", secs, self._spare.start)
-
-    def _prepare_spare_sooner(self) -> None:
-        timer = self.tasks["chief:0"].planned.get("spare")
-        if timer and timer.when() > self.loop.time() + _CALM_SECS:
-            self._prepare_spare(_CALM_SECS)
-
-    def kill_all(self) -> None:
-        """Kills every task, and the spare."""
-        self._spare.close()
-        super().kill_all()
 
     def _show(self, task: Task) -> None:
         lines = task.read()
@@ -209,8 +199,6 @@ class Launcher(Supervisor):
             self.loop.remove_reader(task.output)
         for line in lines or ():
             show(task.name, line)
-            if _STEP.match(line):
-                self._prepare_spare_sooner()
 
     def on_end(self, task: Task, exit_code: int) -> None:
         """Says, and does, what the end of a task means for the job."""
@@ -276,7 +264,7 @@ class Launcher(Supervisor):
         """
         self._stopping = True
         for task in self.tasks.values():
-            self.cancel(task, "restart", "spare")
+            self.cancel(task, "restart")
         term, kill = signal.SIGTERM, signal.SIGKILL
         over = self.tasks["chief:0"].is_over
         patience = grace_secs + (_TERM_SECS if over else _SAVE_SECS)
@@ -345,11 +333,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "(default 15)",
     )
     add(
-        "--no_spare",
-        dest="spare",
+        "--no_fork",
+        dest="fork",
         action="store_false",
-        help="keeps no process ready to take the place of a task that dies; "
-        "one takes some 300 MB, and saves the seconds of importing TensorFlow",
+        help="has each task import TensorFlow by itself, which takes seconds "
+        "at each start",
     )
     add("-m", dest="module", action="store_true", help="run a module")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@ Linux only: a task cannot outlive its launcher, nor its children the task.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -127,6 +128,23 @@ def task_environment(job: str) -> dict[str, str]:
     return environment
 
 
+@dataclasses.dataclass
+class Forked:
+    """A child process that this one has not spawned, as a `Popen`.
+
+    Attributes:
+        pid: Its id.
+        stdout: The reading end of its output, if that is a pipe.
+    """
+
+    pid: int
+    stdout: IO[bytes] | None
+
+    def wait(self) -> int:
+        """Waits for its end; returns its exit code, -n for signal n."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class Task:
     """One process of a cluster, through all its restarts.
 
@@ -134,8 +152,8 @@ class Task:
         tf_config: The `TF_CONFIG` of its next start.
         port: Where it listens.
         stdout: Where both its streams go: a pipe (default) or an open file.
-        spare: Gives its next process, which has the environment that it is
-            called with and writes to a pipe, or None. Default: None.
+        fork: Makes a process of command, environment and `stdout`, or returns
+            None, so that one is spawned. Default: None, as if it did.
         output: The reading end of that pipe.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
@@ -149,14 +167,14 @@ class Task:
         self.tf_config = ""
         self.port = 0
         self.stdout: int | IO[bytes] = subprocess.PIPE
-        self.spare: Callable[..., subprocess.Popen[bytes] | None] | None = None
+        self.fork: Callable[..., Forked | None] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []
         self.exit_codes: list[int] = []
         self.restarts = 0
         self.planned: dict[str, TimerHandle] = {}
         self._command = list(command)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._stopped = False
         self._started_at = self._began_at = self._ended_at = 0.0
 
@@ -167,10 +185,9 @@ class Task:
             "TF_CONFIG": self.tf_config,
         }
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
-        process = self.spare(environment) if self.spare else None
-        self._process = process or spawn(
-            self._command, environment, stdout=self.stdout
-        )
+        how = self._command, environment
+        process = self.fork(*how, self.stdout) if self.fork else None
+        self._process = process or spawn(*how, stdout=self.stdout)
         if self._process.stdout is not None:
             self.output = self._process.stdout
             os.set_blocking(self.output.fileno(), False)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster.spec import Cluster
+from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.network import reserve_ports
 from tfdist.launch.processes import Task
 
@@ -58,11 +59,13 @@ class Supervisor:
     Attributes:
         tasks: All tasks by name.
         loop: The event loop. An error in what it calls ends `run`.
+        fork_server: What starts tasks; None: they are spawned.
     """
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}
         self.loop = asyncio.new_event_loop()
+        self.fork_server: ForkServer | None = None
         self._ports: list[socket.socket] = []
         self._error: BaseException | None = None
 
@@ -115,6 +118,7 @@ class Supervisor:
     def start(self, task: Task) -> None:
         """Starts a task."""
         self.cancel(task, "restart")
+        task.fork = self.fork_server.fork if self.fork_server else None
         task.start()
 
     def restart_later(self, task: Task, secs: float) -> None:
@@ -167,6 +171,8 @@ class Supervisor:
 
     def kill_all(self) -> None:
         """Kills every task and waits until it is gone."""
+        if self.fork_server:
+            self.fork_server.close()
         for task in self.tasks.values():
             self.cancel(task, *list(task.planned))
             task.stop(signal.SIGKILL)

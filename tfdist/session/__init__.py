@@ -83,8 +83,8 @@ Processes with different programs (variables, batches, number of devices): a
   (test_another_program_is_named)
 
 How long steps stand still: until a process is in the place of the dead one (at
-once where `tfdist launch` has a spare, which has imported TensorFlow already;
-see test_a_job_goes_on_with_spares), and then while the chief connects, restores
+once where `tfdist launch` forks it from one that has imported TensorFlow; see
+test_a_job_of_forks_goes_on), and then while the chief connects, restores
 and, if it is new, builds its model and traces its step, and workers compile it.
 `benchmarks/recovery.py` measures each part.
 

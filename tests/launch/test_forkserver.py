@@ -10,8 +10,8 @@ import pytest
 
 from tests.launch.test_launch import ROOT, Launch, is_alive, wait_until_gone
 from tfdist._tf.waiting import wait_for
+from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.processes import all_processes, spawn, task_environment
-from tfdist.launch.spare import Spare
 
 DEADLINE = 60.0
 
@@ -48,14 +48,14 @@ def folder(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def spare_for(*program):
-    """A spare for a program, closed at the end."""
-    command = [sys.executable, *program]
-    spare = Spare(command, task_environment("ps"))
+def server_for(*program):
+    """A fork server for a program, closed at the end."""
+    server = ForkServer([sys.executable, *program], task_environment("ps"))
     try:
-        yield spare
+        server.start()
+        yield server
     finally:
-        spare.close()
+        server.close()
 
 
 def environment(**more):
@@ -68,12 +68,12 @@ def ended(process):
     return output.decode(), process.returncode
 
 
-def run_as_spare(*program, **more):
-    with spare_for(*program) as spare:
-        spare.start()
-        process = spare.become(environment(**more))
+def run_forked(*program, **more):
+    with server_for(*program) as server:
+        process = server.fork([sys.executable, *program], environment(**more))
         assert process is not None
-        return ended(process)
+        with process.stdout:
+            return process.stdout.read().decode(), process.wait()
 
 
 def run_plainly(*program, **more):
@@ -95,14 +95,14 @@ def run_plainly(*program, **more):
 def test_a_program_sees_what_it_would_see_plainly(folder, program):
     for path in ("show.py", "inner/show.py", "inner/__main__.py"):
         (folder / path).write_text(SHOW)
-    plain, spare = (
+    plain, forked = (
         json.loads(run(*program, ROLE="worker:1")[0])
-        for run in (run_plainly, run_as_spare)
+        for run in (run_plainly, run_forked)
     )
-    assert [x.pop("was imported") for x in (plain, spare)] == [False, True]
-    assert plain == spare
-    assert spare["environment"]["ROLE"] == "worker:1"
-    assert "GLIBC_TUNABLES" not in spare["environment"]
+    assert [x.pop("was imported") for x in (plain, forked)] == [False, True]
+    assert plain == forked
+    assert forked["environment"]["ROLE"] == "worker:1"
+    assert "GLIBC_TUNABLES" not in forked["environment"]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_a_program_sees_what_it_would_see_plainly(folder, program):
 )
 def test_exit_codes_are_those_of_the_program(folder, ending, code):
     (folder / "end.py").write_text(f"import os, signal, sys\n{ending}")
-    assert run_as_spare("end.py")[1] == code
+    assert run_forked("end.py")[1] == code
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow.x", "keras"])
 def test_variables_that_are_set_before_the_import_count(folder, name):
-    """The program gets a process of its own: in the spare it is too late."""
+    """The program gets a process of its own: in a fork it is too late."""
     (folder / "tensorflow" / "x.py").touch()
     (folder / "sets.py").write_text(f"""
 import os, sys
@@ -131,7 +131,7 @@ import {name}
 print(before, os.environ["TF_ENABLE_ONEDNN_OPTS"], sys.argv)
 """)
     told = "False 0 ['sets.py', '--a']\n"
-    assert run_as_spare("sets.py", "--a") == (told, 0)
+    assert run_forked("sets.py", "--a") == (told, 0)
 
 
 def test_variables_that_are_set_later_cost_nothing(folder):
@@ -143,7 +143,7 @@ os.environ["TF_LATER"] = "0"
 import tensorflow, keras
 print(before)
 """)
-    assert run_as_spare("sets.py") == ("True\n", 0)
+    assert run_forked("sets.py") == ("True\n", 0)
 
 
 def test_a_restart_of_itself_runs_the_same_command(folder):
@@ -156,31 +156,55 @@ if "AGAIN" not in os.environ:
 print(sys.argv, os.environ["TF_CONFIG"])
 """)
     (folder / "tensorflow").rename(folder / "none")  # It needs the real one.
-    output, code = run_as_spare("again.py", "--a")
+    output, code = run_forked("again.py", "--a")
     assert (output.splitlines()[-1], code) == ("['again.py', '--a'] {}", 0)
 
 
-def test_a_spare_that_has_died_is_none(folder):
+def test_one_that_has_died_forks_no_more(folder):
+    command = [sys.executable, "end.py"]
     (folder / "end.py").touch()
-    with spare_for("end.py") as spare:
-        assert spare.become(environment()) is None
-        spare.start()
+    with server_for("end.py") as server:
+        assert server.fork([*command, "--other"], environment()) is None
+        forked = server.fork(command, environment())
+        assert (forked.stdout.read(), forked.wait()) == (b"", 0)
         (pid,) = children(os.getpid())
         os.kill(pid, signal.SIGKILL)
         assert wait_for(lambda: not is_alive(pid), DEADLINE)
-        assert spare.become(environment()) is None
+        assert server.fork(command, environment()) is None
         assert not children(os.getpid())
+
+
+def test_forks_draw_other_random_numbers(folder):
+    (folder / "draws.py").write_text("""
+import random, sys, tensorflow, numpy
+print(random.random(), numpy.random.random())
+""")
+    (folder / "tensorflow" / "__init__.py").write_text("import numpy")
+    command = [sys.executable, "draws.py"]
+    with server_for("draws.py") as server:
+        drawn = set()
+        for _ in range(2):
+            process = server.fork(command, environment())
+            drawn |= {*process.stdout.read().split()}
+            assert process.wait() == 0
+    assert len(drawn) == 4
+
+
+def test_an_error_is_traced_from_the_program_on(folder):
+    (folder / "fails.py").write_text("def f():\n    1 / 0\nf()")
+    output, code = run_forked("fails.py")
+    assert code == 1
+    assert output == run_plainly("fails.py")[0]
 
 
 def test_one_that_cannot_import_is_one_all_the_same(folder):
     (folder / "tensorflow" / "__init__.py").write_text("1 / 0")
     (folder / "end.py").write_text("print('ran')")
-    assert run_as_spare("end.py") == ("ran\n", 0)
+    assert run_forked("end.py") == ("ran\n", 0)
 
 
 def test_other_commands_have_none():
-    with spare_for("program") as spare:
-        spare.start()
+    with server_for("program"):
         assert not children(os.getpid())
 
 
@@ -188,7 +212,7 @@ def children(parent):
     return [
         pid
         for pid, of, _ in all_processes()
-        if of == parent and b"launch.spare" in command_line(pid)
+        if of == parent and b"launch.forkserver" in command_line(pid)
     ]
 
 
@@ -200,14 +224,7 @@ def command_line(pid):
 
 # --- In the launcher ---------------------------------------------------------
 
-AT_ONCE = """
-import sys
-from tfdist.launch import command
-command._SPARE_SECS = 0.1
-sys.exit(command.main(["--network=host", *sys.argv[1:]]))
-"""
-
-# A worker that is killed once there is a spare.
+# Of two workers the first one is killed once.
 KILLED = """
 warm = "tensorflow" in sys.modules
 print("warm", warm, me.task_type)
@@ -216,43 +233,57 @@ if me.role == "worker" and first_time():
     wait_for("die")
     os.kill(os.getpid(), signal.SIGKILL)
 if me.role == "worker":
-    sys.exit(3) if len(sys.argv) < 2 else open("back", "x").close()
+    open("back", "x").close()
 wait_for("back")
 """
 
 
-@pytest.mark.parametrize("dead", [False, True], ids=["spare", "dead"])
-def test_a_task_that_dies_is_replaced_by_it(folder, dead):
-    with Launch(folder, KILLED, "--workers=1", code=AT_ONCE) as job:
+@pytest.mark.parametrize("dead", [False, True], ids=["forked", "dead"])
+def test_a_task_that_dies_is_forked_again(folder, dead):
+    with Launch(folder, KILLED, "--workers=1", fork=True) as job:
         job.read_until("ready")
-        (spare,) = wait_for(lambda: children(job.process.pid) or None, DEADLINE)
+        (server,) = servers_of(job)
         if dead:
-            os.kill(spare, signal.SIGKILL)
-            assert wait_for(lambda: not is_alive(spare), DEADLINE)
+            os.kill(server, signal.SIGKILL)
+            assert wait_for(lambda: not is_alive(server), DEADLINE)
         (folder / "die").touch()
         assert job.end() == 0
-    assert job.lines_of("worker:0")[-1] == f"warm {not dead} worker"
-    if not dead:
-        assert f"worker:0 pid {spare}: started again." in job.output
+    warm = [line for line in job.lines_of("worker:0") if "warm" in line]
+    assert warm == ["warm True worker", f"warm {not dead} worker"]
     assert "restarts: 1 " in job.summary("worker:0")
-    assert not is_alive(spare)
+    assert not is_alive(server)
+
+
+def servers_of(job):
+    """The processes of the launcher that are no tasks."""
+    return {*children(job.process.pid)} - {*job.pids.values()}
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_launcher(folder, signum):
-    with Launch(folder, "print('up')\nsignal.pause()", code=AT_ONCE) as job:
+    with Launch(folder, "print('up')\nsignal.pause()", fork=True) as job:
         job.read_until("up$")
-        (spare,) = wait_for(lambda: children(job.process.pid) or None, DEADLINE)
+        (server,) = servers_of(job)
         job.process.send_signal(signum)
-        wait_until_gone([spare])
+        wait_until_gone([server])
 
 
-def test_none_is_kept_with_no_spare(folder):
-    script = "print('up')\ntime.sleep(2)"
-    flags = ("--no_spare",)
-    with Launch(folder, script, *flags, code=AT_ONCE) as job:
+def test_a_launcher_that_is_interrupted_before_it_is_ready(folder):
+    (folder / "tensorflow" / "__init__.py").write_text(
+        "import time; time.sleep(60)"
+    )
+    with Launch(folder, "print('up')", fork=True) as job:
+        (server,) = wait_for(lambda: servers_of(job) or None, DEADLINE)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 128 + signal.SIGTERM
+    assert not is_alive(server)
+    assert "chief:0      never started" in job.output
+
+
+def test_there_is_none_with_no_fork(folder):
+    with Launch(folder, "print('up')\ntime.sleep(1)", fork=False) as job:
         job.read_until("up$")
-        assert not wait_for(lambda: children(job.process.pid) or None, 1.0)
+        assert not children(job.process.pid)
         assert job.end() == 0
 
 
@@ -274,7 +305,7 @@ tf.config.set_logical_device_configuration(
 )
 print(loaded, len(tf.config.list_logical_devices("CPU")))
 """)
-    output, code = run_as_spare(str(tmp_path / "program.py"))
+    output, code = run_forked(str(tmp_path / "program.py"))
     assert (output.splitlines()[-1], code) == ("True 2", 0)
 
 
@@ -288,24 +319,17 @@ recovery_job.main()
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_spares(tmp_path, monkeypatch):
+def test_a_job_of_forks_goes_on(tmp_path, monkeypatch):
     """A server and the chief are killed; it ends at exactly its steps."""
     monkeypatch.setattr("tests.launch.test_launch.DEADLINE", 300.0)
     flags = ("--ps=1", "--workers=1")
-    with Launch(
-        tmp_path, JOB, *flags, code=AT_ONCE.replace("0.1", "5.0")
-    ) as job:
-        job.read_until(r"^\[chief:0\] step +200 ")
-        killed = []
-        for task, step in (("ps:0", 500), ("chief:0", 900)):
+    with Launch(tmp_path, JOB, *flags, fork=True) as job:
+        for task, step in (("ps:0", 300), ("chief:0", 700)):
             job.read_until(rf"^\[chief:0\] step +{step} ")
-            # One that has become a task keeps its name.
-            (spare,) = {*children(job.process.pid)} - {*job.pids.values()}
             os.kill(job.pids[task], signal.SIGKILL)
-            job.read_until(rf"{task} pid {spare}: started again")
-            killed.append(spare)
+            job.read_until(rf"{task} pid .*: started again")
         assert job.end() == 0
     assert re.search(r"Recovered: at step \d+", job.output)
     assert re.search(r"Training continues at step \d+ from", job.output)
     assert re.search(r"step +1200 of 1200", job.output)
-    assert not any(map(is_alive, killed))
+    assert not any(map(is_alive, job.pids.values()))

@@ -1,0 +1,237 @@
+"""A fork server: it has imported TensorFlow, and every task is a fork of it.
+
+Importing is most of the time in which a task starts, and in which one that was
+killed is missing. So a process of the launcher does it once (as `forkserver` of
+`multiprocessing`), before anything is computed that a fork would not survive;
+the tasks share its memory. Each has the command, environment, folder, parent
+and output that it would have if it were started plainly, which is what happens
+where it cannot be forked. What differs:
+
+* A program that sets variables of the environment before it imports TensorFlow,
+  Keras or tfdist expects them to count. Where it has, at its first `import` of
+  one of them, the process replaces itself by a plain start.
+* glibc reads its own variables before all else. The server has those of a
+  parameter server, which needs them; the others ask for huge pages, too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from tfdist.launch.processes import (
+    Forked,
+    adopt_orphans,
+    die_with_parent,
+    spawn,
+)
+
+_IMPORTED = ("tensorflow", "keras", "tfdist")
+# How long it may take to import, and to fork.
+_READY_SECS, _FORK_SECS = 120.0, 30.0
+_MAX_ROLE = 1 << 20  # Bytes; the system allows less.
+
+
+class ForkServer:
+    """Starts the tasks of a job; from a process that adopts its orphans.
+
+    Args:
+        command: What every task runs.
+        environment: What the tasks have in common, and what a ps has.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self._command, self._environment = [*command], environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        self.channel: socket.socket
+
+    def start(self) -> bool:
+        """Starts it, if that is of use; `channel` can be read once it is ready.
+
+        It is for `python -m MODULE ...` and `python FILE.py ...`.
+        """
+        interpreter, program = [*self._command, ""][:2]
+        if not os.path.basename(interpreter).startswith("python"):
+            return False
+        if program != "-m" and not program.endswith(".py"):
+            return False
+        kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
+        self.channel, theirs = socket.socketpair(*kind)
+        adopt_orphans()
+        module = [self._command[0], "-m", "tfdist.launch.forkserver"]
+        with theirs, contextlib.suppress(OSError):  # Then there is none.
+            self._process = spawn(
+                [*module, *self._command[1:]],
+                self._environment,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+            )
+        return self._process is not None
+
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes] = subprocess.PIPE,
+    ) -> Forked | None:
+        """A new process that runs the command; None if it must be spawned."""
+        if self._process is None or command != self._command:
+            return None
+        role = {"parent": os.getpid(), "environment": dict(environment)}
+        with contextlib.ExitStack() as stack:
+            output = None
+            if isinstance(stdout, int):  # A pipe.
+                read, write = os.pipe()
+                output = os.fdopen(read, "rb", buffering=0)
+                stdout = stack.enter_context(os.fdopen(write, "wb"))
+            try:
+                if not self._is_ready:
+                    self.channel.settimeout(_READY_SECS)
+                    self._is_ready = bool(self.channel.recv(1))
+                self.channel.settimeout(_FORK_SECS)
+                text = json.dumps(role).encode()
+                socket.send_fds(self.channel, [text], [stdout.fileno()])
+                pid = int(self.channel.recv(16))  # Empty if it has died.
+            except (OSError, ValueError):
+                self.close()
+                return None
+        return Forked(pid, output)
+
+    def close(self) -> None:
+        """Ends it, if there is one."""
+        if self._process is not None:
+            self.channel.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+# --- In the server -----------------------------------------------------------
+
+
+def serve(program: Sequence[str]) -> None:
+    """Imports, and forks whenever it is told to; returns in a fork alone.
+
+    Args:
+        program: `-m MODULE ...` or `FILE.py ...`.
+    """
+    if program[0] != "-m" and not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+    for name in _IMPORTED:
+        # What is wrong there the program will say by itself.
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            for part in module.__all__ if name == "tfdist" else ():
+                getattr(module, part)  # Loads the wings.
+    channel = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    channel.sendall(b"r")
+    gc.collect()
+    gc.freeze()  # What is never looked at stays shared.
+    while True:
+        text, (*fds,), _, _ = socket.recv_fds(channel, _MAX_ROLE, 1)
+        if not text:
+            sys.exit()  # The launcher has gone.
+        child = os.fork()
+        if not child:
+            # The launcher adopts the child of a child that has ended.
+            parent = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == parent:
+                time.sleep(0.0005)
+            with channel:
+                return _become(json.loads(text), *fds, channel)
+        os.close(*fds)
+        os.waitpid(child, 0)
+
+
+def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
+    """Makes this fork what the launcher would have spawned, and tells it."""
+    die_with_parent(role["parent"])
+    os.setsid()
+    channel.sendall(str(os.getpid()).encode())
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(role["environment"])
+    if "numpy" in sys.modules:  # Its generator is that of the server.
+        sys.modules["numpy"].random.seed()
+    sys.orig_argv = [sys.orig_argv[0], *sys.argv[1:]]
+    sys.excepthook = _without_own_frames
+    _check_environment(sys.orig_argv)
+
+
+def _without_own_frames(
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    own = __file__, "<frozen runpy>"
+    while trace and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _run(program: list[str]) -> None:
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        # As Python itself; `runpy.run_path` has another `sys.argv[0]`.
+        sys.argv = program
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = path = os.path.abspath(program[0])
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main.__dict__)
+
+
+def _check_environment(command: list[str]) -> None:
+    """Has the process replaced if the program sets variables too late for us.
+
+    That is before it first imports what has been imported here.
+    """
+    import_, given = builtins.__import__, dict(os.environ)
+
+    def watched(
+        name: str,
+        globals: Any = None,
+        locals: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
+        if level == 0 and name.partition(".")[0] in _IMPORTED:
+            builtins.__import__ = import_
+            if dict(os.environ) != given:
+                sys.stdout.flush()
+                os.execve(command[0], command, given)
+        return import_(name, globals, locals, fromlist, level)
+
+    builtins.__import__ = watched
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    serve(arguments)
+    _run(arguments)
