@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -37,7 +38,7 @@ class Resizable(Launched):
     def resize(self, number):
         launcher = f"--launcher={self._process.pid}"
         subprocess.run(
-            [sys.executable, "-m", "tfdist", "resize", str(number), launcher],
+            [sys.executable, "-m", "tfdist", "resize", f"{number}", launcher],
             check=True,
             cwd=ROOT,
         )
@@ -47,6 +48,12 @@ class Resizable(Launched):
         step = r"^\[chief:0\] step +\d"
         count = len(re.findall(step, self.output, re.MULTILINE)) + lines
         self.wait_for(rf"(?:{step}(?:.|\n)*?){{{count}}}")
+
+    @property
+    def step(self):
+        return int(
+            re.findall(r"^\[chief:0\] step +(\d+)", self.output, re.M)[-1]
+        )
 
     def serves_again(self, task):
         """Waits for a task that was killed; the spare may be back at once."""
@@ -168,7 +175,7 @@ def test_by_the_file_elsewhere(tmp_path):
         job.wait_for_line(CHIEF, "INFO workers: 2 -> 3$")
         job.wait_for_line(CHIEF, "step .* 3/3 workers$")
         ask_for(model_dir, 9)
-        job.wait_for_line(CHIEF, "ERROR The number of workers stays.* names 3")
+        job.wait_for_line(CHIEF, "ERROR The cluster stays as it is.* names 3")
         ask_for(model_dir, 1)
         job.wait_for_line(CHIEF, "INFO workers: 3 -> 1$")
         for task in absent:
@@ -218,6 +225,33 @@ def test_synchronous_steps(tmp_path):
         assert wait_for_exit(job, CHIEF) == 0
     path = tf.train.latest_checkpoint(model_dir)
     assert checkpoints.step_of(path) == 600
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_other_parameter_servers(tmp_path):
+    """What they hold is dealt anew, from a checkpoint of this very step."""
+    launcher = ["--ps=1:3", "--workers=2"]
+    flags = ["--max_steps=3000", "--save_steps=100000"]
+    with Resizable(tmp_path / "model", launcher, *flags) as job:
+        job.goes_on()
+        for before, after in ((1, 3), (3, 2)):
+            step = job.step
+            job.resize(f"--ps={after}")
+            change = f"ps: {before} -> {after}: this process {RESTARTED}"
+            job.wait_for(rf"^\[chief:0\] WARNING {change}$")
+            began = time.monotonic()
+            line = job.wait_for(
+                rf"{change}(?:.|\n)*Training continues at step (\d+) "
+            )
+            assert int(line[1]) >= step  # None is lost.
+            job.wait_for(rf"{change}(.|\n)*step .* {after}/{after} ps")
+            print(f"\n{change}: {time.monotonic() - began:.1f} s")
+        job.wait_for(r"^\[launch\] ps:2: exit code 0; the job has 2 ps")
+        job.kill("ps:1")
+        job.wait_for(r"^\[chief:0\] WARNING Recovered")
+        job.end()
+    assert_ends_at(str(tmp_path / "model"), 3000)
 
 
 class OnePass(Resizable):
