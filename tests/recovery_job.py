@@ -27,10 +27,13 @@ BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
 INFINITE = tf.data.INFINITE_CARDINALITY
 
 
-def model_fn():
+def model_fn(dynamic=False):
     x = keras.Input([FEATURES], name="x")
     ids = keras.Input([IDS], dtype="int32", name="ids")
-    rows = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)(ids)
+    table = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)
+    if dynamic:
+        table = tfdist.DynamicEmbedding(8, capacity=8192, num_shards=2)
+    rows = table(ids)
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
     hidden = keras.layers.Dense(16, "relu")(both)
     output = keras.layers.Dense(1, "sigmoid")(hidden)
@@ -161,6 +164,8 @@ def flags():
     # Whether what a worker reads depends on their number.
     parser.add_argument("--dealt", action="store_true")
     parser.add_argument("--backup_workers", type=int)
+    # Whether the table gives ids their rows as they come.
+    parser.add_argument("--dynamic", action="store_true")
     # Step at which a hook raises.
     parser.add_argument("--raise_at", type=int)
     return parser.parse_args()
@@ -188,7 +193,7 @@ def main():
     if args.raise_at is not None:
         hooks.append(UserHook(args.raise_at))
     tfdist.train_and_evaluate(
-        tfdist.Estimator(model_fn, config),
+        tfdist.Estimator(lambda: model_fn(args.dynamic), config),
         tfdist.TrainSpec(
             lambda pipeline: input_fn(args, pipeline), args.max_steps, hooks
         ),

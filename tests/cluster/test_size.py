@@ -64,7 +64,7 @@ def test_malformed(tmp_path, text):
     with pytest.raises(ValueError, match="must say how many workers train"):
         ClusterSize(CLUSTER, str(tmp_path))
     ask_for(tmp_path, 5)
-    with pytest.raises(ValueError, match=r"asks for 5 workers, .* names 4"):
+    with pytest.raises(ValueError, match=r"asks for 5 workers .* names 4"):
         ClusterSize(CLUSTER, str(tmp_path))
 
 
@@ -94,7 +94,7 @@ def test_follows_the_file(tmp_path, up, caplog):
         assert wait_for(lambda: found.due() == 4, 10)
         found.size = 4
         (tmp_path / "cluster.json").write_text("nonsense")
-        assert wait_for(lambda: "workers stays" in caplog.text, 10)
+        assert wait_for(lambda: "stays as it is" in caplog.text, 10)
         assert found.due() is None
         ask_for(tmp_path, 1)  # Whoever is there.
         assert wait_for(lambda: found.due() == 1, 10)
@@ -110,6 +110,35 @@ def test_goes_on_with_those_that_are_there(tmp_path, up):
         assert wait_for(lambda: found.due() == 2, 10)
     up |= {"w:1"}
     assert found.there() == 2
+
+
+def test_other_ps(tmp_path, up):
+    jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2", "p:3"]}
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    ask_for(tmp_path, 1, ps=2)
+    found = ClusterSize(cluster, str(tmp_path))
+    assert [*found.now.addresses("ps").values()] == ["p:1", "p:2"]
+    found.watch()
+    try:
+        ask_for(tmp_path, 1, ps=3)
+        assert wait_for(lambda: found.change == "ps: 2 -> 3", 10)
+        assert not found.is_ready()  # It is not up.
+        up |= {"p:3"}
+        assert wait_for(found.is_ready, 10)
+        found.refuse()
+        assert found.change is None
+        content = json.loads((tmp_path / "cluster.json").read_text())
+        assert content == {"workers": 1, "ps": 2}
+        (tmp_path / "cluster.json").write_text('{"ps": 1}')
+        assert wait_for(lambda: found.change == "ps: 2 -> 1", 10)
+        assert (found.is_ready(), found.shrinks, found.due()) == (1, 1, None)
+        (tmp_path / "cluster.json").write_text('{"workers": 1}')  # All ps.
+        assert wait_for(lambda: found.change == "ps: 2 -> 3", 10)
+    finally:
+        found.stop()
+    ask_for(tmp_path, 1, ps=4)
+    with pytest.raises(ValueError, match=r"and 4 ps, .* names 1 and 3"):
+        ClusterSize(cluster, str(tmp_path))
 
 
 # --- All-reduce ---------------------------------------------------------------

@@ -70,9 +70,14 @@ def test_elsewhere(tmp_path, capsys):
     assert resize.main(["4", f"--model_dir={tmp_path}"]) == 0
     content = json.loads((tmp_path / "cluster.json").read_text())
     assert content == {"workers": 4, "min_workers": 2}
+    assert resize.main(["--ps=2", f"--model_dir={tmp_path}"]) == 0
+    content = json.loads((tmp_path / "cluster.json").read_text())
+    assert content == {"workers": 4, "min_workers": 2, "ps": 2}
     capsys.readouterr()
     for argv, message in (
         (["0"], "N must be 1 or more"),
+        ([], "N must be 1 or more"),
+        (["2", "--ps=0"], "N must be 1 or more"),
         (["3", f"--model_dir={tmp_path}/none"], "there is no directory"),
         (["3", "--launcher=1"], "there is no such launcher"),
     ):
@@ -84,6 +89,8 @@ def test_elsewhere(tmp_path, capsys):
 def test_flags(capsys):
     options = parse_options(["--ps=1", "--workers=2:5", "-m", "task"])
     assert (options.least_workers, options.workers) == (2, 5)
+    options = parse_options(["--ps=1:2", "--workers=2", "-m", "task"])
+    assert (options.least_ps, options.ps) == (1, 2)
     options = parse_options(["--workers=2", "-m", "task"])
     assert (options.least_workers, options.workers) == (2, 2)
     for flags, message in (

@@ -131,6 +131,7 @@ def test_flags_are_defined_in_the_programs_alone(path):
         "tfdist/advice/migration.py",
         "tfdist/vertex/kubernetes.py",
         "tfdist/launch/command.py",
+        "tfdist/launch/options.py",
         "tfdist/launch/resize.py",
         "tfdist/placement/planner.py",
         "tfdist/vertex/command.py",

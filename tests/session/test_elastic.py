@@ -1,8 +1,10 @@
 """Workers that come and go while a job trains: real processes, real signals."""
 
+import json
 import re
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -34,12 +36,11 @@ class Resizable(Launched):
 
     module = "tests.recovery_job"
 
-    def resize(self, number):
+    def resize(self, *numbers):
+        command = ["-m", "tfdist", "resize", *map(str, numbers)]
         launcher = f"--launcher={self._process.pid}"
         subprocess.run(
-            [sys.executable, "-m", "tfdist", "resize", str(number), launcher],
-            check=True,
-            cwd=ROOT,
+            [sys.executable, *command, launcher], check=True, cwd=ROOT
         )
 
     def goes_on(self, lines=3):
@@ -47,6 +48,19 @@ class Resizable(Launched):
         step = r"^\[chief:0\] step +\d"
         count = len(re.findall(step, self.output, re.MULTILINE)) + lines
         self.wait_for(rf"(?:{step}(?:.|\n)*?){{{count}}}")
+
+    def longest_pause(self, pattern):
+        """Seconds without progress, until a line comes."""
+        longest, count, since = 0.0, 0, time.monotonic()
+        while not re.search(pattern, self.output, re.MULTILINE):
+            assert self._process.poll() is None, self.output
+            time.sleep(0.05)
+            before = count
+            count = len(re.findall(r"^\[chief:0\] step", self.output, re.M))
+            now = time.monotonic()
+            longest = max(longest, now - since)
+            since = since if count == before else now
+        return longest
 
     def serves_again(self, task):
         """Waits for a task that was killed; the spare may be back at once."""
@@ -168,7 +182,7 @@ def test_by_the_file_elsewhere(tmp_path):
         job.wait_for_line(CHIEF, "INFO workers: 2 -> 3$")
         job.wait_for_line(CHIEF, "step .* 3/3 workers$")
         ask_for(model_dir, 9)
-        job.wait_for_line(CHIEF, "ERROR The number of workers stays.* names 3")
+        job.wait_for_line(CHIEF, "ERROR The cluster stays as it is.* names 3")
         ask_for(model_dir, 1)
         job.wait_for_line(CHIEF, "INFO workers: 3 -> 1$")
         for task in absent:
@@ -218,6 +232,91 @@ def test_synchronous_steps(tmp_path):
         assert wait_for_exit(job, CHIEF) == 0
     path = tf.train.latest_checkpoint(model_dir)
     assert checkpoints.step_of(path) == 600
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_other_parameter_servers(tmp_path):
+    """What they hold is dealt anew, from a checkpoint of this very step."""
+    launcher = ["--ps=1:3", "--workers=1:2"]
+    flags = ["--max_steps=2500", "--save_steps=100000", "--dynamic"]
+    with Resizable(tmp_path / "model", launcher, *flags) as job:
+        job.goes_on()
+        for before, after in ((1, 3), (3, 2)):
+            job.resize(f"--ps={after}", "2")
+            change = rf"WARNING ps: {before} -> {after}: this process"
+            without_step = job.longest_pause(
+                rf"{change}(?:.|\n)*?step .* {after}/{after} ps, 2/2 workers"
+            )
+            print(f"\n{before} to {after} ps: {without_step:.1f} s")
+            end, begin = re.split(change, job.output)
+            saved = re.findall(r"Saved .*-(\d+)\.\n", end)[-1]
+            assert f"Training continues at step {saved} " in begin
+        job.wait_for(r"^\[launch\] ps:2: exit code 0; the job has 2 ps")
+        job.goes_on()
+        job.kill("ps:1")
+        job.wait_for(r"^\[chief:0\] WARNING Recovered")
+        job.end()
+    auc = re.search(r"Evaluation of step 2500: .* auc ([\d.]+)", job.output)
+    assert float(auc[1]) > 0.85
+    assert_ends_at(str(tmp_path / "model"), 2500)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.soak
+def test_kills_around_a_change_of_the_parameter_servers(tmp_path):
+    model_dir = tmp_path / "model"
+    ask_for(model_dir, 2, ps=2)
+    flags = ["--max_steps=2500"]
+    cluster = {"ps": 3, "absent": ["ps:2"], "restart_secs": 1.0}
+    with start(model_dir, *flags, **cluster) as job:
+        job.wait_for_line(CHIEF, "step .* 2/2 ps, 2/2 workers$")
+        ask_for(model_dir, 2, ps=3)
+        goes_on(job)  # The third one is not up.
+        ask_for(model_dir, 2, ps=4)
+        job.wait_for_line(
+            CHIEF, "ERROR The cluster stays as it is.* names .* 3"
+        )
+        goes_on(job)
+        ask_for(model_dir, 2, ps=3)
+        job.kill(CHIEF)
+        job.start("ps:2")
+        job.wait_for_line(CHIEF, "step .* 3/3 ps, 2/2 workers$")
+        # One of those that are to go dies before it is let go.
+        job.kill("ps:2")
+        ask_for(model_dir, 1, ps=1)
+        job.wait_for_line(CHIEF, "step .* 1/1 ps, 1/1 workers$")
+        assert wait_for_exit(job, "ps:1") == 0
+        assert wait_for_exit(job, CHIEF) == 0
+    assert_ends_at(str(model_dir), 2500)
+    assert_nothing_left(job)
+
+
+def test_other_parameter_servers_are_refused(tmp_path, caplog):
+    """What says why, and takes the file back."""
+    jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2"]}
+    ask_for(tmp_path, 1)
+
+    def build_fn():
+        step = tf.Variable(0, dtype=tf.int64)
+        return tfdist.Trainable(Ahead(step), step, variables={}, min_ps=2)
+
+    for checkpoint_dir, why in (
+        (None, "The job has no checkpoints to go on from."),
+        (str(tmp_path / "model"), "Your own `placement` has variables on ps:1"),
+    ):
+        size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))
+        with tfdist.MonitoredTrainingSession(
+            build_fn, checkpoint_dir=checkpoint_dir
+        ) as session:
+            session._size, session._health = size, mock.Mock()
+            size.wanted_ps = 1
+            session.run()
+            assert f"Refused: ps: 2 -> 1. {why}" in caplog.text
+            assert size.change is None
+        content = json.loads((tmp_path / "cluster.json").read_text())
+        assert content == {"workers": 1, "ps": 2}
 
 
 class OnePass(Resizable):

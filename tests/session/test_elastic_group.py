@@ -105,7 +105,7 @@ def test_what_would_change_the_global_batch(tmp_path):
         job.goes_on_with(1)
         job.resize(4)
         job.wait_for(
-            r"ERROR The number of workers stays 1. The global batch of 48 "
+            r"ERROR Refused: workers: 1 -> 4. The global batch of 48 "
             "examples does not divide by 5 replicas"
         )
         job.goes_on(2)

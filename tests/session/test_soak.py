@@ -1,4 +1,7 @@
-"""Thirty random faults in one job: it ends at its step, as if nothing were."""
+"""Thirty random faults and two changes of its size in one job.
+
+It ends at its step, as if nothing were.
+"""
 
 import itertools
 import json
@@ -13,6 +16,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from tests.cluster.test_size import ask_for
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import (
     Fault,
@@ -97,16 +101,45 @@ class Memory(threading.Thread):
         }
 
 
+class Resizes(threading.Thread):
+    """The job has two workers in the second third of its steps, else three."""
+
+    def __init__(self, job, model_dir):
+        super().__init__(daemon=True)
+        self.asked = []
+        self._job, self._model_dir = job, model_dir
+        self._stopped = threading.Event()
+
+    def run(self):
+        for number, at_step in ((2, MAX_STEPS // 3), (3, 2 * MAX_STEPS // 3)):
+            while (self._job.step or 0) < at_step:
+                if self._stopped.wait(0.5):
+                    return
+            ask_for(self._model_dir, number)
+            if number == 3 and self._job.pid("worker:2") is None:
+                self._job.start("worker:2")
+            self.asked.append(number)
+
+    def stop(self):
+        self._stopped.set()
+        self.join()
+
+
 def run(model_dir, some_faults):
     """Runs the job; returns what was injected, its result and its memory."""
     start = time.monotonic()
     with cluster(model_dir) as job:
-        memory = Memory(job)
+        memory, resizes = Memory(job), Resizes(job, model_dir)
         memory.start()
+        if some_faults:
+            resizes.start()
         try:
             done = job.run(some_faults, timeout_secs=1500)
         finally:
             memory.stop()
+            if some_faults:
+                resizes.stop()
+        assert not some_faults or resizes.asked == [2, 3]
         assert job.wait(timeout_secs=5) == 0
         codes = job.exit_codes()
     assert_nothing_left(job)
@@ -137,6 +170,8 @@ def test_thirty_random_faults(tmp_path):
     assert metrics["auc"] == pytest.approx(undisturbed["auc"], abs=0.02)
     assert metrics["loss"] == pytest.approx(undisturbed["loss"], abs=0.03)
     chief = (tmp_path / "disturbed-logs" / "chief-0.log").read_text()
+    sizes = re.findall(r"^step .*/(\d) workers", chief, re.MULTILINE)
+    assert {"2", "3"} <= {*sizes}
     recoveries = re.findall(r"Failed at step|restarts itself", chief)
     print(f"{len(recoveries)} recoveries; growth in MB: {growth}")
     assert recoveries

@@ -41,7 +41,7 @@ _ROUND_SECS = 10.0
 # so many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
-# How long a worker that is let go serves on: the chief disconnects meanwhile.
+# How long a task that is let go serves on: the chief disconnects meanwhile.
 _LET_GO_SECS = 5.0
 # How long a server that is told to end serves on for a chief that is told so
 # at the same time and writes its last checkpoint.
@@ -98,7 +98,7 @@ def serve(
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
-    So does a worker that the chief does without (see `tfdist.cluster.size`).
+    So does a task that the chief does without (see `tfdist.cluster.size`).
 
     Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
     chief is there, since the whole job may be told so at once and the chief
@@ -149,7 +149,7 @@ def serve(
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         if tf.io.gfile.exists(_LET_GO):
             time.sleep(_LET_GO_SECS)
-            _log.info("Task %s ends: the job has fewer workers.", cluster.task)
+            _log.info("Task %s ends: the job goes on without it.", cluster.task)
             return
         time.sleep(_POLL_SECS)
     # The chief's process still frees what it holds here; let it leave first.
@@ -187,7 +187,7 @@ def release(cluster: Cluster) -> None:
     One that is gone or does not answer is reported and skipped.
     """
     tasks = cluster.addresses(*SERVER_JOBS)
-    if num_connected_workers():  # Others do not train now.
+    if num_connected("worker"):  # Others do not train now.
         devices = {d.name for d in tf.config.list_logical_devices("CPU")}
         tasks = {t: a for t, a in tasks.items() if _full_name(t) in devices}
     answers = ask(list(tasks.values()))
@@ -211,7 +211,7 @@ def _write(task: str, name: str, text: str) -> None:
 
 
 def let_go(tasks: Iterable[str]) -> None:
-    """Tells workers to end: the job goes on without them."""
+    """Tells tasks to end: the job goes on without them."""
     for task in tasks:
         with contextlib.suppress(tf.errors.OpError):  # It has gone already.
             _write(task, _LET_GO, "")
@@ -224,11 +224,19 @@ def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
     wait_until_connected(cluster, _ROUND_SECS)
 
 
-def num_connected_workers() -> int:
-    """The number of workers that this process is connected to."""
+def num_connected(job: str) -> int:
+    """To how many tasks of a job this process is connected."""
     names = [device.name for device in tf.config.list_logical_devices("CPU")]
     tasks = {name.partition("/device:")[0] for name in names}
-    return sum(task.startswith("/job:worker/") for task in tasks)
+    return sum(task.startswith(f"/job:{job}/") for task in tasks)
+
+
+def is_other(cluster: Cluster) -> bool:
+    """Whether this process is connected to other servers than these."""
+    numbers = {job: num_connected(job) for job in SERVER_JOBS}
+    return any(numbers.values()) and any(
+        number != len(cluster.addresses(job)) for job, number in numbers.items()
+    )
 
 
 def _device(task: str) -> str:

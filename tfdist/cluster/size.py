@@ -1,4 +1,4 @@
-"""How many of a cluster's workers train: a file says it, and may change.
+"""How many of a cluster's tasks train: a file says it, and may change.
 
 `TF_CONFIG` names all workers that a job may have. The first N of them train,
 where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all. A
@@ -6,6 +6,9 @@ worker that is not among them is not waited for, counted or given any data. The
 chief looks at the file while it trains. `python -m tfdist resize` writes it;
 `tfdist.launch --workers=MIN:MAX` has one of its own, named by the environment,
 and starts the workers that it asks for.
+
+The same for parameter servers: `{"ps": N}`, or both. What they hold is dealt
+anew, for which the chief saves and restarts itself.
 
 An all-reduce job goes on with fewer, where the file says `"min_workers"` and
 others stay away for `"last_call_timeout"` seconds (torchrun's word; default
@@ -53,12 +56,14 @@ class ClusterSize:
         cluster: As given.
         size: How many workers train now.
         wanted: How many the file asks for.
+        ps: On how many parameter servers.
+        wanted_ps: How many of those the file asks for.
         least: How many an all-reduce job waits for in any case.
         last_call_timeout: And for how many seconds for the others.
         may_change: Whether there is a file.
 
     Raises:
-        ValueError: the file is malformed, or asks for more workers than the
+        ValueError: the file is malformed, or asks for more tasks than the
             cluster names, or for an all-reduce of one process.
     """
 
@@ -68,6 +73,8 @@ class ClusterSize:
             path = os.path.join(model_dir, SIZE_FILE)
         self.cluster, self.path = cluster, path
         self._addresses = [*cluster.addresses("worker").values()]
+        self._ps_addresses = [*cluster.addresses("ps").values()]
+        self.wanted_ps = len(self._ps_addresses)
         self._group: list[str] | None = None
         self.least = len(self._addresses)
         self.last_call_timeout = LAST_CALL_SECS
@@ -75,19 +82,25 @@ class ClusterSize:
         self.may_change = number is not None
         self.size = self.wanted = number or len(self._addresses)
         self._accepted = self.wanted
+        self.ps = self._num_ps_up = self.wanted_ps
         self._wanted_since = self._due_since = time.monotonic()
         self._due: int | None = None
         self._stopped = threading.Event()
 
     @property
     def now(self) -> Cluster:
-        """The cluster with the workers that train now."""
-        return self.cluster.with_workers(self.size)
+        """The cluster with the tasks that train now."""
+        return self.cluster.with_first(worker=self.size, ps=self.ps)
 
     @property
     def wanted_workers(self) -> list[str]:
         """The addresses of those the file asks for."""
         return self._addresses[: self.wanted]
+
+    @property
+    def asked(self) -> Cluster:
+        """The cluster with the tasks that the file asks for."""
+        return self.cluster.with_first(worker=self.wanted, ps=self.wanted_ps)
 
     def follow(self, group: Cluster) -> None:
         """All-reduce: these train now, whoever of those wanted they are."""
@@ -97,10 +110,13 @@ class ClusterSize:
             _log.info("Takes part: %s.", group.shape)
 
     def refuse(self) -> None:
-        """Takes back what the file asks for, lest anybody stops workers."""
+        """Takes `change` back, lest anybody stops tasks."""
         assert self.path
         content = json.loads(storage.read_text(self.path) or "{}")
-        content["workers"] = self.wanted = self._accepted
+        if self._ps_addresses:
+            content["ps"] = self.wanted_ps = self.ps
+        else:
+            content["workers"] = self.wanted = self._accepted
         storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
@@ -119,6 +135,25 @@ class ClusterSize:
         due, size = self._due, self.size
         news = due is not None and (due > size or due == self.wanted != size)
         return due if news else None
+
+    @property
+    def change(self) -> str | None:
+        """What is asked for that needs a restart, such as "ps: 1 -> 2"."""
+        job, now, wanted = "workers", self.size, self.wanted
+        if self._ps_addresses:
+            job, now, wanted = "ps", self.ps, self.wanted_ps
+        return f"{job}: {now} -> {wanted}" if wanted != now else None
+
+    def is_ready(self) -> bool:
+        """Whether those are up whom `change` needs."""
+        if self._ps_addresses:
+            return self._num_ps_up >= self.wanted_ps
+        return self.due() is not None
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the file asks for fewer tasks than now."""
+        return self.wanted < self.size or self.wanted_ps < self.ps
 
     def is_late(self, secs: float) -> bool:
         """Whether `due` has told of that change for so long."""
@@ -141,20 +176,25 @@ class ClusterSize:
         if text is None:
             return None
         asked = parse_size(text, str(self.path))
-        number, most = asked.workers, len(self._addresses)
+        most = len(self._addresses)
+        number = most if asked.workers is None else asked.workers
+        most_ps = len(self._ps_addresses)
+        num_ps = most_ps if asked.ps is None else asked.ps
         if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
             raise ValueError(
                 f"{self.path} asks for 1 worker, and there is no chief beside "
                 "it: all-reduce needs two processes. Ask for 2 at least."
             )
-        self.least = asked.min_workers
-        self.last_call_timeout = asked.last_call_timeout
-        if number > most:
+        if number > most or num_ps > most_ps:
             raise ValueError(
-                f"{self.path} asks for {number} workers, and the cluster of "
-                f"this job names {most}. Name more in TF_CONFIG of every task, "
-                "which then must be started again."
+                f"{self.path} asks for {number} workers and {num_ps} ps, and "
+                f"the cluster of this job names {most} and {most_ps}. Name "
+                "more in TF_CONFIG of every task, which then must be started "
+                "again."
             )
+        self.least = min(asked.min_workers or number, number)
+        self.last_call_timeout = asked.last_call_timeout
+        self.wanted_ps = num_ps
         return number
 
     def _run(self) -> None:
@@ -165,11 +205,13 @@ class ClusterSize:
                 number, problem = self._read(), ""
             except Exception as error:  # Whatever storage raises.
                 if str(error) != problem:
-                    _log.error("The number of workers stays. %s", error)
+                    _log.error("The cluster stays as it is. %s", error)
                 number, problem = None, str(error)
             self.may_change |= number is not None
             if number not in (None, self.wanted):
                 self.wanted, self._wanted_since = number, time.monotonic()
+            new = self._ps_addresses[self.ps : self.wanted_ps]
+            self._num_ps_up = self.ps + _num_live(probing.ask(new))
             due = self._reachable()
             if due != self._due:
                 self._due, self._due_since = due, time.monotonic()

@@ -253,10 +253,13 @@ class Cluster:
             for index, address in self.jobs.get(job, {}).items()
         }
 
-    def with_workers(self, number: int) -> Cluster:
-        """This cluster with the first `number` of its workers alone."""
-        workers = dict([*self.jobs.get("worker", {}).items()][:number])
-        return dataclasses.replace(self, jobs={**self.jobs, "worker": workers})
+    def with_first(self, **numbers: int) -> Cluster:
+        """This cluster with so many tasks of a job alone, as `worker=3`."""
+        jobs = {
+            job: dict([*tasks.items()][: numbers.get(job)])
+            for job, tasks in self.jobs.items()
+        }
+        return dataclasses.replace(self, jobs=jobs)
 
     def training_spec(self) -> dict[str, dict[int, str]]:
         """The argument of `tf.train.ClusterSpec`: the tasks that train."""

@@ -173,14 +173,16 @@ class Size:
     """What a `cluster.json` asks for.
 
     Attributes:
-        workers: How many workers train.
-        min_workers: With how many an all-reduce job goes on at least; never
-            more than `workers`, the default.
+        workers: How many workers train; None: all.
+        ps: On how many parameter servers; None: on all.
+        min_workers: With how many an all-reduce job goes on at least. None:
+            `workers`.
         last_call_timeout: Seconds for which it waits for more than these.
     """
 
-    workers: int
-    min_workers: int
+    workers: int | None
+    ps: int | None
+    min_workers: int | None
     last_call_timeout: float
 
 
@@ -188,30 +190,32 @@ def parse_size(text: str, path: str) -> Size:
     """Reads the text of a `cluster.json`.
 
     >>> parse_size('{"workers": 3}', "cluster.json")
-    Size(workers=3, min_workers=3, last_call_timeout=30.0)
+    Size(workers=3, ps=None, min_workers=None, last_call_timeout=30.0)
 
     Raises:
-        ValueError: it does not say a positive integer, or another value is
-            none.
+        ValueError: it says neither how many workers nor how many ps, or a
+            value is not positive.
     """
     given = None
     with contextlib.suppress(ValueError):
         given = json.loads(text)
     values = given if isinstance(given, dict) else {}
-    workers: Any = values.get("workers")
-    least: Any = values.get("min_workers", workers)
+    names = "workers", "ps", "min_workers"
+    numbers = {name: values[name] for name in names if name in values}
     secs: Any = values.get("last_call_timeout", LAST_CALL_SECS)
     if (
-        not all(type(n) is int and n >= 1 for n in (workers, least))
+        not {"workers", "ps"} & {*numbers}
+        or not all(type(n) is int and n >= 1 for n in numbers.values())
         or type(secs) not in (int, float)
         or secs < 0
     ):
         raise ValueError(
-            f'{path} must say how many workers train, as {{"workers": 3}}; '
-            'an all-reduce job may have "min_workers", from 1 on, and '
-            f'"last_call_timeout" in seconds, too. Received: {text[:80]!r}.'
+            f'{path} must say how many workers train, as {{"workers": 3}}, or '
+            'on how many "ps"; for all-reduce also "min_workers", from 1 on, '
+            f'and "last_call_timeout" in seconds. Received: {text[:80]!r}.'
         )
-    return Size(workers, min(least, workers), float(secs))
+    workers, ps, least = map(numbers.get, names)
+    return Size(workers, ps, least, float(secs))
 
 
 def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:

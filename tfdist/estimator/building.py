@@ -19,7 +19,7 @@ from tfdist._tf.private import Saveable
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.peers import Peers
-from tfdist.cluster.servers import num_connected_workers
+from tfdist.cluster.servers import num_connected
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.data.worker_context import GroupContext
@@ -70,11 +70,12 @@ def build(
     if isinstance(strategy, tf.distribute.TPUStrategy):
         assert isinstance(step, ModelStep)
         check_tpu(dataset.element_spec, step.tables)
-    _log_placement(variables)
+    tasks = _log_placement(variables)
+    min_ps = 1 if isinstance(config.placement, str) else 1 + max(tasks)
     if element_spec_of(model) is not None and config.cluster.is_chief:
         # A dataset without a batch is no more than its spec.
         dataset.take(0).save(os.path.join(config.model_dir, _ELEMENT_SPEC))
-    return Trainable(loop, global_step, variables, model=model)
+    return Trainable(loop, global_step, variables, model=model, min_ps=min_ps)
 
 
 def trained_element_spec(model_dir: str) -> Any:
@@ -96,7 +97,7 @@ def create_variables(
     def made() -> keras.Model:
         return checked_model(model_fn(), element_spec, targets)
 
-    num_ps, placement = config.cluster.num_ps, config.placement
+    num_ps, placement = num_connected("ps"), config.placement
     specs: Sequence[VariableSpec] = ()
     if num_ps and placement != "round_robin":
         specs = describe(made)
@@ -151,7 +152,7 @@ def _step_and_loop(
             global_step,
             with_context(input_fn),
             strategy=strategy,
-            num_workers=num_connected_workers(),
+            num_workers=num_connected("worker"),
             steps_per_dispatch=per_dispatch,
             example=dataset,
         )
@@ -220,8 +221,12 @@ def _same_as_others(
     return dataset, context
 
 
-def _log_placement(variables: Mapping[str, Saveable]) -> None:
-    """Says which task holds how many variables, each shard counted."""
+def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
+    """Says which task holds how many variables, each shard counted.
+
+    Returns:
+        The indices of these tasks.
+    """
     held: dict[str, list[int]] = defaultdict(list)
     for variable in itertools.chain.from_iterable(
         getattr(v, "variables", [v]) for v in variables.values()
@@ -236,6 +241,7 @@ def _log_placement(variables: Mapping[str, Saveable]) -> None:
         for task, sizes in sorted(held.items())
     )
     _log.info("%s.", "; ".join(lines))
+    return {int(task.partition(":")[2] or 0) for task in held}
 
 
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:

@@ -1,10 +1,10 @@
 """A local cluster of real processes.
 
-Read in this order: `command` (`python -m tfdist.launch`), `supervisor` (the
-parent of the tasks), `processes` (a task), `forkserver` (of which tasks are
-forks), `banner`, `network` (theirs), `resize` (`python -m tfdist resize`);
-`testing` (a cluster under test: kill, freeze, cut off), `faults`, `client`,
-`injector` (its supervisor, in a process apart).
+Read in this order: `command` (`python -m tfdist.launch`), `options` (its
+flags), `supervisor` (the parent of the tasks), `processes` (a task),
+`forkserver` (of which tasks are forks), `banner`, `network` (theirs), `resize`
+(`python -m tfdist resize`); `testing` (a cluster under test: kill, freeze, cut
+off), `faults`, `client`, `injector` (its supervisor, in a process apart).
 """
 
 import lazy_loader

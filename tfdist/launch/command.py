@@ -25,6 +25,8 @@ promises:
   are up, and has those that are too many end by themselves; a minute later
   they are told to. All processes of an all-reduce job save and restart then;
   after `--last_call_timeout` they go on without one that stays away.
+* `--ps=1:2` and `python -m tfdist resize --ps=2` alike; for these the chief
+  saves and restarts itself.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
   minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -43,9 +45,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from tfdist.cluster.tf_config import LAST_CALL_SECS
 from tfdist.launch import network, resize
 from tfdist.launch.forkserver import ForkServer
+from tfdist.launch.options import parse_options
 from tfdist.launch.processes import Task, how_it_ended, task_environment
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
@@ -56,6 +58,7 @@ _SAVE_SECS = 60.0
 # How long a worker that is too many may wait until the chief lets it go.
 _LET_GO_SECS = 60.0
 _RESIZE_SECS = 0.5
+_PLURAL = {"worker": "workers", "ps": "ps"}  # Of jobs that are resized.
 # Who has run for so long did not fail at its start.
 _STABLE_SECS = 60.0
 
@@ -89,7 +92,7 @@ class Launcher(Supervisor):
     """Runs the cluster of `options` to its end, and shows what it prints.
 
     `where` says in which network: "a private" or "the host's". `size_file` says
-    how many workers there are to be; None: all.
+    how many workers and ps there are to be; None: all.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Launcher(Supervisor):
         super().__init__()
         self._where = where
         self._size_file = size_file
-        self._size = options.least_workers
+        self._size = {"worker": options.least_workers, "ps": options.least_ps}
         self._leaving: set[Task] = set()
         for job, index in task_ids(
             options.ps,
@@ -160,19 +163,21 @@ class Launcher(Supervisor):
             self.loop.call_later(_RESIZE_SECS, self._resize)
 
     def _is_wanted(self, task: Task) -> bool:
-        return task.job != "worker" or task.index < self._size
+        return task.index < self._size.get(task.job, task.index + 1)
 
     def _resize(self) -> None:
-        """Starts the workers that `size_file` asks for; others are to end."""
+        """Starts the tasks that `size_file` asks for; others are to end."""
         assert self._size_file is not None
         if self._stopping:
             return
         self.loop.call_later(_RESIZE_SECS, self._resize)
         before = self._size
-        self._size = resize.workers_in(self._size_file, default=before)
+        self._size = resize.size_in(self._size_file, default=before)
+        for job, number in self._size.items():
+            if number != before[job]:
+                say(f"{_PLURAL[job]}: {before[job]} -> {number}")
         if self._size == before:
             return
-        say(f"workers: {before} -> {self._size}")
         for task in self.tasks.values():
             if not self._is_wanted(task):
                 self.cancel(task, "restart")
@@ -180,7 +185,7 @@ class Launcher(Supervisor):
                     self._leaving.add(task)
                     term = task.stop, signal.SIGTERM
                     self.plan(task, "leave", _LET_GO_SECS, *term)
-            elif task.is_over and task.job == "worker":
+            elif task.is_over and task.job in self._size:
                 self.start(task)
                 say(_place(task))
             else:
@@ -218,7 +223,8 @@ class Launcher(Supervisor):
         left = task in self._leaving
         self._leaving.discard(task)
         if not self._is_wanted(task):
-            say(f"{ended}; the job has {self._size} workers.")
+            number = self._size[task.job]
+            say(f"{ended}; the job has {number} {_PLURAL[task.job]}.")
         elif left:  # It was told to, and is wanted again.
             self.start(task)
             say(_place(task))
@@ -280,122 +286,6 @@ class Launcher(Supervisor):
             self.loop.stop()
 
 
-def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; leaves with a usage error if it is wrong.
-
-    Returns:
-        The flags, and `command`: what to run as each task.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tfdist launch",
-        usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",
-        description="Runs a program as every task of a local cluster.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--workers",
-        type=workers_flag,
-        default=(0, 0),
-        metavar="N|MIN:MAX",
-        help="workers, beside the chief (default 0); MIN:MAX begins with MIN, "
-        "and `tfdist resize` changes it",
-    )
-    for flag, default, what in (
-        ("--ps", 0, "parameter servers"),
-        ("--data_workers", 0, "workers of a tf.data service, with dispatcher"),
-        ("--max_restarts", 3, "how often a task that fails is started again"),
-    ):
-        text = f"{what} (default {default})"
-        add(flag, type=count_flag, default=default, metavar="N", help=text)
-    add(
-        "--last_call_timeout",
-        type=float,
-        default=LAST_CALL_SECS,
-        metavar="SECONDS",
-        help="in all-reduce with MIN:MAX, how long MIN workers wait for one "
-        f"that is missing (default {LAST_CALL_SECS:g})",
-    )
-    add("--evaluator", action="store_true", help="adds an evaluator task")
-    add(
-        "--network",
-        choices=("private", "host"),
-        default="private",
-        help="private (default): unreachable from outside, and without access "
-        "to gs:// or any other machine",
-    )
-    add(
-        "--grace_secs",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="for the others to end by themselves after the chief succeeded "
-        "(default 15)",
-    )
-    add(
-        "--no_fork",
-        dest="fork",
-        action="store_false",
-        help="has each task import TensorFlow by itself, which takes seconds "
-        "at each start",
-    )
-    add("-m", dest="module", action="store_true", help="run a module")
-    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    _complete(options, parser)
-    return options
-
-
-def count_flag(text: str) -> int:
-    """The type of a flag that says how many; 0 to 1000."""
-    if not text.isdecimal() or int(text) > 1000:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from 0 to 1000. Received: {text!r}"
-        )
-    return int(text)
-
-
-def workers_flag(text: str) -> tuple[int, int]:
-    """The type of `--workers`: the least and the most."""
-    least, colon, most = text.partition(":")
-    limits = count_flag(least), count_flag(most if colon else least)
-    if colon and not 1 <= limits[0] < limits[1]:
-        raise argparse.ArgumentTypeError(
-            f"MIN:MAX must be 1 or more, and more. Received: {text!r}"
-        )
-    return limits
-
-
-def _complete(
-    options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> None:
-    """Checks what argparse cannot, and puts `command` together."""
-    program = options.program
-    if program[:1] == ["--"]:
-        program = program[1:]
-    if not program or not program[0]:
-        parser.error("a program is required: -m MODULE or SCRIPT")
-    options.least_workers, options.workers = options.workers
-    if options.ps and not options.workers:
-        parser.error(
-            "--ps needs --workers: parameter servers hold the variables, "
-            f"workers train them. Received: --ps={options.ps} --workers=0"
-        )
-    for flag in ("grace_secs", "last_call_timeout"):
-        secs = getattr(options, flag)
-        if not 0 <= secs < float("inf"):
-            parser.error(
-                f"--{flag} must be seconds, 0 or more. Received: {secs}"
-            )
-    if options.module:
-        program = ["-m", *program]
-    elif not os.path.exists(program[0]):
-        parser.error(
-            f"there is no script {program[0]!r} (for a module: -m MODULE)"
-        )
-    options.command = [sys.executable, *program]
-
-
 def enter_network(mode: str) -> str:
     """Enters the network of `--network`; says which it is.
 
@@ -428,8 +318,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     try:
-        limits = options.least_workers, options.workers
-        with resize.launchers_file(*limits, options.last_call_timeout) as path:
+        limits = {
+            "workers": (options.least_workers, options.workers),
+            "ps": (options.least_ps, options.ps),
+        }
+        secs = options.last_call_timeout
+        with resize.launchers_file(limits, secs) as path:
             return Launcher(options, where, path).run_to_end()
     except BrokenPipeError:
         # The reader of the output has gone (`| head`); so have the tasks. What

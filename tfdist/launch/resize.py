@@ -2,9 +2,11 @@
 
     python -m tfdist resize 3
     python -m tfdist resize 3 --model_dir=gs://bucket/job
+    python -m tfdist resize --ps=2
 
 The first is for what `tfdist.launch --workers=MIN:MAX` runs on this machine,
-the second for a job elsewhere, whose workers somebody else starts. Both write a
+the second for a job elsewhere, whose workers somebody else starts; the third
+for parameter servers, of `--ps=MIN:MAX` or elsewhere. All write a
 file that the chief looks at (`tfdist.cluster.size`), and so does the launcher.
 """
 
@@ -18,7 +20,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster.tf_config import SIZE_FILE, SIZE_VARIABLE, parse_size
@@ -28,18 +30,21 @@ _PREFIX = "tfdist-launch-"
 
 @contextlib.contextmanager
 def launchers_file(
-    least: int, most: int, last_call_timeout: float
+    limits: Mapping[str, tuple[int, int]], last_call_timeout: float
 ) -> Iterator[Path | None]:
     """The file of a launcher and its tasks; None if there is one size alone."""
     os.environ.pop(SIZE_VARIABLE, None)
-    if least == most:
+    if all(least == most for least, most in limits.values()):
         yield None
         return
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     path = Path(folder, SIZE_FILE)
     try:
-        content = {"workers": least, "min_workers": least, "max_workers": most}
-        _write(path, {**content, "last_call_timeout": last_call_timeout})
+        content: dict[str, object] = {"last_call_timeout": last_call_timeout}
+        for key, (least, most) in limits.items():
+            if most:
+                content |= {key: least, f"min_{key}": least, f"max_{key}": most}
+        _write(path, content)
         os.environ[SIZE_VARIABLE] = str(path)
         yield path
     finally:
@@ -47,10 +52,12 @@ def launchers_file(
         shutil.rmtree(folder)
 
 
-def workers_in(path: Path, default: int) -> int:
-    """How many workers a launcher's file asks for, else `default`."""
+def size_in(path: Path, default: dict[str, int]) -> dict[str, int]:
+    """How many tasks of each job a launcher's file asks for, else `default`."""
     with contextlib.suppress(OSError, ValueError):  # The chief says so.
-        return parse_size(path.read_text(), str(path)).workers
+        size = parse_size(path.read_text(), str(path))
+        asked = {"worker": size.workers, "ps": size.ps}
+        return {job: asked[job] or number for job, number in default.items()}
     return default
 
 
@@ -78,10 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="tfdist resize",
-        description="Changes how many workers of a job train.",
+        description="Changes how many workers and ps a job has.",
         allow_abbrev=False,
     )
-    parser.add_argument("workers", type=int, metavar="N", help="of 1 or more")
+    add = parser.add_argument
+    add("workers", type=int, nargs="?", metavar="N", help="of 1 or more")
+    add("--ps", type=int, metavar="N", help="parameter servers, 1 or more")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--model_dir",
@@ -94,10 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="process id of the launcher (default: the only one)",
     )
     options = parser.parse_args(argv)
-    if options.workers < 1:
-        parser.error(f"N must be 1 or more. Received: {options.workers}")
+    given = {"workers": options.workers, "ps": options.ps}
+    asked = {key: n for key, n in given.items() if n is not None}
+    if not asked or min(asked.values()) < 1:
+        parser.error(f"N must be 1 or more. Received: {asked}")
     if options.model_dir:
-        return _resize_in(options.model_dir, options.workers, parser)
+        return _resize_in(options.model_dir, asked, parser)
     found = _launchers()
     if options.launcher is not None:
         found = {p: f for p, f in found.items() if p == options.launcher}
@@ -105,25 +116,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"several launchers run: --launcher=PID, one of {sorted(found)}"
             if found
-            else "there is no such launcher with --workers=MIN:MAX; of a job "
+            else "there is no such launcher with MIN:MAX; of a job "
             "elsewhere name the --model_dir"
         )
     ((pid, path),) = found.items()
     content = json.loads(path.read_text())
-    least, most = content["min_workers"], content["max_workers"]
-    if not least <= options.workers <= most:
-        parser.error(
-            f"the launcher has --workers={least}:{most}. "
-            f"Received: {options.workers}"
-        )
-    before = content["workers"]
-    _write(path, {**content, "workers": options.workers})
-    print(f"launcher {pid}: workers: {before} -> {options.workers}")
+    for key, n in asked.items():
+        least, most = content.get(f"min_{key}", 0), content.get(f"max_{key}", 0)
+        if not least <= n <= most:
+            parser.error(
+                f"the launcher has --{key}={least}:{most}. Received: {n}"
+            )
+    _write(path, {**content, **asked})
+    for key, n in asked.items():
+        print(f"launcher {pid}: {key}: {content[key]} -> {n}")
     return 0
 
 
 def _resize_in(
-    model_dir: str, number: int, parser: argparse.ArgumentParser
+    model_dir: str, asked: dict[str, int], parser: argparse.ArgumentParser
 ) -> int:
     from tfdist._tf import storage  # The launcher imports no TensorFlow.
 
@@ -131,8 +142,9 @@ def _resize_in(
         parser.error(f"there is no directory {model_dir!r}")
     path = os.path.join(model_dir, SIZE_FILE)
     content = json.loads(storage.read_text(path) or "{}")  # What else it says.
-    storage.write_text(path, json.dumps({**content, "workers": number}))
-    print(f"{path}: workers: {number}")
+    storage.write_text(path, json.dumps({**content, **asked}))
+    for key, number in asked.items():
+        print(f"{path}: {key}: {number}")
     return 0
 
 

@@ -20,6 +20,8 @@ Workers come or go on purpose (`tfdist.cluster.size`): it costs no step. Those
   chief saves and restarts itself to let a dead one go, and for any change of
   synchronous steps (`backup_workers`). Data that depend on the number of
   workers are dealt anew, from another pass. (test_1_to_3_to_2_by_the_launcher)
+Parameter servers come or go on purpose: the chief saves, restarts itself and
+  restores. It costs no step. (test_other_parameter_servers)
 A worker loses its connection to a ps: as if it had died, but at once.
   (test_workers_lose_their_connections_to_the_servers)
 A worker freezes: after 15 s it is treated as dead, and taken back when it wakes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -55,7 +55,7 @@ class Lockstep:
         self._positions(self._directory()).save_position(step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
 
-    def regroup(self, workers: Sequence[str]) -> None:
+    def regroup(self, workers: Iterable[str]) -> None:
         """The leader has the others end this group, for one of these workers.
 
         Each restarts itself, if it is one of them: `next`.

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
 from tfdist.cluster import servers
+from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
 from tfdist.hooks.basic import NanTensorHook
@@ -315,7 +316,7 @@ class MonitoredTrainingSession(RecoverableSession):
         if self._sigterm.received:
             self._save_all()
             self._sigterm.leave()
-        if self._in_sync and not self.should_stop():
+        if not self.should_stop():
             self._regroup()
         return logs
 
@@ -340,7 +341,7 @@ class MonitoredTrainingSession(RecoverableSession):
         assert size
         assert health
         change = f"workers: {size.size} -> {number}"
-        cluster = size.cluster.with_workers(number)
+        cluster = size.cluster.with_first(worker=number, ps=size.ps)
         health.look()
         missing = set(health.missing("worker", 0))
         if self._loop.resizable and not missing:
@@ -356,37 +357,43 @@ class MonitoredTrainingSession(RecoverableSession):
             return
         late = not self._loop.resizable or size.is_late(_RESIZE_SECS)
         if late and not missing.intersection(cluster.addresses("worker")):
-            self._save_all()
-            self._have_saved()
-            recovery.restart_process(change)
+            self._restart(change, cluster)
 
     def _regroup(self) -> None:
-        """Has an all-reduce job go on with other workers, as the file says.
-
-        All save, and restart themselves. Those who are too many end.
-        """
-        size, lockstep, cluster = self._size, self._lockstep, self._cluster
-        assert size
-        assert lockstep
-        assert cluster
-        if size.wanted == size.size:
+        """Begins anew with other processes of all-reduce, or with other ps."""
+        size = self._size
+        change = size.change if size else None
+        if not (size and change):
             return
-        others = len(cluster.addresses()) - size.size
         try:
-            if not any(hasattr(hook, "on_preemption") for hook in self.hooks):
-                raise ValueError("The job has no checkpoints to go on from.")
-            self._loop.check_resize(others + size.wanted)
+            self._check_restart(size)
         except ValueError as error:
-            _log.error("The number of workers stays %d. %s", size.size, error)
+            _log.error("Refused: %s. %s", change, error)
             size.refuse()
-            return
-        number = size.due()
-        if number is None:
-            return
-        change = f"workers: {size.size} -> {number}"
+        else:
+            if size.is_ready():
+                self._restart(change, size.asked)
+
+    def _check_restart(self, size: ClusterSize) -> None:
+        if not any(hasattr(hook, "on_preemption") for hook in self.hooks):
+            raise ValueError("The job has no checkpoints to go on from.")
+        if self._in_sync:
+            self._loop.check_resize(len(size.asked.addresses()))
+        elif size.wanted_ps < self._trainable.min_ps:
+            name = f"ps:{self._trainable.min_ps - 1}"
+            raise ValueError(f"Your own `placement` has variables on {name}.")
+
+    def _restart(self, change: str, cluster: Cluster) -> None:
+        """Saves, has those end who are not in `cluster`, and restarts."""
         self._save_all()
         self._have_saved()
-        lockstep.regroup(size.wanted_workers)
+        if self._lockstep:
+            self._lockstep.regroup(cluster.addresses("worker").values())
+        elif self._cluster and self._health:
+            self._health.look()
+            gone = {*self._cluster.addresses()} - {*cluster.addresses()}
+            gone -= {*self._health.missing("worker", 0)}  # No call may hang.
+            servers.let_go(gone - {*self._health.missing("ps", 0)})
         recovery.restart_process(change)
 
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:

@@ -59,6 +59,7 @@ class Trainable:
         iterator: What `step` reads from, saved with each checkpoint. Default:
             that of the loop.
         model: The Keras model, for callbacks.
+        min_ps: With how few parameter servers `build_fn` could do.
 
     >>> tfdist.Trainable(
     ...     step=lambda: {"loss": 0.0},
@@ -73,6 +74,7 @@ class Trainable:
     variables: Mapping[str, Saveable]
     iterator: tf.data.Iterator | None = None
     model: keras.Model | None = None
+    min_ps: int = 1
 
 
 class RecoverableSession:
@@ -348,12 +350,11 @@ class RecoverableSession:
             self._size.follow(self._cluster)
             return joined
         if self._size and self._size.may_change:
-            probing.wait_until_up(cluster.with_workers(1), secs, give_up)
-            there = self._size.there()
-            if servers.num_connected_workers() not in (0, there):
-                restart_process(f"{there} workers are there")
-            self._size.size = there
+            probing.wait_until_up(cluster.with_first(worker=1), secs, give_up)
+            self._size.size = self._size.there()
             self._cluster = cluster = self._size.now
+            if servers.is_other(cluster):
+                restart_process(f"The cluster is now {cluster.shape}")
         probing.wait_until_up(cluster, secs, give_up)
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
@@ -370,8 +371,8 @@ class RecoverableSession:
     def _give_up_waiting(self) -> None:
         """Ends the wait for tasks where it would be in vain."""
         self._sigterm.leave()
-        if self._size and self._size.wanted < self._size.size:
-            restart_process(f"{self._size.wanted} workers are to train")
+        if self._size and self._size.shrinks:
+            restart_process("The job is to have fewer tasks")
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
         """Calls `build_fn`, and compares with what it made before."""
@@ -383,8 +384,7 @@ class RecoverableSession:
         if self._takes_strategy:
             trainable = self._build_fn(strategy)
         else:
-            num_ps = self._cluster.num_ps if self._cluster else 0
-            with placed_scope(strategy, num_ps=num_ps):
+            with placed_scope(strategy, num_ps=servers.num_connected("ps")):
                 trainable = self._build_fn()
         if not isinstance(trainable, Trainable):
             raise TypeError(

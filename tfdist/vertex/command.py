@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from tfdist.launch.command import count_flag
+from tfdist.launch.options import count_flag
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.job_file import gcloud_command, to_yaml
 from tfdist.vertex.jobs import Job, Machine, check

@@ -1,0 +1,130 @@
+"""The flags of `python -m tfdist.launch`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.cluster.tf_config import LAST_CALL_SECS
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line; leaves with a usage error if it is wrong.
+
+    Returns:
+        The flags, and `command`: what to run as each task.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tfdist launch",
+        usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",
+        description="Runs a program as every task of a local cluster.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    for flag, what in (
+        ("--workers", "workers, beside the chief"),
+        ("--ps", "parameter servers"),
+    ):
+        add(
+            flag,
+            type=range_flag,
+            default=(0, 0),
+            metavar="N|MIN:MAX",
+            help=f"{what} (default 0); MIN:MAX begins with MIN, and `tfdist "
+            "resize` changes it",
+        )
+    for flag, default, what in (
+        ("--data_workers", 0, "workers of a tf.data service, with dispatcher"),
+        ("--max_restarts", 3, "how often a task that fails is started again"),
+    ):
+        text = f"{what} (default {default})"
+        add(flag, type=count_flag, default=default, metavar="N", help=text)
+    add(
+        "--last_call_timeout",
+        type=float,
+        default=LAST_CALL_SECS,
+        metavar="SECONDS",
+        help="with MIN:MAX and without --ps: how long MIN workers wait for "
+        f"one that is missing (default {LAST_CALL_SECS:g})",
+    )
+    add("--evaluator", action="store_true", help="adds an evaluator task")
+    add(
+        "--network",
+        choices=("private", "host"),
+        default="private",
+        help="private (default): unreachable from outside, and without access "
+        "to gs:// or any other machine",
+    )
+    add(
+        "--grace_secs",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="for the others to end by themselves after the chief succeeded "
+        "(default 15)",
+    )
+    add(
+        "--no_fork",
+        dest="fork",
+        action="store_false",
+        help="has each task import TensorFlow by itself, which takes seconds "
+        "at each start",
+    )
+    add("-m", dest="module", action="store_true", help="run a module")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    _complete(options, parser)
+    return options
+
+
+def count_flag(text: str) -> int:
+    """The type of a flag that says how many; 0 to 1000."""
+    if not text.isdecimal() or int(text) > 1000:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from 0 to 1000. Received: {text!r}"
+        )
+    return int(text)
+
+
+def range_flag(text: str) -> tuple[int, int]:
+    """The type of `--workers` and `--ps`: the least and the most."""
+    least, colon, most = text.partition(":")
+    limits = count_flag(least), count_flag(most if colon else least)
+    if colon and not 1 <= limits[0] < limits[1]:
+        raise argparse.ArgumentTypeError(
+            f"MIN:MAX must be 1 or more, and more. Received: {text!r}"
+        )
+    return limits
+
+
+def _complete(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Checks what argparse cannot, and puts `command` together."""
+    program = options.program
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program or not program[0]:
+        parser.error("a program is required: -m MODULE or SCRIPT")
+    options.least_workers, options.workers = options.workers
+    options.least_ps, options.ps = options.ps
+    if options.ps and not options.workers:
+        parser.error(
+            "--ps needs --workers: parameter servers hold the variables, "
+            f"workers train them. Received: --ps={options.ps} --workers=0"
+        )
+    for flag in ("grace_secs", "last_call_timeout"):
+        secs = getattr(options, flag)
+        if not 0 <= secs < float("inf"):
+            parser.error(
+                f"--{flag} must be seconds, 0 or more. Received: {secs}"
+            )
+    if options.module:
+        program = ["-m", *program]
+    elif not os.path.exists(program[0]):
+        parser.error(
+            f"there is no script {program[0]!r} (for a module: -m MODULE)"
+        )
+    options.command = [sys.executable, *program]
