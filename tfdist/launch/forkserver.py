@@ -148,7 +148,7 @@ def serve(program: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # What is never looked at stays shared.
     while True:
-        text, (*fds,), _, _ = socket.recv_fds(channel, _MAX_ROLE, 1)
+        text, fds, _, _ = socket.recv_fds(channel, _MAX_ROLE, 1)
         if not text:
             sys.exit()  # The launcher has gone.
         child = os.fork()
@@ -160,8 +160,8 @@ def serve(program: Sequence[str]) -> None:
             while os.getppid() == parent:
                 time.sleep(0.0005)
             with channel:
-                return _become(json.loads(text), *fds, channel)
-        os.close(*fds)
+                return _become(json.loads(text), fds[0], channel)
+        os.close(fds[0])
         os.waitpid(child, 0)
 
 
