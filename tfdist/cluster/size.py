@@ -8,7 +8,8 @@ chief looks at the file while it trains. `python -m tfdist resize` writes it;
 and starts the workers that it asks for.
 
 The same for parameter servers: `{"ps": N}`, or both. What they hold is dealt
-anew, for which the chief saves and restarts itself.
+anew, for which the chief saves and restarts itself. Tasks that are too many are
+told to end, unless the file changes while the chief is not connected to them.
 
 An all-reduce job goes on with fewer, where the file says `"min_workers"` and
 others stay away for `"last_call_timeout"` seconds (torchrun's word; default
