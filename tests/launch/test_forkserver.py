@@ -10,6 +10,7 @@ import pytest
 
 from tests.launch.test_launch import ROOT, Launch, is_alive, wait_until_gone
 from tfdist._tf.waiting import wait_for
+from tfdist.launch import processes
 from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.processes import all_processes, spawn, task_environment
 
@@ -56,6 +57,8 @@ def server_for(*program):
         yield server
     finally:
         server.close()
+        # Else orphans of later tests come here, too, where nobody reaps them.
+        processes.adopt_orphans(False)
 
 
 def environment(**more):

@@ -196,6 +196,7 @@ def test_reads_every_batch_once_in_order():
 def test_a_new_worker_begins_with_single_steps(monkeypatch):
     """Their function is compiled there in a tenth of the time."""
     loop, ran = CoordinatedLoop.__new__(CoordinatedLoop), []
+    loop._bound = None
     loop._begin()
     loop._generations = SimpleNamespace(current=3)
     loop._workers = SimpleNamespace(coordinator=None)

@@ -147,7 +147,7 @@ class NanTensorHook(SessionRunHook):
     As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
     their mean, so one NaN among them is found. The session calls hooks of this
     class before those that save. A NaN may miss the loss (`relu(NaN)` is 0 on
-    a CPU): `check_numerics` of the session looks at the weights themselves.
+    some CPUs): `check_numerics` of the session looks at the weights themselves.
 
     Args:
         loss_tensor: Name of the loss in the logs, or of a variable. None:

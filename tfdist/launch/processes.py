@@ -67,13 +67,13 @@ def spawn(
     )
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopt: bool = True) -> None:
     """Has the kernel give this process the orphans among its descendants.
 
     So it can find and kill also a daemon that left the session of its task.
     """
     if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def how_it_ended(exit_code: int) -> str:
