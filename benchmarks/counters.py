@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import time
 from typing import Any
 
@@ -40,38 +41,51 @@ def peak_bytes(pid: int | str = "self") -> int:
 def tasks() -> dict[str, list[int]]:
     """Process ids of the tasks of this process's cluster, by "job:index".
 
-    They are those whose `TF_CONFIG` names the same cluster; a task's children
-    are among its own. Without `TF_CONFIG` there is this process, "local:0".
+    They are those whose `TF_CONFIG` names the same cluster, and those that this
+    process's launcher has forked, which keep its environment and are named for
+    their task; a task's children are among its own. Without `TF_CONFIG` there
+    is this process, "local:0".
     """
     own = os.environ.get("TF_CONFIG")
     if not own:
         return {"local:0": [os.getpid()]}
     cluster = json.loads(own)["cluster"]
+    ancestors, pid = set(), os.getpid()
+    while pid > 1:
+        pid = int(_stat(pid)[1])
+        ancestors.add(pid)
     found: dict[str, list[int]] = {}
-    for process in pathlib.Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             lines = (process / "environ").read_bytes().split(b"\0")
+            name = (process / "comm").read_text().strip()
+            parent = int(_stat(int(process.name))[1])
         except OSError:  # It has ended, or is another user's.
             continue
+        is_task = re.fullmatch(r"[a-z]+:\d+", name) and parent in ancestors
         for line in lines:
             if line.startswith(b"TF_CONFIG="):
                 config = json.loads(line.partition(b"=")[2])
-                if config["cluster"] == cluster:
-                    task = config["task"]
-                    name = f"{task['type']}:{task['index']}"
-                    found.setdefault(name, []).append(int(process.name))
+                task = config["task"]
+                name = f"{task['type']}:{task['index']}"
+                is_task = config["cluster"] == cluster
+        if is_task:
+            found.setdefault(name, []).append(int(process.name))
     return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name."""
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()
 
 
 def cpu_seconds(pid: int) -> float:
     """Seconds of a process so far, and of its children that have ended."""
     try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        fields = _stat(pid)
     except OSError:  # It is one of them now.
         return 0.0
-    fields = text.rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / _TICKS
 
 

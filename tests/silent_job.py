@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tests.small_models import examples, logistic
+from tests.small_models import blind, examples, logistic
 from tfdist.cluster import servers
 
 NAN = float("nan")
@@ -23,7 +23,7 @@ STEPS, SAVE_STEPS, NAN_AT = 100, 20, 30
 
 
 def model_fn():
-    hidden = keras.layers.Dense(8, "relu", name="hidden")
+    hidden = keras.layers.Dense(8, blind, name="hidden")
     return logistic(hidden=[hidden], metrics=["accuracy"])
 
 

@@ -108,6 +108,13 @@ def test_a_program_sees_what_it_would_see_plainly(folder, program):
     assert "GLIBC_TUNABLES" not in forked["environment"]
 
 
+def test_the_kernel_names_it_for_its_task(folder):
+    """Its command line and environment are those of the server there."""
+    (folder / "own.py").write_text("print(open('/proc/self/comm').read())")
+    task = json.dumps({"task": {"type": "worker", "index": 12}})
+    assert run_forked("own.py", TF_CONFIG=task) == ("worker:12\n\n", 0)
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

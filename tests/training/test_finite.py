@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import examples, logistic
+from small_models import blind, examples, logistic
 
 import tfdist
 from tfdist._tf.private import ShardedVariable
@@ -80,11 +80,6 @@ def test_nothing_is_written(tmp_path):
 
 
 # --- A whole job -------------------------------------------------------------
-
-
-def blind(x):
-    """0 for NaN, as `relu` is on some processors only."""
-    return keras.ops.where(x > 0, x, 0.0)
 
 
 def model_fn():

@@ -36,6 +36,7 @@ from tfdist.launch.processes import (
     Forked,
     adopt_orphans,
     die_with_parent,
+    name_process,
     spawn,
 )
 
@@ -175,6 +176,9 @@ def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
     os.close(output)
     os.environ.clear()
     os.environ.update(role["environment"])
+    # The command line and environment that the kernel shows are the server's.
+    if task := json.loads(os.environ.get("TF_CONFIG", "{}")).get("task"):
+        name_process(f"{task['type']}:{task['index']}")
     if "numpy" in sys.modules:  # Its generator is that of the server.
         sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.orig_argv[0], *sys.argv[1:]]

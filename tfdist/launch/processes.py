@@ -20,6 +20,7 @@ from typing import IO
 from tfdist.launch.banner import BANNER
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 # Loaded here, because a forked child must not load anything before its exec.
@@ -74,6 +75,12 @@ def adopt_orphans(adopt: bool = True) -> None:
     """
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def name_process(name: str) -> None:
+    """Has `top` and `ps -o comm` show the name, of at most 15 bytes."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_NAME, name.encode())
 
 
 def how_it_ended(exit_code: int) -> str:
