@@ -214,6 +214,7 @@ class CoordinatedLoop(Loop):
         self._iterator = None
         self._begin()
         self._workers = Workers(self._strategy, self._workers.num_workers)
+        private_workers.renew_tables(self._workers.coordinator)
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
