@@ -127,6 +127,61 @@ def test_coordinator():
         assert error(cause).original_exception is cause
 
 
+@pytest.mark.parametrize(
+    ("kind", "task", "renewed"),
+    [
+        (tf.errors.UnavailableError, "worker", False),  # TensorFlow does it.
+        (tf.errors.UnavailableError, "ps", True),
+        (tf.errors.InvalidArgumentError, "worker", True),
+        (tf.errors.CancelledError, "worker", True),
+    ],
+)
+def test_iterators_are_made_again(kind, task, renewed):
+    """Where TensorFlow takes the error for a passing one, or raises it."""
+    made, module = [], private_workers.cluster_coordinator
+    worker = SimpleNamespace(
+        worker_index=0, _on_worker_recovery=lambda: made.append(0)
+    )
+    cluster = SimpleNamespace(workers=[worker])
+    error = kind(None, None, f"From /job:{task}/replica:0/task:0: it failed.")
+    with private.coordinator_context.with_dispatch_context(worker):
+        private_workers.renew_resources(
+            SimpleNamespace(_cluster=cluster), error
+        )
+    assert bool(made) == renewed
+    handles = inspect.getsource(module.WorkerPreemptionHandler.wait_on_failure)
+    assert 'isinstance(e, errors.CancelledError) and "/job:" in' in handles
+
+
+def test_each_worker_has_the_lookup_tables_of_a_model():
+    """Those of TensorFlow know the workers of the time they were made."""
+    kind, asked = private_workers.ps_values.DistributedTable, []
+
+    def coordinator(number):
+        def create(function):
+            asked.append(number)
+            return SimpleNamespace(_values=tuple(range(number)))
+
+        return SimpleNamespace(
+            _cluster=SimpleNamespace(workers=[None] * number),
+            _create_per_worker_resources=create,
+        )
+
+    table, first = kind.__new__(kind), coordinator(2)
+    table._coordinator, table._distributed_table = first, None
+    table._distributed_table_creation_lock = threading.Lock()
+    table._maybe_build_distributed_table()
+    private_workers.renew_tables(first)
+    assert asked == [2]
+    first._cluster.workers.append(None)
+    private_workers.renew_tables(first)  # For three; `first` makes two.
+    assert asked == [2, 2]
+    private_workers.renew_tables(other := coordinator(4))
+    assert table._coordinator is other
+    assert len(table._distributed_table._values) == 4
+    assert asked == [2, 2, 4]
+
+
 def test_other_workers_for_a_coordinator(monkeypatch):
     """Their threads begin and end; `test_elastic.py` does it in clusters."""
     module = private_workers.cluster_coordinator

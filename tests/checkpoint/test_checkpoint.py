@@ -139,6 +139,26 @@ def test_two_variables_of_one_name():
         named_variables(made)
 
 
+class TwoTables(keras.Model):
+    """Two layers of one name, which Keras allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = tfdist.PartitionedEmbedding(10, 2, 2, name="table")
+        self.two = tfdist.PartitionedEmbedding(10, 2, 3, name="table")
+
+    def call(self, ids):
+        return self.one(ids) + self.two(ids)
+
+
+def test_two_tables_of_one_name():
+    """The shards of both look like those of one."""
+    made = TwoTables()
+    made(tf.constant([1, 9]))
+    with pytest.raises(ValueError, match=r"both called '.*table/embeddings"):
+        named_variables(made)
+
+
 def test_keeps_the_newest(tmp_path):
     variable = {"v": tf.Variable(1.0)}
     checkpoints = Checkpoints(str(tmp_path), variable, max_to_keep=2)

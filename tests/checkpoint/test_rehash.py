@@ -9,6 +9,7 @@ import tfdist
 from tests.embeddings.test_dynamic import data, dynamic, model_of, rows_of
 from tfdist.__main__ import main
 from tfdist.checkpoint import checkpoints
+from tfdist.checkpoint import rehash as rehashing
 from tfdist.cluster.spec import Cluster
 from tfdist.embeddings.filling import place
 from tfdist.embeddings.index import SEGMENT, mixed
@@ -164,6 +165,15 @@ def test_other_checkpoints_are_not_overwritten(old, capsys):
     with pytest.raises(SystemExit):
         rehash(old, old.model_dir, 3 * SEGMENT)
     assert "There are checkpoints in" in capsys.readouterr().err
+
+
+def test_the_last_variable_is_a_large_one(old, tmp_path, monkeypatch):
+    monkeypatch.setattr(rehashing, "_BYTES", -1)  # All are.
+    assert rehash(old, tmp_path, 3 * SEGMENT) == 0
+    before = checkpoints.saved_shapes(old.latest_checkpoint())
+    after = checkpoints.saved_shapes(checkpoints.latest(str(tmp_path)))
+    assert after.keys() == before.keys()
+    assert after["table/embeddings"][0] == 3 * SEGMENT
 
 
 def test_no_room():

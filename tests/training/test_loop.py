@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import batches, local_loop, logistic
 
-from tfdist._tf import private
+from tfdist._tf import private, private_workers
 from tfdist.training.coordinated_loop import CoordinatedLoop, _Dispatch
 from tfdist.training.loop import (
     EndOfInput,
@@ -219,3 +220,20 @@ def test_a_new_worker_begins_with_single_steps(monkeypatch):
     loop._run_on_worker(late, None)
     assert late.packed is None
     assert len(ran) == 5
+
+
+def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
+    loop = CoordinatedLoop.__new__(CoordinatedLoop)
+    loop._bound = loop._iterator = None
+    loop._begin()
+    loop._full, loop._traced, loop._is_dealt = 4, {}, False
+    loop._workers = SimpleNamespace(
+        coordinator=None, num_workers=3, resize=lambda cluster: None
+    )
+    free = contextlib.nullcontext(True)
+    monkeypatch.setattr(private_workers, "unchanging", lambda _: free)
+    loop._warm |= {0, 1, 2}
+    loop._exhausted.add(2)
+    assert loop.resize(SimpleNamespace(num_workers=2))
+    assert loop._warm == {0, 1}
+    assert loop._exhausted == set()

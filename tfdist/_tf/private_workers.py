@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import tensorflow as tf
+
+# What a lookup table is that was made in a strategy's scope.
+from tensorflow.python.distribute import ps_values
 
 # A worker's thread, and what it is given to wake up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
@@ -68,11 +74,30 @@ def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
     """Makes again what a worker was given: its iterators.
 
     TensorFlow does so for a worker that was lost, but not for one that has lost
-    its connection to a parameter server. To be called in what `schedule` calls.
+    its connection to a parameter server, nor for a call that was cancelled. To
+    be called in what `schedule` calls.
     """
-    if not cluster_coordinator._is_worker_failure(error):
+    cancelled = isinstance(error, tf.errors.CancelledError)
+    if cancelled or not cluster_coordinator._is_worker_failure(error):
         worker = coordinator._cluster.workers[private.current_worker()]
         worker._on_worker_recovery()
+
+
+def renew_tables(coordinator: ClusterCoordinator) -> None:
+    """Gives each worker its own copy of a model's lookup tables.
+
+    TensorFlow makes them for the workers that there are when a table is made,
+    and by another coordinator for those of another connection.
+    """
+    number = len(coordinator._cluster.workers)
+    for table in gc.get_objects():
+        if type(table) is not ps_values.DistributedTable:
+            continue
+        copies = table._distributed_table  # None: it was made for an export.
+        is_old = table._coordinator is not coordinator
+        if copies and (is_old or len(copies._values) != number):
+            table._coordinator, table._distributed_table = coordinator, None
+            table._maybe_build_distributed_table()
 
 
 def of_first_workers(iterator: Any, number: int) -> Any:

@@ -58,7 +58,7 @@ def named_variables(
     for name, variables in grouped.items():
         if len(variables) == 1:
             named[name] = variables[0].value
-        elif all(shard_of(v) is not None for v in variables):
+        elif _is_whole(variables):
             named[name] = PartitionedVariable(
                 [v.value for v in variables], list(map(runs_of, variables))
             )
@@ -71,6 +71,14 @@ def named_variables(
     if global_step is not None:
         named[GLOBAL_STEP] = global_step
     return named
+
+
+def _is_whole(shards: Sequence[keras.Variable]) -> bool:
+    """Whether they are the shards of one table: none has rows of another."""
+    if any(shard_of(shard) is None for shard in shards):
+        return False
+    rows = [row for shard in shards for row, _ in runs_of(shard)]
+    return len({*rows}) == len(rows)
 
 
 def _add_optimizer(

@@ -49,6 +49,8 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
     values: dict[str, tf.Tensor] = {}
 
     def write() -> None:
+        if not values:  # TensorFlow writes no file of nothing.
+            return
         parts.append(f"{temporary}/part-{len(parts)}")
         tf.raw_ops.SaveV2(
             prefix=parts[-1],

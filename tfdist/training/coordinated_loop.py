@@ -57,8 +57,6 @@ class CoordinatedLoop(Loop):
     connection to a server breaks is taken for one that died and came back: both
     begin with another pass over the data (see `WorkerContext`).
 
-    Workers may come and go while none of their steps is under way (`resize`).
-
     Training goes on until the data of every worker has ended. The dispatch in
     which a worker's data ends would lose its other steps, so data of finite or
     unknown length runs one step per dispatch.
@@ -181,16 +179,18 @@ class CoordinatedLoop(Loop):
             if not free:
                 return False
             # Before the workers go whose iterators are freed.
-            if self._iterator is not None and self._is_dealt:
+            if self._is_dealt:
                 self._iterator = None
             elif self._iterator is not None:
                 kept = private_workers.of_first_workers(self._iterator, number)
                 self._iterator = kept
+            before = self._workers.num_workers
             self._workers.resize(cluster)
+        for known in (self._exhausted, self._warm):
+            known.difference_update(range(number, before))  # They have left.
         self._dataset = None
         self._max_ahead = 2 * number * self._full
         if self._iterator is not None:
-            self._exhausted = {i for i in self._exhausted if i < number}
             self._iterator = private_workers.of_all_workers(
                 coordinator, self._iterator
             )
@@ -214,6 +214,7 @@ class CoordinatedLoop(Loop):
         self._iterator = None
         self._begin()
         self._workers = Workers(self._strategy, self._workers.num_workers)
+        private_workers.renew_tables(self._workers.coordinator)
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched

@@ -20,9 +20,7 @@ States = list[tf.Tensor]
 class MetricStates:
     """States of a model's loss and metrics.
 
-    They add up: the sum over any split of the batches is the state of them
-    all. In one process some may be any function of the state before: such a
-    state is kept in the metric's variable from batch to batch.
+    Which add up, or are kept in the metric's variable: see `ModelStep`.
 
     Args:
         model: A model whose metrics are built.

@@ -127,6 +127,7 @@ class Workers:
         with fail_fast():
             private_workers.connect_workers(self.coordinator, workers)
         self.num_workers = after
+        private_workers.renew_tables(self.coordinator)
         new = [f"worker:{i}" for i in range(before, after)]
         if new:
             servers.take_in(cluster, new)
