@@ -38,15 +38,15 @@ promises:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import pathlib
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
 from tfdist.launch import network, resize
-from tfdist.launch.forkserver import ForkServer
+from tfdist.launch.forkserver import READY_SECS, ForkServer
 from tfdist.launch.options import parse_options
 from tfdist.launch.processes import Task, how_it_ended, task_environment
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
@@ -122,6 +122,7 @@ class Launcher(Supervisor):
         self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
         self._stopping = self._interrupted = False
+        self._late: asyncio.TimerHandle | None = None
 
     def run_to_end(self) -> int:
         """Starts the cluster, waits for its end; returns the exit code."""
@@ -139,14 +140,15 @@ class Launcher(Supervisor):
                 continue  # nohup: the user wants to outlive the terminal.
             self.loop.add_signal_handler(signum, self._interrupt, signum)
         if self.fork_server and self.fork_server.start():
-            channel = self.fork_server.channel
-            self.loop.add_reader(channel, self._start_all, channel)
+            self.loop.add_reader(self.fork_server.channel, self._start_all)
+            self._late = self.loop.call_later(READY_SECS, self._start_all)
         else:
             self._start_all()
 
-    def _start_all(self, ready: socket.socket | None = None) -> None:
-        if ready:
-            self.loop.remove_reader(ready)
+    def _start_all(self) -> None:
+        if self.fork_server and self._late:
+            self.loop.remove_reader(self.fork_server.channel)
+            self._late.cancel()
         if self._stopping:
             return
         cluster = self.place_tasks()

@@ -5,6 +5,7 @@ Linux only: a task cannot outlive its launcher, nor its children the task.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import time
 from asyncio import TimerHandle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import IO
@@ -290,6 +291,16 @@ def all_processes() -> list[tuple[int, int, int]]:
             continue
         found.append((int(entry.name), int(parent), int(session)))
     return found
+
+
+def reap_orphans(tasks: Container[int | None]) -> None:
+    """Reaps children that have ended, up to the first that is a task's."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, options):
+            if ended.si_pid in tasks:
+                break
+            os.waitpid(ended.si_pid, 0)
 
 
 def kill_children() -> None:

@@ -17,7 +17,7 @@ from tfdist._tf.waiting import wait_for
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.network import reserve_ports
-from tfdist.launch.processes import Task
+from tfdist.launch.processes import Task, reap_orphans
 
 PROOF_SECS = 10.0
 """For a signal to have its effect."""
@@ -163,6 +163,9 @@ class Supervisor:
     def _reap_all(self) -> None:
         for task in self.tasks.values():
             self.reap(task)
+        if self.fork_server:
+            self.fork_server.reap()
+        reap_orphans({task.pid for task in self.tasks.values()})
 
     def _all_are_dead(self) -> bool:
         for task in self.tasks.values():
