@@ -18,6 +18,7 @@ others stay away for `"last_call_timeout"` seconds (torchrun's word; default
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -113,12 +114,17 @@ class ClusterSize:
     def refuse(self) -> None:
         """Takes `change` back, lest anybody stops tasks."""
         assert self.path
-        content = json.loads(storage.read_text(self.path) or "{}")
         if self._ps_addresses:
-            content["ps"] = self.wanted_ps = self.ps
+            numbers = {"ps": self.ps}
+            self.wanted_ps = self.ps
         else:
-            content["workers"] = self.wanted = self._accepted
-        storage.write_text(self.path, json.dumps(content))
+            numbers = {"workers": self._accepted}
+            self.wanted = self._accepted
+        text = storage.read_text(self.path) or ""
+        with contextlib.suppress(ValueError):  # Then nobody follows it.
+            parse_size(text, self.path)
+            content = {**json.loads(text), **numbers}
+            storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
         """Looks at the file from now on, in a thread."""

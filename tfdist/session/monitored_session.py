@@ -211,6 +211,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self._grace_secs = stop_grace_period_secs
         self._stop = self._closed = False
         self._steps_per_sec = 0.0
+        self._refused = ""  # What change, if it is still asked for.
         try:
             self._recovering(lambda: None)
         except BaseException as error:
@@ -364,12 +365,16 @@ class MonitoredTrainingSession(RecoverableSession):
         size = self._size
         change = size.change if size else None
         if not (size and change):
+            self._refused = ""
             return
         try:
             self._check_restart(size)
         except ValueError as error:
-            _log.error("Refused: %s. %s", change, error)
-            size.refuse()
+            # Where a group lacks one, it may stay what the file asks for.
+            if change != self._refused:
+                _log.error("Refused: %s. %s", change, error)
+                size.refuse()
+            self._refused = change
         else:
             if size.is_ready():
                 self._restart(change, size.asked)
