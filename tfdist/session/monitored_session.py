@@ -336,10 +336,8 @@ class MonitoredTrainingSession(RecoverableSession):
         waits for a worker that is to stay.
         """
         size, health = self._size, self._health
-        number = size.due() if size else None
-        if number is None:
+        if not size or (number := size.due()) is None:
             return
-        assert size
         assert health
         change = f"workers: {size.size} -> {number}"
         cluster = size.cluster.with_first(worker=number, ps=size.ps)
@@ -363,18 +361,16 @@ class MonitoredTrainingSession(RecoverableSession):
     def _regroup(self) -> None:
         """Begins anew with other processes of all-reduce, or with other ps."""
         size = self._size
-        change = size.change if size else None
-        if not (size and change):
+        if not size or not (change := size.change):
             self._refused = ""
             return
         try:
             self._check_restart(size)
         except ValueError as error:
-            # Where a group lacks one, it may stay what the file asks for.
-            if change != self._refused:
+            if change != self._refused:  # Which a group may go on lacking.
+                self._refused = change
                 _log.error("Refused: %s. %s", change, error)
                 size.refuse()
-            self._refused = change
         else:
             if size.is_ready():
                 self._restart(change, size.asked)
