@@ -129,6 +129,9 @@ def test_other_ps(tmp_path, up):
         assert found.change is None
         content = json.loads((tmp_path / "cluster.json").read_text())
         assert content == {"workers": 1, "ps": 2}
+        (tmp_path / "cluster.json").write_text("nonsense")  # Meanwhile.
+        found.refuse()
+        assert (tmp_path / "cluster.json").read_text() == "nonsense"
         (tmp_path / "cluster.json").write_text('{"ps": 1}')
         assert wait_for(lambda: found.change == "ps: 2 -> 1", 10)
         assert (found.is_ready(), found.shrinks, found.due()) == (1, 1, None)

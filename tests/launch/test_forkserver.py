@@ -290,6 +290,41 @@ def test_a_launcher_that_is_interrupted_before_it_is_ready(folder):
     assert "chief:0      never started" in job.output
 
 
+def test_one_that_is_never_ready_is_done_without(folder):
+    (folder / "keras" / "__init__.py").write_text("import time; time.sleep(60)")
+    code = """
+import sys
+from tfdist.launch import command, forkserver
+forkserver.READY_SECS = command.READY_SECS = 1.0
+sys.exit(command.main(sys.argv[1:]))
+"""
+    flags = ("--network=host", "--workers=1")
+    with Launch(folder, "print('up')", *flags, code=code, fork=True) as job:
+        assert job.end() == 0
+        assert not children(job.process.pid)
+    assert job.lines_of("worker:0") == ["up"]
+
+
+def test_orphans_are_reaped(folder):
+    """The launcher adopts them, and the fork server that has died is its."""
+    script = """
+if me.task_type == "chief":
+    shell = ["sh", "-c", "sleep 0.1 & echo orphan $!"]
+    print(subprocess.run(shell, capture_output=True, text=True).stdout)
+print("up")
+signal.pause()
+"""
+    with Launch(folder, script, "--workers=1", fork=True) as job:
+        job.read_until("up$", 2)
+        (server,) = servers_of(job)
+        os.kill(server, signal.SIGKILL)
+        orphan = re.search(r"orphan (\d+)", job.output)[1]
+        left = [Path(f"/proc/{pid}") for pid in (server, orphan)]
+        assert wait_for(lambda: not any(p.exists() for p in left), 10)
+        job.process.terminate()
+        job.end()
+
+
 def test_there_is_none_with_no_fork(folder):
     with Launch(folder, "print('up')\ntime.sleep(1)", fork=False) as job:
         job.read_until("up$")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,21 @@ def test_the_launcher_starts_and_lets_go(tmp_path):
         job.process.terminate()
         job.end()
         assert "no such launcher" in resized(3, job.process.pid).stderr
+
+
+def test_a_launchers_file_that_somebody_has_removed():
+    """Such as who tidies up the temporary files of long ago."""
+    with resize.launchers_file({"workers": (1, 2)}, 30.0) as path:
+        shutil.rmtree(path.parent)
+        assert resize.size_in(path, {"worker": 1}) == {"worker": 1}
+
+
+def test_a_file_that_is_malformed(tmp_path, capsys):
+    (tmp_path / "cluster.json").write_text("{")
+    with pytest.raises(SystemExit):
+        resize.main(["3", f"--model_dir={tmp_path}"])
+    assert "cluster.json must be a JSON object" in capsys.readouterr().err
+    assert (tmp_path / "cluster.json").read_text() == "{"
 
 
 def test_elsewhere(tmp_path, capsys):

@@ -318,6 +318,23 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
         assert content == {"workers": 1, "ps": 2}
 
 
+def test_a_member_that_cannot_be_taken_in_is_refused_once(tmp_path, caplog):
+    """All-reduce by two of the three that the file asks for."""
+    jobs = {"chief": ["c:1"], "worker": ["w:1", "w:2"]}
+    ask_for(tmp_path, 2, min_workers=1)
+
+    def build_fn():
+        step = tf.Variable(0, dtype=tf.int64)
+        return tfdist.Trainable(Ahead(step), step, variables={})
+
+    with tfdist.MonitoredTrainingSession(build_fn) as session:
+        size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))
+        session._size, size.size = size, 1
+        for _ in range(3):
+            session.run()
+    assert caplog.text.count("Refused: workers: 1 -> 2. The job has no") == 1
+
+
 class OnePass(Resizable):
     module = "tests.one_pass_job"
 

@@ -107,15 +107,12 @@ class HealthMonitor:
         frozen_secs: float = FROZEN_SECS,
         on_stuck: Callable[[ServerLostError], None] | None = None,
     ) -> None:
-        self._records = {
-            task: _Record(address)
-            for task, address in cluster.addresses(*SERVER_JOBS).items()
-        }
-        self._addresses = [r.address for r in self._records.values()]
+        self._records: dict[str, _Record] = {}
         self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
         self._stopped, self._due = threading.Event(), threading.Event()
         self._asking = threading.Lock()
+        self.follow(cluster)
         self._thread = threading.Thread(
             target=self._run, name="tfdist-health", daemon=True
         )
@@ -139,7 +136,9 @@ class HealthMonitor:
                 task: self._records.get(task) or _Record(address)
                 for task, address in cluster.addresses(*SERVER_JOBS).items()
             }
-            self._addresses = [r.address for r in self._records.values()]
+
+    def _addresses(self) -> list[str]:
+        return [record.address for record in self._records.values()]
 
     def lost(self) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
@@ -192,7 +191,7 @@ class HealthMonitor:
                 if self._due.wait(_ROUND_SECS) and self._stopped.is_set():
                     break
                 self._due.clear()
-                self._sentinel.tell(self._addresses)
+                self._sentinel.tell(self._addresses())
                 self._ask()
                 self._cut_frozen_workers()
                 lost = self.lost()
@@ -207,7 +206,7 @@ class HealthMonitor:
     def _ask(self) -> None:
         """Asks all tasks at once and notes what each answered."""
         with self._asking:
-            answers = probing.ask(self._addresses)
+            answers = probing.ask(self._addresses())
             for (task, record), answer in zip(
                 self._records.items(), answers, strict=True
             ):

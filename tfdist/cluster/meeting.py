@@ -57,7 +57,7 @@ def meet(
             wait(others, lambda: meeting.states(others), timeout_secs)
             return cluster
         if cluster.is_chief:
-            meeting.decide(others, size)
+            meeting.decide(size)
         else:
             meeting.wait_for_decision(cluster)
         others = {n: a for n, a in others.items() if a in meeting.members}
@@ -138,12 +138,13 @@ class _Meeting:
         met = self._asked_by.get(address) == identity + self._decision
         return TaskState.LIVE if met else TaskState.APART
 
-    def decide(self, others: Mapping[str, str], size: ClusterSize) -> None:
+    def decide(self, size: ClusterSize) -> None:
         """The leader waits for those who are wanted, and says who is there."""
-        wanted = [*size.wanted_workers, self._own]
-        tasks = {n: a for n, a in others.items() if a in wanted}
+        tasks = size.asked.addresses()
         # A leader that is a worker is one of the least number.
-        least = size.least - (self._own in size.wanted_workers)
+        least = size.least - (
+            tasks.pop(size.cluster.task) in size.wanted_workers
+        )
         since = 0.0
 
         def enough() -> list[TaskState]:

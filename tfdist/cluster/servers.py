@@ -188,8 +188,8 @@ def release(cluster: Cluster) -> None:
     """
     tasks = cluster.addresses(*SERVER_JOBS)
     if num_connected("worker"):  # Others do not train now.
-        devices = {d.name for d in tf.config.list_logical_devices("CPU")}
-        tasks = {t: a for t, a in tasks.items() if _full_name(t) in devices}
+        connected = _connected()
+        tasks = {t: a for t, a in tasks.items() if t in connected}
     answers = ask(list(tasks.values()))
     for task, answer in zip(tasks, answers, strict=True):
         problem = answer.state.value
@@ -226,9 +226,14 @@ def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
 
 def num_connected(job: str) -> int:
     """To how many tasks of a job this process is connected."""
-    names = [device.name for device in tf.config.list_logical_devices("CPU")]
-    tasks = {name.partition("/device:")[0] for name in names}
-    return sum(task.startswith(f"/job:{job}/") for task in tasks)
+    return sum(task.startswith(f"{job}:") for task in _connected())
+
+
+def _connected() -> set[str]:
+    """The tasks, such as "ps:0", that this process is connected to."""
+    devices = tf.config.list_logical_devices("CPU")
+    parsed = [tf.DeviceSpec.from_string(device.name) for device in devices]
+    return {f"{device.job}:{device.task}" for device in parsed}
 
 
 def is_other(cluster: Cluster) -> bool:
@@ -242,10 +247,6 @@ def is_other(cluster: Cluster) -> bool:
 def _device(task: str) -> str:
     job, _, index = task.partition(":")
     return f"/job:{job}/task:{index}/device:CPU:0"
-
-
-def _full_name(task: str) -> str:
-    return _device(task).replace("/task:", "/replica:0/task:")
 
 
 def hold(cluster: Cluster) -> None:

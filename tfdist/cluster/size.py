@@ -18,6 +18,7 @@ others stay away for `"last_call_timeout"` seconds (torchrun's word; default
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -74,15 +75,12 @@ class ClusterSize:
             path = os.path.join(model_dir, SIZE_FILE)
         self.cluster, self.path = cluster, path
         self._addresses = [*cluster.addresses("worker").values()]
-        self._ps_addresses = [*cluster.addresses("ps").values()]
-        self.wanted_ps = len(self._ps_addresses)
-        self._group: list[str] | None = None
-        self.least = len(self._addresses)
+        self._group: list[str] | None = None  # All-reduce: who trains now.
+        self.wanted_ps, self.least = cluster.num_ps, cluster.num_workers
         self.last_call_timeout = LAST_CALL_SECS
         number = self._read()
         self.may_change = number is not None
-        self.size = self.wanted = number or len(self._addresses)
-        self._accepted = self.wanted
+        self.size = self.wanted = self._accepted = number or cluster.num_workers
         self.ps = self._num_ps_up = self.wanted_ps
         self._wanted_since = self._due_since = time.monotonic()
         self._due: int | None = None
@@ -113,12 +111,17 @@ class ClusterSize:
     def refuse(self) -> None:
         """Takes `change` back, lest anybody stops tasks."""
         assert self.path
-        content = json.loads(storage.read_text(self.path) or "{}")
-        if self._ps_addresses:
-            content["ps"] = self.wanted_ps = self.ps
+        if self.cluster.num_ps:
+            self.wanted_ps = self.ps
+            numbers = {"ps": self.ps}
         else:
-            content["workers"] = self.wanted = self._accepted
-        storage.write_text(self.path, json.dumps(content))
+            self.wanted = self._accepted
+            numbers = {"workers": self.wanted}
+        text = storage.read_text(self.path) or ""
+        with contextlib.suppress(ValueError):  # Then nobody follows it.
+            parse_size(text, self.path)
+            content = {**json.loads(text), **numbers}
+            storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
         """Looks at the file from now on, in a thread."""
@@ -141,13 +144,13 @@ class ClusterSize:
     def change(self) -> str | None:
         """What is asked for that needs a restart, such as "ps: 1 -> 2"."""
         job, now, wanted = "workers", self.size, self.wanted
-        if self._ps_addresses:
+        if self.cluster.num_ps:
             job, now, wanted = "ps", self.ps, self.wanted_ps
         return f"{job}: {now} -> {wanted}" if wanted != now else None
 
     def is_ready(self) -> bool:
         """Whether those are up whom `change` needs."""
-        if self._ps_addresses:
+        if self.cluster.num_ps:
             return self._num_ps_up >= self.wanted_ps
         return self.due() is not None
 
@@ -177,10 +180,8 @@ class ClusterSize:
         if text is None:
             return None
         asked = parse_size(text, str(self.path))
-        most = len(self._addresses)
-        number = most if asked.workers is None else asked.workers
-        most_ps = len(self._ps_addresses)
-        num_ps = most_ps if asked.ps is None else asked.ps
+        most, most_ps = self.cluster.num_workers, self.cluster.num_ps
+        number, num_ps = asked.workers or most, asked.ps or most_ps
         if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
             raise ValueError(
                 f"{self.path} asks for 1 worker, and there is no chief beside "
@@ -211,8 +212,9 @@ class ClusterSize:
             self.may_change |= number is not None
             if number not in (None, self.wanted):
                 self.wanted, self._wanted_since = number, time.monotonic()
-            new = self._ps_addresses[self.ps : self.wanted_ps]
-            self._num_ps_up = self.ps + _num_live(probing.ask(new))
+            asked = [*self.asked.addresses("ps").values()]
+            new = _num_live(probing.ask(asked[self.ps :]))
+            self._num_ps_up = self.ps + new
             due = self._reachable()
             if due != self._due:
                 self._due, self._due_since = due, time.monotonic()
@@ -224,8 +226,7 @@ class ClusterSize:
             return wanted
         group = self._addresses[:size] if self._group is None else self._group
         new = [a for a in self._addresses[:wanted] if a not in group]
-        gaps = self._group is not None
-        live = size + _num_live(probing.ask(new), gaps)
+        live = size + _num_live(probing.ask(new), gaps=self._group is not None)
         waited = time.monotonic() - self._wanted_since > _TOGETHER_SECS
         return live if live == wanted or waited else None
 

@@ -21,12 +21,8 @@ promises:
   failed they are told to (SIGTERM) at once. What still runs ten seconds
   later is killed. 128 + n stands for signal n.
 * `--workers=1:4` begins with one of four workers; `python -m tfdist resize 3`
-  makes it three (`tfdist.launch.resize`). The chief takes new ones in when they
-  are up, and has those that are too many end by themselves; a minute later
-  they are told to. All processes of an all-reduce job save and restart then;
-  after `--last_call_timeout` they go on without one that stays away.
-* `--ps=1:2` and `python -m tfdist resize --ps=2` alike; for these the chief
-  saves and restarts itself.
+  makes it three, and so for `--ps=1:2` (`tfdist.cluster.size`). The chief has
+  those that are too many end by themselves; a minute later they are told to.
 * Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
   minute to write its last checkpoint, the others ten seconds more. Should the
   launcher itself be killed, the kernel kills its tasks.
@@ -38,17 +34,17 @@ promises:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import pathlib
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
 from tfdist.launch import network, resize
-from tfdist.launch.forkserver import ForkServer
+from tfdist.launch.forkserver import READY_SECS
 from tfdist.launch.options import parse_options
-from tfdist.launch.processes import Task, how_it_ended, task_environment
+from tfdist.launch.processes import Task, how_it_ended
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
@@ -115,13 +111,9 @@ class Launcher(Supervisor):
             task = Task(job, index, options.command)
             self.tasks[task.name] = task
         self._options = options
-        if options.fork:
-            heaviest = task_environment("ps" if options.ps else "chief")
-            self.fork_server = ForkServer(options.command, heaviest)
-        others = "ps" if options.ps else "worker"
-        self._needed = ("chief", others, "dispatcher", "data_worker")
         self._exit_code: int | None = None
         self._stopping = self._interrupted = False
+        self._late: asyncio.TimerHandle | None = None
 
     def run_to_end(self) -> int:
         """Starts the cluster, waits for its end; returns the exit code."""
@@ -138,15 +130,18 @@ class Launcher(Supervisor):
             ):
                 continue  # nohup: the user wants to outlive the terminal.
             self.loop.add_signal_handler(signum, self._interrupt, signum)
-        if self.fork_server and self.fork_server.start():
-            channel = self.fork_server.channel
-            self.loop.add_reader(channel, self._start_all, channel)
+        command = self._options.command
+        if self._options.fork and self.start_fork_server(command):
+            assert self.fork_server
+            self.loop.add_reader(self.fork_server.channel, self._start_all)
+            self._late = self.loop.call_later(READY_SECS, self._start_all)
         else:
             self._start_all()
 
-    def _start_all(self, ready: socket.socket | None = None) -> None:
-        if ready:
-            self.loop.remove_reader(ready)
+    def _start_all(self) -> None:
+        if self.fork_server and self._late:
+            self.loop.remove_reader(self.fork_server.channel)
+            self._late.cancel()
         if self._stopping:
             return
         cluster = self.place_tasks()
@@ -246,8 +241,10 @@ class Launcher(Supervisor):
 
     def _needs(self, task: Task) -> bool:
         """Whether the job cannot go on without a task that keeps failing."""
-        if task.job != "worker" or task.job not in self._needed:
-            return task.job in self._needed
+        if task.job != "worker":
+            return task.job in ("ps", "dispatcher", "data_worker")
+        if self._options.ps:
+            return False
         workers = [t for t in self.tasks.values() if t.job == "worker"]
         left = sum(not t.is_over and self._is_wanted(t) for t in workers)
         return left < self._options.least_workers

@@ -41,8 +41,10 @@ from tfdist.launch.processes import (
 )
 
 _IMPORTED = ("tensorflow", "keras", "tfdist")
-# How long it may take to import, and to fork.
-_READY_SECS, _FORK_SECS = 120.0, 30.0
+READY_SECS = 120.0
+"""How long it may take to import."""
+
+_FORK_SECS = 30.0
 _MAX_ROLE = 1 << 20  # Bytes; the system allows less.
 
 
@@ -83,6 +85,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
             )
+        self._ready_by = time.monotonic() + READY_SECS
         return self._process is not None
 
     def fork(
@@ -103,7 +106,8 @@ class ForkServer:
                 stdout = stack.enter_context(os.fdopen(write, "wb"))
             try:
                 if not self._is_ready:
-                    self.channel.settimeout(_READY_SECS)
+                    left = self._ready_by - time.monotonic()
+                    self.channel.settimeout(max(0.0, left))
                     self._is_ready = bool(self.channel.recv(1))
                 self.channel.settimeout(_FORK_SECS)
                 text = json.dumps(role).encode()
@@ -114,11 +118,15 @@ class ForkServer:
                 return None
         return Forked(pid, output)
 
+    def reap(self) -> bool:
+        """Whether it has died; the next `fork` then closes it."""
+        return self._process is not None and self._process.poll() is not None
+
     def close(self) -> None:
         """Ends it, if there is one."""
         if self._process is not None:
             self.channel.close()
-            with contextlib.suppress(ProcessLookupError):
+            if not self.reap():  # Else its id may be somebody else's by now.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None

@@ -21,7 +21,6 @@ from typing import TypeVar
 from tfdist.cluster.spec import Cluster
 from tfdist.launch import network, processes
 from tfdist.launch.faults import NotRunningError
-from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.processes import Task, how_it_ended, is_frozen
 from tfdist.launch.supervisor import Supervisor, wait_until, wants_restart
 
@@ -120,10 +119,7 @@ class Injector(Supervisor):
         for job, index in tasks:
             self._add(Task(job, index, command))
         self._cluster = self.place_tasks()
-        heaviest = "ps" if ("ps", 0) in tasks else "chief"
-        environment = processes.task_environment(heaviest)
-        self.fork_server = ForkServer(command, environment)
-        self.fork_server.start()
+        self.start_fork_server(command)
         for name in absent:
             self._task(name)
         for name, task in self.tasks.items():

@@ -5,6 +5,7 @@ Linux only: a task cannot outlive its launcher, nor its children the task.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import time
 from asyncio import TimerHandle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import IO
@@ -159,8 +160,6 @@ class Task:
         tf_config: The `TF_CONFIG` of its next start.
         port: Where it listens.
         stdout: Where both its streams go: a pipe (default) or an open file.
-        fork: Makes a process of command, environment and `stdout`, or returns
-            None, so that one is spawned. Default: None, as if it did.
         output: The reading end of that pipe.
         pids: Process ids, the oldest first.
         exit_codes: Of the processes that have ended; -n for signal n.
@@ -174,7 +173,6 @@ class Task:
         self.tf_config = ""
         self.port = 0
         self.stdout: int | IO[bytes] = subprocess.PIPE
-        self.fork: Callable[..., Forked | None] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []
         self.exit_codes: list[int] = []
@@ -185,15 +183,19 @@ class Task:
         self._stopped = False
         self._started_at = self._began_at = self._ended_at = 0.0
 
-    def start(self) -> None:
-        """Starts the process, from the launcher's main thread."""
+    def start(self, fork: Callable[..., Forked | None] | None = None) -> None:
+        """Starts the process, from the launcher's main thread.
+
+        `fork` makes it of command, environment and `stdout`; where there is
+        none, or it returns None, the process is spawned.
+        """
         environment = {
             **task_environment(self.job),
             "TF_CONFIG": self.tf_config,
         }
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
         how = self._command, environment
-        process = self.fork(*how, self.stdout) if self.fork else None
+        process = fork(*how, self.stdout) if fork else None
         self._process = process or spawn(*how, stdout=self.stdout)
         if self._process.stdout is not None:
             self.output = self._process.stdout
@@ -297,6 +299,16 @@ def all_processes() -> list[tuple[int, int, int]]:
             continue
         found.append((int(entry.name), int(parent), int(session)))
     return found
+
+
+def reap_orphans(tasks: Container[int | None]) -> None:
+    """Reaps children that have ended, up to the first that is a task's."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, options):
+            if ended.si_pid in tasks:
+                break
+            os.waitpid(ended.si_pid, 0)
 
 
 def kill_children() -> None:

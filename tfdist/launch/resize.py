@@ -49,7 +49,7 @@ def launchers_file(
         yield path
     finally:
         os.environ.pop(SIZE_VARIABLE, None)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def size_in(path: Path, default: dict[str, int]) -> dict[str, int]:
@@ -141,8 +141,12 @@ def _resize_in(
     if not storage.is_object_store(model_dir) and not os.path.isdir(model_dir):
         parser.error(f"there is no directory {model_dir!r}")
     path = os.path.join(model_dir, SIZE_FILE)
-    content = json.loads(storage.read_text(path) or "{}")  # What else it says.
-    storage.write_text(path, json.dumps({**content, **asked}))
+    text = storage.read_text(path) or "{}"
+    try:
+        content = {**json.loads(text), **asked}  # What else it says stays.
+    except (TypeError, ValueError):
+        parser.error(f"{path} must be a JSON object. Received: {text[:80]!r}")
+    storage.write_text(path, json.dumps(content))
     for key, number in asked.items():
         print(f"{path}: {key}: {number}")
     return 0

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.forkserver import ForkServer
 from tfdist.launch.network import reserve_ports
-from tfdist.launch.processes import Task
+from tfdist.launch.processes import Task, reap_orphans, task_environment
 
 PROOF_SECS = 10.0
 """For a signal to have its effect."""
@@ -98,6 +98,12 @@ class Supervisor:
         self._error = self._error or context.get("exception")
         loop.stop()
 
+    def start_fork_server(self, command: Sequence[str]) -> bool:
+        """Has the tasks forked that run this; whether that can be."""
+        heaviest = task_environment("ps" if "ps:0" in self.tasks else "chief")
+        self.fork_server = ForkServer(command, heaviest)
+        return self.fork_server.start()
+
     def place_tasks(self) -> Cluster:
         """Gives every task a fresh port, and its `TF_CONFIG`."""
         jobs: dict[str, list[str]] = {}
@@ -118,8 +124,7 @@ class Supervisor:
     def start(self, task: Task) -> None:
         """Starts a task."""
         self.cancel(task, "restart")
-        task.fork = self.fork_server.fork if self.fork_server else None
-        task.start()
+        task.start(self.fork_server.fork if self.fork_server else None)
 
     def restart_later(self, task: Task, secs: float) -> None:
         """Starts a task again after a pause."""
@@ -163,6 +168,9 @@ class Supervisor:
     def _reap_all(self) -> None:
         for task in self.tasks.values():
             self.reap(task)
+        if self.fork_server:
+            self.fork_server.reap()
+        reap_orphans({task.pid for task in self.tasks.values()})
 
     def _all_are_dead(self) -> bool:
         for task in self.tasks.values():

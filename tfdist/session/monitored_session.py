@@ -211,6 +211,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self._grace_secs = stop_grace_period_secs
         self._stop = self._closed = False
         self._steps_per_sec = 0.0
+        self._refused = ""  # What change, if it is still asked for.
         try:
             self._recovering(lambda: None)
         except BaseException as error:
@@ -335,10 +336,8 @@ class MonitoredTrainingSession(RecoverableSession):
         waits for a worker that is to stay.
         """
         size, health = self._size, self._health
-        number = size.due() if size else None
-        if number is None:
+        if not size or (number := size.due()) is None:
             return
-        assert size
         assert health
         change = f"workers: {size.size} -> {number}"
         cluster = size.cluster.with_first(worker=number, ps=size.ps)
@@ -362,14 +361,16 @@ class MonitoredTrainingSession(RecoverableSession):
     def _regroup(self) -> None:
         """Begins anew with other processes of all-reduce, or with other ps."""
         size = self._size
-        change = size.change if size else None
-        if not (size and change):
+        if not size or not (change := size.change):
+            self._refused = ""
             return
         try:
             self._check_restart(size)
         except ValueError as error:
-            _log.error("Refused: %s. %s", change, error)
-            size.refuse()
+            if change != self._refused:  # Which a group may go on lacking.
+                self._refused = change
+                _log.error("Refused: %s. %s", change, error)
+                size.refuse()
         else:
             if size.is_ready():
                 self._restart(change, size.asked)
