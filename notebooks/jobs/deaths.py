@@ -34,7 +34,7 @@ def model_fn() -> keras.Model:
 
 
 def input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """Batches of 64 without end; others in each life of each worker."""
+    """Endless batches of 64, different in each life of each worker."""
     index = tf.cast(context.input_pipeline_id, tf.int64)
 
     def batch(seed: tf.Tensor, _: tf.Tensor) -> tuple[dict, tf.Tensor]:

@@ -1,4 +1,4 @@
-"""A small job of a user's: the same program is every task of it.
+"""A small job, as a user writes it: every task of it runs this program.
 
 python first_job.py MODEL_DIR
 python -m tfdist.launch --ps=2 --workers=2 first_job.py MODEL_DIR
@@ -31,7 +31,7 @@ def model_fn() -> keras.Model:
 
 
 def input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """Batches of 32 without end, others for every worker."""
+    """Endless batches of 32, different for every worker."""
     seed = context.input_pipeline_id
 
     def batch(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

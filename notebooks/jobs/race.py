@@ -35,7 +35,7 @@ def model_fn() -> keras.Model:
 def input_fn(
     context: tf.distribute.InputContext, slow: bool
 ) -> tf.data.Dataset:
-    """Batches of 16 of a noisy sum, after pauses; others for each worker."""
+    """Batches of 16 of a noisy sum, after pauses; different for each worker."""
     index = context.input_pipeline_id
     last = tf.equal(index, context.num_input_pipelines - 1)
     pause = tf.where(last, 5 * PAUSE if slow else PAUSE, PAUSE)

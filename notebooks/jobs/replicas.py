@@ -1,7 +1,8 @@
 """Asynchronous workers: all equally fast, then one of them ten times slower.
 
 Usage: replicas.py MODEL_DIR, as every task of a cluster with ps. A step of a
-worker takes 40 ms, in which it only waits: so two cores can play many machines.
+worker takes 40 ms, in which it only waits, so that two cores can stand in for
+many machines.
 """
 
 import os
