@@ -21,6 +21,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from notebooks import alt
+
 FOLDER = Path(__file__).resolve().parent
 CELL_SECS = 600
 
@@ -97,7 +99,11 @@ def _environ(directory: str) -> dict[str, str]:
 
 
 def store(path: Path, notebook: NotebookNode) -> None:
-    """Writes a notebook with its outputs, and nothing of this machine."""
+    """Writes a notebook with its outputs, and nothing of this machine.
+
+    Each figure gets an alternative text (`alt.describe`).
+    """
+    alt.describe(notebook)
     notebook.metadata = {
         "kernelspec": {
             "display_name": "Python 3",
