@@ -132,7 +132,10 @@ def trace(
 
 
 def step_secs(steps_per_dispatch: int) -> float:
-    """Seconds of a step: the median of nine hundreds, the first left out."""
+    """Seconds of a step, in the fastest of nine hundreds after the first.
+
+    What else the machine does can only make a hundred slower.
+    """
     marks = Marks()
     with tempfile.TemporaryDirectory() as directory:
         config = tfdist.RunConfig(
@@ -142,7 +145,7 @@ def step_secs(steps_per_dispatch: int) -> float:
         )
         estimator = tfdist.Estimator(model_fn, config)
         estimator.train(examples, [marks], max_steps=1000)
-    return float(np.median(np.diff(marks.times))) / 100
+    return float(np.diff(marks.times).min()) / 100
 
 
 def secs_until_evaluated(cluster: tfdist.Cluster, delay: float) -> float:
