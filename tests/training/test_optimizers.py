@@ -21,8 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:When providing `inputs`")
 
 K = keras.optimizers
 
-# Over 50 steps of float32 rounding, on values of size about one.
-TOLERANCE = 2e-5
+# Over 50 steps of float32 rounding, on values of size about one. It depends on
+# the CPU (4e-5 was seen with two Adams; the same in float64 is 2e-8 apart).
+TOLERANCE = 1e-4
 
 STEPS, BATCH = 50, 16
 
