@@ -109,6 +109,14 @@ def test_code_that_draws_is_folded(name):
             assert cell["metadata"]["jupyter"] == {"source_hidden": True}
 
 
+@pytest.mark.parametrize("name", LESSONS + SOLUTIONS)
+def test_figures_have_an_alternative_text(name):
+    for cell in code(read(name)):
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                assert len(output["metadata"]["image/png"]["alt"]) > 20
+
+
 def lines_of(text):
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -249,6 +257,19 @@ def test_the_glossary_is_in_order_and_leads_to_lessons():
     assert {f"{int(number):02}" for number in numbers} == {
         name[:2] for name in LESSONS
     } - {"11"}
+
+
+def test_words_of_the_glossary_are_in_their_lessons():
+    text = (FOLDER / "glossary.md").read_text()
+    for words, numbers in re.findall(
+        r"^\| \*\*(.*?)\*\*.* \| ([\d, ]+) \|$", text, re.MULTILINE
+    ):
+        word = re.match(r"[^,(]*", words)[0].strip().lower()
+        for number in numbers.split(", "):
+            (name,) = (x for x in LESSONS if int(x[:2]) == int(number))
+            cells = map(source, read(name)["cells"])
+            told = re.sub(r"[\W_]+", " ", " ".join(cells).lower())
+            assert re.sub(r"\W+", " ", word) in told, f"{words} in {name}"
 
 
 # --- Run ---------------------------------------------------------------------
