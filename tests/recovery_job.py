@@ -27,13 +27,19 @@ BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
 INFINITE = tf.data.INFINITE_CARDINALITY
 
 
-def model_fn(dynamic=False):
+def model_fn(dynamic=False, words=False):
     x = keras.Input([FEATURES], name="x")
     ids = keras.Input([IDS], dtype="int32", name="ids")
     table = tfdist.PartitionedEmbedding(ROWS, 8, num_shards=2)
     if dynamic:
         table = tfdist.DynamicEmbedding(8, capacity=8192, num_shards=2)
-    rows = table(ids)
+    places = ids
+    if words:  # By a lookup table, which is not TensorFlow's variable.
+        vocabulary = list(range(ROWS))
+        places = keras.layers.IntegerLookup(
+            vocabulary=vocabulary, num_oov_indices=0
+        )(ids)
+    rows = table(places)
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
     hidden = keras.layers.Dense(16, "relu")(both)
     output = keras.layers.Dense(1, "sigmoid")(hidden)
@@ -166,6 +172,7 @@ def flags():
     parser.add_argument("--backup_workers", type=int)
     # Whether the table gives ids their rows as they come.
     parser.add_argument("--dynamic", action="store_true")
+    parser.add_argument("--words", action="store_true")
     # Step at which a hook raises.
     parser.add_argument("--raise_at", type=int)
     return parser.parse_args()
@@ -193,7 +200,7 @@ def main():
     if args.raise_at is not None:
         hooks.append(UserHook(args.raise_at))
     tfdist.train_and_evaluate(
-        tfdist.Estimator(lambda: model_fn(args.dynamic), config),
+        tfdist.Estimator(lambda: model_fn(args.dynamic, args.words), config),
         tfdist.TrainSpec(
             lambda pipeline: input_fn(args, pipeline), args.max_steps, hooks
         ),

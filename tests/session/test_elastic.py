@@ -117,7 +117,7 @@ def test_a_change_before_the_last_step():
 def test_1_to_3_to_2_by_the_launcher(tmp_path):
     launcher = ["--ps=2", "--workers=1:3"]
     flags = ["--max_steps=3000", "--save_steps=100000", "--step_secs=0.05"]
-    flags += ["--dealt"]
+    flags += ["--dealt", "--words"]
     with Resizable(tmp_path / "model", launcher, *flags) as job:
         job.wait_for(r"^\[chief:0\] step .*1/1 workers$")
         assert "worker:1 pid" not in job.output
