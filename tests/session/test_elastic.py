@@ -239,7 +239,7 @@ def test_synchronous_steps(tmp_path):
 def test_other_parameter_servers(tmp_path):
     """What they hold is dealt anew, from a checkpoint of this very step."""
     launcher = ["--ps=1:3", "--workers=1:2"]
-    flags = ["--max_steps=2500", "--save_steps=100000", "--dynamic"]
+    flags = ["--max_steps=1400", "--save_steps=100000", "--dynamic"]
     with Resizable(tmp_path / "model", launcher, *flags) as job:
         job.goes_on()
         for before, after in ((1, 3), (3, 2)):
@@ -257,9 +257,9 @@ def test_other_parameter_servers(tmp_path):
         job.kill("ps:1")
         job.wait_for(r"^\[chief:0\] WARNING Recovered")
         job.end()
-    auc = re.search(r"Evaluation of step 2500: .* auc ([\d.]+)", job.output)
+    auc = re.search(r"Evaluation of step 1400: .* auc ([\d.]+)", job.output)
     assert float(auc[1]) > 0.85
-    assert_ends_at(str(tmp_path / "model"), 2500)
+    assert_ends_at(str(tmp_path / "model"), 1400)
 
 
 @pytest.mark.slow

@@ -193,11 +193,14 @@ def test_ps_killed_comes_back(job, killed):
         len(found(job, pattern)) - len(seen)
         for pattern, seen in zip(lines, before, strict=True)
     )
-    assert failed == recovered + restarted == 1
-    # With a worker gone as well, the process may have to restart itself.
-    assert not restarted or len(killed) > 1
-    # The model and its functions go on with other memory.
-    assert not built or len(killed) > 1
+    assert recovered + restarted == 1
+    if killed == ["ps:0"]:
+        # The model and its functions go on with other memory.
+        assert (failed, restarted, built) == (1, 0, 0)
+    else:
+        # With a worker gone as well, the first attempt may fail, too, and the
+        # process may have to restart itself.
+        assert failed in (1, 2), job.output(CHIEF)
     assert job.pid(CHIEF) == chief
     assert all(job.pid(task) != old[task] for task in killed)
 
