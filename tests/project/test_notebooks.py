@@ -305,6 +305,13 @@ def with_environ(text):
     return found
 
 
+def test_a_notebook_that_is_not_there():
+    from notebooks import execute
+
+    with pytest.raises(SystemExit, match="whose name begins with: 8"):
+        execute.main(["8"])
+
+
 STALE = "run: python -m notebooks.execute "
 
 

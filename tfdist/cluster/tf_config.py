@@ -207,7 +207,7 @@ def parse_size(text: str, path: str) -> Size:
         not {"workers", "ps"} & {*numbers}
         or not all(type(n) is int and n >= 1 for n in numbers.values())
         or type(secs) not in (int, float)
-        or secs < 0
+        or not 0 <= secs < float("inf")
     ):
         raise ValueError(
             f'{path} must say how many workers train, as {{"workers": 3}}, or '
