@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 
 import pytest
 
@@ -181,7 +182,7 @@ def test_a_group_has_whoever_is_there(tmp_path, up):
         ({"workers": 1}, "all-reduce needs two processes"),
         ({"workers": 2, "min_workers": 0}, "must say how many"),
         ({"workers": 2, "last_call_timeout": "x"}, "must say how many"),
-        ({"workers": 2, "last_call_timeout": float("nan")}, "must say how many"),
+        ({"workers": 2, "last_call_timeout": math.nan}, "must say how many"),
     ],
 )
 def test_a_group_that_cannot_be(tmp_path, content, message):
