@@ -137,12 +137,14 @@ def test_a_whole_notebook(tmp_path, environ, name, private):
     import nbformat
     from nbclient import NotebookClient
 
+    from notebooks.execute import CELL_SECS
+
     empty = tmp_path / "empty"
     empty.mkdir()
     notebook = nbformat.reads(json.dumps(read(name)), as_version=4)
     client = NotebookClient(
         notebook,
-        timeout=DEADLINE,
+        timeout=CELL_SECS,
         coalesce_streams=True,
         resources={"metadata": {"path": str(empty)}},
     )
