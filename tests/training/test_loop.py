@@ -17,6 +17,7 @@ from tfdist.training.loop import (
     automatic_steps_per_dispatch,
     dispatch_sizes,
 )
+from tfdist.training.staleness import StalenessBound
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7])
@@ -224,9 +225,10 @@ def test_a_new_worker_begins_with_single_steps(monkeypatch):
 
 def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
     loop = CoordinatedLoop.__new__(CoordinatedLoop)
-    loop._bound = loop._iterator = None
+    loop._bound, loop._iterator = StalenessBound(12), None
     loop._begin()
-    loop._full, loop._traced, loop._is_dealt = 4, {}, False
+    loop._largest, loop._traced, loop._is_dealt = 16, {}, False
+    loop._limited = True
     loop._workers = SimpleNamespace(
         coordinator=None, num_workers=3, resize=lambda cluster: None
     )
@@ -237,3 +239,5 @@ def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
     assert loop.resize(SimpleNamespace(num_workers=2))
     assert loop._warm == {0, 1}
     assert loop._exhausted == set()
+    # A dispatch ends while the other worker's one ends and another begins.
+    assert loop._full == 6

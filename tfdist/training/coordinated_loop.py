@@ -104,31 +104,37 @@ class CoordinatedLoop(Loop):
             self.own_variables.append(step.staleness.counts)
         if example is None:
             example = input_fn(tf.distribute.InputContext())
-        self._full = dispatch_size(step.model, steps_per_dispatch)
+        self._largest = dispatch_size(step.model, steps_per_dispatch)
         asked = steps_per_dispatch or step.model.steps_per_execution > 1
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)
-            if not asked:
-                self._full = self._bound.limited(self._full, num_workers)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
         if not self._is_endless:
-            if asked and self._full > 1:
+            if asked and self._largest > 1:
                 _log.warning(
                     "One step is dispatched at a time, not %d as asked for: "
                     "where the data of a worker end, a dispatch would lose its "
                     "other steps. `dataset.repeat()` has no end.",
-                    self._full,
+                    self._largest,
                 )
-            self._full = 1
+            self._largest = 1
+        self._limited = bool(self._bound and not asked)
+        self._size_dispatches(num_workers)
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self._is_dealt = False  # Whether by the number of workers.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        self._max_ahead = 2 * num_workers * self._full
         self._input_watch = InputWatch(self._waits)
         self._applied = self._next_step = 0
         self._begin()
+
+    def _size_dispatches(self, num_workers: int) -> None:
+        """How many steps one has, and how many are under way."""
+        self._full = self._largest
+        if self._bound and self._limited:
+            self._full = self._bound.limited(self._full, num_workers)
+        self._max_ahead = 2 * num_workers * self._full
 
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
@@ -189,7 +195,7 @@ class CoordinatedLoop(Loop):
         for known in (self._exhausted, self._warm):
             known.difference_update(range(number, before))  # They have left.
         self._dataset = None
-        self._max_ahead = 2 * number * self._full
+        self._size_dispatches(number)
         if self._iterator is not None:
             self._iterator = private_workers.of_all_workers(
                 coordinator, self._iterator
