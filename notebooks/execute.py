@@ -117,11 +117,11 @@ def store(path: Path, notebook: NotebookNode) -> None:
 
 def main(prefixes: list[str]) -> None:
     """Executes the notebooks whose names begin with one of `prefixes`."""
-    names = [path.name for path in paths()]
+    found = paths()
     for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
+        if not any(path.name.startswith(prefix) for path in found):
             sys.exit(f"There is no notebook whose name begins with: {prefix}")
-    for path in paths():
+    for path in found:
         if prefixes and not path.name.startswith(tuple(prefixes)):
             continue
         start = time.monotonic()

@@ -228,7 +228,7 @@ def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
     loop._bound, loop._iterator = StalenessBound(12), None
     loop._begin()
     loop._largest, loop._traced, loop._is_dealt = 16, {}, False
-    loop._limited = True
+    loop._asked = False
     loop._workers = SimpleNamespace(
         coordinator=None, num_workers=3, resize=lambda cluster: None
     )

@@ -105,13 +105,15 @@ class CoordinatedLoop(Loop):
         if example is None:
             example = input_fn(tf.distribute.InputContext())
         self._largest = dispatch_size(step.model, steps_per_dispatch)
-        asked = steps_per_dispatch or step.model.steps_per_execution > 1
+        self._asked = bool(steps_per_dispatch) or (
+            step.model.steps_per_execution > 1
+        )
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
         if not self._is_endless:
-            if asked and self._largest > 1:
+            if self._asked and self._largest > 1:
                 _log.warning(
                     "One step is dispatched at a time, not %d as asked for: "
                     "where the data of a worker end, a dispatch would lose its "
@@ -119,7 +121,6 @@ class CoordinatedLoop(Loop):
                     self._largest,
                 )
             self._largest = 1
-        self._limited = bool(self._bound and not asked)
         self._size_dispatches(num_workers)
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
@@ -132,7 +133,7 @@ class CoordinatedLoop(Loop):
     def _size_dispatches(self, num_workers: int) -> None:
         """How many steps one has, and how many are under way."""
         self._full = self._largest
-        if self._bound and self._limited:
+        if self._bound and not self._asked:
             self._full = self._bound.limited(self._full, num_workers)
         self._max_ahead = 2 * num_workers * self._full
 
