@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,19 @@ def _solution(name: str) -> str:
     lesson = f"{int(name.partition('.')[0]):02}"
     found = sorted(folder.glob(f"solutions/{lesson}_*.ipynb"))
     return str(found[0].relative_to(folder)) if found else "solutions/"
+
+
+def measured(*claims: bool) -> None:
+    """Says so where times or rates are not as the text says of them.
+
+    What is exact is asserted instead.
+    """
+    if not all(claims):
+        print(
+            "This run does not show what the text says: something else kept "
+            "this machine busy. Run it again while nothing else runs.",
+            file=sys.stderr,
+        )
 
 
 def show(path: str) -> None:

@@ -28,7 +28,7 @@ def of_a_fourth_worker(rows: list[dict[str, Any]]) -> bool:
     three, four = paces[largest, 3], paces[largest, 4]
     # A full link gives the fourth worker nothing; without a limit it may.
     return (
-        largest > 2e6 and 0 < four < (1.25 if limits["limited"] else 2) * three
+        largest > 2e6 and 0 < four < (1.4 if limits["limited"] else 2) * three
     )
 
 
