@@ -66,10 +66,15 @@ class EvaluationSession:
 
 
 class Evaluation:
-    """Evaluates a model, made once, with one checkpoint after another."""
+    """Evaluates a model, made once, with one checkpoint after another.
+
+    Attributes:
+        element_spec: Of the data; None: nobody has made them yet.
+    """
 
     def __init__(self, model_fn: ModelFn, spec: EvalSpec) -> None:
         self._model_fn, self._spec = model_fn, spec
+        self.element_spec: Any = None
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
 
@@ -80,8 +85,10 @@ class Evaluation:
     def model(self, path: str | None) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
         if self._session is None or self._session.restored_from != path:
-            dataset = without_context(self._spec.input_fn)()
-            self._load(path, dataset.element_spec)
+            if self.element_spec is None:
+                dataset = without_context(self._spec.input_fn)()
+                self.element_spec = dataset.element_spec
+            self._load(path)
         assert self._session is not None
         return self._session.model
 
@@ -89,8 +96,8 @@ class Evaluation:
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
         """Metrics, and the step of the checkpoint."""
-        hooks = self._spec.hooks
-        step = self._load(path, dataset.element_spec, hooks)
+        hooks, self.element_spec = self._spec.hooks, dataset.element_spec
+        step = self._load(path, hooks)
         session = self._session
         assert session is not None
         states, batches = step.zero_states(), iter(dataset)
@@ -123,14 +130,15 @@ class Evaluation:
         return metrics(), int(session.global_step)
 
     def _load(
-        self, path: str | None, element_spec: Any, hooks: Sequence[Hook] = ()
+        self, path: str | None, hooks: Sequence[Hook] = ()
     ) -> ModelStep | KerasStep:
         """The step, with the weights of `path` and a new session."""
         if self._step is None:
             reset_object_names()
-            model = checked_model(self._model_fn(), element_spec)
+            model = checked_model(self._model_fn(), self.element_spec)
             own = overrides(model, "test_step")
-            self._step = (KerasStep if own else ModelStep)(model, element_spec)
+            kind = KerasStep if own else ModelStep
+            self._step = kind(model, self.element_spec)
             self._evaluate_batch = tf.function(
                 self._step.evaluate, reduce_retracing=True
             )

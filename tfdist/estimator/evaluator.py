@@ -93,6 +93,7 @@ class Evaluator:
         if elsewhere and not self.spec.hooks:
             assert path is not None
             metrics, step = elsewhere(dataset), checkpoints.step_of(path)
+            self._evaluation.element_spec = dataset.element_spec
             self._evaluation.forget()  # `path` may have been written again.
         if not metrics:
             metrics, step = self._evaluation.run(dataset, path)

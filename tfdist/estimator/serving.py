@@ -219,10 +219,12 @@ def write(serving: Serving, path: str) -> None:
 def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
     """Name to function and input; the default one first."""
     endpoints: dict[str, tuple[Callable, Any]] = {}
-    # Traced once, for all that take strings.
+    # Each is traced once, however many signatures use it.
+    serve = tf.function(
+        lambda tensors: dict(serving.predict(tensors)), autograph=False
+    )
     predict = tf.function(
-        lambda strings: dict(serving.predict(_parse(serving, strings))),
-        autograph=False,
+        lambda strings: serve(_parse(serving, strings)), autograph=False
     )
 
     def add(name: str, **outputs: str) -> None:
@@ -237,10 +239,7 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
         add("classification", classes=classes, scores=scores)
     if serving.regression:
         add("regression", outputs=serving.regression)
-    endpoints["serve"] = (
-        lambda tensors: dict(serving.predict(tensors)),
-        dict(serving.inputs),
-    )
+    endpoints["serve"] = serve, dict(serving.inputs)
     if serving.examples:
         strings = tf.TensorSpec([None], tf.string, "examples")
         endpoints["predict"] = predict, strings
