@@ -91,6 +91,7 @@ def read_blocks(
 
 def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
     """From records and places to examples; an error names the bad record."""
+    parse = tf.function(parse, autograph=False)  # Traced once, not five times.
 
     def is_bad(records: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
         return _count(_attempt(parse, records)) == 0

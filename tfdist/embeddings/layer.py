@@ -334,12 +334,14 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
         """`flat`, if every id is in the table."""
-        inside = (flat >= 0) & (flat < self.input_dim)
+        # Of no ids, the greatest and the least int64.
+        least, greatest = tf.reduce_min(flat), tf.reduce_max(flat)
         # No quotes: TensorFlow would escape them.
         wanted = f"Ids of table {self.path} must be in [0, {self.input_dim})."
-        check = tf.debugging.Assert(
-            tf.reduce_all(inside),
-            [f"{wanted} Received:", tf.boolean_mask(flat, ~inside)],
+        # `tf.debugging.Assert` would trace two functions for each lookup.
+        check = tf.raw_ops.Assert(
+            condition=(least >= 0) & (greatest < self.input_dim),
+            data=[f"{wanted} Received: from", least, "to", greatest],
         )
         with tf.control_dependencies([check]):
             return tf.identity(flat)
