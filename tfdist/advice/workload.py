@@ -241,7 +241,7 @@ def measure(model_fn: Callable[[], keras.Model], batch_size: int) -> float:
         model.inputs[0] if isinstance(model, keras.Sequential) else model.input,
     )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step() -> tuple[tf.Tensor, list[Any]]:
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(x, training=True))

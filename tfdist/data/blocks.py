@@ -46,6 +46,10 @@ class Files:
     split: Callable[..., tuple[tf.Tensor, tf.Tensor, tf.Tensor]] | None = None
     skips_errors: bool = False
 
+    def lines(self, index: tf.Tensor) -> tf.data.Dataset:
+        """What `read` reads of the file with this number."""
+        return self.read(*(tf.gather(column, index) for column in self.sources))
+
 
 def read_blocks(
     files: Files,
@@ -56,8 +60,7 @@ def read_blocks(
 ) -> tf.data.Dataset:
     """Every n-th record of a file with its place, in blocks."""
     path = tf.gather(list(files.paths), index)
-    source = [tf.gather(column, index) for column in files.sources]
-    blocks = files.read(*source).batch(block)
+    blocks = files.lines(index).batch(block)
     if files.skips_errors:
         blocks = blocks.ignore_errors(log_warning=False)
     # An empty block marks the end.
@@ -72,7 +75,7 @@ def read_blocks(
             # An error removes a whole block, so all before it were full.
             tf.cond(
                 (size == 0) & (num_lines % block == 0),
-                lambda: _check_whole(files, source, path),
+                lambda: _check_whole(files, index),
                 tf.no_op,
             )
         records, numbers = lines, num_lines + tf.range(size)
@@ -141,15 +144,13 @@ def check(
     return tf.debugging.Assert(condition, [text])
 
 
-def _check_whole(
-    files: Files, source: list[tf.Tensor], path: tf.Tensor
-) -> tf.Operation:
+def _check_whole(files: Files, index: tf.Tensor) -> tf.Operation:
     """Asserts that a file can be read to its end."""
-    whole = _attempt(lambda _: _count(files.read(*source)), 0)
-    readable = _count(files.read(*source).ignore_errors(log_warning=False))
+    whole = _attempt(lambda _: _count(files.lines(index)), 0)
+    readable = _count(files.lines(index).ignore_errors(log_warning=False))
     return check(
         _count(whole) == 1,
-        path,
+        tf.gather(list(files.paths), index),
         files.unit,
         readable,
         "the file cannot be read from there on. It is truncated or damaged, "

@@ -176,12 +176,18 @@ def shards_by_file(
 
 def _record_bytes(files: Files, endless: bool) -> int:
     """Mean length of some records; refuses endless reading of no records."""
-    records = tf.data.Dataset.range(len(files.paths)).flat_map(
-        lambda i: read_blocks(files, i, _BLOCKS[0]).unbatch().take(16)
-    )
+
+    def some(index: tf.Tensor) -> tf.data.Dataset:
+        if files.split is None:  # Lines are records.
+            return files.lines(index).take(16)
+        blocks = read_blocks(files, index, _BLOCKS[0])
+        return blocks.unbatch().take(16).map(lambda record, _: record)
+
+    numbers = tf.data.Dataset.range(len(files.paths))
+    records = numbers.flat_map(_as_written(some)).take(48)
     lengths = []
     with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        for record, _ in records.take(48).as_numpy_iterator():
+        for record in records.as_numpy_iterator():
             lengths.append(len(record))
         if endless and not lengths:
             raise ValueError(

@@ -48,6 +48,7 @@ def place(
         add = tf.function(
             lambda some: insert(index, some, Places(), lambda *_: []),
             [tf.TensorSpec([None], tf.int64)],
+            autograph=False,
         )
         parts = [
             add(keys[i : i + _KEYS]).numpy() for i in range(0, len(keys), _KEYS)

@@ -315,7 +315,9 @@ class Estimator:
             return
         model = self._restored(path, dataset.element_spec, targets=False)
         check_batches(model, dataset.element_spec, targets=False)
-        call = tf.function(model.predict_step, reduce_retracing=True)
+        call = tf.function(
+            model.predict_step, autograph=False, reduce_retracing=True
+        )
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 

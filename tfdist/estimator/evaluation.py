@@ -140,7 +140,7 @@ class Evaluation:
             kind = KerasStep if own else ModelStep
             self._step = kind(model, self.element_spec)
             self._evaluate_batch = tf.function(
-                self._step.evaluate, reduce_retracing=True
+                self._step.evaluate, autograph=False, reduce_retracing=True
             )
         for hook in hooks:
             hook.begin()
