@@ -132,6 +132,17 @@ def fewer_examples_than_a_batch(job):
     job.trains_as_fit(dense, input_fn)
 
 
+@case(refused={"ps": "not on a worker .* there a tensor has no value"})
+def an_if_over_tensors(job):
+    def input_fn():
+        dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+        if tf.reduce_sum(X) > 1e9:
+            dataset = dataset.take(1)
+        return dataset.batch(BATCH).repeat()
+
+    job.trains_as_fit(dense, input_fn)
+
+
 @case()
 def sparse_features(job):
     def input_fn():

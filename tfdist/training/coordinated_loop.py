@@ -291,15 +291,9 @@ class CoordinatedLoop(Loop):
             self._is_dealt = context.is_dealt
             return batches
 
-        try:
-            # As it is: AutoGraph would convert all that it calls, for seconds.
-            function = tf.function(dataset, autograph=False)
-            traced = function.get_concrete_function()
-        except ValueError as error:
-            cause = error.__cause__  # An `if` or a loop over tensors.
-            if not isinstance(cause, tf.errors.OperatorNotAllowedInGraphError):
-                raise
-            traced = tf.function(dataset).get_concrete_function()
+        # As it is: AutoGraph would convert all that it calls, for seconds.
+        function = tf.function(dataset, autograph=False)
+        traced = function.get_concrete_function()
         if any(tensor.dtype == tf.variant for tensor in traced.inputs):
             raise ValueError(f"The input function {MADE_OUTSIDE}")
         private.copy_tables(traced)
