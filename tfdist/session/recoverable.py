@@ -337,8 +337,6 @@ class RecoverableSession:
                 hook.after_create_session(self, self._coord)
 
     def _connect(self) -> tf.distribute.Strategy:
-        if not self._keeps:  # Or functions that a traceback may have held
-            gc.collect()  # until now would be sent to the servers again.
         cluster, secs = self._cluster, self._max_wait_secs
         give_up = self._give_up_waiting
         if cluster is None:
@@ -359,6 +357,8 @@ class RecoverableSession:
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None
+        if not self._keeps:  # Or functions that a traceback may have held
+            gc.collect()  # until now would be sent to the servers again.
         again = self._connected if self._keeps else None
         self._connected = parameter_server_strategy(
             cluster, start_timeout_secs=secs, give_up=give_up, again=again
