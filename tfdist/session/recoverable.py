@@ -338,6 +338,11 @@ class RecoverableSession:
 
     def _connect(self) -> tf.distribute.Strategy:
         cluster, secs = self._cluster, self._max_wait_secs
+        recovers, on_ps = bool(self._shapes), bool(cluster and cluster.num_ps)
+        if (recovers or on_ps) and not self._keeps:
+            # What a traceback may have held until now: the model of before, and
+            # its functions, which would be sent to the servers again.
+            gc.collect()
         give_up = self._give_up_waiting
         if cluster is None:
             return self._strategy or tf.distribute.get_strategy()
@@ -357,8 +362,6 @@ class RecoverableSession:
         if self._ending and not self._ending.has_ended():
             restart_process("The loop of before has not ended")
         self._ending = None
-        if not self._keeps:  # Or functions that a traceback may have held
-            gc.collect()  # until now would be sent to the servers again.
         again = self._connected if self._keeps else None
         self._connected = parameter_server_strategy(
             cluster, start_timeout_secs=secs, give_up=give_up, again=again
