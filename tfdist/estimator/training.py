@@ -159,7 +159,9 @@ def _train_and_evaluate(
         evaluator.begin()
         if config.strategy_name == "multi_worker_mirrored":
             hooks.append(_CheckEvaluation(evaluator))
-        else:
+        elif not estimator.latest_checkpoint():
+            # Later each evaluation checks that, and a job that goes on begins
+            # at once.
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         listeners.append(
