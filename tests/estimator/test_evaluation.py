@@ -814,7 +814,7 @@ def test_a_chief_gives_up_an_evaluator_that_does_not_come_back(
         evaluator_task(job, 3, input_fn=empty)
     start = time.monotonic()
     assert results.wait_for_result(job.dir, None, 3, DEADLINE) is None
-    assert 1 <= time.monotonic() - start < 5
+    assert 1 <= time.monotonic() - start < DEADLINE / 2
     assert caplog.text.count("may be started again") == 1
 
 
