@@ -271,7 +271,6 @@ class Source(abc.ABC):
     def _example(self, transform: Transform | None) -> Parse:
         positive = self.schema.positive
 
-        @tf.autograph.experimental.do_not_convert
         def example(features: Features, label: tf.Tensor) -> Any:
             label = label[:, tf.newaxis]
             label = tf.reduce_any(label == positive, -1, keepdims=True)

@@ -46,6 +46,10 @@ class Files:
     split: Callable[..., tuple[tf.Tensor, tf.Tensor, tf.Tensor]] | None = None
     skips_errors: bool = False
 
+    def path(self, index: tf.Tensor) -> tf.Tensor:
+        """The name of the file with this number."""
+        return tf.gather(list(self.paths), index)
+
     def lines(self, index: tf.Tensor) -> tf.data.Dataset:
         """What `read` reads of the file with this number."""
         return self.read(*(tf.gather(column, index) for column in self.sources))
@@ -59,7 +63,7 @@ def read_blocks(
     offset: tf.Tensor | int = 0,
 ) -> tf.data.Dataset:
     """Every n-th record of a file with its place, in blocks."""
-    path = tf.gather(list(files.paths), index)
+    path = files.path(index)
     blocks = files.lines(index).batch(block)
     if files.skips_errors:
         blocks = blocks.ignore_errors(log_warning=False)
@@ -101,7 +105,7 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
 
     def parsed(records: tf.Tensor, places: tf.Tensor) -> Any:
         def explain(record: tf.Tensor, place: tf.Tensor) -> Any:
-            path = tf.gather(list(files.paths), place // _MOST_RECORDS)
+            path = files.path(place // _MOST_RECORDS)
             message = [f"expected {files.expected}"]
             if files.unit == "line":
                 message += ". Received: ", tf.strings.substr(record, 0, 200)
@@ -150,7 +154,7 @@ def _check_whole(files: Files, index: tf.Tensor) -> tf.Operation:
     readable = _count(files.lines(index).ignore_errors(log_warning=False))
     return check(
         _count(whole) == 1,
-        tf.gather(list(files.paths), index),
+        files.path(index),
         files.unit,
         readable,
         "the file cannot be read from there on. It is truncated or damaged, "

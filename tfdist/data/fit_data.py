@@ -71,8 +71,7 @@ def input_fns(
         seed = tf.compat.v1.get_seed(None)[0]  # Of `tf.random.set_seed`.
         seed = (default if seed is None else seed) if shuffle else None
         numbers = tf.data.Dataset.counter(tf.cast(first_pass(context), "int64"))
-        as_written = tf.autograph.experimental.do_not_convert
-        dataset = numbers.flat_map(as_written(passes(context, seed)))
+        dataset = numbers.flat_map(passes(context, seed))
         return dataset.repeat()  # TensorFlow knows that this has no end.
 
     return once, endless if on_ps else lambda: endless(alone)

@@ -66,28 +66,27 @@ class EvaluationSession:
 
 
 class Evaluation:
-    """Evaluates a model, made once, with one checkpoint after another.
-
-    Attributes:
-        element_spec: Of the data; None: nobody has made them yet.
-    """
+    """Evaluates a model, made once, with one checkpoint after another."""
 
     def __init__(self, model_fn: ModelFn, spec: EvalSpec) -> None:
         self._model_fn, self._spec = model_fn, spec
-        self.element_spec: Any = None
+        self._element_spec: Any = None  # Until somebody has made the data.
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
 
-    def forget(self) -> None:
-        """Has the model read its weights again when it is asked for."""
-        self._session = None
+    def forget(self, element_spec: Any) -> None:
+        """Has the model read its weights again when it is asked for.
+
+        `element_spec` is that of the data, which somebody else has evaluated.
+        """
+        self._session, self._element_spec = None, element_spec
 
     def model(self, path: str | None) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
         if self._session is None or self._session.restored_from != path:
-            if self.element_spec is None:
+            if self._element_spec is None:
                 dataset = without_context(self._spec.input_fn)()
-                self.element_spec = dataset.element_spec
+                self._element_spec = dataset.element_spec
             self._load(path)
         assert self._session is not None
         return self._session.model
@@ -96,7 +95,7 @@ class Evaluation:
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
         """Metrics, and the step of the checkpoint."""
-        hooks, self.element_spec = self._spec.hooks, dataset.element_spec
+        hooks, self._element_spec = self._spec.hooks, dataset.element_spec
         step = self._load(path, hooks)
         session = self._session
         assert session is not None
@@ -135,10 +134,10 @@ class Evaluation:
         """The step, with the weights of `path` and a new session."""
         if self._step is None:
             reset_object_names()
-            model = checked_model(self._model_fn(), self.element_spec)
+            model = checked_model(self._model_fn(), self._element_spec)
             own = overrides(model, "test_step")
             kind = KerasStep if own else ModelStep
-            self._step = kind(model, self.element_spec)
+            self._step = kind(model, self._element_spec)
             self._evaluate_batch = tf.function(
                 self._step.evaluate, autograph=False, reduce_retracing=True
             )

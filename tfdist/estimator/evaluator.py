@@ -93,8 +93,8 @@ class Evaluator:
         if elsewhere and not self.spec.hooks:
             assert path is not None
             metrics, step = elsewhere(dataset), checkpoints.step_of(path)
-            self._evaluation.element_spec = dataset.element_spec
-            self._evaluation.forget()  # `path` may have been written again.
+            # `path` may have been written again.
+            self._evaluation.forget(dataset.element_spec)
         if not metrics:
             metrics, step = self._evaluation.run(dataset, path)
         if not metrics:

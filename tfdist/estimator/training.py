@@ -159,9 +159,7 @@ def _train_and_evaluate(
         evaluator.begin()
         if config.strategy_name == "multi_worker_mirrored":
             hooks.append(_CheckEvaluation(evaluator))
-        elif not estimator.latest_checkpoint():
-            # Later each evaluation checks that, and a job that goes on begins
-            # at once.
+        else:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         listeners.append(

@@ -292,8 +292,7 @@ class CoordinatedLoop(Loop):
             return batches
 
         # As it is: AutoGraph would convert all that it calls, for seconds.
-        function = tf.function(dataset, autograph=False)
-        traced = function.get_concrete_function()
+        traced = tf.function(dataset, autograph=False).get_concrete_function()
         if any(tensor.dtype == tf.variant for tensor in traced.inputs):
             raise ValueError(f"The input function {MADE_OUTSIDE}")
         private.copy_tables(traced)
