@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import keras
@@ -32,6 +33,7 @@ from tfdist.placement.strategies import (
 from tfdist.placement.variables import describe
 from tfdist.training import optimizers
 from tfdist.training.coordinated_loop import CoordinatedLoop
+from tfdist.training.loop import run_steps_ahead
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
@@ -202,17 +204,23 @@ def _place(device):
     return f"ps:{spec.task}" if spec.job == "ps" else "worker"
 
 
-def traced_step(job):
-    """The graph of one step, and the devices of what it captures."""
+def traced_steps(job, num_steps):
+    """The graph of a dispatch, and the devices of what it captures."""
     step = job.step()
 
-    def train(batch):
-        states = step.train(batch, tf.constant(0, tf.int64), step.zero_states())
-        return step.pack(states)
+    def train(*given):
+        get_next = functools.partial(next, iter(given))
+        return run_steps_ahead(
+            step,
+            num_steps,
+            types.SimpleNamespace(get_next=get_next),
+            tf.constant(0, tf.int64),
+            None,
+        )
 
     with job.strategy.scope():
         function = tf.function(train, autograph=False).get_concrete_function(
-            batches().element_spec
+            *num_steps * [batches().element_spec]
         )
     captured = {
         inner.name: outer.device
@@ -228,8 +236,9 @@ def traced_step(job):
 def exchange(strategy, cluster, directory):
     """Counts messages; trains on one worker."""
     job = Job(strategy, cluster)
-    graph, captured = traced_step(job)
-    _write(directory, "messages", messages(graph, captured))
+    for num_steps in (1, 3):
+        graph, captured = traced_steps(job, num_steps)
+        _write(directory, f"messages_{num_steps}", messages(graph, captured))
     _write(directory, "tasks", job.tasks())
     job.loop(steps_per_dispatch=2).run(STEPS)
     np.savez(directory / "trained.npz", **whole(job.variables))

@@ -32,8 +32,10 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_message_each_way(found):
-    messages = json.loads((found / "messages.json").read_text())
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_one_message_each_way(found, num_steps):
+    path = found / f"messages_{num_steps}.json"
+    messages = json.loads(path.read_text())
     kinds = collections.Counter(
         (source, target, dtype)
         for source, target, dtype, _ in messages
@@ -41,9 +43,10 @@ def test_one_message_each_way(found):
     )
     expected = {}
     for server in ("ps:0", "ps:1"):
-        expected["worker", server, "int64"] = 1  # Ids of rows.
-        expected[server, "worker", "float32"] = 1
-        expected["worker", server, "float32"] = 1
+        # Ids of the first step; those of others travel with gradients.
+        expected["worker", server, "int64"] = 1
+        expected[server, "worker", "float32"] = num_steps
+        expected["worker", server, "float32"] = num_steps
     assert kinds == expected
     # The worker waits for the servers' updates; nothing else waits.
     waits = {(s, t) for s, t, dtype, _ in messages if dtype == "control"}

@@ -28,7 +28,7 @@ from tfdist.training.loop import (
     dispatch_size,
     dispatch_sizes,
     metrics_from_states,
-    run_steps,
+    run_steps_ahead,
     unwatched,
 )
 from tfdist.training.staleness import StalenessBound
@@ -306,7 +306,9 @@ class CoordinatedLoop(Loop):
         generation: tf.Tensor,
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
-        return run_steps(self._step, num_steps, iterator, first_step, fence)
+        return run_steps_ahead(
+            self._step, num_steps, iterator, first_step, fence
+        )
 
     def _schedule(self, first_step: int, size: int) -> None:
         """Puts steps into the queue.

@@ -3,12 +3,14 @@
 A step sends each server one message with the ids of all table rows that it
 needs, and gets one with these rows and all dense variables. The server keeps
 the ids, so the gradients of rows travel without them, in one message with the
-clipped gradients of all else that it holds. Large tensors go alone.
+clipped gradients of all else that it holds. Large tensors go alone. Within a
+dispatch the ids of the next step travel with the gradients, so that a step
+waits for one round trip, not for two.
 
     worker                                server k
       ids of rows ----------------------->  gather
       dense variables, rows <-------------  read
-      gradients ------------------------->  update variables and slots
+      gradients, next ids --------------->  update variables and slots, gather
 """
 
 from __future__ import annotations
@@ -47,10 +49,17 @@ class Request(NamedTuple):
     counts: tf.Tensor  # How many of each, int32.
 
 
+class Lookups(NamedTuple):
+    """The rows that a pass looks up."""
+
+    routes: Sequence[Route]  # For each group of tables.
+    lengths: Sequence[Any]  # How many ids each lookup has.
+
+
 class Requests(NamedTuple):
     """Where the rows are that a step reads and updates."""
 
-    routes: list[Route]  # For each group of tables.
+    routes: Sequence[Route]  # For each group of tables.
     at: dict[str, dict[int, Request]]  # For each server, by group.
 
 
@@ -60,7 +69,7 @@ class Parameters(NamedTuple):
     values: list[tf.Tensor]  # Of `Layout.reads`.
     rows: list[tf.Tensor]  # For each group, its unique rows `(n, dim)`.
     positions: list[tf.Tensor]  # For each group, where in `rows` an id's is.
-    lengths: list[Any]  # How many ids each lookup has.
+    lengths: Sequence[Any]  # How many ids each lookup has.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +87,30 @@ class StepGradients:
     finite: tf.Tensor | None = None  # Whether the update happens. None: yes.
 
 
-def pull(
+def looked_up(
     layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]
-) -> tuple[Parameters, Requests]:
-    """Reads all that a pass needs, by `(table, int64 ids)` of each lookup."""
-    groups = layout.groups
+) -> Lookups:
+    """What a pass looks up, by `(table, int64 ids)` of each lookup."""
     routes = [
         group.route([call for call in calls if group.holds(call[0])])
-        for group in groups
+        for group in layout.groups
     ]
-    requests = _requested(layout, routes)
+    return Lookups(routes, [lookups.length(ids) for _, ids in calls])
+
+
+def request(layout: Layout, routes: Sequence[Route]) -> Requests:
+    """Sends every server the ids of the rows that it shall read."""
+    asked = Requests(routes, {s.device: {} for s in layout.servers})
+    for server in layout.servers:
+        if server.shards:
+            ids = _packed_ids(server, routes) if layout.remote else None
+            asked.at[server.device] = _request(server, routes, ids)
+    return asked
+
+
+def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
+    """Reads all that a pass needs."""
+    groups, routes = layout.groups, found.routes
     values: dict[int, tf.Tensor] = {}
     rows: list[list[tf.Tensor]] = [[] for _ in groups]
     for server in layout.servers:
@@ -112,13 +135,12 @@ def pull(
         blocks = read[len(server.reads) :]
         for g, block in zip(server.shards, blocks, strict=True):
             rows[g].append(block)
-    parameters = Parameters(
+    return Parameters(
         [values[i] for i in range(len(layout.reads))],
         [tf.concat(blocks, axis=0) for blocks in rows],
         [route.positions for route in routes],
-        [lookups.length(ids) for _, ids in calls],
+        found.lengths,
     )
-    return parameters, requests
 
 
 def answers(
@@ -185,7 +207,7 @@ def over_replicas(
         )
     return dataclasses.replace(
         found,
-        requests=_requested(layout, routes),
+        requests=request(layout, routes),
         dense=every[:num],
         rows=rows,
         deltas=every[num:],
@@ -193,12 +215,24 @@ def over_replicas(
 
 
 def push(
-    layout: Layout, found: StepGradients, fence: Fence | None = None
-) -> dict[str, tf.Tensor]:
+    layout: Layout,
+    found: StepGradients,
+    fence: Fence | None = None,
+    following: Sequence[Route] = (),
+) -> tuple[dict[str, tf.Tensor], Requests]:
     """Clips gradients and updates every variable where it lives.
 
-    Or keeps the gradients there, where they accumulate. Returns for each server
-    a tensor there that depends on the gradients.
+    Or keeps the gradients there, where they accumulate.
+
+    Args:
+        layout: Where that is.
+        found: What to do.
+        fence: What it must pass.
+        following: What the next step looks up; it travels along.
+
+    Returns:
+        For each server a tensor there that depends on the gradients, and the
+        `following` requests, which are of what this leaves.
     """
     for part in layout.parts:
         optimizers.begin_step(
@@ -210,7 +244,13 @@ def push(
     if found.finite is not None:
         scalars.append(tf.cast(found.finite, tf.float32))
     arrived: dict[str, tf.Tensor] = {}
-    for server, updates, sent in carried(layout, found, scalars, fence):
+    requests = Requests(following, {s.device: {} for s in layout.servers})
+    for server, updates, sent in carried(
+        layout, found, scalars, fence, following
+    ):
+        if following and server.shards:
+            asked = _request(server, following, _ints(server, sent.pop()))
+            requests.at[server.device] = asked
         with tf.device(server.device):
             # Not the tensor itself: a control edge from the output of a
             # function waits for its side effects alone.
@@ -222,7 +262,7 @@ def push(
             )
             shards = itertools.chain(*server.shards.values())
             taking_turns(shards, update, after=sent)
-    return arrived
+    return arrived, requests
 
 
 def as_floats(number: tf.Tensor) -> list[tf.Tensor]:
@@ -236,13 +276,14 @@ def carried(
     found: StepGradients,
     scalars: Sequence[tf.Tensor],
     fence: Fence | None,
+    following: Sequence[Route] = (),
 ) -> Iterator[tuple[Server, list[int], list[tf.Tensor]]]:
     """What a step has found, where it is needed.
 
     Yields:
         A server; the indices in `Layout.reads` of what the step changes of
-        it; and there `scalars`, what it adds to these, and the gradients of
-        rows, for each group.
+        it; and there `scalars`, what it adds to these, the gradients of
+        rows, for each group, and as floats the ids of `following` there.
     """
     whole = [*found.dense, *found.deltas]
     blocks = []
@@ -268,6 +309,11 @@ def carried(
                     [tf.reduce_sum(asked[g].counts), layout.groups[g].dim]
                     for g in server.shards
                 ]
+            if following and server.shards:
+                # One message: none of another dtype, whose bits these are.
+                ids = tf.bitcast(_packed_ids(server, following), tf.float32)
+                sent.append(tf.reshape(ids, [-1]))
+                shapes.append([-1])
             head, *sent = send([packed, *sent], shapes, None, device, fence)
             with tf.device(device):
                 numbers = tf.unstack(head)
@@ -331,37 +377,34 @@ def clipped(
     return clipped[:num], clipped[num:]
 
 
-def _requested(layout: Layout, routes: list[Route]) -> Requests:
-    """Sends every server the ids of the rows that it shall read."""
-    at = {s.device: _request(layout, s, routes) for s in layout.servers}
-    return Requests(routes, at)
+def _packed_ids(server: Server, routes: Sequence[Route]) -> tf.Tensor:
+    """The ids of a server's rows, after how many there are of each shard."""
+    counts = [routes[g].counts[server.device] for g in server.shards]
+    ids = [routes[g].ids[server.device] for g in server.shards]
+    return tf.concat([*(tf.cast(c, tf.int64) for c in counts), *ids], axis=0)
+
+
+def _ints(server: Server, floats: tf.Tensor) -> tf.Tensor:
+    """The int64 numbers whose bits these are."""
+    with tf.device(server.device):
+        return tf.bitcast(tf.reshape(floats, [-1, 2]), tf.int64)
 
 
 def _request(
-    layout: Layout, server: Server, routes: Sequence[Route]
+    server: Server, routes: Sequence[Route], packed: tf.Tensor | None
 ) -> dict[int, Request]:
-    device = server.device
+    """What a server is asked for; None: as it is, and the step runs there."""
     nums = [len(shards) for shards in server.shards.values()]
-    counts = [routes[g].counts[device] for g in server.shards]
-    ids = [routes[g].ids[device] for g in server.shards]
-    if not nums:
-        return {}
-    if layout.remote:
-        message = tf.concat(
-            [*(tf.cast(count, tf.int64) for count in counts), *ids], axis=0
-        )
-        with tf.device(device):
-            total = sum(nums)
-            count = tf.cast(message[:total], tf.int32)
-            each = tf.split(message[total:], count, num=total)
-            counts = tf.split(count, nums)
+    if packed is None:
+        counts = [routes[g].counts[server.device] for g in server.shards]
+        ids = [routes[g].ids[server.device] for g in server.shards]
+        each = map(tf.split, ids, counts, itertools.repeat(0), nums)
+        pieces = itertools.chain.from_iterable(each)
     else:
-        each = [
-            piece
-            for i, count, num in zip(ids, counts, nums, strict=True)
-            for piece in tf.split(i, count, num=num)
-        ]
-    pieces = iter(each)
+        with tf.device(server.device):
+            count = tf.cast(packed[: sum(nums)], tf.int32)
+            counts = tf.split(count, nums)
+            pieces = iter(tf.split(packed[sum(nums) :], count, num=sum(nums)))
     return {
         g: Request(list(itertools.islice(pieces, num)), count)
         for g, num, count in zip(server.shards, nums, counts, strict=True)

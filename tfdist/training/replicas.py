@@ -88,7 +88,7 @@ class Replicas:
         pairs = zip(after, before, strict=True)
         return [tf.where(counts, new, old) for new, old in pairs]
 
-    def update(self, function: Callable[[Any], None], args: Any) -> None:
+    def update(self, function: Callable[[Any], object], args: Any) -> None:
         """Calls `function(args)` where each variable is this replica's copy.
 
         A replica by itself may not assign to a copy. To be called after `mean`.

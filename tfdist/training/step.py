@@ -10,14 +10,12 @@ changes by operations that the variable's own device executes atomically.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf import private_keras
 from tfdist._tf.private import Saveable, seen_alone
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
@@ -28,38 +26,44 @@ from tfdist.training.compiled_model import (
     compiled_computation,
     forward_pass,
     gradients_of_loss,
-    on_own_thread,
     overrides,
     refuse_evaluation,
     refuse_own,
     refuse_sums,
-    specs,
 )
 from tfdist.training.conditional_updates import unscaled
 from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.exchange import (
+    Lookups,
     Parameters,
+    Requests,
     StepGradients,
     answers,
+    looked_up,
     over_replicas,
     pull,
+    request,
 )
 from tfdist.training.fence import Fence
-from tfdist.training.forward import Forward
-from tfdist.training.layout import Layout, is_seed
 from tfdist.training.metric_states import MetricStates, States, num_examples
 from tfdist.training.metrics import build_metrics, check_metric_names, no_sums
 from tfdist.training.own_step import OwnStep, with_others
+from tfdist.training.passes import EVALUATION, PREDICTION, TRAINING, Passes
 from tfdist.training.replicas import Replicas
 from tfdist.training.staleness import StalenessCounter
 from tfdist.training.updates import Update, UpdatesAtOnce
 
-# A model may look up other tables in each.
-_TRAINING, _EVALUATION, _PREDICTION = "training", "evaluation", "prediction"
-# Until all variables are known: seeds, metrics not listed, means of logs.
-_TRACES = 5
-
 Batch = Any
+
+
+class Begun(NamedTuple):
+    """A step that has read its batch, and no variable yet."""
+
+    batch: Batch
+    step: tf.Tensor
+    seeds: list[tuple[keras.Variable, tf.Tensor]]
+    lookups: Lookups
+    requests: Requests | None = None  # None: no server knows of them yet.
 
 
 class ModelStep(MetricStates):
@@ -122,33 +126,29 @@ class ModelStep(MetricStates):
         if trains and replicas and not own:
             refuse_sums(model)
         self._remote, self._replicas = remote, replicas
-        self._forwards: dict[Any, Forward] = {}
-        self._tables: dict[str, list[Any]] = {}
-        self._layouts: dict[str, Layout] = {}
         self._shapes = [s.shape for s in _flat(element_spec)]
         self.staleness: StalenessCounter | None = None
         if metrics and not own:
             build_metrics(model, element_spec)
             check_metric_names(model)
-        self._metrics = list(model.metrics_variables)
-        self._seeds = [v for v in model.non_trainable_variables if is_seed(v)]
-        self._generator = private_keras.seed_generator()
+        self._passes = Passes(model, self._own, remote, bool(replicas))
+        self._seeds, metric_variables = self._passes.seeds, self._passes.metrics
         method = "train_step" if own else "compute_metrics"
         own_results = metrics and overrides(model, method)
-        modes = [_TRAINING] if trains else []
+        modes = [TRAINING] if trains else []
         is_evaluated = metrics and remote and not overrides(model, "test_step")
         if (is_evaluated and not own) or (own_results and not trains):
-            modes.append(_EVALUATION)
-        forwards = [self._forward(mode, element_spec) for mode in modes]
+            modes.append(EVALUATION)
+        forwards = [self._passes.forward(m, element_spec) for m in modes]
         must_add_up, results, kept = bool(remote or replicas), None, set()
         if own_results:
             what = f"`{method}` of {type(model).__name__}"
-            results = forwards[0].results(self._metrics, what)
+            results = forwards[0].results(metric_variables, what)
         if metrics:
-            kept = no_sums(model, self._metrics, forwards, must_add_up)
+            kept = no_sums(model, metric_variables, forwards, must_add_up)
         super().__init__(
             model,
-            self._metrics,
+            metric_variables,
             kept=kept,
             trains=trains,
             results=results,
@@ -164,8 +164,10 @@ class ModelStep(MetricStates):
         if self._remote:
             self.staleness = StalenessCounter(global_step)
         self._counters = Counters(model.optimizer, global_step)
-        self._layout = self._layout_for(_TRAINING, element_spec)
-        forward = self._forward(_TRAINING, element_spec)
+        forward = self._passes.forward(TRAINING, element_spec)
+        self._layout = self._passes.layout(
+            TRAINING, element_spec, self._counters.reads
+        )
         self._layout.check_read(forward.read)
         self._layout.check_updated(forward.updated)
         self.update = Update(model.optimizer, self._layout, self._counters)
@@ -192,76 +194,7 @@ class ModelStep(MetricStates):
     @property
     def tables(self) -> list[Any]:
         """The partitioned tables that training looks up."""
-        return self._tables[_TRAINING]
-
-    def _forward(self, mode: str, batch: Any) -> Forward:
-        """The graph of a pass over batches like `batch`, or of its spec."""
-        spec = specs(batch)
-        key = mode, repr([(s.shape, s.dtype) for s in _flat(spec)])
-        if key in self._forwards:
-            return self._forwards[key]
-        others: list[keras.Variable] = []
-        for _ in range(_TRACES):
-            # In `tf.init_scope` no tape would record.
-            forward = on_own_thread(self._traced, mode, spec)
-            own = [*self.model.variables, *self._seeds, *self._metrics]
-            known = {id(v) for v in own}
-            others = [v for v in forward.updated if id(v) not in known]
-            if self._own and mode == _TRAINING:
-                self._own.check(forward, bool(self._replicas))
-                others = others or self._own.means(forward, self._metrics)
-            # Those of Keras' global generator, and of metrics not listed.
-            self._seeds += [v for v in others if is_seed(v)]
-            self._metrics += [v for v in others if not is_seed(v)]
-            if not others:
-                self._forwards[key] = forward
-                tables = list(dict.fromkeys(forward.tables))
-                self._tables.setdefault(mode, tables)
-                return forward
-        raise ValueError(
-            f"Model {self.model.name!r} has other variables each time that it "
-            f"is called: {[v.path for v in others]}. Make them once, in its "
-            "`__init__` or `build`."
-        )
-
-    def _traced(self, mode: str, spec: Any) -> Forward:
-        model = self.model
-        private_keras.use_seed_generator(self._generator)
-
-        def run(batch: Batch) -> Mapping[str, Any]:
-            if mode == _PREDICTION:
-                model.predict_step(batch)
-                return {}
-            if self._own:
-                return self._own.trace(batch)
-            return forward_pass(model, batch, mode == _TRAINING)[1]
-
-        fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
-        # Slots are none of a model's business.
-        scalars = [v for v in model.optimizer.variables if not len(v.shape)]
-        forward = Forward(
-            run,
-            spec,
-            list(self._seeds),
-            [*model.trainable_variables, *fixed, *self._metrics, *scalars],
-            taped=bool(self._own),
-        )
-        self._generator = private_keras.seed_generator()
-        return forward
-
-    def _layout_for(self, mode: str, batch: Batch) -> Layout:
-        """Where the variables are that a pass reads."""
-        if mode not in self._layouts:
-            self._forward(mode, batch)
-            every = itertools.chain.from_iterable(self._tables.values())
-            self._layouts[mode] = Layout(
-                self.model,
-                self._tables[mode],
-                remote=self._remote,
-                others=list(every),
-                rates=self._counters.reads if mode == _TRAINING else (),
-            )
-        return self._layouts[mode]
+        return self._passes.tables[TRAINING]
 
     def train(
         self,
@@ -286,24 +219,53 @@ class ModelStep(MetricStates):
         Returns:
             Metric states after the step.
         """
-        layout, replicas = self._layout, self._replicas
-        forward = self._forward(_TRAINING, batch)
-        one_of = replicas or contribution  # No two draw the same numbers.
-        own = [one_of.index()] if one_of else []
-        drawn = step_seeds(self._seeds, step, *own)
+        begun = self.begin(batch, step, contribution)
         if self._at_once:
-            return self._train_at_once(batch, drawn, states)
+            return self._train_at_once(batch, begun.seeds, states)
+        return self.end(begun, states, fence, contribution)[0]
+
+    def begin(
+        self,
+        batch: Batch,
+        step: tf.Tensor,
+        contribution: Contribution | None = None,
+    ) -> Begun:
+        """What a step knows before it reads anything; see `train`."""
+        # No two draw the same numbers.
+        one_of = self._replicas or contribution
+        own = [one_of.index()] if one_of else []
+        seeds = step_seeds(self._seeds, step, *own)
+        forward = self._passes.forward(TRAINING, batch)
+        calls = forward.calls(batch, [seed for _, seed in seeds])
+        return Begun(batch, step, seeds, looked_up(self._layout, calls))
+
+    def end(
+        self,
+        begun: Begun,
+        states: States,
+        fence: Fence | None = None,
+        contribution: Contribution | None = None,
+        begin_next: Callable[[], Begun] | None = None,
+    ) -> tuple[States, Begun | None]:
+        """The rest of a step; see `train`.
+
+        With its gradients travels what the step that `begin_next` returns looks
+        up; returns that, too, as it must be ended.
+        """
+        layout, replicas = self._layout, self._replicas
         before = self.staleness and self.staleness.read()
-        seeds = [seed for _, seed in drawn]
-        read, requests = pull(layout, forward.calls(batch, seeds))
+        batch, routes = begun.batch, begun.lookups.routes
+        requests = begun.requests or request(layout, routes)
+        read = pull(layout, begun.lookups, requests)
         iteration, rates, scale = self._counters.of_step(
-            step, read.values[len(layout.dense) + len(layout.moving) :]
+            begun.step, read.values[len(layout.dense) + len(layout.moving) :]
         )
+        seeds = [seed for _, seed in begun.seeds]
         dense, rows, deltas, states = self._compute(batch, seeds, read, states)
         found = StepGradients(
             requests, dense, rows, deltas, rates, iteration, scale
         )
-        found = unscaled(found)
+        found, following = unscaled(found), None
         if replicas:
             replicas.update(
                 lambda found: self.update(found, _flat(batch)),
@@ -312,10 +274,13 @@ class ModelStep(MetricStates):
         elif contribution:
             contribution(found, fence)
         else:
-            self.update(found, _flat(batch), fence)
+            following = begin_next() if begin_next else None
+            routes = following.lookups.routes if following else ()
+            asked = self.update(found, _flat(batch), fence, routes)
+            following = following and following._replace(requests=asked)
         if self.staleness:
             self.staleness.count(before)
-        return states
+        return states, following
 
     def _train_at_once(
         self,
@@ -326,7 +291,7 @@ class ModelStep(MetricStates):
         """A `train_step` on replicas: each update is before what follows it."""
         assert self._own
         assert self._at_once
-        private_keras.use_seed_generator(self._generator)
+        self._passes.use_seed_generator()
         before = [tf.convert_to_tensor(v.value) for v in self._layout.moving]
         moving = zip(self._layout.moving, before, strict=True)
         scope = self._scope(states, [*moving, *seeds])
@@ -351,12 +316,17 @@ class ModelStep(MetricStates):
         Returns `StepGradients.dense`, `rows`, `deltas`, and metric states.
         """
         layout = self._layout
-        private_keras.use_seed_generator(self._generator)
+        self._passes.use_seed_generator()
         values = zip(layout.reads, read.values, strict=True)
         drawn = zip(self._seeds, seeds, strict=True)
         scope = self._scope(states, [*values, *drawn])
         before = [scope.get_current_value(v) for v in layout.moving]
-        given = batch, layout, read, self._forward(_TRAINING, batch).tables
+        given = (
+            batch,
+            layout,
+            read,
+            self._passes.forward(TRAINING, batch).tables,
+        )
         if self._own:
             loss, gradients = tf.zeros([]), self._own.gradients(scope, *given)
         else:
@@ -406,7 +376,7 @@ class ModelStep(MetricStates):
             for t, shape in zip(flat, shapes, strict=True)
         ]
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
-        with self._reading(_EVALUATION, batch, states) as scope:
+        with self._reading(EVALUATION, batch, states) as scope:
             loss, _ = forward_pass(self.model, batch, False)
         return self._after(scope, states, loss, batch)
 
@@ -416,7 +386,7 @@ class ModelStep(MetricStates):
 
     def predict(self, batch: Batch) -> Any:
         """What the model's `predict_step` returns for one batch."""
-        with self._reading(_PREDICTION, batch, self.zero_states()):
+        with self._reading(PREDICTION, batch, self.zero_states()):
             return self.model.predict_step(batch)
 
     @contextlib.contextmanager
@@ -434,10 +404,11 @@ class ModelStep(MetricStates):
             with self._scope(states, regularized) as scope:
                 yield scope
             return
-        layout = self._layout_for(mode, batch)
-        forward = self._forward(mode, batch)
+        layout = self._passes.layout(mode, batch)
+        forward = self._passes.forward(mode, batch)
         seeds = step_seeds(self._seeds)
-        read, _ = pull(layout, forward.calls(batch, [s for _, s in seeds]))
+        found = looked_up(layout, forward.calls(batch, [s for _, s in seeds]))
+        read = pull(layout, found, request(layout, found.routes))
         given = answers(layout, read, forward.tables)
         values = zip(layout.reads, read.values, strict=True)
         scope = self._scope(states, [*values, *seeds])

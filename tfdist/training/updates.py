@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from tfdist.embeddings.routing import Route
 from tfdist.training import optimizers
 from tfdist.training.conditional_updates import (
     adapt_scale,
@@ -44,15 +45,17 @@ class Update:
         found: StepGradients,
         read: Sequence[tf.Tensor] = (),
         fence: Fence | None = None,
-    ) -> None:
-        """Applies and counts what a step has found."""
+        following: Sequence[Route] = (),
+    ) -> Requests:
+        """Applies and counts what a step has found; see `push`."""
         found = checked(found)
-        arrived = push(self.layout, found, fence)
+        arrived, requests = push(self.layout, found, fence, following)
         if found.finite is not None:
             adapt_scale(self.optimizer, self.layout, found)
         self.counters.count(
             self.layout.device_of, arrived, read, fence, found.finite
         )
+        return requests
 
 
 class UpdatesAtOnce:

@@ -1,0 +1,129 @@
+"""What passes over a model read: their graphs, tables and layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf import private_keras
+from tfdist.training.compiled_model import forward_pass, on_own_thread, specs
+from tfdist.training.forward import Forward
+from tfdist.training.layout import Layout, is_seed
+from tfdist.training.own_step import OwnStep
+
+# A model may look up other tables in each.
+TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
+# Until all variables are known: seeds, metrics not listed, means of logs.
+_TRACES = 5
+
+
+class Passes:
+    """What passes over a model read, for each mode and kind of batch.
+
+    Args:
+        model: A compiled, built model.
+        own: Its own training step, if it has one.
+        remote: As for `ModelStep`.
+        has_replicas: Whether several run each step together.
+
+    Attributes:
+        seeds: The states of random generators that passes draw from.
+        metrics: The variables of metrics that they update; both grow.
+        tables: For each mode, the tables that it looks up.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        own: OwnStep | None,
+        remote: bool,
+        has_replicas: bool,
+    ) -> None:
+        self._model, self._own = model, own
+        self._remote, self._has_replicas = remote, has_replicas
+        self.seeds = [v for v in model.non_trainable_variables if is_seed(v)]
+        self.metrics = list(model.metrics_variables)
+        self.tables: dict[str, list[Any]] = {}
+        self._forwards: dict[Any, Forward] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._generator = private_keras.seed_generator()
+
+    def use_seed_generator(self) -> None:
+        """Has this thread draw from the global generator that passes have."""
+        private_keras.use_seed_generator(self._generator)
+
+    def forward(self, mode: str, batch: Any) -> Forward:
+        """The graph of a pass over batches like `batch`, or of its spec."""
+        spec = specs(batch)
+        flat = tf.nest.flatten(spec, expand_composites=True)
+        key = mode, repr([(s.shape, s.dtype) for s in flat])
+        if key in self._forwards:
+            return self._forwards[key]
+        others: list[keras.Variable] = []
+        for _ in range(_TRACES):
+            # In `tf.init_scope` no tape would record.
+            forward = on_own_thread(self._traced, mode, spec)
+            own = [*self._model.variables, *self.seeds, *self.metrics]
+            known = {id(v) for v in own}
+            others = [v for v in forward.updated if id(v) not in known]
+            if self._own and mode == TRAINING:
+                self._own.check(forward, self._has_replicas)
+                others = others or self._own.means(forward, self.metrics)
+            # Those of Keras' global generator, and of metrics not listed.
+            self.seeds += [v for v in others if is_seed(v)]
+            self.metrics += [v for v in others if not is_seed(v)]
+            if not others:
+                self._forwards[key] = forward
+                tables = list(dict.fromkeys(forward.tables))
+                self.tables.setdefault(mode, tables)
+                return forward
+        raise ValueError(
+            f"Model {self._model.name!r} has other variables each time that it "
+            f"is called: {[v.path for v in others]}. Make them once, in its "
+            "`__init__` or `build`."
+        )
+
+    def _traced(self, mode: str, spec: Any) -> Forward:
+        model = self._model
+        self.use_seed_generator()
+
+        def run(batch: Any) -> Mapping[str, Any]:
+            if mode == PREDICTION:
+                model.predict_step(batch)
+                return {}
+            if self._own:
+                return self._own.trace(batch)
+            return forward_pass(model, batch, mode == TRAINING)[1]
+
+        fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
+        # Slots are none of a model's business.
+        scalars = [v for v in model.optimizer.variables if not len(v.shape)]
+        forward = Forward(
+            run,
+            spec,
+            list(self.seeds),
+            [*model.trainable_variables, *fixed, *self.metrics, *scalars],
+            taped=bool(self._own),
+        )
+        self._generator = private_keras.seed_generator()
+        return forward
+
+    def layout(
+        self, mode: str, batch: Any, rates: Sequence[keras.Variable] = ()
+    ) -> Layout:
+        """Where the variables are that a pass reads; in training, `rates`."""
+        if mode not in self._layouts:
+            self.forward(mode, batch)
+            every = itertools.chain.from_iterable(self.tables.values())
+            self._layouts[mode] = Layout(
+                self._model,
+                self.tables[mode],
+                remote=self._remote,
+                others=list(every),
+                rates=rates,
+            )
+        return self._layouts[mode]
