@@ -176,14 +176,12 @@ def _check(
     told: Callable[[tf.Tensor], Sequence[Any]],
 ) -> tf.Operation:
     """Fails if an id is not `inside`; `told` what of the first such one."""
-
-    def refuse() -> tf.Operation:
-        bad = tf.where(~inside)[:1, 0]
-        names = tf.gather([table.path for table, _ in calls], which)
-        data = ["Ids of table", tf.gather(names, bad), *told(bad)]
-        return tf.raw_ops.Assert(condition=False, data=data)
-
-    return tf.cond(tf.reduce_all(inside), tf.no_op, refuse)
+    # Nothing of none: a dozen ops less than a `tf.cond`, and no function.
+    bad = tf.where(~inside)[:1, 0]
+    paths = [table.path for table, _ in calls]
+    first = tf.gather(which, bad)
+    data = ["Ids of table", tf.gather(paths, first), *told(bad)]
+    return tf.raw_ops.Assert(condition=tf.reduce_all(inside), data=data)
 
 
 @dataclasses.dataclass(frozen=True)
