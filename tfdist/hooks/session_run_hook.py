@@ -94,6 +94,8 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
         """How many steps may run before the next call; None for any number.
 
         Default, as in TF1: one, if `before_run` or `after_run` is overridden.
+        `session.step` may be greater then, where a hook called before this one
+        has saved a checkpoint: that waits for the steps under way.
         """
         return 1 if wants_every_step(self) else None
 
