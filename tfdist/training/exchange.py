@@ -4,8 +4,8 @@ A step sends each server one message with the ids of all table rows that it
 needs, and gets one with these rows and all dense variables. The server keeps
 the ids, so the gradients of rows travel without them, in one message with the
 clipped gradients of all else that it holds. Large tensors go alone. Within a
-dispatch the ids of the next step travel with the gradients, so that a step
-waits for one round trip, not for two.
+dispatch the ids of the next step travel with the gradients: two messages a step
+to each server and from it, not three.
 
     worker                                server k
       ids of rows ----------------------->  gather
