@@ -148,12 +148,13 @@ def test_an_input_function_that_blocks_is_named(said):
         time.sleep(1.4)
         return batches()
 
+    start = time.monotonic()
     input_fns.without_context(blocks)()
-    assert 1 <= len(said()) <= 3
+    assert 1 <= len(said()) <= (time.monotonic() - start) / 0.5
     for line in said():
         assert re.fullmatch(
             rf"Still waiting for input function `.*blocks` \({__file__}:\d+\) "
-            r"after [01] s\.",
+            r"after \d+ s\.",
             line,
         )
 

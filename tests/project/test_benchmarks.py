@@ -135,3 +135,31 @@ def test_a_tiny_run_writes_figures_and_the_page(tmp_path):
     assert "## Wide and deep" in page
     assert "tensorflow 2.21" in page
     assert (tmp_path / "wide_and_deep.png").stat().st_size > 0
+
+
+ROUND_TRIPS = """
+import tempfile
+from benchmarks import networks
+with tempfile.TemporaryDirectory() as directory:
+    switch = networks.compile_switch(directory)
+    networks.enter()
+    for delay in (0.0, 5.0):
+        print(networks.round_trip_ms(switch, delay))
+"""
+
+
+def test_a_delay_is_what_packets_take_more():
+    done = subprocess.run(
+        [sys.executable, "-c", ROUND_TRIPS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.stderr.startswith(("There is no C compiler", "The system refuses")):
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    at_once, late = map(float, done.stdout.split())
+    # One way and back; never earlier, whatever else this machine does.
+    assert late >= 10.0
+    assert late > at_once

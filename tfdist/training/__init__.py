@@ -6,8 +6,8 @@ Read in this order: `step` (a compiled model becomes a function), `layout`
 `loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`,
 `synchronous_loop` with `aggregation`.
 
-Details of a step: `forward` (what of a model runs before its lookups),
-`compiled_model`, `own_step`, `metrics` and `metric_states`, `counters`,
+Details of a step: `passes` and `forward` (which graphs a model is, and what of
+them runs before its lookups), `compiled_model`, `own_step`, `metrics` and `metric_states`, `counters`,
 `conditional_updates`, `updates`, `fence`, `staleness`.
 """
 
