@@ -1,6 +1,8 @@
 import collections
 import json
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import table_checks
@@ -9,7 +11,28 @@ import tensorflow as tf
 from tfdist.checkpoint import checkpoints
 from tfdist.training import optimizers
 from tfdist.training.loop import LocalLoop
+from tfdist.training.messages import send
 from tfdist.training.step import ModelStep
+
+
+@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.given(
+    st.lists(st.integers(-(2**63), 2**63 - 1)),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1),
+)
+def test_ids_are_the_same_after_a_journey_as_floats(ids, floats):
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def sent(ids):
+        words = tf.reshape(tf.bitcast(ids, tf.float32), [-1])
+        whole = [tf.constant(floats, tf.float32), words]
+        first, second = send(whole, [[len(floats)], [-1]], None, None)
+        return first, tf.bitcast(tf.reshape(second, [-1, 2]), tf.int64)
+
+    # Also those that are tiny or no numbers as floats.
+    ids += [0, 1, 2**23 - 1, 0x7F800001, 0xFF800001, 0x7F80000100000001]
+    first, second = sent(tf.constant(ids, tf.int64))
+    np.testing.assert_array_equal(first, np.float32(floats))
+    assert second.numpy().tolist() == ids
 
 
 def trained_in_one_process(steps_per_dispatch):

@@ -310,7 +310,8 @@ def carried(
                     for g in server.shards
                 ]
             if following and server.shards:
-                # One message: none of another dtype, whose bits these are.
+                # Bits in the same message. Copies leave them alone; did one
+                # not, the counts, tiny as floats, would be 0 and not add up.
                 ids = tf.bitcast(_packed_ids(server, following), tf.float32)
                 sent.append(tf.reshape(ids, [-1]))
                 shapes.append([-1])
