@@ -176,7 +176,7 @@ def _check(
     told: Callable[[tf.Tensor], Sequence[Any]],
 ) -> tf.Operation:
     """Fails if an id is not `inside`; `told` what of the first such one."""
-    # Nothing of none: a dozen ops less than a `tf.cond`, and no function.
+    # Empty where all are: fewer ops than a `tf.cond` has, and no functions.
     bad = tf.where(~inside)[:1, 0]
     paths = [table.path for table, _ in calls]
     first = tf.gather(which, bad)

@@ -100,12 +100,18 @@ def looked_up(
 
 def request(layout: Layout, routes: Sequence[Route]) -> Requests:
     """Sends every server the ids of the rows that it shall read."""
-    asked = Requests(routes, {s.device: {} for s in layout.servers})
+    at: dict[str, dict[int, Request]] = {}
     for server in layout.servers:
-        if server.shards:
-            ids = _packed_ids(server, routes) if layout.remote else None
-            asked.at[server.device] = _request(server, routes, ids)
-    return asked
+        device = server.device
+        if layout.remote and server.shards:
+            at[device] = _unpacked(server, _packed_ids(server, routes))
+        else:
+            at[device] = {}
+            for g, shards in server.shards.items():
+                counts = routes[g].counts[device]
+                ids = tf.split(routes[g].ids[device], counts, num=len(shards))
+                at[device][g] = Request(ids, counts)
+    return Requests(routes, at)
 
 
 def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
@@ -249,8 +255,7 @@ def push(
         layout, found, scalars, fence, following
     ):
         if following and server.shards:
-            asked = _request(server, following, _ints(server, sent.pop()))
-            requests.at[server.device] = asked
+            requests.at[server.device] = _unpacked(server, sent.pop())
         with tf.device(server.device):
             # Not the tensor itself: a control edge from the output of a
             # function waits for its side effects alone.
@@ -283,7 +288,7 @@ def carried(
     Yields:
         A server; the indices in `Layout.reads` of what the step changes of
         it; and there `scalars`, what it adds to these, the gradients of
-        rows, for each group, and as floats the ids of `following` there.
+        rows, for each group, and, packed, the ids of `following` there.
     """
     whole = [*found.dense, *found.deltas]
     blocks = []
@@ -318,6 +323,9 @@ def carried(
             head, *sent = send([packed, *sent], shapes, None, device, fence)
             with tf.device(device):
                 numbers = tf.unstack(head)
+                if following and server.shards:
+                    words = tf.reshape(sent[-1], [-1, 2])
+                    sent[-1] = tf.bitcast(words, tf.int64)
         yield server, updates, [*numbers[bool(fence) :], *sent]
 
 
@@ -385,27 +393,13 @@ def _packed_ids(server: Server, routes: Sequence[Route]) -> tf.Tensor:
     return tf.concat([*(tf.cast(c, tf.int64) for c in counts), *ids], axis=0)
 
 
-def _ints(server: Server, floats: tf.Tensor) -> tf.Tensor:
-    """The int64 numbers whose bits these are."""
-    with tf.device(server.device):
-        return tf.bitcast(tf.reshape(floats, [-1, 2]), tf.int64)
-
-
-def _request(
-    server: Server, routes: Sequence[Route], packed: tf.Tensor | None
-) -> dict[int, Request]:
-    """What a server is asked for; None: as it is, and the step runs there."""
+def _unpacked(server: Server, packed: tf.Tensor) -> dict[int, Request]:
+    """What a server is asked for, on it."""
     nums = [len(shards) for shards in server.shards.values()]
-    if packed is None:
-        counts = [routes[g].counts[server.device] for g in server.shards]
-        ids = [routes[g].ids[server.device] for g in server.shards]
-        each = map(tf.split, ids, counts, itertools.repeat(0), nums)
-        pieces = itertools.chain.from_iterable(each)
-    else:
-        with tf.device(server.device):
-            count = tf.cast(packed[: sum(nums)], tf.int32)
-            counts = tf.split(count, nums)
-            pieces = iter(tf.split(packed[sum(nums) :], count, num=sum(nums)))
+    with tf.device(server.device):
+        count = tf.cast(packed[: sum(nums)], tf.int32)
+        pieces = iter(tf.split(packed[sum(nums) :], count, num=sum(nums)))
+        counts = tf.split(count, nums)
     return {
         g: Request(list(itertools.islice(pieces, num)), count)
         for g, num, count in zip(server.shards, nums, counts, strict=True)

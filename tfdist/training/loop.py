@@ -28,7 +28,7 @@ from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.metric_states import States
-from tfdist.training.step import Begun, ModelStep
+from tfdist.training.step import ModelStep
 
 Step: TypeAlias = ModelStep | KerasStep
 Watch: TypeAlias = Callable[[], None]
@@ -244,15 +244,13 @@ def run_steps_ahead(
     What a step looks up travels with the gradients of the step before.
     """
     states = step.zero_states()
-    begun: Begun | None = step.begin(iterator.get_next(), first_step)
-    for i in range(1, num_steps + 1):
-
-        def begin_next(i: int = i) -> Begun:
-            return step.begin(iterator.get_next(), first_step + i)
-
-        assert begun
-        following = begin_next if i < num_steps else None
-        states, begun = step.end(begun, states, fence, begin_next=following)
+    following = (
+        step.begin(iterator.get_next(), first_step + i)
+        for i in range(num_steps)
+    )
+    begun = next(following, None)
+    while begun:
+        states, begun = step.end(begun, states, fence, following=following)
     return step.pack(states)
 
 

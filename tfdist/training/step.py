@@ -10,7 +10,7 @@ changes by operations that the variable's own device executes atomically.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -245,11 +245,11 @@ class ModelStep(MetricStates):
         states: States,
         fence: Fence | None = None,
         contribution: Contribution | None = None,
-        begin_next: Callable[[], Begun] | None = None,
+        following: Iterable[Begun] = (),
     ) -> tuple[States, Begun | None]:
         """The rest of a step; see `train`.
 
-        With its gradients travels what the step that `begin_next` returns looks
+        With its gradients travels what the next of the `following` steps looks
         up; returns that, too, as it must be ended.
         """
         layout, replicas = self._layout, self._replicas
@@ -265,7 +265,7 @@ class ModelStep(MetricStates):
         found = StepGradients(
             requests, dense, rows, deltas, rates, iteration, scale
         )
-        found, following = unscaled(found), None
+        found, begun_next = unscaled(found), None
         if replicas:
             replicas.update(
                 lambda found: self.update(found, _flat(batch)),
@@ -274,13 +274,13 @@ class ModelStep(MetricStates):
         elif contribution:
             contribution(found, fence)
         else:
-            following = begin_next() if begin_next else None
-            routes = following.lookups.routes if following else ()
+            begun_next = next(iter(following), None)
+            routes = begun_next.lookups.routes if begun_next else ()
             asked = self.update(found, _flat(batch), fence, routes)
-            following = following and following._replace(requests=asked)
+            begun_next = begun_next and begun_next._replace(requests=asked)
         if self.staleness:
             self.staleness.count(before)
-        return states, following
+        return states, begun_next
 
     def _train_at_once(
         self,
@@ -321,12 +321,8 @@ class ModelStep(MetricStates):
         drawn = zip(self._seeds, seeds, strict=True)
         scope = self._scope(states, [*values, *drawn])
         before = [scope.get_current_value(v) for v in layout.moving]
-        given = (
-            batch,
-            layout,
-            read,
-            self._passes.forward(TRAINING, batch).tables,
-        )
+        forward = self._passes.forward(TRAINING, batch)
+        given = batch, layout, read, forward.tables
         if self._own:
             loss, gradients = tf.zeros([]), self._own.gradients(scope, *given)
         else:
