@@ -18,7 +18,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -35,7 +35,7 @@ from tfdist.placement.scope import placed_scope
 from tfdist.training import optimizers
 from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.fence import Generations
-from tfdist.training.loop import automatic_steps_per_dispatch, run_steps
+from tfdist.training.loop import automatic_steps_per_dispatch, run_steps_ahead
 from tfdist.training.step import ModelStep
 
 _COMMON = {"who": "tfdist", "optimizer": "adagrad", "rows": 100_000}
@@ -43,7 +43,7 @@ _MANY = 1 << 40  # More steps than are ever run.
 
 
 class _EmptyStep:
-    """A step that does nothing with its batch, as `run_steps` wants it."""
+    """Does nothing with its batch, as `run_steps_ahead` wants it."""
 
     staleness = None  # Nothing is updated.
 
@@ -54,10 +54,17 @@ class _EmptyStep:
     def zero_states(self) -> list[tf.Tensor]:
         return []
 
-    def train(
-        self, batch: tf.Tensor, step: Any, states: list[tf.Tensor], fence: Any
-    ) -> list[tf.Tensor]:
-        return states
+    def begin(self, batch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return batch
+
+    def end(
+        self,
+        begun: tf.Tensor,
+        states: list[tf.Tensor],
+        fence: Any,
+        following: Iterator[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        return states, next(following, None)
 
     def evaluate_alone(self, batch: tf.Tensor) -> tf.Tensor:
         return self.pack([])
@@ -361,13 +368,13 @@ def _dispatch(
         iterator: Any, first_step: tf.Tensor, generation: tf.Tensor
     ) -> tf.Tensor:
         if tickets is None:
-            return run_steps(step, size, iterator, first_step, None)
+            return run_steps_ahead(step, size, iterator, first_step, None)
         with tf.device(tickets.device):
             ticket = tf.raw_ops.ResourceCountUpTo(
                 resource=tickets.handle, limit=_MANY, T=tf.int64
             )
         fence = generations.fence(generation)
-        return run_steps(step, size, iterator, ticket * size, fence)
+        return run_steps_ahead(step, size, iterator, ticket * size, fence)
 
     return dispatch
 

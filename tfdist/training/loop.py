@@ -249,7 +249,7 @@ def run_steps_ahead(
         for i in range(num_steps)
     )
     begun = next(following, None)
-    while begun:
+    while begun is not None:
         states, begun = step.end(begun, states, fence, following=following)
     return step.pack(states)
 
