@@ -1,17 +1,19 @@
 """Steps per second where each packet between two tasks takes its time.
 
     python -m benchmarks.links [--delays=0,0.25,1,5] [--mbit=0] [--rounds=3]
-        [--only=small,wide_and_deep] [--steps=1500] [--against=DIR]
+        [--only=small,wide_and_deep] [--steps=1500] [--read_ahead=0]
+        [--against=DIR]
 
 Trains on 2 ps, 2 workers and a chief, each in a network of its own. A switch
 (see `benchmarks.networks`) keeps each packet for as many milliseconds, one way,
 and lets through so many Mbit/s from and to each task; 0: as many as it can.
-Delays take turns in each round, and so does another checkout, with `--against`.
+Delays take turns in each round, and so do several `--read_ahead` (see
+`RunConfig`) and another checkout, with `--against`, which reads nothing ahead.
 
 Prints for each case and delay the median of the steps per second and their
 range, what the switch takes of one core, and by how much more than the delay a
-packet was late on average. Of another checkout also how much faster this one
-is: the median and the range of the rounds' ratios.
+packet was late on average. Of others than the first of the same delay also how
+many times as fast they are: the median and the range of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -41,6 +43,15 @@ CASES = {
 _JOBS = {"chief": 1, "worker": 2, "ps": 2}
 _PORT, _POLL_SECS = 2222, 0.2
 _WARM, _ROWS, _EXAMPLES = 500, 100_000, 2_000_000
+
+
+class Turn(NamedTuple):
+    """What one run is of; the delay is in ms."""
+
+    name: str
+    delay: float
+    read_ahead: int
+    checkout: str
 
 
 class Measured(NamedTuple):
@@ -135,13 +146,15 @@ def _window(
     return rate, ended - case["steps"] / rate, ended
 
 
-def _case(name: str, steps: int, data: str, seed: int) -> dict[str, Any]:
+def _case(turn: Turn, steps: int, data: str, seed: int) -> dict[str, Any]:
     """What the tasks are told."""
-    if name == "wide_and_deep":
+    ahead = {"read_ahead": turn.read_ahead} if turn.read_ahead else {}
+    if turn.name == "wide_and_deep":
         case = {"rows": _ROWS, "data": data, "seed": seed, "warm": _WARM}
-        return {**case, "steps": steps}
+        return {**case, "steps": steps, "options": ahead}
     return {
         **{"who": "tfdist", "model": "table", "optimizer": "adagrad"},
+        "options": ahead,
         **{"rows": 10_000, "batch": 32, "unrolled": None},
         **{"steps": steps // 10 * 10, "repeats": 1},
     }
@@ -172,47 +185,47 @@ def main() -> None:
         )
         if "wide_and_deep" in args.only:
             _write_clicks(directory)
-        found: dict[Any, list[Measured]] = collections.defaultdict(list)
+        found: dict[Turn, list[Measured]] = collections.defaultdict(list)
         for seed in range(args.rounds):
             for turn in _turns(args):
-                name, delay, checkout = turn
-                joined = networks.Networks(switch, delay, args.mbit)
-                case = _case(name, args.steps, directory, seed)
-                found[turn].append(run(name, case, joined, checkout))
+                joined = networks.Networks(switch, turn.delay, args.mbit)
+                case = _case(turn, args.steps, directory, seed)
+                found[turn].append(run(turn.name, case, joined, turn.checkout))
     if not joined.real_time:
         print("The switch may not go before other processes: expect delays.")
     for turn in _turns(args):
-        _show(turn, found, args.against)
+        _show(turn, found)
 
 
-def _turns(args: argparse.Namespace) -> list[tuple[str, float, str]]:
-    """The runs of a round: case, delay and checkout."""
-    checkouts = [str(ROOT), *filter(None, [args.against])]
+def _turns(args: argparse.Namespace) -> list[Turn]:
+    """The runs of a round."""
+    others = [(ahead, str(ROOT)) for ahead in args.read_ahead]
+    others += [(0, args.against)] if args.against else []
     return [
-        (n, d, c) for n in args.only for d in args.delays for c in checkouts
+        Turn(name, delay, *other)
+        for name in args.only
+        for delay in args.delays
+        for other in others
     ]
 
 
-def _show(
-    turn: tuple[str, float, str],
-    found: dict[Any, list[Measured]],
-    against: str | None,
-) -> None:
-    name, delay, checkout = turn
+def _show(turn: Turn, found: dict[Turn, list[Measured]]) -> None:
     runs = found[turn]
     row = (
-        f"{name:14}{delay:6g} ms  "
+        f"{turn.name:14}{turn.delay:6g} ms, {turn.read_ahead} ahead  "
         f"{median_and_range([r.steps_per_sec for r in runs]):22} steps/s  "
         f"switch {statistics.median(r.switch for r in runs):4.0%}, "
         f"late by {statistics.median(r.late_us for r in runs):4.0f} us"
     )
-    if against and checkout == against:
-        pairs = zip(found[name, delay, str(ROOT)], runs, strict=True)
+    first = next(other for other in found if other[:2] == turn[:2])
+    if turn != first:
+        pairs = zip(found[first], runs, strict=True)
         ratios = [
-            one.steps_per_sec / other.steps_per_sec for one, other in pairs
+            other.steps_per_sec / one.steps_per_sec for one, other in pairs
         ]
+        where = "" if turn.checkout == str(ROOT) else f"  {turn.checkout}:"
         row += (
-            f"  {against}: this is {statistics.median(ratios):.3f} "
+            f"{where}  {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f}-{max(ratios):.3f}) times as fast"
         )
     print(row, flush=True)
@@ -225,9 +238,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--read_ahead", default="0", help="in steps")
     parser.add_argument("--against", type=os.path.abspath, metavar="DIR")
     args = parser.parse_args()
     args.delays = [float(delay) for delay in args.delays.split(",")]
+    args.read_ahead = [int(ahead) for ahead in args.read_ahead.split(",")]
     args.only = args.only.split(",")
     if args.against and not pathlib.Path(args.against, "benchmarks").is_dir():
         parser.error(f"--against={args.against} is no checkout of tfdist.")

@@ -226,6 +226,7 @@ def runner(
             strategy=strategy,
             num_workers=cluster.num_workers,
             steps_per_dispatch=unrolled,
+            **case.get("options", {}),
         )
         return loop.run, model
     update = _one_by_one if case["who"] == "one_by_one" else keras_update

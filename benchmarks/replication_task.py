@@ -57,6 +57,9 @@ class _EmptyStep:
     def begin(self, batch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return batch
 
+    def read(self, begun: tf.Tensor) -> tf.Tensor:
+        return begun
+
     def end(
         self,
         begun: tf.Tensor,

@@ -204,7 +204,7 @@ def _place(device):
     return f"ps:{spec.task}" if spec.job == "ps" else "worker"
 
 
-def traced_steps(job, num_steps):
+def traced_steps(job, num_steps, read_ahead):
     """The graph of a dispatch, and the devices of what it captures."""
     step = job.step()
 
@@ -216,6 +216,7 @@ def traced_steps(job, num_steps):
             types.SimpleNamespace(get_next=get_next),
             tf.constant(0, tf.int64),
             None,
+            read_ahead,
         )
 
     with job.strategy.scope():
@@ -236,9 +237,9 @@ def traced_steps(job, num_steps):
 def exchange(strategy, cluster, directory):
     """Counts messages; trains on one worker."""
     job = Job(strategy, cluster)
-    for num_steps in (1, 3):
-        graph, captured = traced_steps(job, num_steps)
-        _write(directory, f"messages_{num_steps}", messages(graph, captured))
+    for numbers in ((1, 0), (3, 0), (3, 1)):
+        found = messages(*traced_steps(job, *numbers))
+        _write(directory, "messages_{}_{}".format(*numbers), found)
     _write(directory, "tasks", job.tasks())
     job.loop(steps_per_dispatch=2).run(STEPS)
     np.savez(directory / "trained.npz", **whole(job.variables))

@@ -79,6 +79,7 @@ def estimator(
         tf_random_seed=case["seed"],
         save_checkpoints_steps=save_steps,
         steps_per_dispatch=case.get("steps_per_dispatch"),
+        **case.get("options", {}),
     )
     return tfdist.Estimator(model_fn, config)
 

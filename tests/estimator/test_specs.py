@@ -94,6 +94,8 @@ def test_replace():
     [
         ({"backup_workers": -1}, ValueError),
         ({"max_staleness": -1}, ValueError),
+        ({"read_ahead": -1}, ValueError),
+        ({"read_ahead": True}, TypeError),
         ({"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError),
         ({"save_summary_steps": -1}, ValueError),
         ({"save_checkpoints_steps": -1}, ValueError),
@@ -217,8 +219,10 @@ def test_check_numerics_is_a_bool(value):
     ("jobs", "kwargs", "match"),
     [
         ("ps", {"backup_workers": 0, "max_staleness": 1}, "are never stale"),
+        ("ps", {"backup_workers": 0, "read_ahead": 1}, "leave `read_ahead`"),
         ("ps", {"backup_workers": 2}, "must leave a worker"),
         ("worker", {"max_staleness": 1}, "`max_staleness` is for parameter"),
+        ("worker", {"read_ahead": 1}, "`read_ahead` is for parameter"),
         ("worker", {"backup_workers": 0}, "`backup_workers` is for parameter"),
     ],
 )

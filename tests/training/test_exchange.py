@@ -55,9 +55,9 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_one_message_each_way(found, num_steps):
-    path = found / f"messages_{num_steps}.json"
+@pytest.mark.parametrize(("num_steps", "read_ahead"), [(1, 0), (3, 0), (3, 1)])
+def test_one_message_each_way(found, num_steps, read_ahead):
+    path = found / f"messages_{num_steps}_{read_ahead}.json"
     messages = json.loads(path.read_text())
     kinds = collections.Counter(
         (source, target, dtype)
@@ -66,8 +66,8 @@ def test_one_message_each_way(found, num_steps):
     )
     expected = {}
     for server in ("ps:0", "ps:1"):
-        # Ids of the first step; those of others travel with gradients.
-        expected["worker", server, "int64"] = 1
+        # Ids of the first steps; those of others travel with gradients.
+        expected["worker", server, "int64"] = 1 + read_ahead
         expected[server, "worker", "float32"] = num_steps
         expected["worker", server, "float32"] = num_steps
     assert kinds == expected

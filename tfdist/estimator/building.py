@@ -143,7 +143,9 @@ def _step_and_loop(
         step = ModelStep(model, spec, global_step=global_step, remote=True)
         backup = config.backup_workers
         make: Callable[..., Loop] = partial(
-            CoordinatedLoop, max_staleness=config.max_staleness
+            CoordinatedLoop,
+            max_staleness=config.max_staleness,
+            read_ahead=config.read_ahead or 0,
         )
         if backup is not None:
             make = partial(SynchronousLoop, backup_workers=backup)

@@ -104,6 +104,12 @@ class RunConfig:
             synchronous parallel). Dispatches are smaller with it, unless
             `steps_per_dispatch` is given. Default: no bound; no worker waits.
             It has no meaning in one process.
+        read_ahead: On parameter servers, for how many steps a worker reads the
+            parameters while it computes the steps before, so that it does not
+            wait for the network; within a request, see `steps_per_dispatch`.
+            What it reads lacks its own updates of these steps, by which it is
+            staler. Default: none, as 0: a step reads what the one before has
+            left. It has no meaning in one process.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -150,6 +156,7 @@ class RunConfig:
     steps_per_dispatch: int | None = None
     backup_workers: int | None = None
     max_staleness: int | None = None
+    read_ahead: int | None = None
     strategy: str | tf.distribute.Strategy = "auto"
     audit_input: bool | None = None
     check_numerics: bool = True
@@ -203,6 +210,7 @@ class RunConfig:
             ("steps_per_dispatch", 1),
             ("backup_workers", 0),
             ("max_staleness", 0),
+            ("read_ahead", 0),
             ("session_creation_timeout_secs", 1e-9),
             ("evaluator_timeout_secs", 0),
         ):
@@ -213,7 +221,7 @@ class RunConfig:
     def _check_waiting(self) -> None:
         """What says when workers on parameter servers wait for each other."""
         backup, workers = self.backup_workers, self.cluster.num_workers
-        names = ("backup_workers", "max_staleness")
+        names = ("backup_workers", "max_staleness", "read_ahead")
         given = [n for n in names if getattr(self, n) is not None]
         if not given or not self.cluster.is_distributed:
             return
@@ -223,13 +231,13 @@ class RunConfig:
                 f"cluster has none: {self.cluster.shape}. All-reduce waits for "
                 "every worker: leave it out."
             )
-        if len(given) == 2:
-            raise ValueError(
-                "Synchronous steps (`backup_workers`) are never stale: leave "
-                f"`max_staleness` out. Received: {self.max_staleness}."
-            )
         if backup is None:
             return
+        if len(given) > 1:
+            raise ValueError(
+                "Synchronous steps (`backup_workers`) are never stale: leave "
+                f"`{given[1]}` out. Received: {getattr(self, given[1])}."
+            )
         if backup >= workers or (self.steps_per_dispatch or 1) > 1:
             raise ValueError(
                 "Argument `backup_workers` must leave a worker to wait for, "

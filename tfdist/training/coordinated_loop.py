@@ -72,6 +72,8 @@ class CoordinatedLoop(Loop):
         example: What `input_fn` has returned, if it was called already.
         max_staleness: No update is staler: workers wait for slower ones.
             Default: they never wait.
+        read_ahead: For how many steps parameters are read before they begin;
+            within a dispatch.
     """
 
     resizable = True
@@ -87,6 +89,7 @@ class CoordinatedLoop(Loop):
         steps_per_dispatch: int | None = None,
         example: tf.data.Dataset | None = None,
         max_staleness: int | None = None,
+        read_ahead: int = 0,
     ) -> None:
         super().__init__(global_step)
         self._workers = Workers(strategy, num_workers)
@@ -121,7 +124,15 @@ class CoordinatedLoop(Loop):
                     self._largest,
                 )
             self._largest = 1
+        self._read_ahead = read_ahead
         self._size_dispatches(num_workers)
+        if read_ahead >= self._full:
+            _log.warning(
+                "Nothing is read ahead of %d steps, as `read_ahead` asks for: "
+                "a dispatch has %d.",
+                read_ahead,
+                self._full,
+            )
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self._is_dealt = False  # Whether by the number of workers.
@@ -307,7 +318,8 @@ class CoordinatedLoop(Loop):
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
         return run_steps_ahead(
-            self._step, num_steps, iterator, first_step, fence
+            *(self._step, num_steps, iterator, first_step, fence),
+            read_ahead=self._read_ahead,
         )
 
     def _schedule(self, first_step: int, size: int) -> None:

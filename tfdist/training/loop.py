@@ -28,7 +28,7 @@ from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.metric_states import States
-from tfdist.training.step import ModelStep
+from tfdist.training.step import Begun, ModelStep, Ready
 
 Step: TypeAlias = ModelStep | KerasStep
 Watch: TypeAlias = Callable[[], None]
@@ -238,19 +238,23 @@ def run_steps_ahead(
     iterator: TimedIterator,
     first_step: tf.Tensor,
     fence: Fence | None,
+    read_ahead: int = 0,
 ) -> tf.Tensor:
     """As `run_steps`, on parameter servers, with fewer messages.
 
-    What a step looks up travels with the gradients of the step before.
+    What a step looks up travels with the gradients of an earlier one: the step
+    before, or `read_ahead` before that, as it is read so many steps early.
     """
     states = step.zero_states()
     following = (
         step.begin(iterator.get_next(), first_step + i)
         for i in range(num_steps)
     )
-    begun = next(following, None)
-    while begun is not None:
-        states, begun = step.end(begun, states, fence, following=following)
+    begun: list[Begun | Ready] = [*itertools.islice(following, 1 + read_ahead)]
+    while begun:
+        first, *others = map(step.read, begun)
+        states, another = step.end(first, states, fence, following=following)
+        begun = others if another is None else [*others, another]
     return step.pack(states)
 
 

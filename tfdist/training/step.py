@@ -57,13 +57,24 @@ Batch = Any
 
 
 class Begun(NamedTuple):
-    """A step that has read its batch, and no variable yet."""
+    """A step that has its batch."""
 
     batch: Batch
     step: tf.Tensor
     seeds: list[tuple[keras.Variable, tf.Tensor]]
     lookups: Lookups
     requests: Requests | None = None  # None: no server knows of them yet.
+
+
+class Ready(NamedTuple):
+    """A step that has its parameters."""
+
+    batch: Batch
+    step: tf.Tensor
+    seeds: list[tuple[keras.Variable, tf.Tensor]]
+    requests: Requests
+    read: Parameters
+    before: tf.Tensor | None  # What `StalenessCounter.read` returned.
 
 
 class ModelStep(MetricStates):
@@ -239,9 +250,19 @@ class ModelStep(MetricStates):
         calls = forward.calls(batch, [seed for _, seed in seeds])
         return Begun(batch, step, seeds, looked_up(self._layout, calls))
 
+    def read(self, begun: Begun | Ready) -> Ready:
+        """Reads the parameters of a step, unless it has them."""
+        if isinstance(begun, Ready):
+            return begun
+        batch, step, seeds, found, requests = begun
+        before = self.staleness and self.staleness.read()
+        requests = requests or request(self._layout, found.routes)
+        read = pull(self._layout, found, requests)
+        return Ready(batch, step, seeds, requests, read, before)
+
     def end(
         self,
-        begun: Begun,
+        begun: Begun | Ready,
         states: States,
         fence: Fence | None = None,
         contribution: Contribution | None = None,
@@ -253,15 +274,12 @@ class ModelStep(MetricStates):
         up; returns that, too, as it must be ended.
         """
         layout, replicas = self._layout, self._replicas
-        before = self.staleness and self.staleness.read()
-        batch, routes = begun.batch, begun.lookups.routes
-        requests = begun.requests or request(layout, routes)
-        read = pull(layout, begun.lookups, requests)
+        batch, step, seeds, requests, read, before = self.read(begun)
         iteration, rates, scale = self._counters.of_step(
-            begun.step, read.values[len(layout.dense) + len(layout.moving) :]
+            step, read.values[len(layout.dense) + len(layout.moving) :]
         )
-        seeds = [seed for _, seed in begun.seeds]
-        dense, rows, deltas, states = self._compute(batch, seeds, read, states)
+        drawn = [seed for _, seed in seeds]
+        dense, rows, deltas, states = self._compute(batch, drawn, read, states)
         found = StepGradients(
             requests, dense, rows, deltas, rates, iteration, scale
         )
