@@ -25,6 +25,7 @@ from tests.session.test_recovery import (
     wait_for_exit,
 )
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.testing import assert_nothing_left
@@ -110,6 +111,43 @@ def test_a_change_before_the_last_step():
         assert session.should_stop()
         assert (session.step, session.num_workers) == (150, 2)
     assert (made[0].num_workers, size.due()) == (2, None)
+
+
+class Stale(Ahead):
+    """A loop that loses a server, and whose functions then never work."""
+
+    own_variables = ()
+    is_kept = False
+
+    def run(self, num_steps, watch=unwatched, ahead=0):
+        if self.step == 2:
+            if self.is_kept:
+                raise tf.errors.AbortedError(None, None, "another incarnation")
+            raise ServerLostError({"ps:0": ServerFailure.REPLACED})
+        return super().run(1, watch)
+
+    def begin_again(self):
+        self.is_kept, self.step = True, 0
+
+
+def test_functions_that_fail_after_they_were_kept_are_made_anew(tmp_path):
+    """As those that a worker compiled while a server died."""
+    made = []
+
+    def build_fn():
+        step = tf.Variable(0, dtype=tf.int64)
+        made.append(Stale(step) if not made else Ahead(step))
+        return tfdist.Trainable(made[-1], step, variables={"step": step})
+
+    with tfdist.MonitoredTrainingSession(
+        build_fn, checkpoint_dir=str(tmp_path)
+    ) as session:
+        session._size = mock.Mock(shrinks=False, change=None)
+        session._size.due.return_value = None
+        while session.step < 3:
+            session.run()
+    assert [type(loop) for loop in made] == [Stale, Ahead]
+    assert made[0].is_kept
 
 
 @pytest.mark.slow

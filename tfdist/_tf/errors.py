@@ -6,11 +6,12 @@ from __future__ import annotations
 def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.
 
-    >>> text = "Graph execution error:|Detected at X|  File y|Gone."
+    >>> text = "Graph execution error:|Detected at X|<stack traces una>|Gone."
     >>> summarize_error(ValueError(text.replace("|", chr(10))))
     'Gone.'
     """
-    around = ("Graph execution error", "Detected at", " ", "\t", "Additional")
+    execution = "Graph execution error", "Detected at", "<stack traces"
+    around = (*execution, " ", "\t", "Additional")
     lines = [
         line
         for line in str(error).splitlines()

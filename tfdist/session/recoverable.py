@@ -19,7 +19,7 @@ from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster import probing, servers
-from tfdist.cluster.health import HealthMonitor, ServerLostError
+from tfdist.cluster.health import HealthMonitor, ServerFailure, ServerLostError
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import (
@@ -284,16 +284,18 @@ class RecoverableSession:
             self._failures.keep()
             restart_process(reason)
         self._disconnect()
-        self._keeps = self._can_keep()
+        self._keeps = self._can_keep(lost)
         self._built = False
         if not self._keeps:
             vars(self).pop("_trainable", None)
             vars(self).pop("_loop", None)
 
-    def _can_keep(self) -> bool:
+    def _can_keep(self, lost: Mapping[str, ServerFailure]) -> bool:
         """Whether model and functions go on: all that is lost was saved."""
-        once = self._failures.count == 1  # It may be what failed.
-        if not (once and self._built and self._size and self.checkpoint_dir):
+        # What was kept may be what failed: a worker that compiled a function
+        # while a server died has one that looks for that server ever after.
+        suspect = self._failures.count > 1 or (self._keeps and not lost)
+        if suspect or not (self._built and self._size and self.checkpoint_dir):
             return False
         saved, own = self.variables.values(), self._loop.own_variables
         return own is not None and private_renewal.is_known(saved, own)
