@@ -65,7 +65,11 @@ def faults():
 
 
 class Memory(threading.Thread):
-    """Samples the memory of every process of every task."""
+    """Samples the memory of every process of every task.
+
+    Without the pages of files: one that was forked has fewer of them than what
+    it becomes where it restarts itself, which keeps the pid.
+    """
 
     def __init__(self, job):
         super().__init__(daemon=True)
@@ -80,10 +84,11 @@ class Memory(threading.Thread):
                 if pid is None:
                     continue
                 try:
-                    rss = psutil.Process(pid).memory_info().rss
+                    memory = psutil.Process(pid).memory_info()
                 except psutil.Error:
                     continue  # It is down just now.
-                self.samples.setdefault((task, pid), []).append(rss)
+                own = memory.rss - memory.shared
+                self.samples.setdefault((task, pid), []).append(own)
 
     def stop(self):
         self._stopped.set()

@@ -30,7 +30,8 @@ A parameter server (ps) dies and comes back: variables get new memory and are
   restored, functions go on. Where one is in no checkpoint, or that fails, all
   is built again in this process, or it restarts itself (same pid and command).
   It costs the steps since the last checkpoint.
-  (test_ps_killed_comes_back, test_killed_at_random_moments)
+  (test_ps_killed_comes_back, test_killed_at_random_moments,
+  test_functions_that_fail_after_they_were_kept_are_made_anew)
 A ps, or the chief, dies while a checkpoint is written: that one is not, and
   the one before is restored. What another failure finds under way is completed
   first, 60 s at most. (test_each_is_of_its_step[killed],
