@@ -126,12 +126,11 @@ class CoordinatedLoop(Loop):
             self._largest = 1
         self._read_ahead = read_ahead
         self._size_dispatches(num_workers)
-        if read_ahead >= self._full:
+        if read_ahead and self._full == 1:
             _log.warning(
-                "Nothing is read ahead of %d steps, as `read_ahead` asks for: "
-                "a dispatch has %d.",
+                "Nothing is read ahead, as `read_ahead=%d` asks for: one step "
+                "is dispatched at a time.",
                 read_ahead,
-                self._full,
             )
         self._input_fn = input_fn
         self._iterator: Iterator | None = None

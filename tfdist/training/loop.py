@@ -254,7 +254,7 @@ def run_steps_ahead(
     while begun:
         first, *others = map(step.read, begun)
         states, another = step.end(first, states, fence, following=following)
-        begun = [*others, another] if another else [*others]
+        begun = [*others, *([] if another is None else [another])]
     return step.pack(states)
 
 
