@@ -22,6 +22,11 @@ def model_of(make_table):
     return model
 
 
+def weights_of(model):
+    """Those of its table, whole, then the others."""
+    return [*model.layers[1].get_weights(), *model.get_weights()[-2:]]
+
+
 def batches():
     rng = np.random.default_rng(0)
     x = rng.integers(0, 5, (STEPS, 8, 3)).astype("int32")
@@ -33,12 +38,8 @@ def test_a_step_reads_what_was_left_so_many_steps_before(read_ahead):
     x, y = batches()
     model = model_of(lambda: PartitionedEmbedding(5, 2, num_shards=2))
     optimizers.build(model.optimizer, model.trainable_variables)
-    table, kernel, bias = (
-        model.layers[1].get_weights(),
-        *model.get_weights()[-2:],
-    )
     theirs = model_of(lambda: keras.layers.Embedding(5, 2))
-    theirs.set_weights([*table, kernel, bias])
+    theirs.set_weights(weights_of(model))
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     step = ModelStep(
         model,
@@ -63,8 +64,7 @@ def test_a_step_reads_what_was_left_so_many_steps_before(read_ahead):
         gradients = tape.gradient(loss, theirs.trainable_variables)
         pairs = zip(left[-1], map(tf.convert_to_tensor, gradients), strict=True)
         left.append([w - RATE * g.numpy() for w, g in pairs])
-    got = [*model.layers[1].get_weights(), *model.get_weights()[-2:]]
-    for one, other in zip(got, left[-1], strict=True):
+    for one, other in zip(weights_of(model), left[-1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     # Each step counts as stale what it has missed of its own.
     missed = [min(i, read_ahead) for i in range(STEPS)]

@@ -317,7 +317,11 @@ class CoordinatedLoop(Loop):
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
         return run_steps_ahead(
-            *(self._step, num_steps, iterator, first_step, fence),
+            self._step,
+            num_steps,
+            iterator,
+            first_step,
+            fence,
             read_ahead=self._read_ahead,
         )
 
