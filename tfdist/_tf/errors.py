@@ -12,9 +12,7 @@ def summarize_error(error: BaseException) -> str:
     """
     execution = "Graph execution error", "Detected at", "<stack traces"
     around = (*execution, " ", "\t", "Additional")
-    lines = [
-        line
-        for line in str(error).splitlines()
-        if line and not line.startswith(around)
-    ]
-    return lines[0] if lines else type(error).__name__
+    for line in str(error).splitlines():
+        if line and not line.startswith(around):
+            return line
+    return type(error).__name__

@@ -109,11 +109,8 @@ def expire_remote_state_after(secs: int) -> None:
     passes and for a runtime that is not yet initialized.
     """
     context._KEEP_ALIVE_SECS = secs
-    for method in (
-        context.Context.set_server_def,
-        context.Context.update_server_def,
-    ):
-        method.__defaults__ = (secs,)
+    context.Context.set_server_def.__defaults__ = (secs,)
+    context.Context.update_server_def.__defaults__ = (secs,)
 
 
 class PartitionedVariable(ShardedVariable):

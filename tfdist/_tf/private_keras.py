@@ -12,12 +12,13 @@ from keras.src.trainers import data_adapters
 from keras.src.utils import naming
 
 SEED_STATE_NAME = "seed_generator_state"
-_GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """Name of the variable in which a `keras.random.SeedGenerator` counts.
 
 Keras marks it in no other way. A step gives each generator a seed that
 belongs to that step instead of this shared counter.
 """
+
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:
