@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable, check_positive
-from tfdist.placement.strategies import (
-    PlacementStrategy,
-    RoundRobinStrategy,
-    check_task,
-)
+from tfdist.placement import strategies
 from tfdist.placement.variables import VariableSpec, creation_spec
 
 
@@ -28,7 +24,7 @@ def replica_device_setter(
     merge_devices: bool = True,
     cluster: Mapping | tf.train.ClusterSpec | tf.train.ClusterDef | None = None,
     ps_ops: Sequence[str] | None = None,
-    ps_strategy: PlacementStrategy | None = None,
+    ps_strategy: strategies.PlacementStrategy | None = None,
 ) -> "ReplicaDeviceSetter | None":
     """`tf.compat.v1.train.replica_device_setter`, for TF2 as well.
 
@@ -68,7 +64,6 @@ def replica_device_setter(
         ValueError: If `ps_tasks` is negative; when placing, if the strategy
             returns a task that does not exist.
 
-    Example:
     >>> setter = replica_device_setter(ps_tasks=2)
     >>> with tf.Graph().as_default(), tf.compat.v1.device(setter):
     ...     v = [tf.compat.v1.Variable(0.0) for _ in range(3)]
@@ -79,14 +74,15 @@ def replica_device_setter(
     if not tasks:
         return None
     if ps_strategy is None:
-        ps_strategy = RoundRobinStrategy(len(tasks))
+        ps_strategy = strategies.RoundRobinStrategy(len(tasks))
     check_callable("ps_strategy", ps_strategy)
     strategy = ps_strategy
 
     def task_of(op: Any) -> int:
         variable = op.describe() if isinstance(op, _Creation) else op
-        task = strategy(variable)
-        return tasks[check_task(task, len(tasks), variable, strategy)]
+        given = strategy(variable)
+        task = strategies.check_task(given, len(tasks), variable, strategy)
+        return tasks[task]
 
     device_function = tf.compat.v1.train.replica_device_setter(
         len(tasks),

@@ -9,11 +9,8 @@ from numpy.typing import ArrayLike
 
 # The search for moves ends this close to the lower bound.
 _CLOSE_ENOUGH = 1 + 1e-4
-
 # Sums of floats must not be "improved" by their rounding.
 _LESS = 1 - 1e-9
-
-
 # Of a bin's items, so many of the largest are moved or swapped alone, and so
 # many two at a time.
 _MAX_SINGLE, _MAX_PAIRED = 300, 20
@@ -64,18 +61,13 @@ def _improve(
         full, *others = np.argsort(-used[0], kind="stable")
         if used[0, full] <= target:
             return
+        mine = _groups(order[bin_of[order] == full])
+        leaving = _sums(weights, mine)[..., None]
         for other in reversed(others):
-            mine, theirs = (
-                _groups(order[bin_of[order] == bin_]) for bin_ in (full, other)
-            )
-            moved = (
-                _sums(weights, mine)[..., None]
-                - _sums(weights, theirs)[:, None]
-            )
-            one, two = (
-                used[:, full, None, None] - moved,
-                used[:, other, None, None] + moved,
-            )
+            theirs = _groups(order[bin_of[order] == other])
+            moved = leaving - _sums(weights, theirs)[:, None]
+            one = used[:, full, None, None] - moved
+            two = used[:, other, None, None] + moved
             fuller = np.maximum(one[0], two[0])
             fuller[(one[1] > limits[full]) | (two[1] > limits[other])] = np.inf
             i, j = np.unravel_index(np.argmin(fuller), fuller.shape)
@@ -108,7 +100,6 @@ def lower_bound(loads: ArrayLike, num_bins: int) -> float:
     Either the k largest items are in bins of their own, and the others in the
     remaining bins; or one of the k shares its bin.
 
-    Example:
     >>> lower_bound([4.0, 4.0, 4.0], 2)
     8.0
     """

@@ -41,7 +41,6 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     Raises:
         ValueError: If `num_shards` is not a positive integer.
 
-    Example:
     >>> fixed_size_partitioner(3)(shape=tf.TensorShape([10, 4]))
     [3, 1]
     """
@@ -69,7 +68,6 @@ def variable_axis_size_partitioner(
     Raises:
         ValueError: If one of the numbers is not positive.
 
-    Example:
     >>> partitioner = variable_axis_size_partitioner(100)
     >>> partitioner(shape=tf.TensorShape([10, 4]), dtype=tf.float32)
     [2, 1]
@@ -103,7 +101,6 @@ def min_max_variable_partitioner(
     Raises:
         ValueError: If one of the numbers is not positive.
 
-    Example:
     >>> partitioner = min_max_variable_partitioner(max_partitions=8)
     >>> partitioner(shape=tf.TensorShape([1024, 256]), dtype=tf.float32)
     [4, 1]
@@ -125,7 +122,6 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
         ValueError: If a number is not positive, or if there are more shards
             than rows.
 
-    Example:
     >>> row_slices(13, 3)
     ((0, 5), (5, 4), (9, 4))
     """

@@ -14,17 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tfdist._tf.arguments import check_positive, load_function
-from tfdist.placement import packing
+from tfdist.placement import packing, strategies
 from tfdist.placement.partitioners import row_slices
 from tfdist.placement.plans import Piece, Plan
-from tfdist.placement.strategies import (
-    LoadFn,
-    PlacementStrategy,
-    byte_size_load_fn,
-    check_task,
-    load_of,
-    traffic_load_fn,
-)
+from tfdist.placement.strategies import LoadFn, byte_size_load_fn, load_of
 from tfdist.placement.variables import VariableSpec, describe
 
 # Closer to the bound no more variables are split: every piece is one more
@@ -70,7 +63,6 @@ def plan(
         ValueError: If `num_ps` is not positive, names repeat, a load is NaN or
             negative, or no placement was found that meets the memory limits.
 
-    Example:
     >>> table = VariableSpec("table", (1_000_000, 16), num_slots=1)
     >>> dense = [VariableSpec(f"d{i}", (512, 512)) for i in range(4)]
     >>> round(plan([table, *dense], 4).imbalance, 2)
@@ -95,9 +87,8 @@ def plan(
     largest_first = [i for i in np.argsort(-loads) if divisible[i]]
     most = len(largest_first)
     plans, error = [], None
-    for number in sorted(
-        {0, most, *(1 << i for i in range(most.bit_length()))}
-    ):
+    numbers = {0, most, *(1 << i for i in range(most.bit_length()))}
+    for number in sorted(numbers):
         split_now = largest_first[:number]
         parts = np.ones(rows.size, int)
         parts[split_now] = np.minimum(rows[split_now], num_ps)
@@ -133,7 +124,7 @@ def plan(
 def simulate(
     variables: Sequence[VariableSpec],
     num_ps: int,
-    strategy: PlacementStrategy,
+    strategy: strategies.PlacementStrategy,
     *,
     load_fn: LoadFn = byte_size_load_fn,
 ) -> Plan:
@@ -149,7 +140,6 @@ def simulate(
         TypeError, ValueError: As `plan`; or the strategy returns no integer, or
             a task that does not exist.
 
-    Example:
     >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]
     >>> simulate(layers, 2, RoundRobinStrategy(2)).byte_loads
@@ -158,7 +148,7 @@ def simulate(
     _check_variables(variables, num_ps)
     runs = []
     for spec in variables:
-        task = check_task(strategy(spec), num_ps, spec, strategy)
+        task = strategies.check_task(strategy(spec), num_ps, spec, strategy)
         runs.append([Piece(0, max(1, spec.num_rows), task)])
     loads = np.array([load_of(spec, load_fn) for spec in variables], float)
     bound = packing.lower_bound(loads, num_ps)
@@ -204,11 +194,10 @@ def _check_variables(variables: Sequence[VariableSpec], num_ps: int) -> None:
 def _limits(
     memory_limits: float | Sequence[float] | None, num_ps: int
 ) -> np.ndarray:
-    limits = np.asarray(
-        np.inf if memory_limits is None else memory_limits, float
-    )
+    given = np.inf if memory_limits is None else memory_limits
+    limits = np.asarray(given, float)
     if limits.ndim == 0:
-        limits = np.full(num_ps, float(limits))
+        limits = np.full(num_ps, limits)
     if limits.shape != (num_ps,) or not (limits > 0).all():
         raise ValueError(
             "Argument `memory_limits` must be a positive number of bytes, or "
@@ -224,12 +213,8 @@ def _rows_flag(text: str) -> tuple[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "tfdist plan",
-        description=(
-            "Prints where a model's variables would live, without a cluster."
-        ),
-    )
+    what = "Prints where a model's variables would live, without a cluster."
+    parser = argparse.ArgumentParser("tfdist plan", description=what)
     add = parser.add_argument
     add("--model", required=True, help="package.module:function, a model_fn")
     add("--ps", default="2", help="numbers of parameter servers, as 2,3,8")
@@ -254,13 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(argv)
-    load_fn = {"bytes": byte_size_load_fn, "traffic": traffic_load_fn}[args.by]
+    by_traffic = args.by == "traffic"
+    load_fn = strategies.traffic_load_fn if by_traffic else byte_size_load_fn
     limit = args.memory_limit_gb and args.memory_limit_gb * 1e9
     try:
-        variables = describe(
-            load_function("model", args.model),
-            rows_per_step=dict(args.rows_per_step),
-        )
+        model_fn = load_function("model", args.model)
+        rows_per_step = dict(args.rows_per_step)
+        variables = describe(model_fn, rows_per_step=rows_per_step)
         for num_ps in map(int, args.ps.split(",")):
             planned = plan(
                 variables,

@@ -9,13 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.placement.strategies import (
-    LoadFn,
-    PlacementStrategy,
-    byte_size_load_fn,
-    load_of,
-    traffic_load_fn,
-)
+from tfdist.placement import strategies
+from tfdist.placement.strategies import LoadFn, byte_size_load_fn
 from tfdist.placement.variables import VariableSpec, kind_of, variable_spec
 
 
@@ -28,7 +23,6 @@ class Piece:
         rows: Number of rows; a scalar counts as one row.
         task: Index of the parameter server.
 
-    Example:
     >>> from tfdist.placement import plan
     >>> plan([VariableSpec("v", (3, 2))], 1).assignments["v"]
     (Piece(offset=0, rows=3, task=0),)
@@ -53,7 +47,6 @@ class Plan:
             largest load below this.
         largest_indivisible: The largest load that cannot be split.
 
-    Example:
     >>> from tfdist.placement import plan
     >>> whole = plan([VariableSpec("a", (300,)), VariableSpec("b", (200,))], 2)
     >>> whole.byte_loads, round(whole.imbalance, 2), whole.distance
@@ -80,12 +73,12 @@ class Plan:
     @functools.cached_property
     def traffic_loads(self) -> tuple[float, ...]:
         """Bytes a step of one worker moves from and to each task."""
-        return self._loads(traffic_load_fn)
+        return self._loads(strategies.traffic_load_fn)
 
     def _loads(self, load_fn: LoadFn) -> tuple[float, ...]:
         loads = [0.0] * self.num_ps
         for spec in self.variables:
-            load = load_of(spec, load_fn) / max(1, spec.num_rows)
+            load = strategies.load_of(spec, load_fn) / max(1, spec.num_rows)
             for piece in self.assignments[spec.name]:
                 loads[piece.task] += load * piece.rows
         return tuple(loads)
@@ -103,7 +96,7 @@ class Plan:
             return 0.0
         return max(0.0, max(self.loads) / self.lower_bound - 1)
 
-    def as_strategy(self) -> PlacementStrategy:
+    def as_strategy(self) -> strategies.PlacementStrategy:
         """Returns a placement strategy that places as planned.
 
         A variable is found by its name; else by the last part of its name, its
@@ -119,7 +112,6 @@ class Plan:
             that is built. It raises `ValueError` for a whole variable that the
             plan splits.
 
-        Example:
         >>> from tfdist.placement import plan
         >>> table = VariableSpec("table", (1000, 100))
         >>> strategy = plan([table], 2, split=True).as_strategy()
@@ -130,11 +122,9 @@ class Plan:
         left: list[tuple[VariableSpec, int | None]] = []  # None: it is split.
         for spec in self.variables:
             run = self.assignments[spec.name]
-            if len(run) == 1:
-                left.append((spec, run[0].task))
-                continue
-            left.append((spec, None))
-            for i, piece in enumerate(run):
+            is_split = len(run) > 1
+            left.append((spec, None if is_split else run[0].task))
+            for i, piece in enumerate(run if is_split else ()):
                 shape = (piece.rows, *(spec.shape or ())[1:])
                 name = f"{spec.name}_part_{i}"
                 left.append((VariableSpec(name, shape, spec.dtype), piece.task))

@@ -9,13 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.placement import strategies
 from tfdist.placement.planner import plan
-from tfdist.placement.strategies import (
-    GreedyLoadBalancingStrategy,
-    RoundRobinStrategy,
-    byte_size_load_fn,
-    check_task,
-)
 from tfdist.placement.variables import VariableSpec, creation_spec, kind_of
 
 Placement = Callable[[VariableSpec], int]
@@ -53,7 +48,7 @@ def placed_scope(
         with tf.variable_creator_scope(_unsynchronized), strategy.scope():
             yield
         return
-    placement = placement or RoundRobinStrategy(num_ps)
+    placement = placement or strategies.RoundRobinStrategy(num_ps)
     expected = collections.deque(specs or ())
 
     def place(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -66,7 +61,7 @@ def placed_scope(
         # A creator is told the last part of a Keras variable's path.
         if expected and kind_of(expected[0]) == kind_of(spec):
             spec = expected.popleft()
-        task = check_task(placement(spec), num_ps, spec, placement)
+        task = strategies.check_task(placement(spec), num_ps, spec, placement)
         with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
             return next_creator(**kwargs)
 
@@ -98,9 +93,10 @@ def placement_by_name(
     by bytes, slots included; "planned" sees all variables at once.
     """
     if name == "round_robin":
-        return RoundRobinStrategy(num_ps)
+        return strategies.RoundRobinStrategy(num_ps)
     if name == "greedy":
-        return GreedyLoadBalancingStrategy(num_ps, byte_size_load_fn)
+        load_fn = strategies.byte_size_load_fn
+        return strategies.GreedyLoadBalancingStrategy(num_ps, load_fn)
     if name == "planned":
         return plan(specs, num_ps).as_strategy()
     raise ValueError(

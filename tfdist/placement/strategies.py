@@ -7,6 +7,7 @@ count of what they have placed: use a new one for each model.
 """
 
 import hashlib
+import itertools
 import math
 import numbers
 from collections.abc import Callable
@@ -33,7 +34,6 @@ class RoundRobinStrategy:
     Args:
         num_tasks: Number of parameter servers, at least 1, or a ValueError.
 
-    Example:
     >>> strategy = RoundRobinStrategy(2)
     >>> [strategy(name) for name in ("a", "b", "c")]
     [0, 1, 0]
@@ -41,14 +41,11 @@ class RoundRobinStrategy:
 
     def __init__(self, num_tasks: int) -> None:
         check_positive("num_tasks", num_tasks)
-        self._num_tasks = num_tasks
-        self._next_task = 0
+        self._tasks = itertools.cycle(range(num_tasks))
 
     def __call__(self, variable: Any) -> int:
         """Returns the next task."""
-        task = self._next_task
-        self._next_task = (task + 1) % self._num_tasks
-        return task
+        return next(self._tasks)
 
 
 class GreedyLoadBalancingStrategy:
@@ -70,7 +67,6 @@ class GreedyLoadBalancingStrategy:
         TypeError: If `load_fn` is not callable; when called, if the load is
             not a number.
 
-    Example:
     >>> strategy = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> shapes = [2, 2], [2, 1], [2, 2], [1, 3]
     >>> [strategy(VariableSpec("v", shape)) for shape in shapes]
@@ -111,7 +107,6 @@ class RandomStrategy:
         ValueError: If `num_ps_tasks` is not a positive integer.
         TypeError: If `seed` is not an `int`.
 
-    Example:
     >>> RandomStrategy(4)(VariableSpec("dense/kernel", (2, 2)))
     2
     """
@@ -144,7 +139,6 @@ def byte_size_load_fn(variable: Any) -> int:
         ValueError: If the shape is not fully known, or for strings.
         TypeError: If `variable` has no shape, as a TF1 lookup table.
 
-    Example:
     >>> byte_size_load_fn(VariableSpec("v", (10, 4), "float32"))
     160
     >>> byte_size_load_fn(VariableSpec("v", (10, 4), "float32", num_slots=2))
@@ -164,7 +158,6 @@ def traffic_load_fn(variable: Any) -> int:
 
     Arguments and errors are those of `byte_size_load_fn`.
 
-    Example:
     >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
     8000
     >>> traffic_load_fn(VariableSpec("table", (1000, 10), rows_per_step=5))

@@ -46,7 +46,6 @@ class VariableSpec:
         ValueError: If a dimension or a count is negative.
         TypeError: If `name` is no string.
 
-    Example:
     >>> table = VariableSpec("table", (1000, 16), num_slots=1)
     >>> table.num_rows, table.num_elements
     (1000, 16000)
@@ -182,7 +181,6 @@ def describe(
             it computes with variables, which have no values here, or if
             `rows_per_step` names an unknown variable.
 
-    Example:
     >>> def model_fn():
     ...     model = keras.Sequential(
     ...         [keras.Input([1]), keras.layers.Embedding(1_000_000_000, 20)]
