@@ -58,20 +58,15 @@ class DeviceSchedule:
     Else it would begin all that it can, and the first micro-batch would leave
     the first stage as late as the last one.
 
-    Args:
-        timed: Whether to read the clock of the device's machine when a work's
-            inputs are there and its device is free, and when its outputs are.
-
-    Attributes:
-        work: What was run, without its times.
-        times: Start and end of the first, of the second, and so on.
+    A `timed` one reads the clock of the device's machine when a work's inputs
+    are there and its device is free, and when its outputs are.
     """
 
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
         self._last: dict[str, list[tf.Tensor]] = {}
-        self.work: list[Work] = []
-        self.times: list[tf.Tensor] = []
+        self.work: list[Work] = []  # What was run, without its times.
+        self.times: list[tf.Tensor] = []  # Start and end of each.
 
     def run(self, work: Work, inputs: Any, compute: Callable[[], Any]) -> Any:
         """Returns `compute()`, on the device, after the work before."""
@@ -121,29 +116,20 @@ def forward_and_back(
 ) -> Passes:
     """Runs both passes.
 
-    Args:
-        stages: The stages.
-        devices: A row for each replica.
-        num_micro_batches: Of each replica.
-        schedule: Keeps the devices in order.
-        scale_loss: Scales a loss for the backward pass.
-        loss: From predictions for the whole batch to a scalar.
-        values: Of each stage, those of its variables, on its device.
-        x: Inputs; divisible by the number of all micro-batches.
+    There is a row of `devices` for each replica. The `loss`, a scalar, is that
+    of predictions for the whole batch, and scaled for the backward pass. Of
+    each stage, `values` are those of its variables, on its device. The inputs,
+    `x`, are divisible by the number of all micro-batches.
     """
     num_parts = len(devices) * num_micro_batches
     weight = scale_loss(tf.constant(1 / num_parts))
-    replicas = []
+    replicas: list[list[_StageCopy]] = [[] for _ in devices]
     for i, row in enumerate(devices):
         places = zip(stages, row, values, strict=True)
-        replicas.append(
-            [
-                _StageCopy(
-                    stage, Work(device, i, j, 0, True), own, schedule, weight
-                )
-                for j, (stage, device, own) in enumerate(places)
-            ]
-        )
+        for j, (stage, device, own) in enumerate(places):
+            work = Work(device, i, j, 0, True)
+            copy = _StageCopy(stage, work, own, schedule, weight)
+            replicas[i].append(copy)
     order = list(itertools.product(replicas, range(num_micro_batches)))
     with tf.device("CPU:0"):  # It was read here; only parts are sent.
         parts = _split(x, num_parts)
@@ -154,10 +140,8 @@ def forward_and_back(
         y_preds.append(part)
     with tf.device(stages[-1].device):
         y_pred, masks = _joined(y_preds)
-        parts = _split(
-            _gradients(lambda: scale_loss(loss(y_pred)), _floats(y_pred)),
-            num_parts,
-        )
+        found = _gradients(lambda: scale_loss(loss(y_pred)), _floats(y_pred))
+        parts = _split(found, num_parts)
     for (replica, k), part in zip(order, parts, strict=True):
         for copy in reversed(replica):
             part = copy.backward(k, part)
@@ -315,11 +299,9 @@ def _sum(a: Gradient, b: Gradient) -> Gradient:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([a.values, b.values], axis=0),
-            tf.concat([a.indices, b.indices], axis=0),
-            a.dense_shape,
-        )
+        values = tf.concat([a.values, b.values], axis=0)
+        indices = tf.concat([a.indices, b.indices], axis=0)
+        return tf.IndexedSlices(values, indices, a.dense_shape)
     return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
@@ -334,10 +316,8 @@ def _split(structure: Any, num_parts: int) -> list[Any]:
         [None] * num_parts if t is None else tf.split(t, num_parts)
         for t in tf.nest.flatten(structure)
     ]
-    return [
-        tf.nest.pack_sequence_as(structure, part)
-        for part in zip(*cut, strict=True)
-    ]
+    pack = functools.partial(tf.nest.pack_sequence_as, structure)
+    return [pack(part) for part in zip(*cut, strict=True)]
 
 
 def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:

@@ -22,14 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
-from tfdist.pipeline.micro_batches import (
-    DeviceSchedule,
-    Gradient,
-    Passes,
-    Work,
-    forward_and_back,
-    set_masks,
-)
+from tfdist.pipeline import micro_batches
+from tfdist.pipeline.micro_batches import DeviceSchedule, Gradient, Passes, Work
 from tfdist.pipeline.stages import (
     Devices,
     Layers,
@@ -170,11 +164,9 @@ class Pipeline(keras.Model):
         passes = self._passes(DeviceSchedule(), *batch)
         with tf.device(self.stages[-1].device):
             logs = self._logs(passes, *batch)
-        _apply(
-            self.optimizer,
-            [weight for stage in self.stages for weight in stage.weights],
-            [gradient for own in passes.gradients for gradient in own],
-        )
+        weights = [weight for stage in self.stages for weight in stage.weights]
+        gradients = [gradient for own in passes.gradients for gradient in own]
+        _apply(self.optimizer, weights, gradients)
         for stage, states in zip(self.stages, passes.states, strict=True):
             with tf.device(stage.device):
                 for i, value in states.items():
@@ -199,11 +191,10 @@ class Pipeline(keras.Model):
         run()  # The first run also allocates.
         times = np.array(run().times)
         starts, ends = (times - times.min()).reshape(-1, 2).T.tolist()
+        works = zip(schedule.work, starts, ends, strict=True)
         timed = [
             dataclasses.replace(work, start=start, end=end)
-            for work, start, end in zip(
-                schedule.work, starts, ends, strict=True
-            )
+            for work, start, end in works
         ]
         return sorted(timed, key=lambda work: work.start)
 
@@ -242,7 +233,7 @@ class Pipeline(keras.Model):
                 return self.compute_loss(x, y, y_pred, sample_weight)
 
         def passes() -> Passes:
-            return forward_and_back(
+            return micro_batches.forward_and_back(
                 self.stages,
                 self.devices,
                 self.num_micro_batches,
@@ -280,7 +271,7 @@ class Pipeline(keras.Model):
         self, passes: Passes, x: Any, y: Any, sample_weight: Any
     ) -> dict[str, tf.Tensor]:
         """Loss and metrics of the whole batch, as Keras computes them."""
-        set_masks(passes.y_pred, passes.masks)
+        micro_batches.set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
         tracker = metrics.loss_tracker(self)
         assert tracker is not None  # The model is compiled.
