@@ -27,9 +27,6 @@ class Client:
         cwd: Its working directory, and that of the tasks.
         log_dir: Folder of what it and they write. Default: a temporary one,
             which `close` removes.
-
-    Attributes:
-        last_status: What was known of the tasks at the end; None before.
     """
 
     def __init__(
@@ -37,7 +34,7 @@ class Client:
         cwd: str | os.PathLike[str] | None,
         log_dir: str | os.PathLike[str] | None,
     ) -> None:
-        self.last_status: dict[str, Status] | None = None
+        self.last_status: dict[str, Status] | None = None  # At the end.
         self.is_temporary = log_dir is None
         if log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")

@@ -103,10 +103,7 @@ class Launcher(Supervisor):
         self._size = {"worker": options.least_workers, "ps": options.least_ps}
         self._leaving: set[Task] = set()
         for job, index in task_ids(
-            options.ps,
-            options.workers,
-            options.evaluator,
-            options.data_workers,
+            options.ps, options.workers, options.evaluator, options.data_workers
         ):
             task = Task(job, index, options.command)
             self.tasks[task.name] = task
@@ -124,11 +121,11 @@ class Launcher(Supervisor):
 
     def begin(self) -> None:
         """Starts every task, once they can be forked."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signum == signal.SIGHUP and (
-                signal.getsignal(signum) == signal.SIG_IGN
-            ):
-                continue  # nohup: the user wants to outlive the terminal.
+        signals = [signal.SIGINT, signal.SIGTERM]
+        # Else by nohup: the user wants to outlive the terminal.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        for signum in signals:
             self.loop.add_signal_handler(signum, self._interrupt, signum)
         command = self._options.command
         if self._options.fork and self.start_fork_server(command):
@@ -145,15 +142,11 @@ class Launcher(Supervisor):
         if self._stopping:
             return
         cluster = self.place_tasks()
-        for task in self.tasks.values():
-            if self._is_wanted(task):
-                self.start(task)
-        say(
-            f"{cluster.shape} in {self._where} network: "
-            + ", ".join(
-                map(_place, filter(self._is_wanted, self.tasks.values()))
-            )
-        )
+        wanted = [task for task in self.tasks.values() if self._is_wanted(task)]
+        for task in wanted:
+            self.start(task)
+        places = ", ".join(map(_place, wanted))
+        say(f"{cluster.shape} in {self._where} network: {places}")
         if self._size_file:
             self.loop.call_later(_RESIZE_SECS, self._resize)
 

@@ -32,13 +32,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tfdist.launch.processes import (
-    Forked,
-    adopt_orphans,
-    die_with_parent,
-    name_process,
-    spawn,
-)
+from tfdist.launch import processes
+from tfdist.launch.processes import Forked
 
 _IMPORTED = ("tensorflow", "keras", "tfdist")
 READY_SECS = 120.0
@@ -76,10 +71,10 @@ class ForkServer:
             return False
         kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
         self.channel, theirs = socket.socketpair(*kind)
-        adopt_orphans()
+        processes.adopt_orphans()
         module = [self._command[0], "-m", "tfdist.launch.forkserver"]
         with theirs, contextlib.suppress(OSError):  # Then there is none.
-            self._process = spawn(
+            self._process = processes.spawn(
                 [*module, *self._command[1:]],
                 self._environment,
                 stdin=theirs.fileno(),
@@ -176,7 +171,7 @@ def serve(program: Sequence[str]) -> None:
 
 def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
     """Makes this fork what the launcher would have spawned, and tells it."""
-    die_with_parent(role["parent"])
+    processes.die_with_parent(role["parent"])
     os.setsid()
     channel.sendall(str(os.getpid()).encode())
     for fd in (1, 2):
@@ -186,7 +181,7 @@ def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
     os.environ.update(role["environment"])
     # The command line and environment that the kernel shows are the server's.
     if task := json.loads(os.environ.get("TF_CONFIG", "{}")).get("task"):
-        name_process(f"{task['type']}:{task['index']}")
+        processes.name_process(f"{task['type']}:{task['index']}")
     if "numpy" in sys.modules:  # Its generator is that of the server.
         sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.orig_argv[0], *sys.argv[1:]]

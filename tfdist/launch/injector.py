@@ -8,7 +8,6 @@ when its caller was killed.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import signal
 import socket
@@ -180,10 +179,8 @@ class Injector(Supervisor):
         if is_frozen(pid):
             raise NotRunningError(f"{name} (pid {pid}) is frozen already.")
         task.signal(signal.SIGSTOP)
-        wait_until(
-            lambda: is_frozen(pid) or self.reap(task),
-            f"{name} (pid {pid}) to stop",
-        )
+        what = f"{name} (pid {pid}) to stop"
+        wait_until(lambda: is_frozen(pid) or self.reap(task), what)
         self._running(name)  # It may have ended at the same moment.
         if for_secs is not None:
             self.plan(task, "resume", for_secs, task.signal, signal.SIGCONT)
@@ -226,8 +223,9 @@ class Injector(Supervisor):
             self._mend.cancel()
         network.set_loopback(up=False)
         wait_until(lambda: not _loopback_works(), "the network to go down")
-        mend = functools.partial(network.set_loopback, up=True)
-        self._mend = self.loop.call_later(for_secs, mend)
+        self._mend = self.loop.call_later(
+            for_secs, lambda: network.set_loopback(up=True)
+        )
         return None, "a datagram is lost"
 
     def close(self) -> dict[str, Status]:

@@ -138,15 +138,10 @@ def task_environment(job: str) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Forked:
-    """A child process that this one has not spawned, as a `Popen`.
-
-    Attributes:
-        pid: Its id.
-        stdout: The reading end of its output, if that is a pipe.
-    """
+    """A child process that this one has not spawned, as a `Popen`."""
 
     pid: int
-    stdout: IO[bytes] | None
+    stdout: IO[bytes] | None  # The reading end of its output, if a pipe.
 
     def wait(self) -> int:
         """Waits for its end; returns its exit code, -n for signal n."""
@@ -154,29 +149,20 @@ class Forked:
 
 
 class Task:
-    """One process of a cluster, through all its restarts.
-
-    Attributes:
-        tf_config: The `TF_CONFIG` of its next start.
-        port: Where it listens.
-        stdout: Where both its streams go: a pipe (default) or an open file.
-        output: The reading end of that pipe.
-        pids: Process ids, the oldest first.
-        exit_codes: Of the processes that have ended; -n for signal n.
-        restarts: How often it was started again by itself.
-        planned: What is to happen to it, and the timer of that.
-    """
+    """One process of a cluster, through all its restarts."""
 
     def __init__(self, job: str, index: int, command: Sequence[str]) -> None:
         self.job, self.index = job, index
         self.name = f"{job}:{index}"
-        self.tf_config = ""
-        self.port = 0
+        self.tf_config = ""  # Of its next start.
+        self.port = 0  # Where it listens.
+        # Where both its streams go: an open file, or a pipe to read from.
         self.stdout: int | IO[bytes] = subprocess.PIPE
         self.output: IO[bytes]
-        self.pids: list[int] = []
-        self.exit_codes: list[int] = []
-        self.restarts = 0
+        self.pids: list[int] = []  # The oldest first.
+        self.exit_codes: list[int] = []  # -n for signal n.
+        self.restarts = 0  # By itself.
+        # What is to happen to it, and the timer of that.
         self.planned: dict[str, TimerHandle] = {}
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | Forked | None = None
@@ -189,10 +175,7 @@ class Task:
         `fork` makes it of command, environment and `stdout`; where there is
         none, or it returns None, the process is spawned.
         """
-        environment = {
-            **task_environment(self.job),
-            "TF_CONFIG": self.tf_config,
-        }
+        environment = task_environment(self.job) | {"TF_CONFIG": self.tf_config}
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
         how = self._command, environment
         process = fork(*how, self.stdout) if fork else None

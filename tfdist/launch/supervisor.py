@@ -56,16 +56,13 @@ def task_ids(
 class Supervisor:
     """Runs the tasks of a cluster, from the main thread, until it is stopped.
 
-    Attributes:
-        tasks: All tasks by name.
-        loop: The event loop. An error in what it calls ends `run`.
-        fork_server: What starts tasks; None: they are spawned.
+    An error in what its event loop calls ends `run`.
     """
 
     def __init__(self) -> None:
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, Task] = {}  # By name.
         self.loop = asyncio.new_event_loop()
-        self.fork_server: ForkServer | None = None
+        self.fork_server: ForkServer | None = None  # None: tasks are spawned.
         self._ports: list[socket.socket] = []
         self._error: BaseException | None = None
 
