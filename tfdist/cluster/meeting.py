@@ -75,15 +75,12 @@ def meet(
 
 
 class _Meeting:
-    """Who waits for this task, as it waits for them.
-
-    Attributes:
-        members: The addresses of those who take part, once that is decided.
-    """
+    """Who waits for this task, as it waits for them."""
 
     def __init__(
         self, own: str, timeout_secs: float, wait: Callable[..., Any]
     ) -> None:
+        # The addresses of those who take part, once that is decided.
         self.members: list[str] = []
         self._own, self._timeout_secs, self._wait = own, timeout_secs, wait
         # A process that was started again is another one: it has to meet again.

@@ -84,11 +84,8 @@ class Peers:
     ) -> None:
         """Raises ValueError if processes are about to run different programs.
 
-        They would wait for each other for ever.
-
-        Args:
-            program: Name to description of each part.
-            watch: As for `next`.
+        They would wait for each other for ever. `program` describes each part,
+        by name; `watch` is as for `next`.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program", watch).items():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import grpc
 
@@ -31,17 +31,12 @@ class TaskState(enum.Enum):
     DEAD = "not up"
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What is known of a task that was asked for its status.
-
-    Attributes:
-        state: The state of the task.
-        identity: What it answered, which differs between two servers started
-            at one address; None without answer.
-    """
+class Answer(NamedTuple):
+    """What is known of a task that was asked for its status."""
 
     state: TaskState
+    # What it answered, which differs between two servers started at one
+    # address; None without answer.
     identity: bytes | None = None
 
 
@@ -88,12 +83,8 @@ def wait_until_up(
     """Waits until every worker and ps of `cluster` answers.
 
     `ParameterServerStrategy` itself would block inside C for many minutes,
-    deaf to signals, when a task is missing.
-
-    Args:
-        cluster: The cluster; this process is its chief.
-        timeout_secs: Seconds to wait.
-        give_up: Called again and again meanwhile; ends the wait by raising.
+    deaf to signals, when a task is missing. `give_up` is called again and again
+    meanwhile; it ends the wait by raising.
 
     Raises:
         TimeoutError: Some task was not up in time; the message names each.
@@ -112,24 +103,19 @@ def wait_for_all(
     timeout_secs: float,
     give_up: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, as `wait_until_up`, until `states` are all `LIVE`.
+    """Waits, as `wait_until_up`, until the `states` of all are `LIVE`.
 
-    Args:
-        tasks: Name to address of each task.
-        states: Gives the state of each, in the same order.
-        timeout_secs: Seconds to wait.
-        give_up: Called again and again meanwhile.
+    `tasks` are names and addresses; `states` has the same order.
     """
     missing = ""
     next_message = time.monotonic() + 5.0
 
     def all_up() -> bool:
         nonlocal missing, next_message
+        found = zip(tasks.items(), states(), strict=True)
         missing = ", ".join(
             f"{name} at {address} ({state.value})"
-            for (name, address), state in zip(
-                tasks.items(), states(), strict=True
-            )
+            for (name, address), state in found
             if state is not TaskState.LIVE
         )
         if missing:

@@ -260,11 +260,7 @@ def hold(cluster: Cluster) -> None:
         RuntimeError: another chief that is up holds the job.
     """
     address = cluster.tasks["chief"][0]
-    own = {
-        "address": address,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+    own = {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
     try:
         with tf.device(_device("ps:0")):
             names = tf.io.read_file(_CHIEF).numpy().splitlines()

@@ -28,15 +28,9 @@ from collections.abc import Sequence
 
 from tfdist._tf import storage
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster import probing
+from tfdist.cluster import probing, tf_config
 from tfdist.cluster.probing import Answer, TaskState
 from tfdist.cluster.spec import Cluster
-from tfdist.cluster.tf_config import (
-    LAST_CALL_SECS,
-    SIZE_FILE,
-    SIZE_VARIABLE,
-    parse_size,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +49,10 @@ class ClusterSize:
             launcher has a file.
 
     Attributes:
-        cluster: As given.
-        size: How many workers train now.
-        wanted: How many the file asks for.
-        ps: On how many parameter servers.
-        wanted_ps: How many of those the file asks for.
-        least: How many an all-reduce job waits for in any case.
-        last_call_timeout: And for how many seconds for the others.
+        size: How many workers train now, on how many parameter servers `ps`.
+        wanted: How many the file asks for, and how many `wanted_ps`.
+        least: How many an all-reduce job waits for in any case, and for how
+            many seconds, `last_call_timeout`, for the others.
         may_change: Whether there is a file.
 
     Raises:
@@ -70,14 +61,14 @@ class ClusterSize:
     """
 
     def __init__(self, cluster: Cluster, model_dir: str | None) -> None:
-        path = os.environ.get(SIZE_VARIABLE)
+        path = os.environ.get(tf_config.SIZE_VARIABLE)
         if not path and model_dir:
-            path = os.path.join(model_dir, SIZE_FILE)
+            path = os.path.join(model_dir, tf_config.SIZE_FILE)
         self.cluster, self.path = cluster, path
         self._addresses = [*cluster.addresses("worker").values()]
         self._group: list[str] | None = None  # All-reduce: who trains now.
         self.wanted_ps, self.least = cluster.num_ps, cluster.num_workers
-        self.last_call_timeout = LAST_CALL_SECS
+        self.last_call_timeout = tf_config.LAST_CALL_SECS
         number = self._read()
         self.may_change = number is not None
         self.size = self.wanted = self._accepted = number or cluster.num_workers
@@ -119,7 +110,7 @@ class ClusterSize:
             numbers = {"workers": self.wanted}
         text = storage.read_text(self.path) or ""
         with contextlib.suppress(ValueError):  # Then nobody follows it.
-            parse_size(text, self.path)
+            tf_config.parse_size(text, self.path)
             content = {**json.loads(text), **numbers}
             storage.write_text(self.path, json.dumps(content))
 
@@ -179,7 +170,7 @@ class ClusterSize:
         text = storage.read_text(self.path) if self.path else None
         if text is None:
             return None
-        asked = parse_size(text, str(self.path))
+        asked = tf_config.parse_size(text, str(self.path))
         most, most_ps = self.cluster.num_workers, self.cluster.num_ps
         number, num_ps = asked.workers or most, asked.ps or most_ps
         if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
@@ -233,7 +224,5 @@ class ClusterSize:
 
 def _num_live(answers: Sequence[Answer], gaps: bool = False) -> int:
     """How many answer, without `gaps` up to the first one that does not."""
-    if gaps:
-        return sum(answer.state is TaskState.LIVE for answer in answers)
-    states = [*(answer.state for answer in answers), TaskState.DEAD]
-    return next(i for i, s in enumerate(states) if s is not TaskState.LIVE)
+    live = [answer.state is TaskState.LIVE for answer in answers]
+    return sum(live) if gaps else [*live, False].index(False)

@@ -22,7 +22,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +36,7 @@ them what they call parameter servers."""
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """The tasks of a job, and which of them this process is.
 
@@ -68,7 +67,7 @@ class Cluster:
     """
 
     # A mapping has no hash; equal clusters still hash equal without it.
-    jobs: Mapping[str, Mapping[int, str]] = field(
+    jobs: Mapping[str, Mapping[int, str]] = dataclasses.field(
         default_factory=dict, hash=False
     )
     task_type: str = "chief"

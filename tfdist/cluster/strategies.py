@@ -146,12 +146,9 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
 def local_strategy(name: str) -> tf.distribute.Strategy:
     """A strategy whose replicas are all driven by this process alone.
 
-    Each is made once: TensorFlow would mix up the messages of two.
-
-    Args:
-        name: "one_device", "mirrored" (every GPU, or, where there is none,
-            every logical CPU) or "tpu" (the slice that `TPU_NAME` names or
-            this machine has).
+    Each is made once: TensorFlow would mix up the messages of two. "mirrored"
+    is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
+    that `TPU_NAME` names or this machine has.
 
     Raises:
         RuntimeError: there is no TPU.
@@ -202,12 +199,9 @@ def multi_worker_strategy(
         return _joined[cluster]
     servers.reconnect_quickly()
     group = meeting.meet(cluster, start_timeout_secs, give_up, size)
-    leader = next(iter(group.tasks))
-    private.leave_together(
-        {job: len(tasks) for job, tasks in group.tasks.items()},
-        f"/job:{leader}/replica:0/task:0",
-        _LEAVE_SECS,
-    )
+    sizes = {job: len(tasks) for job, tasks in group.tasks.items()}
+    leader = f"/job:{next(iter(sizes))}/replica:0/task:0"
+    private.leave_together(sizes, leader, _LEAVE_SECS)
     join = tf.distribute.MultiWorkerMirroredStrategy
     try:
         with _time_limit(start_timeout_secs):
@@ -304,9 +298,7 @@ def _widen_thread_pool() -> None:
 def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
     """Raises if XLA could not compile a model's step, as a TPU needs it.
 
-    Args:
-        element_spec: `tf.TypeSpec` structure of one batch.
-        tables: The model's `PartitionedEmbedding` layers.
+    `tables` are its `PartitionedEmbedding` layers.
     """
     specs = tf.nest.flatten(element_spec)
     problems = [

@@ -16,8 +16,7 @@ TERMINATED = 128 + signal.SIGTERM
 class Sigterm:
     """Takes note of SIGTERM, which then does not end this process.
 
-    Args:
-        enabled: Whether to listen. Only the main thread can.
+    Only the main thread can; a disabled one hears nothing.
     """
 
     def __init__(self, enabled: bool = True) -> None:

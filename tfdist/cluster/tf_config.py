@@ -134,8 +134,7 @@ def _number(name: str, entry: object) -> dict[int, str]:
         index = task_index(key, f'An index in the job "{name}"')
         if index in tasks:
             raise wrong(
-                f'The job "{name}" has two tasks with the index {index}.',
-                entry,
+                f'The job "{name}" has two tasks with the index {index}.', entry
             )
         tasks[index] = address
     return tasks
@@ -170,20 +169,13 @@ def own_task(
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What a `cluster.json` asks for.
+    """What a `cluster.json` asks for."""
 
-    Attributes:
-        workers: How many workers train; None: all.
-        ps: On how many parameter servers; None: on all.
-        min_workers: With how many an all-reduce job goes on at least. None:
-            `workers`.
-        last_call_timeout: Seconds for which it waits for more than these.
-    """
-
-    workers: int | None
-    ps: int | None
+    workers: int | None  # How many train; None: all.
+    ps: int | None  # On how many parameter servers; None: on all.
+    # With how many an all-reduce job goes on at least; None: with `workers`.
     min_workers: int | None
-    last_call_timeout: float
+    last_call_timeout: float  # Seconds for which it waits for more than these.
 
 
 def parse_size(text: str, path: str) -> Size:
