@@ -45,7 +45,7 @@ def test_full_dispatches_begin_at_multiples(full, num_steps, first_step):
 
 @pytest.mark.parametrize("steps_per_dispatch", [0, -1])
 def test_bad_steps_per_dispatch(steps_per_dispatch):
-    with pytest.raises(ValueError, match="`steps_per_dispatch` must be pos"):
+    with pytest.raises(ValueError, match="`steps_per_dispatch` must be a pos"):
         local_loop(logistic(), batches().repeat(), steps_per_dispatch)
 
 

@@ -52,10 +52,6 @@ class Accumulators:
     That takes, for each worker, the memory of the variables that are no tables,
     and of the rows of a batch. It is no part of a checkpoint.
 
-    Args:
-        update: What a step does with what it has found.
-        num_workers: How many there are.
-
     Attributes:
         of_workers: For each worker, what is kept of it, by server.
 
@@ -80,10 +76,8 @@ class Accumulators:
             g: [tf.int64, tf.int32, shards[0].dtype]
             for g, shards in server.shards.items()
         }
-        made = tf.nest.map_structure(
-            lambda dtype: _variable(server, dtype), (whole, dtypes)
-        )
-        return Kept(*made)
+        with tf.device(server.device):
+            return Kept(*tf.nest.map_structure(_variable, (whole, dtypes)))
 
     def keep(
         self, found: StepGradients, own: dict[str, Kept], fence: Fence | None
@@ -156,17 +150,13 @@ class Accumulators:
 
     def _clip(self, index: int, part: Any, means: Sequence[Mean]) -> None:
         """Clips the gradients of a part of the optimizer."""
-        owners = self._layout.owners
-        own = [
-            (mean.server.device, values, key)
-            for mean in means
-            for values, keys in (
-                (mean.whole, [i for i, o in enumerate(owners) if o == index]),
-                (mean.rows, [g for g in mean.rows if self._part(g) == index]),
-            )
-            for key in keys
-            if key in values
-        ]
+        owners = dict(enumerate(self._layout.owners))  # Not of moving averages.
+        own: list[tuple[str, dict[int, tf.Tensor], int]] = []
+        for server, whole, rows, _ in means:
+            dense = [i for i in whole if owners.get(i) == index]
+            own += [(server.device, whole, i) for i in dense]
+            groups = [g for g in rows if self._layout.groups[g].part == index]
+            own += [(server.device, rows, g) for g in groups]
         # By the norm of all together, where each of them is.
         many = [own] if part.global_clipnorm else [[each] for each in own]
         for some in many:
@@ -174,9 +164,6 @@ class Accumulators:
                 clipped = optimizers.clip(part, [v[k] for _, v, k in some])
             for (_, values, key), value in zip(some, clipped, strict=True):
                 values[key] = value
-
-    def _part(self, group: int) -> int:
-        return self._layout.groups[group].part
 
     def _share(
         self, kept: Kept, server: Server, updates: list[int], share: tf.Tensor
@@ -216,17 +203,11 @@ class Accumulators:
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-    """A worker's part of a synchronous step.
+    """A worker's part of a synchronous step."""
 
-    Attributes:
-        accumulators: Where what it finds is kept.
-        worker: Scalar int64, its index.
-        own: Its place there.
-    """
-
-    accumulators: Accumulators
-    worker: tf.Tensor
-    own: dict[str, Kept]
+    accumulators: Accumulators  # Where what it finds is kept.
+    worker: tf.Tensor  # Its index, a scalar int64.
+    own: dict[str, Kept]  # Its place in `accumulators.of_workers`.
 
     def __call__(self, found: StepGradients, fence: Fence | None) -> None:
         """Keeps what was found."""
@@ -247,15 +228,14 @@ def _by_id(
     )
 
 
-def _variable(server: Server, dtype: str | tf.DType) -> tf.Variable:
+def _variable(dtype: str | tf.DType) -> tf.Variable:
     """A place for a tensor of any shape."""
-    with tf.device(server.device):
-        return tf.Variable(
-            tf.zeros([0], dtype),
-            trainable=False,
-            validate_shape=False,
-            shape=tf.TensorShape(None),
-        )
+    return tf.Variable(
+        tf.zeros([0], dtype),
+        trainable=False,
+        validate_shape=False,
+        shape=tf.TensorShape(None),
+    )
 
 
 def _check(update: Update) -> None:

@@ -28,13 +28,13 @@ def overrides(model: keras.Model, method: str) -> bool:
     return own is not getattr(keras.Model, method)
 
 
-def refuse_own(model: keras.Model, method: str, instead: str) -> None:
-    """Raises `ValueError` if a model overrides a method; says what to do."""
-    if overrides(model, method):
+def refuse_test_step(model: keras.Model) -> None:
+    """Raises `ValueError` if a model overrides `test_step`."""
+    if overrides(model, "test_step"):
         raise ValueError(
-            f"{type(model).__name__} overrides `{method}`, which can be used "
+            f"{type(model).__name__} overrides `test_step`, which can be used "
             "in one process alone: workers and replicas add up metrics by "
-            f"themselves. Override `{instead}` instead, or use "
+            "themselves. Override `compute_metrics` instead, or use "
             "`Estimator.evaluate`."
         )
 
@@ -116,8 +116,8 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     own_step = overrides(model, "train_step")
     own_loss = overrides(model, "compute_loss")
     # A loss may have layers too: the other tower, a projection.
-    built = model.built and all(layer.built for layer in model.layers)
-    built = built and not own_loss
+    layers_are_built = all(layer.built for layer in model.layers)
+    built = model.built and layers_are_built and not own_loss
     if not built or getattr(model, "inputs", None) is None:
         # Past Keras, which would track what is in it.
         vars(model)[_ELEMENT_SPEC] = element_spec
@@ -144,15 +144,12 @@ def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
     graph = tf.__internal__.FuncGraph("batch")
     scope = keras.StatelessScope(collect_losses=True)
     with scope, keras.SymbolicScope(), graph.as_default():
-        parts = [
-            tf.compat.v1.placeholder(part.dtype, part.shape)
-            for part in tf.nest.flatten(element_spec, expand_composites=True)
-        ]
-        run(
-            tf.nest.pack_sequence_as(
-                element_spec, parts, expand_composites=True
-            )
+        flat = tf.nest.flatten(element_spec, expand_composites=True)
+        parts = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in flat]
+        batch = tf.nest.pack_sequence_as(
+            element_spec, parts, expand_composites=True
         )
+        run(batch)
 
 
 def element_spec_of(model: keras.Model) -> Any:

@@ -66,8 +66,6 @@ class CoordinatedLoop(Loop):
         global_step: On a parameter server.
         input_fn: From an `InputContext` to the dataset of one worker; called
             while that is traced, `input_pipeline_id` is a scalar tensor.
-        strategy: The strategy.
-        num_workers: How many there are.
         steps_per_dispatch: See `dispatch_size`.
         example: What `input_fn` has returned, if it was called already.
         max_staleness: No update is staler: workers wait for slower ones.
@@ -105,12 +103,10 @@ class CoordinatedLoop(Loop):
         self.own_variables = [self._first, *self._generations.variables]
         if step.staleness:
             self.own_variables.append(step.staleness.counts)
-        if example is None:
-            example = input_fn(tf.distribute.InputContext())
+        example = example or input_fn(tf.distribute.InputContext())
         self._largest = dispatch_size(step.model, steps_per_dispatch)
-        self._asked = bool(steps_per_dispatch) or (
-            step.model.steps_per_execution > 1
-        )
+        in_compile = step.model.steps_per_execution > 1
+        self._asked = bool(steps_per_dispatch) or in_compile
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)
@@ -251,9 +247,8 @@ class CoordinatedLoop(Loop):
 
     def has_ended(self) -> bool:
         """See `Loop.has_ended`."""
-        return private.coordinator_has_ended(
-            self._workers.coordinator, _END_SECS
-        )
+        coordinator = self._workers.coordinator
+        return private.coordinator_has_ended(coordinator, _END_SECS)
 
     def _all_exhausted(self) -> bool:
         return len(self._exhausted) >= self._workers.num_workers
@@ -317,12 +312,7 @@ class CoordinatedLoop(Loop):
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
         return run_steps_ahead(
-            self._step,
-            num_steps,
-            iterator,
-            first_step,
-            fence,
-            read_ahead=self._read_ahead,
+            self._step, num_steps, iterator, first_step, fence, self._read_ahead
         )
 
     def _schedule(self, first_step: int, size: int) -> None:
@@ -348,10 +338,8 @@ class CoordinatedLoop(Loop):
     def _arguments(self, begun: _Dispatch) -> list[Any]:
         """What `_steps` takes behind the iterator."""
         with tf.device(None):  # Not sent to the worker by itself.
-            return [
-                tf.constant(begun.first_step, tf.int64),
-                tf.constant(float(begun.generation)),
-            ]
+            generation = tf.constant(float(begun.generation))
+            return [tf.constant(begun.first_step, tf.int64), generation]
 
     def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
         """Whether a worker, in its thread, is to run a dispatch."""
@@ -451,25 +439,15 @@ class CoordinatedLoop(Loop):
 
 @dataclasses.dataclass(eq=False)
 class _Dispatch:
-    """Some steps on whichever worker is free, at most once.
+    """Some steps on whichever worker is free, at most once."""
 
-    Attributes:
-        first_step: Number of the first of its steps.
-        size: How many.
-        generation: The one in which it was scheduled.
-        future: Done when it has ended.
-        worker: Index of the worker that runs it; None until one does.
-        since: When it began there.
-        packed: What it returned. None at its end: none of its steps is
-            applied, as the data of its worker has ended,
-        is_lost: or its worker is gone, and some of them may be.
-    """
-
-    first_step: int
-    size: int
-    generation: int
+    first_step: int  # Number of the first of its steps.
+    size: int  # How many.
+    generation: int  # The one in which it was scheduled.
     future: concurrent.futures.Future = dataclasses.field(init=False)
-    worker: int | None = None
-    since: float = math.inf
+    worker: int | None = None  # That runs it; None until one does.
+    since: float = math.inf  # When it began there.
+    # What it returned. None at its end: none of its steps is applied, as the
+    # data of its worker has ended, or it `is_lost`.
     packed: np.ndarray | None = None
-    is_lost: bool = False
+    is_lost: bool = False  # Its worker is gone; some steps may be applied.

@@ -19,17 +19,8 @@ class Counters:
     """Counts steps; knows each update's number and learning rates.
 
     An update's number follows from its step's, so workers read no counter, and
-    two of them never take the same.
-
-    Args:
-        optimizer: A built optimizer.
-        global_step: Scalar int64 variable that counts the job's steps. None:
-            the counters of the optimizer count alone.
-
-    Attributes:
-        reads: What a step reads for `of_step`: learning rates that are
-            variables; where the loss has a scale that adapts, what counts the
-            updates, as not every step is one, and the scale.
+    two of them never take the same. Without a `global_step`, the job's scalar
+    int64 variable, the counters of the (built) optimizer count alone.
     """
 
     def __init__(
@@ -48,6 +39,8 @@ class Counters:
         self._is_scaled = isinstance(
             optimizer, keras.optimizers.LossScaleOptimizer
         )
+        # What a step reads for `of_step`. Where the loss has a scale that
+        # adapts, not every step is an update.
         self.reads = list(self._rates)
         if self._is_scaled:
             self.reads += [self._counter, optimizer.dynamic_scale]
@@ -85,10 +78,8 @@ class Counters:
     ) -> list[tf.Tensor]:
         """The learning rate of each part, from the values of those."""
         known = list(zip(self._rates, values, strict=True))
-        return [
-            optimizers.learning_rate(part, iteration, known)
-            for part in self._parts
-        ]
+        rate_of = optimizers.learning_rate
+        return [rate_of(part, iteration, known) for part in self._parts]
 
     def count(
         self,

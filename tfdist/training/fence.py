@@ -16,16 +16,17 @@ import tensorflow as tf
 
 
 class Generations:
-    """The current generation, known to every parameter server.
-
-    Args:
-        devices: Of the parameter servers.
-    """
+    """The current generation, known on the device of each parameter server."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.current = 0
-        self._on = {device: _zero_on(device) for device in devices}
-        self.variables = list(self._on.values())  # At first 0.
+        self._on: dict[str, tf.Variable] = {}
+        for device in devices:
+            with tf.device(device):
+                self._on[device] = tf.Variable(
+                    0.0, trainable=False, name="generation"
+                )
+        self.variables = list(self._on.values())
 
     def fence(self, generation: tf.Tensor) -> Fence:
         """What the updates of a dispatch of `generation` must pass."""
@@ -44,15 +45,10 @@ class Generations:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """Lets the updates of one generation pass.
+    """Lets the updates of one generation pass."""
 
-    Attributes:
-        generation: Scalar float32, that of the dispatch.
-        variables: For each server, the current one.
-    """
-
-    generation: tf.Tensor
-    variables: Mapping[str, tf.Variable]
+    generation: tf.Tensor  # That of the dispatch, a scalar float32.
+    variables: Mapping[str, tf.Variable]  # For each server, the current one.
 
     def passed(
         self, device: str, generation: tf.Tensor, message: tf.Tensor
@@ -66,8 +62,3 @@ class Fence:
         with tf.device(device):
             current = tf.equal(self.variables[device], generation)
             return tf.slice(message, [0], [tf.where(current, -1, -2)])
-
-
-def _zero_on(device: str) -> tf.Variable:
-    with tf.device(device):
-        return tf.Variable(0.0, trainable=False, name="generation")

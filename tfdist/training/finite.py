@@ -31,11 +31,8 @@ class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
     Each device looks at what it holds; over the network comes one message per
-    device, a truth value for each variable.
-
-    Args:
-        variables: Name to variable; one in shards, or with a copy for each
-            replica, counts as one.
+    device, a truth value for each variable. One in shards, or with a copy for
+    each replica, counts as one.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:

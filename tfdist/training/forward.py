@@ -47,11 +47,6 @@ class Forward:
         seeds: The states of random generators, other ones in each step.
         variables: What else the pass may read; they get stand-ins.
         taped: Whether it computes gradients of those that are trainable.
-
-    Attributes:
-        tables: The table of each lookup, in order.
-        updated: The variables that it assigns.
-        read: Those of `variables` whose values it uses.
     """
 
     def __init__(
@@ -85,6 +80,8 @@ class Forward:
         signature = [tf.TensorSpec(s.shape, s.dtype) for s in [*flat, *seeds]]
         # Unlike a `tf.function`, it is no list of side effects to be run.
         self._graph = tf.compat.v1.wrap_function(traced, signature)
+        # The variables that it assigns; those whose values it uses; the table
+        # of each lookup, in order.
         self.updated = list(self._scope.updated.values())
         self.read = [v for v, value in self._stand_ins if value.consumers()]
         calls = self._collector.calls
@@ -169,10 +166,8 @@ class Forward:
     def _check_ids(self) -> None:
         """Raises `ValueError` if ids might be others where rows are at hand."""
         others = self._others()
-        functions = {
-            function.signature.name: function.node_def
-            for function in self._graph.graph.as_graph_def().library.function
-        }
+        library = self._graph.graph.as_graph_def().library
+        functions = {f.signature.name: f.node_def for f in library.function}
         for table, ids in self._collector.calls:
             for op, is_shape in _needed([ids]):
                 if is_shape:

@@ -66,12 +66,6 @@ def fused_update(
     kernel(var=handle, grad=gradient, use_locking=True, **arguments)
 
 
-def _adagrad(
-    optimizer: keras.optimizers.Adagrad, rate: tf.Tensor
-) -> dict[str, Any]:
-    return {"lr": rate, "epsilon": 0.0}
-
-
 def _adam(optimizer: keras.optimizers.Adam, rate: tf.Tensor) -> dict[str, Any]:
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, rate.dtype)
     return {
@@ -99,7 +93,7 @@ def _ftrl(optimizer: keras.optimizers.Ftrl, rate: tf.Tensor) -> dict[str, Any]:
 # and that for some rows.
 _RULES = {
     _K.Adagrad: (
-        _adagrad,
+        lambda _, rate: {"lr": rate, "epsilon": 0.0},
         ["accum"],
         _OPS.ResourceApplyAdagradV2,
         _OPS.ResourceSparseApplyAdagradV2,

@@ -38,8 +38,7 @@ class Layout:
         remote: Whether the variables live in other processes, the tasks of
             which are told apart by device. Else all are where the step runs.
         others: Tables that the pass never reads.
-        rates: The optimizer's variables that it reads: learning rates and
-            what scales the loss.
+        rates: `Counters.reads`.
 
     Attributes:
         groups: The tables, those of one width and optimizer together.
@@ -85,11 +84,8 @@ class Layout:
         held = {id(v) for table in (*tables, *others) for v in table.pieces}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
         self.owners = [optimizers.owner(model.optimizer, v) for v in self.dense]
-        self.moving = [
-            v
-            for v in model.non_trainable_variables
-            if id(v) not in held and not is_seed(v)
-        ]
+        fixed = [v for v in model.non_trainable_variables if id(v) not in held]
+        self.moving = [v for v in fixed if not is_seed(v)]
         self.reads = [*self.dense, *self.moving, *rates]
         shards = [s for group in self.groups for s in group.shards]
         devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})

@@ -17,13 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_positive
 from tfdist.cluster.spec import Cluster
-from tfdist.data.input_wait import (
-    InputSeconds,
-    InputWatch,
-    TimedIterator,
-    awaited,
-)
+from tfdist.data import input_wait
+from tfdist.data.input_wait import TimedIterator
 from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
@@ -54,28 +51,23 @@ class Loop:
     """What a session runs; as it stands, steps in this process, one by one.
 
     `global_step`, a scalar int64 variable, is incremented once per step.
-
-    Attributes:
-        iterator: What the steps read from, where its position can be saved
-            with a checkpoint; else None.
-        fixed_shares: Whether each worker reads a part of the data that nobody
-            else ever reads.
-        own_batches: Whether the data are this process's alone, and others have
-            others.
-        resizable: Whether `resize` can be called.
-        on_failure: Called, from any thread, when a call to a task has failed.
-        own_variables: At 0 when it begins. None: no `begin_again`.
     """
 
+    # What the steps read from, where its position can be saved with a
+    # checkpoint; else None.
     iterator: tf.data.Iterator | None = None
+    # Whether each worker reads a part of the data that nobody else ever reads.
     fixed_shares = False
+    # Whether the data are this process's alone, and others have others.
     own_batches = False
-    resizable = False
+    resizable = False  # Whether `resize` can be called.
+    # They are 0 when it begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
-        self._input_secs = InputSeconds()
+        self._input_secs = input_wait.InputSeconds()
+        # Called, from any thread, when a call to a task has failed.
         self.on_failure: Watch = unwatched
 
     @property
@@ -88,13 +80,10 @@ class Loop:
     ) -> dict[str, float]:
         """Runs `num_steps` steps; returns their loss and metrics.
 
-        Args:
-            num_steps: How many.
-            watch: Called at least every second while others work; ends the
-                wait for them by raising.
-            ahead: How many steps beyond these may be under way on return, so
-                that nobody waits for the slowest; the next run counts them.
-                With 0 it is exactly `num_steps`, and none is under way.
+        `watch` is called at least every second while others work; it ends the
+        wait for them by raising. So many steps `ahead` may be under way on
+        return, so that nobody waits for the slowest; the next run counts them.
+        With 0 it is exactly `num_steps`, and none is under way.
 
         Raises:
             EndOfInput: the input ended before.
@@ -175,11 +164,7 @@ def dispatch_size(model: keras.Model, wanted: int | None) -> int:
         return model.steps_per_execution
     if wanted is None:
         return automatic_steps_per_dispatch(len(model.trainable_variables))
-    if wanted < 1:
-        raise ValueError(
-            "Argument `steps_per_dispatch` must be positive. Received: "
-            f"steps_per_dispatch={wanted}."
-        )
+    check_positive("steps_per_dispatch", wanted)
     return wanted
 
 
@@ -290,7 +275,7 @@ class LocalLoop(Loop):
             for n in {1, self._full}
         }
         self._read_at = 0.0
-        self._watch = InputWatch(self._waits)
+        self._watch = input_wait.InputWatch(self._waits)
         self._step = step
         self._evaluation: tuple[ModelStep, Callable[..., States]] | None = None
         self.iterator = iter(dataset)
@@ -332,12 +317,8 @@ class LocalLoop(Loop):
         if self._evaluation is None:
             # A step of its own: metrics that are no sums go on in training's.
             step = ModelStep(self._step.model, batches.element_spec)
-            self._evaluation = (
-                step,
-                tf.function(
-                    step.evaluate, autograph=False, reduce_retracing=True
-                ),
-            )
+            traced = tf.function(autograph=False, reduce_retracing=True)
+            self._evaluation = step, traced(step.evaluate)
         step, evaluate = self._evaluation
         states: States = []
         for batch in batches:
@@ -368,7 +349,8 @@ class LocalLoop(Loop):
 
     def _waits(self) -> dict[str, float]:
         """See `InputWatch`."""
-        return {f"the input of {self._task}": self._read_at or awaited()}
+        since = self._read_at or input_wait.awaited()
+        return {f"the input of {self._task}": since}
 
     def _ended_before(self, step: int) -> bool:
         """Whether the data ended before so many steps, and raised nothing."""

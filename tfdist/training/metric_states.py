@@ -18,17 +18,12 @@ States = list[tf.Tensor]
 
 
 class MetricStates:
-    """States of a model's loss and metrics.
+    """States of a model's loss and metrics, of which these are the variables.
 
-    Which add up, or are kept in the metric's variable: see `ModelStep`.
-
-    Args:
-        model: A model whose metrics are built.
-        variables: Those of its metrics.
-        kept: Ids of those that may not add up.
-        trains: Whether they are of training; it goes on where it was.
-        results: From values of `variables` to results, if not as Keras does.
-        has_loss: Whether `loss` is the mean that steps tell, among results.
+    Which add up, or are `kept` (by id) in the metric's variable: see
+    `ModelStep`. Training goes on from these. `results` follow from values of
+    `variables`, if not as Keras does; where a step `has_loss`, its mean is
+    among them.
     """
 
     def __init__(

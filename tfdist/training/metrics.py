@@ -37,11 +37,8 @@ def no_sums(
 ) -> set[int]:
     """Ids of the variables whose values might not add up over batches.
 
-    Args:
-        model: A model whose metrics are built.
-        variables: Those of its metrics, listed in `model.metrics` or not.
-        forwards: Passes that update them.
-        must_add_up: Whether several workers add them up.
+    They are those of metrics, listed in `model.metrics` or not, which some
+    passes update. If several workers add them up, they `must_add_up`.
 
     Raises:
         ValueError: they must, and one does not.

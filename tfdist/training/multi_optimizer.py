@@ -56,10 +56,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[keras.Variable]:
         """The counter of this optimizer and the variables of its parts."""
-        return [
-            self.iterations,
-            *(v for part in self.parts for v in part.variables),
-        ]
+        of_parts = [v for part in self.parts for v in part.variables]
+        return [self.iterations, *of_parts]
 
     def apply(
         self,
@@ -99,10 +97,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
         parts = [keras.optimizers.serialize(part) for part in self.parts]
-        return {
-            "name": self.name,
-            "optimizers": list(zip(self.patterns, parts, strict=True)),
-        }
+        pairs = list(zip(self.patterns, parts, strict=True))
+        return {"name": self.name, "optimizers": pairs}
 
     @classmethod
     def from_config(

@@ -15,15 +15,8 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdist._tf import versions
+from tfdist._tf import private_keras, versions
 from tfdist._tf.mutex import alone
-from tfdist._tf.private_keras import (
-    counter,
-    nadam_product,
-    part_index,
-    uses_weight_decay,
-    variable_index,
-)
 from tfdist.embeddings.growing import Beside, GrowingShards
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
@@ -97,7 +90,7 @@ def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
     """Index in `parts(optimizer)` of the one that updates `variable`."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer, versions.KerasMultiOptimizer):
-        return part_index(optimizer, variable)
+        return private_keras.part_index(optimizer, variable)
     is_multi = isinstance(optimizer, MultiOptimizer)
     return optimizer.owner(variable) if is_multi else 0
 
@@ -163,7 +156,7 @@ def learning_rate(
 
     `values` are those of variables that need not be read again.
     """
-    known = [(counter(optimizer), iteration), *values]
+    known = [(private_keras.counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
         return tf.cast(optimizer.learning_rate, tf.float32)
 
@@ -199,8 +192,8 @@ def update(
         check_rows(optimizer, variable)
     if decay:
         _add(target, -rows_of(target, ids) * (decay * rate), ids)
-    scope = keras.StatelessScope([(counter(optimizer), iteration)])
-    with scope:
+    counted = private_keras.counter(optimizer), iteration
+    with keras.StatelessScope([counted]) as scope:
         if is_fused(optimizer, ids is not None):
             fused_update(optimizer, variable, gradient, rate, ids)
         else:
@@ -381,7 +374,7 @@ def begin_step(
     """
     if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
         return
-    product = nadam_product(optimizer).value
+    product = private_keras.nadam_product(optimizer).value
     updates = _updates(optimizer, iteration)
     power = tf.pow(0.96, tf.cast(updates + 1, product.dtype))
     factor = optimizer.beta_1 * (1.0 - 0.5 * power)
@@ -441,7 +434,8 @@ def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:
     decay = optimizer.weight_decay
     if isinstance(optimizer, keras.optimizers.Muon):
         # It trains some variables by AdamW, and these alone have a velocity.
-        index = variable_index(optimizer, variable)
+        index = private_keras.variable_index(optimizer, variable)
         if optimizer.adam_velocities[index] is not None:
             decay = optimizer.adam_weight_decay
-    return decay if uses_weight_decay(optimizer, variable) else None
+    decays = private_keras.uses_weight_decay(optimizer, variable)
+    return decay if decays else None

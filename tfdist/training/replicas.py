@@ -19,21 +19,16 @@ class Replicas:
 
     Each method is called by every replica, in its context. `anchor` is any
     variable that was made in the strategy's scope.
-
-    Attributes:
-        num: Number of replicas, on all machines together.
-        strategy: Theirs.
-        skips_empty: Whether a step for which no replica has an example
-            changes nothing and does not count. What is learned of it costs no
-            message: the number of examples comes with the gradients.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, anchor: tf.Variable
     ) -> None:
-        self.num = strategy.num_replicas_in_sync
+        self.strategy, self.num = strategy, strategy.num_replicas_in_sync
+        # Whether a step for which no replica has an example changes nothing
+        # and does not count. That costs no message: the number of examples
+        # comes with the gradients.
         self.skips_empty = False
-        self.strategy = strategy
         self._anchor = anchor
         # TensorFlow traces each replica on a thread of its own.
         self._traced = threading.local()
@@ -155,11 +150,8 @@ def _no_rows(spec: tf.TypeSpec) -> Any:
     # Layers may refuse an axis of length 0 that is not the batch's.
     inner = [1 if size is None else size for size in spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensor(
-            tf.zeros([0, 1 + len(inner)], tf.int64),
-            tf.zeros([0], spec.dtype),
-            [0, *inner],
-        )
+        indices = tf.zeros([0, 1 + len(inner)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [0, *inner])
     return tf.zeros([0, *inner], spec.dtype)
 
 
@@ -168,11 +160,9 @@ def _rows(tensor: Any, start: Any, end: Any) -> Any:
         return tensor[start:end]
     shape = tensor.dense_shape
     start, end = tf.cast(start, tf.int64), tf.cast(end, tf.int64)
-    return tf.sparse.slice(
-        tensor,
-        tf.concat([[start], tf.zeros_like(shape[1:])], axis=0),
-        tf.concat([[end - start], shape[1:]], axis=0),
-    )
+    first = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
+    size = tf.concat([[end - start], shape[1:]], axis=0)
+    return tf.sparse.slice(tensor, first, size)
 
 
 def _context() -> tf.distribute.ReplicaContext:

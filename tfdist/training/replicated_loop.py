@@ -30,15 +30,11 @@ class ReplicatedLoop(LocalLoop):
 
     Args:
         step: Made with `replicas`.
-        global_step: As for every `Loop`.
         dataset: The global batches, the same in every process, of which some
             replicas may get one example less than others; with `own_batches`
             those of this process's replicas, one for each.
-        strategy: A synchronous one.
-        replicas: Its replicas.
-        own_batches: See `dataset`.
-        context: What the function that has returned them was given.
-        steps_per_dispatch: As for `LocalLoop`.
+        strategy: A synchronous one, of these `replicas`.
+        context: What the function that has returned the batches was given.
     """
 
     def __init__(

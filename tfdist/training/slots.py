@@ -14,11 +14,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist._tf.private import unique_id
-from tfdist._tf.private_keras import (
-    nadam_product,
-    slot_lists,
-    variable_index,
-)
+from tfdist._tf.private_keras import nadam_product, slot_lists, variable_index
 
 
 class Slots(NamedTuple):

@@ -28,11 +28,8 @@ class StalenessCounter:
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
         with tf.device(global_step.device):
-            self.counts = tf.Variable(
-                tf.zeros([MAX_STALENESS + 1], tf.int64),
-                trainable=False,
-                name="staleness",
-            )
+            none = tf.zeros([MAX_STALENESS + 1], tf.int64)
+            self.counts = tf.Variable(none, trainable=False, name="staleness")
 
     def read(self) -> tf.Tensor:
         """The number of updates before a step reads its parameters."""
@@ -40,11 +37,7 @@ class StalenessCounter:
             return tf.identity(self._global_step.read_value())
 
     def count(self, before: tf.Tensor) -> None:
-        """Counts an update; `global_step` counts it already.
-
-        Args:
-            before: What `read` returned.
-        """
+        """Counts an update that `global_step` counts; `read` was `before`."""
         with tf.device(self._global_step.device):
             others = self._global_step.read_value() - before - 1
             index = tf.clip_by_value([others], 0, MAX_STALENESS)
@@ -62,10 +55,8 @@ class StalenessBound:
     As in the stale synchronous parallel model (Ho et al. 2013), fast workers
     wait for the slowest: a dispatch begins once it is sure, for itself and for
     each that is under way, that at most `most` updates of others can land
-    before it ends. One that dies is waited for until that is noticed.
-
-    Args:
-        most: 0 lets one dispatch run at a time.
+    before it ends. One that dies is waited for until that is noticed. With 0
+    one dispatch runs at a time.
     """
 
     _SECS = 0.05  # A worker that waited so long leaves the queue to the others.
@@ -128,8 +119,5 @@ def describe(histogram: np.ndarray) -> str:
     total = int(histogram.sum())
     mean = float(histogram @ np.arange(len(histogram))) / max(total, 1)
     parts = [f"{p} % {percentile(histogram, p)}" for p in PERCENTILES]
-    most = percentile(histogram, 100)
-    return (
-        f"staleness of {total} updates: mean {mean:.2f}, {', '.join(parts)}, "
-        f"most {most}"
-    )
+    parts.append(f"most {percentile(histogram, 100)}")
+    return f"staleness of {total} updates: mean {mean:.2f}, {', '.join(parts)}"

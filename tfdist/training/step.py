@@ -19,31 +19,11 @@ import tensorflow as tf
 from tfdist._tf.private import Saveable, seen_alone
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
-from tfdist.training import optimizers
+from tfdist.training import compiled_model, exchange, optimizers
 from tfdist.training.aggregation import Contribution
-from tfdist.training.compiled_model import (
-    checked_model,
-    compiled_computation,
-    forward_pass,
-    gradients_of_loss,
-    overrides,
-    refuse_evaluation,
-    refuse_own,
-    refuse_sums,
-)
-from tfdist.training.conditional_updates import unscaled
+from tfdist.training.compiled_model import overrides
 from tfdist.training.counters import Counters, step_seeds
-from tfdist.training.exchange import (
-    Lookups,
-    Parameters,
-    Requests,
-    StepGradients,
-    answers,
-    looked_up,
-    over_replicas,
-    pull,
-    request,
-)
+from tfdist.training.exchange import Lookups, Parameters, Requests
 from tfdist.training.fence import Fence
 from tfdist.training.metric_states import MetricStates, States, num_examples
 from tfdist.training.metrics import build_metrics, check_metric_names, no_sums
@@ -51,7 +31,7 @@ from tfdist.training.own_step import OwnStep, with_others
 from tfdist.training.passes import EVALUATION, PREDICTION, TRAINING, Passes
 from tfdist.training.replicas import Replicas
 from tfdist.training.staleness import StalenessCounter
-from tfdist.training.updates import Update, UpdatesAtOnce
+from tfdist.training.updates import Update, UpdatesAtOnce, unscaled
 
 Batch = Any
 
@@ -128,14 +108,14 @@ class ModelStep(MetricStates):
         replicas: Replicas | None = None,
         metrics: bool = True,
     ) -> None:
-        self.model = checked_model(model)
+        self.model = compiled_model.checked_model(model)
         trains = global_step is not None and metrics
         own = trains and overrides(model, "train_step")
         self._own = OwnStep(model) if own else None
         input_fns.check_batches(model, element_spec, metrics and not own)
         optimizers.check(model.optimizer, remote)
         if trains and replicas and not own:
-            refuse_sums(model)
+            compiled_model.refuse_sums(model)
         self._remote, self._replicas = remote, replicas
         self._shapes = [s.shape for s in _flat(element_spec)]
         self.staleness: StalenessCounter | None = None
@@ -187,7 +167,7 @@ class ModelStep(MetricStates):
             self._at_once = UpdatesAtOnce(
                 self._own.updated(), self._layout.moving, replicas, global_step
             )
-        self._compute = compiled_computation(
+        self._compute = compiled_model.compiled_computation(
             self._gradients,
             model,
             element_spec,
@@ -223,12 +203,9 @@ class ModelStep(MetricStates):
                 Dropout and other random layers draw from a seed of this step,
                 so two workers never share a mask; learning-rate schedules and
                 Adam's bias correction count by it.
-            states: Metric states before the step.
+            states: Metric states before the step; returns those after it.
             fence: What the updates must pass on each parameter server.
             contribution: What takes the gradients, instead of `update`.
-
-        Returns:
-            Metric states after the step.
         """
         begun = self.begin(batch, step, contribution)
         if self._at_once:
@@ -248,7 +225,8 @@ class ModelStep(MetricStates):
         seeds = step_seeds(self._seeds, step, *own)
         forward = self._passes.forward(TRAINING, batch)
         calls = forward.calls(batch, [seed for _, seed in seeds])
-        return Begun(batch, step, seeds, looked_up(self._layout, calls))
+        found = exchange.looked_up(self._layout, calls)
+        return Begun(batch, step, seeds, found)
 
     def read(self, begun: Begun | Ready) -> Ready:
         """Reads the parameters of a step, unless it has them."""
@@ -256,8 +234,8 @@ class ModelStep(MetricStates):
             return begun
         batch, step, seeds, found, requests = begun
         before = self.staleness and self.staleness.read()
-        requests = requests or request(self._layout, found.routes)
-        read = pull(self._layout, found, requests)
+        requests = requests or exchange.request(self._layout, found.routes)
+        read = exchange.pull(self._layout, found, requests)
         return Ready(batch, step, seeds, requests, read, before)
 
     def end(
@@ -280,14 +258,15 @@ class ModelStep(MetricStates):
         )
         drawn = [seed for _, seed in seeds]
         dense, rows, deltas, states = self._compute(batch, drawn, read, states)
-        found = StepGradients(
+        found = exchange.StepGradients(
             requests, dense, rows, deltas, rates, iteration, scale
         )
         found, begun_next = unscaled(found), None
         if replicas:
+            size = num_examples(batch)
             replicas.update(
                 lambda found: self.update(found, _flat(batch)),
-                over_replicas(layout, found, replicas, num_examples(batch)),
+                exchange.over_replicas(layout, found, replicas, size),
             )
         elif contribution:
             contribution(found, fence)
@@ -344,7 +323,9 @@ class ModelStep(MetricStates):
         if self._own:
             loss, gradients = tf.zeros([]), self._own.gradients(scope, *given)
         else:
-            loss, gradients = gradients_of_loss(self.model, scope, *given)
+            loss, gradients = compiled_model.gradients_of_loss(
+                self.model, scope, *given
+            )
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
@@ -374,9 +355,9 @@ class ModelStep(MetricStates):
         Raises:
             ValueError: the model overrides `test_step`.
         """
-        refuse_own(self.model, "test_step", "compute_metrics")
+        compiled_model.refuse_test_step(self.model)
         if self._own:
-            refuse_evaluation(self.model)
+            compiled_model.refuse_evaluation(self.model)
         # Keras weighs losses of single outputs by a batch's static size, if
         # any: the dataset's, not that of the batch at hand.
         flat = _flat(batch)
@@ -391,7 +372,7 @@ class ModelStep(MetricStates):
         ]
         batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
         with self._reading(EVALUATION, batch, states) as scope:
-            loss, _ = forward_pass(self.model, batch, False)
+            loss, _ = compiled_model.forward_pass(self.model, batch, False)
         return self._after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
@@ -421,9 +402,11 @@ class ModelStep(MetricStates):
         layout = self._passes.layout(mode, batch)
         forward = self._passes.forward(mode, batch)
         seeds = step_seeds(self._seeds)
-        found = looked_up(layout, forward.calls(batch, [s for _, s in seeds]))
-        read = pull(layout, found, request(layout, found.routes))
-        given = answers(layout, read, forward.tables)
+        calls = forward.calls(batch, [seed for _, seed in seeds])
+        found = exchange.looked_up(layout, calls)
+        requests = exchange.request(layout, found.routes)
+        read = exchange.pull(layout, found, requests)
+        given = exchange.answers(layout, read, forward.tables)
         values = zip(layout.reads, read.values, strict=True)
         scope = self._scope(states, [*values, *seeds])
         with scope, lookups.answered_by(given):

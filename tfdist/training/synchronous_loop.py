@@ -44,15 +44,8 @@ class SynchronousLoop(CoordinatedLoop):
     one. A worker that dies is a slow one: with more that die than there are
     backup workers a step waits until they are back.
 
-    Args:
-        step: As for `CoordinatedLoop`, like what is not listed here.
-        global_step: As there.
-        input_fn: As there.
-        backup_workers: How many workers a step does not wait for.
-        **others: As there.
-
-    Attributes:
-        dropped: How many gradients came too late.
+    The other arguments are those of `CoordinatedLoop`. `dropped` is how many
+    gradients came too late.
 
     Raises:
         ValueError: a loss or an optimizer for which the mean of the workers'
@@ -78,14 +71,10 @@ class SynchronousLoop(CoordinatedLoop):
         self._backup_workers, self.dropped = backup_workers, 0
         num_workers = self._workers.num_workers
         self._accumulators = Accumulators(step.update, num_workers)
-        self._update = tf.function(
-            self._accumulators.apply,
-            input_signature=[
-                tf.TensorSpec([num_workers], tf.float32),
-                tf.TensorSpec([], tf.int64),
-            ],
-            autograph=False,
-        )
+        sizes = tf.TensorSpec([num_workers], tf.float32)
+        number = tf.TensorSpec([], tf.int64)
+        function = tf.function(input_signature=[sizes, number], autograph=False)
+        self._update = function(self._accumulators.apply)
         # What follows is told to the workers' threads.
         self._changed = threading.Condition()
         self._is_open = False  # Whether the parameters are those of a step.

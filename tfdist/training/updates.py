@@ -11,19 +11,9 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist.embeddings.routing import Route
-from tfdist.training import optimizers
-from tfdist.training.conditional_updates import (
-    adapt_scale,
-    checked,
-    unscaled,
-)
+from tfdist.training import exchange, optimizers
 from tfdist.training.counters import Counters
-from tfdist.training.exchange import (
-    Requests,
-    StepGradients,
-    over_replicas,
-    push,
-)
+from tfdist.training.exchange import Requests, StepGradients
 from tfdist.training.fence import Fence
 from tfdist.training.layout import Layout, Updated
 from tfdist.training.replicas import Replicas
@@ -47,15 +37,53 @@ class Update:
         fence: Fence | None = None,
         following: Sequence[Route] = (),
     ) -> Requests:
-        """Applies and counts what a step has found; see `push`."""
-        found = checked(found)
-        arrived, requests = push(self.layout, found, fence, following)
+        """Applies and counts what a step has found; see `exchange.push`."""
+        if found.scale is not None:  # If it was too large, no update happens.
+            every = [*found.dense, *found.rows]
+            finite = [
+                tf.reduce_all(tf.math.is_finite(gradient))
+                for gradient in every
+                if gradient is not None
+            ]
+            found = dataclasses.replace(found, finite=tf.reduce_all(finite))
+        arrived, requests = exchange.push(self.layout, found, fence, following)
         if found.finite is not None:
-            adapt_scale(self.optimizer, self.layout, found)
+            self._adapt_scale(found.finite, found.scale)
         self.counters.count(
             self.layout.device_of, arrived, read, fence, found.finite
         )
         return requests
+
+    def _adapt_scale(self, finite: tf.Tensor, used: tf.Tensor) -> None:
+        """Finds a scale that keeps gradients finite, as Keras does.
+
+        Workers that change it at the same time may undo what another does,
+        which one of their next steps does again.
+        """
+        optimizer, device_of = self.optimizer, self.layout.device_of
+        count = optimizer.step_counter.value
+        scale = optimizer.dynamic_scale.value
+        with tf.device(device_of(count)):
+            after = tf.convert_to_tensor(count) + 1
+            grows = finite & (after >= optimizer.dynamic_growth_steps)
+            count.assign(tf.where(finite & ~grows, after, 0))
+        with tf.device(device_of(scale)):
+            now = tf.convert_to_tensor(scale)
+            # Of those that find it too large at the same time the first halves.
+            lower = tf.where(finite, now, tf.minimum(now, used * 0.5))
+            scale.assign(tf.where(grows, now * 2.0, lower))
+
+
+def unscaled(found: StepGradients) -> StepGradients:
+    """Undoes the scale of the loss, before replicas add up what they found."""
+    scale = found.scale
+    if scale is None:
+        return found
+    dense, rows = (
+        [g if g is None else g / tf.cast(scale, g.dtype) for g in each]
+        for each in (found.dense, found.rows)
+    )
+    return dataclasses.replace(found, dense=dense, rows=rows)
 
 
 class UpdatesAtOnce:
@@ -86,7 +114,7 @@ class UpdatesAtOnce:
         """Takes what a replica finds in its share, of `size` examples."""
 
         def take(optimizer: Optimizer, gradients: Gradients) -> None:
-            update = self._updates[optimizer]
+            update, replicas = self._updates[optimizer], self._replicas
             layout, own = update.layout, {id(v): g for v, g in gradients}
             none = Requests([], {s.device: {} for s in layout.servers})
             dense = [own.get(id(v)) for v in layout.dense]
@@ -94,8 +122,8 @@ class UpdatesAtOnce:
                 now, rates, scale = update.counters.now()
                 found = StepGradients(none, dense, [], [], rates, now, scale)
                 found = unscaled(found)
-                found = over_replicas(layout, found, self._replicas, size)
-                self._replicas.update(update, found)
+                found = exchange.over_replicas(layout, found, replicas, size)
+                replicas.update(update, found)
 
         return take
 

@@ -26,17 +26,10 @@ _WATCH_SECS = 0.1
 
 
 class Workers:
-    """The workers of a cluster, each of which takes a call when it is free.
-
-    Attributes:
-        coordinator: TensorFlow's.
-        num_workers: Number of workers.
-    """
+    """The workers of a cluster, each of which takes a call when it is free."""
 
     def __init__(
-        self,
-        strategy: tf.distribute.ParameterServerStrategy,
-        num_workers: int,
+        self, strategy: tf.distribute.ParameterServerStrategy, num_workers: int
     ) -> None:
         tf.get_logger().addFilter(_is_news)
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(
