@@ -54,15 +54,15 @@ class EvaluationSession:
         self.restored_from = restored_from
         self.model = model
         self.variables = {**variables, "global_step": self.global_step}
-        self._stop = False
+        self.coord = tf.train.Coordinator()
 
     def should_stop(self) -> bool:
-        """Whether a hook asked to stop."""
-        return self._stop
+        """Whether a hook or a thread asked to stop."""
+        return self.coord.should_stop()
 
     def request_stop(self) -> None:
         """Ends the evaluation after this batch; its metrics count."""
-        self._stop = True
+        self.coord.request_stop()
 
 
 class Evaluation:
@@ -83,55 +83,50 @@ class Evaluation:
 
     def model(self, path: str | None) -> keras.Model:
         """The model with the weights of checkpoint `path`."""
-        if self._session is None or self._session.restored_from != path:
+        session = self._session
+        if session is None or session.restored_from != path:
             if self._element_spec is None:
                 dataset = without_context(self._spec.input_fn)()
                 self._element_spec = dataset.element_spec
-            self._load(path)
-        assert self._session is not None
-        return self._session.model
+            _, session = self._load(path)
+        return session.model
 
     def run(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
         """Metrics, and the step of the checkpoint."""
         hooks, self._element_spec = self._spec.hooks, dataset.element_spec
-        step = self._load(path, hooks)
-        session = self._session
-        assert session is not None
+        step, session = self._load(path, hooks)
         states, batches = step.zero_states(), iter(dataset)
-        coord = tf.train.Coordinator()
 
         def metrics() -> dict[str, float]:
             return step.result(step.pack(states).numpy())
 
         try:
             for hook in hooks:
-                hook.after_create_session(session, coord)
+                hook.after_create_session(session, session.coord)
             # As in TF1, either ends an evaluation, whoever raises it.
             with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
                 while not (
-                    session.step == self._spec.steps
-                    or session.should_stop()
-                    or coord.should_stop()
+                    session.step == self._spec.steps or session.should_stop()
                 ):
                     around = HookRunner(hooks, session)
                     states = self._evaluate_batch(next(batches), states)
                     session.step += 1
                     around.end(metrics() if hooks else {})
-                    if around.stop_requested:
+                    if around.context.stop_requested:
                         session.request_stop()
             for hook in hooks:
                 hook.end(session)
         finally:
-            coord.request_stop()
-        coord.join(stop_grace_period_secs=_GRACE_SECS)
+            session.request_stop()
+        session.coord.join(stop_grace_period_secs=_GRACE_SECS)
         return metrics(), int(session.global_step)
 
     def _load(
         self, path: str | None, hooks: Sequence[Hook] = ()
-    ) -> ModelStep | KerasStep:
-        """The step, with the weights of `path` and a new session."""
+    ) -> tuple[ModelStep | KerasStep, EvaluationSession]:
+        """The step, with the weights of `path`, and a new session."""
         if self._step is None:
             reset_object_names()
             model = checked_model(self._model_fn(), self._element_spec)
@@ -156,5 +151,6 @@ class Evaluation:
                     f"Checkpoint {path} is damaged or gone. TensorFlow says: "
                     + str(error).partition("\n")[0]
                 ) from error
-        self._session = EvaluationSession(model, variables, global_step, path)
-        return self._step
+        session = EvaluationSession(model, variables, global_step, path)
+        self._session = session
+        return self._step, session

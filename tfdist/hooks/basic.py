@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from tfdist.hooks.session_run_hook import (
     Logs,
+    RunContext,
+    RunValues,
     Session,
-    SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     TimedHook,
     check_exactly_one,
     resolve,
@@ -66,9 +66,7 @@ class StopAtStepHook(SessionRunHook):
         """The steps left."""
         return max(1, self._last_step - step)
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Stops at the last step."""
         if run_context.session.step >= self._last_step:
             run_context.request_stop()
@@ -111,15 +109,14 @@ class LoggingTensorHook(TimedHook):
             every_n_secs=math.inf if self._only_at_end else every_n_secs,
             every_n_iter=every_n_iter,
         )
-        self._tensors = (
-            dict(sorted(tensors.items()))
-            if isinstance(tensors, Mapping)
-            else {t if isinstance(t, str) else t.name: t for t in tensors}
-        )
+        if isinstance(tensors, Mapping):
+            self._tensors = dict(sorted(tensors.items()))
+        else:
+            self._tensors = {getattr(t, "name", t): t for t in tensors}
         self._at_end = at_end
         self._formatter = formatter
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes a line."""
         self._write(context.session)
 
@@ -169,9 +166,7 @@ class NanTensorHook(SessionRunHook):
     """
 
     def __init__(
-        self,
-        loss_tensor: str | None = "loss",
-        fail_on_nan_loss: bool = True,
+        self, loss_tensor: str | None = "loss", fail_on_nan_loss: bool = True
     ) -> None:
         self._loss = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
@@ -179,14 +174,11 @@ class NanTensorHook(SessionRunHook):
     def steps_until_next(self, step: int) -> None:
         """Any number: one NaN makes the mean of all NaN."""
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Looks at the loss; there is none when nothing ran."""
-        if not run_values.results:
+        session, logs = run_context.session, run_values.results
+        if not logs:
             return
-        session = run_context.session
-        logs = run_values.results
         names = self._loss or ("loss" if "loss" in logs else list(logs))
         loss = resolve(names, logs, session.variables)
         if not np.isnan(loss).any():
@@ -222,8 +214,7 @@ class FinalOpsHook(SessionRunHook):
     def end(self, session: Session) -> None:
         """Takes the values."""
         ops = self._final_ops
-        self.final_ops_values = (
-            ops(session)
-            if callable(ops)
-            else resolve(ops, {}, session.variables)
-        )
+        if callable(ops):
+            self.final_ops_values = ops(session)
+        else:
+            self.final_ops_values = resolve(ops, {}, session.variables)

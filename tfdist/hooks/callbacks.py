@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
@@ -19,16 +19,18 @@ from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import profiles
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
+    RunContext,
+    RunValues,
     Session,
-    SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     warn_of_single_steps,
 )
 from tfdist.training.loop import Logs
 from tfdist.training.multi_optimizer import MultiOptimizer
 
 _log = logging.getLogger(__name__)
+
+Callback: TypeAlias = keras.callbacks.Callback
 
 _INSTEAD = {
     versions.OrbaxCheckpoint: "ModelCheckpoint saves files of Keras, "
@@ -116,7 +118,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def __init__(
         self,
-        callbacks: Sequence[keras.callbacks.Callback],
+        callbacks: Sequence[Callback],
         steps_per_epoch: int,
         eval_dir: str | None = None,
         epochs: int | None = None,
@@ -124,7 +126,7 @@ class KerasCallbackHook(SessionRunHook):
         check_positive("steps_per_epoch", steps_per_epoch)
         self._steps_per_epoch = steps_per_epoch
         self._cadences = [steps_per_epoch]
-        self._given: list[keras.callbacks.Callback] = []
+        self._given: list[Callback] = []
         for callback in callbacks:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(
@@ -147,14 +149,10 @@ class KerasCallbackHook(SessionRunHook):
             else:
                 self._add(callback)
         self._eval_dir = eval_dir
-        self._params = {
-            "steps": steps_per_epoch,
-            "epochs": epochs,
-            "verbose": 0,
-        }
+        self._params = dict(steps=steps_per_epoch, epochs=epochs, verbose=0)
         self.begin()
 
-    def _add(self, callback: keras.callbacks.Callback) -> None:
+    def _add(self, callback: Callback) -> None:
         """Adds a callback, and what it wants of the steps."""
         if of_batches := _overrides(callback, *_OF_BATCHES):
             self.single_steps = True
@@ -188,10 +186,9 @@ class KerasCallbackHook(SessionRunHook):
                 "this one runs a plain step function. Use hooks instead."
             )
         model.stop_training = False
+        not_here = () if session.is_chief else _WRITERS
         self._callbacks = [
-            callback
-            for callback in self._given
-            if session.is_chief or not isinstance(callback, _WRITERS)
+            each for each in self._given if not isinstance(each, not_here)
         ]
         for callback in self._callbacks:
             _check_model(callback, model)
@@ -206,7 +203,7 @@ class KerasCallbackHook(SessionRunHook):
         """Steps until the epoch ends, or a callback saves."""
         return min(every - step % every for every in self._cadences)
 
-    def before_run(self, run_context: SessionRunContext) -> None:
+    def before_run(self, run_context: RunContext) -> None:
         """Begins an epoch, and a batch."""
         epoch, batch = divmod(run_context.session.step, self._steps_per_epoch)
         if self._epoch < 0:
@@ -216,9 +213,7 @@ class KerasCallbackHook(SessionRunHook):
         if self.single_steps:
             self._call("on_train_batch_begin", batch)
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Reports the run, and the epoch if it is over."""
         session = run_context.session
         steps, self._step = session.step - self._step, session.step
@@ -290,16 +285,14 @@ class KerasCallbackHook(SessionRunHook):
             getattr(callback, method)(*args)
 
 
-def _keeps_the_best(callback: keras.callbacks.Callback) -> bool:
+def _keeps_the_best(callback: Callback) -> bool:
     """Whether it keeps weights for what an evaluation has found of them."""
     options = "save_best_only", "restore_best_weights"
     keeps = any(getattr(callback, option, False) for option in options)
     return keeps and callback.monitor.startswith("val_")
 
 
-def _reason_against(
-    callback: keras.callbacks.Callback, with_evaluations: bool
-) -> str | None:
+def _reason_against(callback: Callback, with_evaluations: bool) -> str | None:
     """Why a callback would not do what it does under `fit`; None: it does."""
     for kind, instead in _INSTEAD.items():
         if isinstance(callback, kind):
@@ -328,7 +321,7 @@ def _reason_against(
     return None
 
 
-def _overrides(callback: keras.callbacks.Callback, *methods: str) -> list[str]:
+def _overrides(callback: Callback, *methods: str) -> list[str]:
     """Those of `methods` that are not Keras', whose own do without most."""
 
     def is_own(name: str) -> bool:
@@ -338,9 +331,7 @@ def _overrides(callback: keras.callbacks.Callback, *methods: str) -> list[str]:
     return list(filter(is_own, methods))
 
 
-def _check_model(
-    callback: keras.callbacks.Callback, model: keras.Model
-) -> None:
+def _check_model(callback: Callback, model: keras.Model) -> None:
     """Fails for a callback that would not work with this model."""
     frequencies = ("histogram_freq", "embeddings_freq")
     pulls = any(getattr(callback, name, 0) for name in frequencies)
@@ -349,9 +340,8 @@ def _check_model(
             f"{type(callback).__name__} with histogram_freq or embeddings_freq "
             "would pull whole tables from the parameter servers. Set both to 0."
         )
-    if isinstance(callback, _SETS_RATE) and isinstance(
-        model.optimizer, MultiOptimizer
-    ):
+    several = isinstance(model.optimizer, MultiOptimizer)
+    if several and isinstance(callback, _SETS_RATE):
         raise ValueError(
             f"{type(callback).__name__} sets one learning rate, but the parts "
             "of a MultiOptimizer have their own. Give them a schedule "

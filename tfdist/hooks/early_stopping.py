@@ -17,13 +17,14 @@ from tfdist._tf.arguments import check_callable
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
     Logs,
-    SessionRunContext,
+    RunContext,
     SessionRunHook,
     TimedHook,
 )
 
 _log = logging.getLogger(__name__)
 _Compare = Callable[[float, float], bool]
+_Values = dict[int, float]  # Of a metric, by the step of the evaluation.
 
 
 def make_early_stopping_hook(
@@ -92,10 +93,8 @@ def stop_if_higher_hook(
     ... )
     """
     stops = functools.partial(_any, operator.gt, threshold)
-    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    metric = estimator, metric_name, eval_dir, min_steps
+    return _metric_hook(stops, *metric, run_every_secs, run_every_steps)
 
 
 def stop_if_lower_hook(
@@ -116,10 +115,8 @@ def stop_if_lower_hook(
     ... )
     """
     stops = functools.partial(_any, operator.lt, threshold)
-    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    metric = estimator, metric_name, eval_dir, min_steps
+    return _metric_hook(stops, *metric, run_every_secs, run_every_steps)
 
 
 def stop_if_no_increase_hook(
@@ -143,10 +140,8 @@ def stop_if_no_increase_hook(
     ... )
     """
     stops = functools.partial(_stalls, operator.gt, max_steps_without_increase)
-    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    metric = estimator, metric_name, eval_dir, min_steps
+    return _metric_hook(stops, *metric, run_every_secs, run_every_steps)
 
 
 def stop_if_no_decrease_hook(
@@ -167,10 +162,8 @@ def stop_if_no_decrease_hook(
     ... )
     """
     stops = functools.partial(_stalls, operator.lt, max_steps_without_decrease)
-    should_stop = _asked(stops, estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
+    metric = estimator, metric_name, eval_dir, min_steps
+    return _metric_hook(stops, *metric, run_every_secs, run_every_steps)
 
 
 class _StopHook(TimedHook):
@@ -180,20 +173,21 @@ class _StopHook(TimedHook):
         super().__init__(**cadence)
         self._should_stop_fn = should_stop_fn
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         if self._should_stop_fn():
             _log.info("Stopping early, at step %d.", context.session.step)
             context.request_stop()
 
 
-def _asked(
-    stops: Callable[[dict[int, float]], bool],
+def _metric_hook(
+    stops: Callable[[_Values], bool],
     estimator: Any,
     metric_name: str,
     eval_dir: str | None,
     min_steps: int,
-) -> Callable[[], bool]:
-    """Asks `stops` with the metric's values by step, once there are some."""
+    *cadence: Any,
+) -> SessionRunHook:
+    """A hook that asks `stops` of a metric's values, once there are some."""
     directory = eval_dir or eval_dir_of(estimator)
 
     def should_stop() -> bool:
@@ -204,8 +198,7 @@ def _asked(
             if metric_name not in metrics:
                 raise ValueError(
                     f"The evaluation of step {step} in {directory} has no "
-                    f"metric called {metric_name!r}. It has: "
-                    f"{sorted(metrics)}."
+                    f"metric {metric_name!r}. It has: {sorted(metrics)}."
                 )
             values[step] = metrics[metric_name]
         if not (values and stops(values)):
@@ -213,17 +206,15 @@ def _asked(
         _log.info("Of the evaluations, by step: %s is %s.", metric_name, values)
         return True
 
-    return should_stop
+    return make_early_stopping_hook(estimator, should_stop, *cadence)
 
 
-def _any(passes: _Compare, bound: float, values: dict[int, float]) -> bool:
+def _any(passes: _Compare, bound: float, values: _Values) -> bool:
     """Whether an evaluation passes the bound."""
     return any(passes(value, bound) for value in values.values())
 
 
-def _stalls(
-    better: _Compare, most_steps: int, values: dict[int, float]
-) -> bool:
+def _stalls(better: _Compare, most_steps: int, values: _Values) -> bool:
     """Whether an evaluation is so many steps after the best before it."""
     best, best_step, longest = None, 0, 0
     for step, value in values.items():
@@ -234,12 +225,7 @@ def _stalls(
 
 
 def eval_dir_of(estimator: Any) -> str:
-    """Where the evaluations of `estimator` write, its `eval_dir()` or default.
-
-    >>> from types import SimpleNamespace
-    >>> eval_dir_of(SimpleNamespace(model_dir="job"))
-    'job/eval'
-    """
+    """Where its evaluations write: its `eval_dir()`, or `<model_dir>/eval`."""
     if callable(getattr(estimator, "eval_dir", None)):
         return estimator.eval_dir()
     return os.path.join(estimator.model_dir, "eval")

@@ -46,10 +46,9 @@ class EventFile:
 
         As `tf.summary.scalar` and `tf.summary.histogram`, to be read at once.
         """
-        values = [
-            _value(tag, np.float32(number), "scalars")
-            for tag, number in scalars.items()
-        ]
+        values = []
+        for tag, number in scalars.items():
+            values.append(_value(tag, np.float32(number), "scalars"))
         for tag, seen in counts.items():
             left = np.arange(len(seen))
             buckets = np.stack([left, left + 1, seen], axis=1, dtype=np.float64)

@@ -12,10 +12,10 @@ from tfdist.data import input_wait
 from tfdist.data.input_fns import InputFn, described
 from tfdist.hooks.session_run_hook import (
     Logs,
+    RunContext,
+    RunValues,
     Session,
-    SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     TimedHook,
 )
 
@@ -68,7 +68,7 @@ class ProgressHook(TimedHook):
         self._marks = [_mark(session)]
         self._traces = True
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes a line."""
         # The first steps are traced as well: they predict nothing.
         self._write(context.session, with_time_left=self._lines > 0)
@@ -155,9 +155,7 @@ class UnreadDataHook(SessionRunHook):
     def steps_until_next(self, step: int) -> None:
         """Any number: it asks for seconds."""
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Warns of workers that have gone since the last run."""
         session = run_context.session
         self._num_workers = session.num_workers

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
     Logs,
+    RunContext,
+    RunValues,
     SecondOrStepTimer,
     Session,
-    SessionRunContext,
-    SessionRunValues,
     TimedHook,
 )
 
@@ -124,7 +124,7 @@ class CheckpointSaverHook(TimedHook):
         begun = session.step - session.step % (self._save_steps or 1)
         self._timer.update_last_triggered_step(begun)
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Saves; if training ends, and nobody evaluates, `end` does."""
         session, ends = context.session, context.stop_requested
         if ends and not self._listeners:
@@ -136,9 +136,7 @@ class CheckpointSaverHook(TimedHook):
         if self._save(session, wait=ends):
             context.request_stop()
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Tells of what has been written, and saves if it is time to."""
         if self._tell(run_context.session, wait=False):
             run_context.request_stop()
@@ -177,9 +175,8 @@ class CheckpointSaverHook(TimedHook):
         stops = False
         for listener in self._listeners if self._complete(wait) else ():
             if listener.after_save(session, self._saved_step):
-                step = session.step
+                stops, step = True, session.step
                 _log.info("%r requests a stop at step %d.", listener, step)
-                stops = True
         return stops
 
     def _begin(self, session: Session, wait: bool = True) -> None:

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 SessionRunArgs: TypeAlias = tf.compat.v1.train.SessionRunArgs
 SessionRunContext: TypeAlias = tf.compat.v1.train.SessionRunContext
 SessionRunValues: TypeAlias = tf.compat.v1.train.SessionRunValues
+RunContext: TypeAlias = SessionRunContext
+RunValues: TypeAlias = SessionRunValues
 Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
 Logs: TypeAlias = Mapping[str, float]
 
@@ -54,6 +56,8 @@ class Session(Protocol):
     missing_workers: Callable[[float], list[str]]
     checkpoints: Callable[..., Checkpoints]
     agreed: Callable[[Callable[[], Any]], Any]
+    checkpoint_dir: str | None
+    evaluate: Callable[[tf.data.Dataset], dict[str, float]]
 
 
 class SessionRunHook(tf.compat.v1.train.SessionRunHook):
@@ -212,9 +216,7 @@ class TimedHook(SessionRunHook):
         """Steps until the timer triggers."""
         return self._timer.steps_until_next(step)
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Calls `on_trigger` when the timer triggers."""
         self._logs = run_values.results or self._logs
         step = run_context.session.step
@@ -222,7 +224,7 @@ class TimedHook(SessionRunHook):
             self._secs, _ = self._timer.update_last_triggered_step(step)
             self.on_trigger(run_context, run_values.results)
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """What the hook does; `logs` are those of the steps just run."""
         raise NotImplementedError
 
@@ -231,22 +233,15 @@ class HookRunner:
     """Calls hooks around a run, as TF1's sessions did: `before_run` at once."""
 
     def __init__(self, hooks: Iterable[Hook], session: Any) -> None:
-        self._session = session
-        self._context = SessionRunContext(SessionRunArgs(None), session)
-        self._asked = [(hook, hook.before_run(self._context)) for hook in hooks]
+        self.context = SessionRunContext(SessionRunArgs(None), session)
+        self._asked = [(hook, hook.before_run(self.context)) for hook in hooks]
 
     def end(self, logs: Mapping[str, float]) -> None:
         """Calls `after_run` with what each hook asked for; default: `logs`."""
+        variables = self.context.session.variables
         for hook, args in self._asked:
-            results = logs
-            if args is not None:
-                results = resolve(args.fetches, logs, self._session.variables)
-            hook.after_run(self._context, SessionRunValues(results, None, None))
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a hook asked to stop."""
-        return self._context.stop_requested
+            results = resolve(args.fetches, logs, variables) if args else logs
+            hook.after_run(self.context, SessionRunValues(results, None, None))
 
 
 def resolve(

@@ -15,9 +15,9 @@ from tfdist.embeddings.growing import growing_of
 from tfdist.hooks.events import event_file
 from tfdist.hooks.session_run_hook import (
     Logs,
+    RunContext,
+    RunValues,
     Session,
-    SessionRunContext,
-    SessionRunValues,
     TimedHook,
 )
 from tfdist.training import staleness
@@ -75,16 +75,14 @@ class SummarySaverHook(TimedHook):
         super().after_create_session(session, coord)
         self._start_step = session.step
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Writes where the session started; logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
             self._start_step = None
         super().after_run(run_context, run_values)
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes the logs."""
         self._file.write(context.session.step, logs)
 
@@ -139,9 +137,7 @@ class StepCounterHook(TimedHook):
         if self._timer.last_triggered_step() is not None:
             self._since = (time.time(), session.step, session.input_secs)
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Measures when the timer triggers; warns of a step that stands."""
         super().after_run(run_context, run_values)
         session = run_context.session
@@ -155,7 +151,7 @@ class StepCounterHook(TimedHook):
             )
         self._seen_step = session.step
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes the rate since the last trigger."""
         session = context.session
         now = (time.time(), session.step, session.input_secs)
@@ -188,7 +184,7 @@ class StalenessHook(TimedHook):
         super().__init__(False, every_n_secs=None, every_n_steps=every_n_steps)
         self._file = event_file(output_dir)
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes the histogram and its percentiles."""
         counts = context.session.staleness
         if counts is None or not counts.any():
@@ -234,7 +230,7 @@ class DynamicEmbeddingHook(TimedHook):
         )
         self._file = event_file(output_dir)
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes the scalars of each table."""
         self._write(context.session)
 
@@ -292,7 +288,7 @@ class ProfilerHook(TimedHook):
         steps = self._timer.steps_until_next(step)
         return steps and steps - 1
 
-    def before_run(self, run_context: SessionRunContext) -> None:
+    def before_run(self, run_context: RunContext) -> None:
         """Starts the profiler, if the timer triggers at the next step."""
         step = run_context.session.step
         if self._timer.last_triggered_step() is None:
@@ -302,9 +298,7 @@ class ProfilerHook(TimedHook):
             tf.profiler.experimental.start(directory)
             self._profiling = True
 
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Writes the profile."""
         if self._profiling:
             step = run_context.session.step

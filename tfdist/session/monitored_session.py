@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,6 @@ class MonitoredTrainingSession(RecoverableSession):
     Attributes:
         is_chief: Whether this process saves and leads.
         step: Steps applied in the job so far.
-        checkpoint_dir: As given.
         unsaved: Whether the end of training has set what a checkpoint holds.
         restored_from: Path of the checkpoint that was restored last, or None.
         input_restored: Whether the input then went on where it was saved.
@@ -174,11 +172,8 @@ class MonitoredTrainingSession(RecoverableSession):
             summaries = _cadence(
                 save_summaries_secs, save_summaries_steps, save_steps=100
             )
-            saves = _cadence(
-                save_checkpoint_secs,
-                save_checkpoint_steps,
-                save_secs=DEFAULT_SAVE_SECS,
-            )
+            secs, steps = save_checkpoint_secs, save_checkpoint_steps
+            saves = _cadence(secs, steps, save_secs=DEFAULT_SAVE_SECS)
             if summary_dir and log_step_count_steps:
                 every = log_step_count_steps
                 all_hooks.append(StepCounterHook(every, output_dir=summary_dir))
@@ -218,9 +213,8 @@ class MonitoredTrainingSession(RecoverableSession):
             self._tell_failure(error)
             self._release()
             raise
-        if not (
-            self._follows or isinstance(self._loop, FunctionLoop) or self._stop
-        ):
+        runs_many = not isinstance(self._loop, FunctionLoop)
+        if runs_many and not self._follows and not self._stop:
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
                     kind.__name__,
@@ -232,12 +226,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def __enter__(self) -> MonitoredTrainingSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, exc_type: type | None, exc: Any, traceback: Any) -> bool:
         clean = exc_type is None or issubclass(exc_type, recovery.END_OF_INPUT)
         if clean:
             self.input_ended |= exc_type is not None
@@ -312,7 +301,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self._failures.report(self.step)
         if self._follows:
             return logs  # What comes now is for the leader to say.
-        if runner.stop_requested or self.input_ended:
+        if runner.context.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
             self._save_all()
