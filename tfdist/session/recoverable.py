@@ -18,15 +18,10 @@ from tfdist._tf.private import Saveable
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
-from tfdist.cluster import probing, servers
+from tfdist.cluster import probing, servers, strategies
 from tfdist.cluster.health import HealthMonitor, ServerFailure, ServerLostError
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
-from tfdist.cluster.strategies import (
-    group_of,
-    multi_worker_strategy,
-    parameter_server_strategy,
-)
 from tfdist.cluster.termination import Sigterm
 from tfdist.data.input_fns import takes_argument, untuned
 from tfdist.hooks.session_run_hook import Hook
@@ -323,14 +318,12 @@ class RecoverableSession:
         if self._health:
             self._loop.on_failure = self._health.hurry
         self._averaged = False
-        if self._cluster and self._in_sync:
+        cluster, directory = self._cluster, self.checkpoint_dir
+        if cluster and self._in_sync:
             if self._size and self._size.may_change:
-                self._loop.check_resize(len(self._cluster.addresses()))
+                self._loop.check_resize(len(cluster.addresses()))
             self._lockstep = Lockstep(
-                self._cluster,
-                self.checkpoint_dir,
-                self._watch,
-                self.checkpoints,
+                cluster, directory, self._watch, self.checkpoints
             )
         self._restore()
         self.wait_for_steps()
@@ -350,8 +343,10 @@ class RecoverableSession:
             return self._strategy or tf.distribute.get_strategy()
         if not cluster.num_ps:
             assert self._size
-            joined = multi_worker_strategy(cluster, secs, give_up, self._size)
-            self._cluster = group_of(joined)
+            joined = strategies.multi_worker_strategy(
+                cluster, secs, give_up, self._size
+            )
+            self._cluster = strategies.group_of(joined)
             self._size.follow(self._cluster)
             return joined
         if self._size and self._size.may_change:
@@ -365,7 +360,7 @@ class RecoverableSession:
             restart_process("The loop of before has not ended")
         self._ending = None
         again = self._connected if self._keeps else None
-        self._connected = parameter_server_strategy(
+        self._connected = strategies.parameter_server_strategy(
             cluster, start_timeout_secs=secs, give_up=give_up, again=again
         )
         self._health = HealthMonitor(
@@ -396,10 +391,8 @@ class RecoverableSession:
                 "Argument `build_fn` must return a tfdist.Trainable. Received: "
                 f"{trainable!r}."
             )
-        after = {
-            name: (tuple(v.shape), v.dtype)
-            for name, v in trainable.variables.items()
-        }
+        variables = trainable.variables.items()
+        after = {name: (tuple(v.shape), v.dtype) for name, v in variables}
         before = self._shapes = self._shapes or after
         differences = [
             f"  {name}: {before.get(name, 'missing')}, then "

@@ -28,6 +28,8 @@ MAX_REBUILDS = 3
 FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
 # What ends a session without an error.
 END_OF_INPUT = (tf.errors.OutOfRangeError, StopIteration)
+# What a step raises whose server is gone.
+_LOST = (tf.errors.AbortedError, tf.errors.UnavailableError, ServerLostError)
 # What servers say to a chief whose state they have freed.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
 # How an all-reduce ends, too, when a process that takes part in it is gone.
@@ -66,23 +68,16 @@ def choose_action(
     if ServerFailure.FROZEN in lost.values():
         # Calls to it may hang for ever, in threads that nobody can end.
         return RecoveryAction.RESTART
-    recoverable = (
-        tf.errors.AbortedError,
-        tf.errors.UnavailableError,
-        ServerLostError,
-    )
     if in_sync:
-        ended = isinstance(error, (*recoverable, *_WITHOUT_ANSWER))
+        ended = isinstance(error, (*_LOST, *_WITHOUT_ANSWER))
         return RecoveryAction.RESTART if ended else RecoveryAction.RAISE
     # Servers have given a chief up that was frozen, or cut off, for long.
     given_up = any(sign in str(error) for sign in _GIVEN_UP)
-    if not (lost or given_up or isinstance(error, recoverable)):
+    if not (lost or given_up or isinstance(error, _LOST)):
         return RecoveryAction.RAISE
-    return (
-        RecoveryAction.RESTART
-        if failures >= MAX_REBUILDS
-        else RecoveryAction.REBUILD
-    )
+    if failures >= MAX_REBUILDS:
+        return RecoveryAction.RESTART
+    return RecoveryAction.REBUILD
 
 
 def restart_process(reason: str) -> None:
