@@ -1,4 +1,5 @@
 import logging
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ from small_models import batches, logistic
 import tfdist
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
+from tfdist.estimator import building
 from tfdist.hooks.events import read_scalars
 
 
@@ -309,6 +311,21 @@ def test_predict_keys(trained):
 def test_bad_steps(trained, steps):
     with pytest.raises(ValueError, match="steps"):
         trained.train(endless, **steps)
+
+
+@pytest.mark.parametrize("word", ["two", "three"])
+def test_first_batches_are_compared_by_value(caplog, word):
+    told = []
+    peers = SimpleNamespace(
+        name="worker:0",
+        leads=True,
+        announce=lambda key, value: told.append(value),
+        wait_for_others=lambda key, watch: {"worker:1": told[0]},
+    )
+    for words in (["one", "two"], ["one", word]):
+        dataset = tf.data.Dataset.from_tensors(({"a": words}, [1.0, 2.0]))
+        building._warn_of_other_batches(peers, dataset)
+    assert ("first global batch" in caplog.text) == (word == "three")
 
 
 # --- What is refused ---------------------------------------------------------

@@ -27,12 +27,7 @@ from tfdist.estimator.specs import ModelFn, RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
 from tfdist.session.recoverable import Trainable
-from tfdist.training import optimizers
-from tfdist.training.compiled_model import (
-    checked_model,
-    element_spec_of,
-    overrides,
-)
+from tfdist.training import compiled_model, optimizers
 from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.loop import LocalLoop, Loop
@@ -65,14 +60,14 @@ def build(
         step, loop = _step_and_loop(
             config, strategy, model, global_step, dataset, input_fn, context
         )
-    variables = checkpoints.named_variables(model, global_step)
-    variables = step.variables(variables)
+    variables = step.variables(checkpoints.named_variables(model, global_step))
     if isinstance(strategy, tf.distribute.TPUStrategy):
         assert isinstance(step, ModelStep)
         check_tpu(dataset.element_spec, step.tables)
     tasks = _log_placement(variables)
     min_ps = 1 if isinstance(config.placement, str) else 1 + max(tasks)
-    if element_spec_of(model) is not None and config.cluster.is_chief:
+    trained_on = compiled_model.element_spec_of(model)
+    if trained_on is not None and config.cluster.is_chief:
         # A dataset without a batch is no more than its spec.
         dataset.take(0).save(os.path.join(config.model_dir, _ELEMENT_SPEC))
     return Trainable(loop, global_step, variables, model=model, min_ps=min_ps)
@@ -95,7 +90,7 @@ def create_variables(
     """The step counter, on the first server as in TF1, and the model."""
 
     def made() -> keras.Model:
-        return checked_model(model_fn(), element_spec, targets)
+        return compiled_model.checked_model(model_fn(), element_spec, targets)
 
     num_ps, placement = num_connected("ps"), config.placement
     specs: Sequence[VariableSpec] = ()
@@ -173,7 +168,8 @@ def _step_and_loop(
             context=context,
             steps_per_dispatch=per_dispatch,
         )
-    kind = KerasStep if overrides(model, "train_step") else ModelStep
+    own_step = compiled_model.overrides(model, "train_step")
+    kind = KerasStep if own_step else ModelStep
     local = kind(model, spec, global_step=global_step)
     return local, LocalLoop(local, global_step, dataset, per_dispatch)
 
@@ -212,11 +208,9 @@ def _same_as_others(
         "batch": str(dataset.element_spec),
         "steps_per_dispatch": str(config.steps_per_dispatch),
     }
-    spec = dataset.element_spec
-    for variable in describe(lambda: checked_model(model_fn(), spec)):
-        program[f"variable {variable.name}"] = (
-            f"{variable.dtype} {variable.shape}"
-        )
+    checked, spec = compiled_model.checked_model, dataset.element_spec
+    for v in describe(lambda: checked(model_fn(), spec)):
+        program[f"variable {v.name}"] = f"{v.dtype} {v.shape}"
     peers.check_same_program(program, lambda: None)
     if not own:
         _warn_of_other_batches(peers, dataset)
@@ -224,11 +218,7 @@ def _same_as_others(
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
-    """Says which task holds how many variables, each shard counted.
-
-    Returns:
-        The indices of these tasks.
-    """
+    """Says which task holds how many variables; returns the tasks' indices."""
     held: dict[str, list[int]] = defaultdict(list)
     for variable in itertools.chain.from_iterable(
         getattr(v, "variables", [v]) for v in variables.values()
@@ -251,7 +241,8 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     digest = hashlib.sha256()
     for batch in dataset.take(1):
         for part in tf.nest.flatten(batch, expand_composites=True):
-            digest.update(part.numpy().tobytes())
+            # Not `tobytes`, which of strings gives addresses.
+            digest.update(part.numpy().dumps())
     peers.announce("batch", digest.hexdigest())
     if not peers.leads:
         return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-
-import tensorflow as tf
+from typing import Any
 
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.estimator.warm_start import WarmStartHook
+from tfdist.hooks import summary_hooks
 from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
 from tfdist.hooks.progress import ProgressHook, UnreadDataHook
 from tfdist.hooks.saving_hooks import (
@@ -17,12 +17,6 @@ from tfdist.hooks.saving_hooks import (
     CheckpointSaverListener,
 )
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
-from tfdist.hooks.summary_hooks import (
-    DynamicEmbeddingHook,
-    StalenessHook,
-    StepCounterHook,
-    SummarySaverHook,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -43,42 +37,37 @@ def chief_hooks(
     every = config.log_step_count_steps
     hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
     if every is not None:
-        counter = StepCounterHook(
+        counter = summary_hooks.StepCounterHook(
             every, output_dir=directory, at_first_step=False, log=False
         )
         hooks += [counter, ProgressHook(every, max_steps=max_steps)]
     if warm_start:
         hooks.append(warm_start)
-    if config.save_summary_steps:
-        hooks.append(
-            SummarySaverHook(
-                config.save_summary_steps,
-                output_dir=directory,
-                at_first_step=False,
-            )
+    if summary_steps := config.save_summary_steps:
+        summaries = summary_hooks.SummarySaverHook(
+            summary_steps, output_dir=directory, at_first_step=False
         )
+        hooks.append(summaries)
     if config.strategy_name == "ps":
         hooks.append(UnreadDataHook(input_fn))
         if every is not None:
-            hooks.append(StalenessHook(directory, every))
+            hooks.append(summary_hooks.StalenessHook(directory, every))
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
     if config.saves_checkpoints:
         steps = config.save_checkpoints_steps or None
         secs = config.save_checkpoints_secs or None
-        hooks.append(DynamicEmbeddingHook(directory, steps, secs))
-        hooks.append(
-            CheckpointSaverHook(
-                config.model_dir,
-                save_steps=steps,
-                save_secs=secs,
-                listeners=listeners,
-                max_to_keep=config.keep_checkpoint_max,
-                keep_checkpoint_every_n_hours=(
-                    config.keep_checkpoint_every_n_hours
-                ),
-            )
+        hours = config.keep_checkpoint_every_n_hours
+        saver = CheckpointSaverHook(
+            config.model_dir,
+            secs,
+            steps,
+            listeners=listeners,
+            max_to_keep=config.keep_checkpoint_max,
+            keep_checkpoint_every_n_hours=hours,
         )
+        tables = summary_hooks.DynamicEmbeddingHook(directory, steps, secs)
+        hooks += [tables, saver]
     elif listeners:
         raise ValueError(
             "Argument `saving_listeners` has listeners, and there are no "
@@ -94,9 +83,7 @@ class _LogStart(SessionRunHook):
     def __init__(self, max_steps: int | None) -> None:
         self._max_steps = max_steps
 
-    def after_create_session(
-        self, session: Session, coord: tf.train.Coordinator
-    ) -> None:
+    def after_create_session(self, session: Session, coord: Any) -> None:
         step, restored = session.step, session.restored_from
         if restored is None:
             _log.info("Training starts from newly initialized variables.")

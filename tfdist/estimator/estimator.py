@@ -22,15 +22,8 @@ from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
-from tfdist.data import audit
-from tfdist.data.input_fns import (
-    InputFn,
-    check_batches,
-    described,
-    named,
-    takes_context,
-    without_context,
-)
+from tfdist.data import audit, input_fns
+from tfdist.data.input_fns import InputFn
 from tfdist.estimator import results
 from tfdist.estimator.building import build, trained_element_spec
 from tfdist.estimator.chief_hooks import chief_hooks
@@ -55,18 +48,16 @@ _log = logging.getLogger(__name__)
 class Estimator:
     """A model function and a configuration, trained by `train_and_evaluate`.
 
-    >>> import tempfile
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     ...     model.compile(optimizer="sgd", loss="mse")
     ...     return model
     >>> def input_fn():
     ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
-    >>> with tempfile.TemporaryDirectory() as model_dir:
-    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
-    ...     estimator = tfdist.Estimator(model_fn, config)
-    ...     _ = estimator.train(input_fn, max_steps=2)
-    ...     sorted(estimator.evaluate(input_fn, steps=1))
+    >>> config = tfdist.RunConfig(directory, log_step_count_steps=None)
+    >>> estimator = tfdist.Estimator(model_fn, config)
+    >>> estimator = estimator.train(input_fn, max_steps=2)
+    >>> sorted(estimator.evaluate(input_fn, steps=1))
     ['global_step', 'loss']
 
     Args:
@@ -177,16 +168,14 @@ class Estimator:
             checkpoint_dir=self.model_dir,
             hooks=hooks,
             save_checkpoint_secs=None,
-            save_checkpoint_steps=None,
-            save_summaries_steps=None,
+            save_summaries_secs=None,
             log_step_count_steps=None,
             max_wait_secs=config.session_creation_timeout_secs,
-            max_to_keep=config.keep_checkpoint_max,
             check_numerics=config.check_numerics,
             cluster=config.cluster,
             strategy=self._local_strategy(),
         )
-        with named(input_fn), session:
+        with input_fns.named(input_fn), session:
             first_step = session.step
             while not session.should_stop():
                 session.run()
@@ -201,10 +190,10 @@ class Estimator:
         one_pass = session.restored_from and self.config.cluster.dispatcher
         if not (session.input_restored or one_pass):
             raise ValueError(
-                f"The dataset of input function {described(input_fn)} has no "
-                "batch: no step was run, and nothing is exported. Are its "
-                "files empty, or smaller than one batch with drop_remainder="
-                "True?"
+                "The dataset of input function "
+                f"{input_fns.described(input_fn)} has no batch: no step was "
+                "run, and nothing is exported. Are its files empty, or smaller "
+                "than one batch with drop_remainder=True?"
             )
         _log.warning(
             "No step was run: the input had been read to its end when %s was "
@@ -214,17 +203,16 @@ class Estimator:
 
     def _audit(self, input_fn: InputFn) -> None:
         """Warns if two workers would read the same."""
-        if self.config.strategy_name != "ps":
-            return
-        num_workers = self.config.cluster.num_workers
         wanted = self.config.audit_input
         if wanted is None:
-            wanted = not takes_context(input_fn)
-        if wanted and (
-            problem := audit.check_workers_differ(
-                input_fn, num_workers, index_as_tensor=True
-            )
-        ):
+            wanted = not input_fns.takes_context(input_fn)
+        if not wanted or self.config.strategy_name != "ps":
+            return
+        workers = self.config.cluster.num_workers
+        problem = audit.check_workers_differ(
+            input_fn, workers, index_as_tensor=True
+        )
+        if problem:
             _log.warning("%s", problem)
 
     @runs_in_its_cluster
@@ -294,7 +282,7 @@ class Estimator:
         Raises:
             ValueError: the output has no such key.
         """
-        dataset = without_context(input_fn)()
+        dataset = input_fns.without_context(input_fn)()
         path = checkpoint_path or self.latest_checkpoint()
         for outputs in self._outputs(dataset, path):
             if predict_keys is not None:
@@ -314,22 +302,18 @@ class Estimator:
                 yield from on_each_batch(step.predict)
             return
         model = self._restored(path, dataset.element_spec, targets=False)
-        check_batches(model, dataset.element_spec, targets=False)
-        call = tf.function(
-            model.predict_step, autograph=False, reduce_retracing=True
-        )
+        input_fns.check_batches(model, dataset.element_spec, targets=False)
+        step = model.predict_step
+        call = tf.function(step, autograph=False, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 
     def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
         """The model in this process, with the weights of a checkpoint.
 
-        And the state of its optimizer, where the checkpoint has all of it, so
-        that Keras' `fit` goes on from there. Tables are whole, in the memory of
-        this process.
-
-        Args:
-            checkpoint_path: Default: the latest.
+        Default: the latest. Also with the state of its optimizer, where the
+        checkpoint has all of it, so that Keras' `fit` goes on from there.
+        Tables are whole, in the memory of this process.
 
         Raises:
             ValueError: there is no checkpoint, or it is of another model.

@@ -160,9 +160,7 @@ class Evaluator:
     # --- The evaluator task --------------------------------------------------
 
     def run_continuously(
-        self,
-        max_steps: int | None,
-        patience_secs: float = 600.0,
+        self, max_steps: int | None, patience_secs: float = 600.0
     ) -> None:
         """Evaluates each newest checkpoint until the last of the job.
 

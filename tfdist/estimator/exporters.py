@@ -13,19 +13,14 @@ import keras
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable
-from tfdist.estimator import results
-from tfdist.estimator.saved_models import (
-    FORMATS,
-    ServingModelFn,
-    checked_assets,
-    export_saved_model,
-    list_exports,
-)
+from tfdist.estimator import results, saved_models
+from tfdist.estimator.saved_models import FORMATS, ServingModelFn, list_exports
 
 _log = logging.getLogger(__name__)
 
 _BEST_FILE = "best.json"
 
+Metrics = dict[str, float]
 CompareFn = Callable[..., bool]
 
 
@@ -91,14 +86,14 @@ class Exporter:
         self.name = name
         self._format = format
         self._serving_model_fn = serving_model_fn
-        self._assets_extra = checked_assets(assets_extra)
+        self._assets_extra = saved_models.checked_assets(assets_extra)
         self._exports_to_keep: int | None = None
 
     def export(
         self,
         model: keras.Model,
         export_path: str,
-        eval_result: dict[str, float],
+        eval_result: Metrics,
         is_the_final_export: bool,
     ) -> str | None:
         """Exports `model` under `export_path` if it is time to.
@@ -114,26 +109,19 @@ class Exporter:
         """
         if not self._is_due(export_path, eval_result, is_the_final_export):
             return None
-        path = export_saved_model(
-            model,
-            export_path,
-            self._serving_model_fn,
-            self._assets_extra,
-            self._format,
-        )
+        options = self._serving_model_fn, self._assets_extra, self._format
+        path = saved_models.export_saved_model(model, export_path, *options)
         self._exported(path, eval_result)
         if self._exports_to_keep is not None:
             for old in list_exports(export_path)[: -self._exports_to_keep]:
                 storage.remove_tree(old)
         return path
 
-    def _is_due(
-        self, export_path: str, eval_result: dict[str, float], at_end: bool
-    ) -> bool:
+    def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         """Whether to export the model that has just been evaluated."""
         raise NotImplementedError
 
-    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
+    def _exported(self, path: str, result: Metrics) -> None:
         """Called with the directory of each new export."""
 
 
@@ -144,9 +132,7 @@ class FinalExporter(Exporter):
     'serving'
     """
 
-    def _is_due(
-        self, export_path: str, eval_result: dict[str, float], at_end: bool
-    ) -> bool:
+    def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         return at_end
 
 
@@ -172,14 +158,12 @@ class LatestExporter(Exporter):
         check_at_least("exports_to_keep", exports_to_keep, 1)
         self._exports_to_keep = exports_to_keep
 
-    def _is_due(
-        self, export_path: str, eval_result: dict[str, float], at_end: bool
-    ) -> bool:
+    def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         return True
 
 
 def loss_smaller(
-    best_eval_result: dict[str, float], current_eval_result: dict[str, float]
+    best_eval_result: Metrics, current_eval_result: Metrics
 ) -> bool:
     """Whether the current loss is less; NaN is worse than any.
 
@@ -255,19 +239,17 @@ class BestExporter(LatestExporter):
             )
         self._compare_fn = compare_fn
 
-    def _is_due(
-        self, export_path: str, eval_result: dict[str, float], at_end: bool
-    ) -> bool:
+    def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         noted = results.read_json(os.path.join(export_path, _BEST_FILE))
         if not noted or not list_exports(export_path):
             return True
+        best = noted["best_eval_result"]
         return self._compare_fn(
-            best_eval_result=noted["best_eval_result"],
-            current_eval_result=eval_result,
+            best_eval_result=best, current_eval_result=result
         )
 
-    def _exported(self, path: str, eval_result: dict[str, float]) -> None:
-        numbers = {name: float(value) for name, value in eval_result.items()}
+    def _exported(self, path: str, result: Metrics) -> None:
+        numbers = {name: float(value) for name, value in result.items()}
         best = os.path.join(os.path.dirname(path), _BEST_FILE)
         results.write_json(best, {"best_eval_result": numbers})
-        _log.info("Best model so far exported to %s: %s", path, eval_result)
+        _log.info("Best model so far exported to %s: %s", path, result)

@@ -138,21 +138,17 @@ def fit(
         estimator = Estimator(model_fn, run)
         eval_spec, history = None, keras.callbacks.History()
         if validation_data is not None:
+            name = "validation_data"
             eval_fn, _ = fit_data.input_fns(
-                validation_data, "validation_data", batch_size=batch_size
+                validation_data, name, batch_size=batch_size
             )
             if validation_steps is None:
-                fit_data.check_ends(
-                    without_context(eval_fn)(),
-                    "validation_data",
-                    "validation_steps",
-                )
+                dataset = without_context(eval_fn)()
+                fit_data.check_ends(dataset, name, "validation_steps")
             eval_spec = EvalSpec(eval_fn, validation_steps, throttle_secs=0)
         eval_dir = estimator.eval_dir() if eval_spec else None
-        shown = KerasCallbackHook(
-            [*callbacks, history], steps, eval_dir, epochs
-        )
-        train_spec = TrainSpec(endless, epochs * steps, (*hooks, shown))
+        hook = KerasCallbackHook([*callbacks, history], steps, eval_dir, epochs)
+        train_spec = TrainSpec(endless, epochs * steps, (*hooks, hook))
         train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
     history.set_model(model)

@@ -33,18 +33,15 @@ def step_on_workers(
     wait_secs = config.session_creation_timeout_secs
     cluster = ClusterSize(config.cluster, config.model_dir).now
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
+    spec = dataset.element_spec
     global_step, model = create_variables(
-        model_fn, config, strategy, dataset.element_spec, metrics
+        model_fn, config, strategy, spec, metrics
     )
     if path:
         variables = checkpoints.named_variables(model, optimizer=False)
         checkpoints.restore(path, variables)
     step = ModelStep(
-        model,
-        dataset.element_spec,
-        global_step=global_step,
-        remote=True,
-        metrics=metrics,
+        model, spec, global_step=global_step, remote=True, metrics=metrics
     )
     with contextlib.ExitStack() as started:
         health = HealthMonitor(cluster)

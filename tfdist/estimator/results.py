@@ -85,10 +85,8 @@ def wait_for_result(
                 "The evaluator failed, and may be started again: %s",
                 found["error"],
             )
-        given_up = (
-            failures >= _MOST_FAILURES or now - failed_at >= _COME_BACK_SECS
-        )
-        if found and given_up:
+        stays_away = now - failed_at >= _COME_BACK_SECS
+        if found and (stays_away or failures >= _MOST_FAILURES):
             problem = f"The evaluator failed: {found['error']}"
         elif now - start >= timeout_secs:
             problem = (

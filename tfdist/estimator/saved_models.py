@@ -41,27 +41,17 @@ def export_saved_model(
     assets_extra: Mapping[str, str] | None = None,
     format: str = "saved_model",
 ) -> str:
-    """Exports under the time, in seconds, or a greater number.
+    """Exports a built model under the time, in seconds, or a greater number.
 
-    What fails leaves nothing behind; leftovers of a process that died are
-    removed after an hour, those of a job's exporters at its next start.
+    Returns the new directory in `export_dir_base`. Other arguments are those of
+    `Exporter`. What fails leaves nothing behind; leftovers of a process that
+    died are removed after an hour, those of a job's exporters at its next
+    start.
 
-    >>> import tempfile
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = export_saved_model(model, directory)
-    ...     list_exports(directory) == [path]
+    >>> path = export_saved_model(model, directory)
+    >>> list_exports(directory) == [path]
     True
-
-    Args:
-        model: A built Keras model.
-        export_dir_base: Where the numbered directories are.
-        serving_model_fn: See `Exporter`, as for the rest.
-        assets_extra: See there.
-        format: See there.
-
-    Returns:
-        The path of the new directory.
 
     Raises:
         FileNotFoundError: a source of `assets_extra` does not exist.
@@ -90,10 +80,8 @@ def export_saved_model(
         elif format == "saved_model":
             served.export(temporary, format="tf_saved_model", verbose=False)
         else:
-            path = os.path.join(temporary, _KERAS_FILES[format])
-            whole = format == "keras"
-            save = served.save if whole else served.save_weights
-            save(path)
+            save = served.save if format == "keras" else served.save_weights
+            save(os.path.join(temporary, _KERAS_FILES[format]))
         return _publish(temporary, export_dir_base)
     finally:
         storage.remove_tree(temporary)
@@ -105,11 +93,8 @@ def list_exports(export_path: str) -> list[str]:
     >>> tfdist.estimator.list_exports(directory)
     []
     """
-    paths = [
-        os.path.join(export_path, name)
-        for name in sorted(_names(export_path))
-        if re.fullmatch(_NUMBER, name)
-    ]
+    names = (n for n in sorted(_names(export_path)) if re.fullmatch(_NUMBER, n))
+    paths = [os.path.join(export_path, name) for name in names]
     return [path for path in paths if _is_complete(path)]
 
 
@@ -165,9 +150,8 @@ def _publish(temporary: str, export_path: str) -> str:
         if not on_store:
             tf.io.gfile.rename(temporary, final)
         else:
-            paths = storage.files_to_move(temporary, final, _LAST_FILE)
-            for path, moved in paths:
-                tf.io.gfile.rename(path, moved)
+            for pair in storage.files_to_move(temporary, final, _LAST_FILE):
+                tf.io.gfile.rename(*pair)
     except tf.errors.OpError:
         if on_store:
             storage.remove_tree(final)

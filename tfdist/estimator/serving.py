@@ -81,16 +81,13 @@ class Serving:
         """A Keras model: its inputs, its outputs.
 
         If its output is a dictionary, the keys are the names; else the name
-        is `output_0`, as Keras has it.
+        is `output_0`, as Keras has it. `kwargs` are attributes that shall
+        differ.
 
         >>> x = keras.Input([2], name="x")
         >>> model = keras.Model(x, {"p": keras.layers.Dense(1)(x)})
         >>> Serving.of(model, regression="p").examples
         {'x': FixedLenFeature(shape=[2], dtype=tf.float32, default_value=None)}
-
-        Args:
-            model: The model.
-            **kwargs: Attributes, where they shall differ.
 
         Raises:
             ValueError: the model does not know its inputs.
@@ -192,9 +189,8 @@ def write(serving: Serving, path: str) -> None:
     archive.track(serving.model)
     tables = StaticTables(serving.model.variables)
     for kind in ("variables", "trainable_variables", "non_trainable_variables"):
-        kept = [
-            v for v in getattr(archive, kind) if id(v) not in tables.replaced
-        ]
+        variables = getattr(archive, kind)
+        kept = [v for v in variables if id(v) not in tables.replaced]
         archive.add_variable_collection(kind, kept)
     # TensorFlow traces when it writes, too.
     with answered_by(tables):

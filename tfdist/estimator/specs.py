@@ -97,19 +97,18 @@ class RunConfig:
             worker, but for so many that are slowest (its `total_num_replicas`
             minus `replicas_to_aggregate`); 0 to wait for all. What those find
             for a step that is over is dropped, with their batch. Default:
-            asynchronous steps. It has no meaning in one process.
+            asynchronous steps. In one process this and the next two have no
+            meaning.
         max_staleness: The most updates of other workers that may land between
             a step's read of the parameters and its own update on parameter
             servers; workers wait for slower ones where it would be more (stale
             synchronous parallel). Dispatches are smaller with it, unless
             `steps_per_dispatch` is given. Default: no bound; no worker waits.
-            It has no meaning in one process.
         read_ahead: On parameter servers, for how many steps a worker reads the
             parameters while it computes the steps before, so that it does not
             wait for the network; within a request, see `steps_per_dispatch`.
             What it reads lacks its own updates of these steps, by which it is
-            staler. Default: none, as 0: a step reads what the one before has
-            left. It has no meaning in one process.
+            staler. Default: none, as 0: a step reads what the one before left.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -176,10 +175,9 @@ class RunConfig:
     def __post_init__(self, *without_meaning: Any) -> None:
         names = (*_IGNORED, *_REFUSED)
         _refuse_or_ignore(dict(zip(names, without_meaning, strict=True)))
-        for name in ("model_dir", "summary_dir"):
-            if name == "model_dir" or self.summary_dir is not None:
-                directory = _directory(name, getattr(self, name))
-                object.__setattr__(self, name, directory)
+        _set_directory(self, "model_dir")
+        if self.summary_dir is not None:
+            _set_directory(self, "summary_dir")
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is USE_DEFAULT and secs is USE_DEFAULT:
             secs = DEFAULT_SAVE_SECS
@@ -414,16 +412,16 @@ class EvalSpec:
             )
 
 
-def _directory(name: str, value: Any) -> str:
-    """A directory as `os.path.join` needs it, checked."""
-    check_type(name, value, str | os.PathLike)
-    path = os.fspath(value)
+def _set_directory(config: RunConfig, name: str) -> None:
+    """Makes a directory what `os.path.join` needs, and checks it."""
+    check_type(name, getattr(config, name), str | os.PathLike)
+    path = os.fspath(getattr(config, name))
     if not path:
         raise ValueError(f"Argument `{name}` must not be empty.")
     storage.check_no_pattern(path)
     # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
     # sets ends in a slash.
-    return path.rstrip("/") or "/"
+    object.__setattr__(config, name, path.rstrip("/") or "/")
 
 
 def _refuse_or_ignore(fields: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.session import recovery
-from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training.compiled_model import overrides
 
 _log = logging.getLogger(__name__)
@@ -44,20 +43,18 @@ def train_and_evaluate(
     parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
     serve. The chief leaves last.
 
-    >>> import tempfile
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     ...     model.compile(optimizer="sgd", loss="mse")
     ...     return model
     >>> def input_fn():
     ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
-    >>> with tempfile.TemporaryDirectory() as model_dir:
-    ...     config = tfdist.RunConfig(model_dir, log_step_count_steps=None)
-    ...     metrics, exports = tfdist.train_and_evaluate(
-    ...         tfdist.Estimator(model_fn, config),
-    ...         tfdist.TrainSpec(input_fn, max_steps=2),
-    ...         tfdist.EvalSpec(input_fn, steps=1),
-    ...     )
+    >>> config = tfdist.RunConfig(directory, log_step_count_steps=None)
+    >>> metrics, exports = tfdist.train_and_evaluate(
+    ...     tfdist.Estimator(model_fn, config),
+    ...     tfdist.TrainSpec(input_fn, max_steps=2),
+    ...     tfdist.EvalSpec(input_fn, steps=1),
+    ... )
     >>> metrics["global_step"]
     2
 
@@ -101,30 +98,23 @@ def train_and_evaluate(
         )
     cluster = estimator.config.cluster
     if cluster.role in ("dispatcher", "data_worker"):
-        data_service.serve(
-            cluster,
-            os.path.join(estimator.model_dir, "data_service"),
-            is_over=_end_of_training(estimator.model_dir),
-        )
+        work_dir = os.path.join(estimator.model_dir, "data_service")
+        is_over = _end_of_training(estimator.model_dir)
+        data_service.serve(cluster, work_dir, is_over)
         return None, []
     on_ps = estimator.config.strategy_name == "ps"
     if on_ps and cluster.role in ("worker", "ps"):
         servers.serve(cluster, restart=recovery.restart_process)
         return None, []
     if cluster.role == "worker":
-        estimator.train(
-            train_spec.input_fn,
-            train_spec.hooks,
-            max_steps=train_spec.max_steps,
-        )
+        hooks, max_steps = train_spec.hooks, train_spec.max_steps
+        estimator.train(train_spec.input_fn, hooks, max_steps=max_steps)
         return None, []
-    evaluator = None
+    evaluator = result = None
     if eval_spec:
+        summary_dir = estimator.config.summary_dir
         evaluator = Evaluator(
-            estimator.model_fn,
-            estimator.model_dir,
-            eval_spec,
-            estimator.config.summary_dir,
+            estimator.model_fn, estimator.model_dir, eval_spec, summary_dir
         )
     if cluster.role != "evaluator":
         result = _train_and_evaluate(estimator, train_spec, evaluator)
@@ -135,8 +125,6 @@ def train_and_evaluate(
         wait_secs = estimator.config.session_creation_timeout_secs
         evaluator.run_continuously(train_spec.max_steps, wait_secs)
         result = evaluator.result
-    else:
-        result = None
     return (result["metrics"], result["exports"]) if result else (None, [])
 
 
@@ -151,7 +139,7 @@ def _train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, evaluator: Evaluator | None
 ) -> dict[str, Any] | None:
     """The chief's part; returns the last result, if there is one."""
-    config = estimator.config
+    config, max_steps = estimator.config, train_spec.max_steps
     separate = config.cluster.has_evaluator
     storage.check_writable(config.model_dir)
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
@@ -162,27 +150,18 @@ def _train_and_evaluate(
         else:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
-        listeners.append(
-            _EvaluateAfterSave(evaluator, train_spec.max_steps, has_workers)
-        )
+        listeners.append(_EvaluateAfterSave(evaluator, max_steps, has_workers))
     results.retract_end(config.model_dir)
     estimator.train(
-        train_spec.input_fn,
-        hooks=hooks,
-        max_steps=train_spec.max_steps,
-        saving_listeners=listeners,
+        train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners
     )
     path = estimator.latest_checkpoint()
     assert path is not None  # Training ends with one.
     last_step = checkpoints.step_of(path)
     results.announce_end(config.model_dir, last_step)
     if evaluator and separate:
-        return results.wait_for_result(
-            config.model_dir,
-            evaluator.spec.name,
-            last_step,
-            config.evaluator_timeout_secs,
-        )
+        name, secs = evaluator.spec.name, config.evaluator_timeout_secs
+        return results.wait_for_result(config.model_dir, name, last_step, secs)
     return evaluator.result if evaluator else None
 
 
@@ -194,9 +173,6 @@ class _CheckEvaluation(SessionRunHook):
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-
-    def steps_until_next(self, step: int) -> None:
-        """No step matters."""
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Raises `ValueError` if so."""
@@ -216,15 +192,11 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         self._not_before = 0.0
         self._exported_the_last = self.told_later = False
 
-    def before_save(
-        self, session: MonitoredTrainingSession, global_step_value: int
-    ) -> None:
+    def before_save(self, session: Session, global_step_value: int) -> None:
         """Training waits for what will be evaluated, of the step it is at."""
         self.told_later = time.monotonic() < self._not_before
 
-    def after_save(
-        self, session: MonitoredTrainingSession, global_step_value: int
-    ) -> None:
+    def after_save(self, session: Session, global_step_value: int) -> None:
         """Evaluates what was saved, but no initial state and not too often."""
         if not session.secs_in_steps:
             return
@@ -241,26 +213,20 @@ class _EvaluateAfterSave(CheckpointSaverListener):
                 self._throttle_secs,
             )
 
-    def end(
-        self, session: MonitoredTrainingSession, global_step_value: int
-    ) -> None:
+    def end(self, session: Session, global_step_value: int) -> None:
         """Evaluates and exports the last checkpoint, unless that is done."""
         if not self._exported_the_last:
             self._evaluate(session, is_the_last=True)
 
-    def _evaluate(
-        self, session: MonitoredTrainingSession, is_the_last: bool
-    ) -> None:
+    def _evaluate(self, session: Session, is_the_last: bool) -> None:
         assert session.checkpoint_dir is not None
         path = checkpoints.latest(session.checkpoint_dir)
         assert path is not None  # It was just saved.
         if not self._evaluator.has_evaluated(path):
             # Of its own step only the checkpoints are evaluated.
             methods = "train_step", "test_step"
-            here = any(overrides(session.model, own) for own in methods)
-            elsewhere = self._has_workers and not here
-            self._evaluator.evaluate(
-                path, elsewhere=session.evaluate if elsewhere else None
-            )
+            own = any(overrides(session.model, name) for name in methods)
+            here = own or not self._has_workers
+            self._evaluator.evaluate(path, None if here else session.evaluate)
         self._evaluator.export(is_the_final_export=is_the_last)
         self._exported_the_last = is_the_last

@@ -16,12 +16,7 @@ from collections.abc import Mapping
 
 from tfdist._tf import storage
 from tfdist.hooks.events import read_scalars
-from tfdist.hooks.session_run_hook import (
-    Logs,
-    Session,
-    SessionRunContext,
-    TimedHook,
-)
+from tfdist.hooks.session_run_hook import Logs, RunContext, Session, TimedHook
 
 _log = logging.getLogger(__name__)
 _MOST_LINES = 100  # As many as cloudml-hypertune keeps.
@@ -34,11 +29,9 @@ def report_metrics(
 
     They take the place of those of the same step, or of a later one.
 
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = os.path.join(directory, "metrics")
-    ...     report_metrics({"auc": 0.75, "global_step": 10}, path)
-    ...     sorted(json.loads(open(path).read()))
+    >>> path = os.path.join(directory, "metrics")
+    >>> report_metrics({"auc": 0.75, "global_step": 10}, path)
+    >>> sorted(json.loads(open(path).read()))
     ['auc', 'checkpoint_path', 'global_step', 'timestamp', 'trial']
 
     Args:
@@ -64,11 +57,7 @@ def report_metrics(
         if math.isfinite(value):
             lines.append(json.dumps({name: str(float(value)), **common}))
         else:
-            _log.warning(
-                "Metric %r is %s and is not reported for this trial.",
-                name,
-                value,
-            )
+            _log.warning("Metric %r is %s and is not reported.", name, value)
     text = "".join(f"{line}\n" for line in lines[-_MOST_LINES:])
     storage.write_text(path, text)
 
@@ -103,20 +92,20 @@ class ReportMetricsHook(TimedHook):
         self._eval_dir, self._trial, self._tag = eval_dir, (path, trial), tag
         self._reported = -1
 
-    def on_trigger(self, context: SessionRunContext, logs: Logs) -> None:
+    def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Reports evaluations that are new."""
         self.end(context.session)
 
     def end(self, session: Session) -> None:
         """Reports the last ones, too."""
         found = read_scalars(self._eval_dir) if session.is_chief else {}
-        for step in found:
-            if step > self._reported:
-                self._reported = step
-                if self._tag not in (None, *found[step]):
-                    raise ValueError(
-                        f"{self._tag!r} is tuned, and an evaluation has "
-                        f"{sorted(found[step])}."
-                    )
-                metrics = {**found[step], "global_step": step}
-                report_metrics(metrics, *self._trial)
+        for step, metrics in found.items():
+            if step <= self._reported:
+                continue
+            self._reported = step
+            if self._tag not in (None, *metrics):
+                has = sorted(metrics)
+                raise ValueError(
+                    f"{self._tag!r} is tuned, and an evaluation has {has}."
+                )
+            report_metrics({**metrics, "global_step": step}, *self._trial)

@@ -100,10 +100,8 @@ class WarmStartHook(SessionRunHook):
         for name in filled.keys() & tables.keys():
             chosen -= {*map(logical_path, tables[name].pieces)}
         _check_whole(model, chosen)
-        taken = {
-            renamed.get(name, name): session.variables[name]
-            for name in sorted(chosen)
-        }
+        variables, wanted = session.variables, sorted(chosen)
+        taken = {renamed.get(name, name): variables[name] for name in wanted}
         unknown = (renamed.keys() - names) | (filled.keys() - tables.keys())
         if unknown or not (taken or filled):
             raise ValueError(
