@@ -99,17 +99,14 @@ class CannedModel(keras.Model):
         or -1 in a categorical column.
         """
         examples = tf.feature_column.make_parse_example_spec(self._columns)
+        inputs = {}
+        for name, feature in examples.items():
+            # Of variable length, if it has no shape.
+            shape = [None, *getattr(feature, "shape", [None])]
+            inputs[name] = tf.TensorSpec(shape, feature.dtype, name)
         return Serving(
             model=self,
-            inputs={
-                # Of variable length, if it has no shape.
-                name: tf.TensorSpec(
-                    [None, *getattr(feature, "shape", [None])],
-                    feature.dtype,
-                    name=name,
-                )
-                for name, feature in examples.items()
-            },
+            inputs=inputs,
             predict=self.predictions,
             examples=examples,
             classification=self._head.classification,
@@ -128,9 +125,8 @@ class CannedModel(keras.Model):
             weights.append(Batch(features, {}).dense(column))
         if sample_weight is not None:
             weight = tf.cast(sample_weight, tf.float32)
-            weights.append(
-                weight[:, tf.newaxis] if weight.shape.rank == 1 else weight
-            )
+            one_each = weight.shape.rank == 1
+            weights.append(weight[:, tf.newaxis] if one_each else weight)
         return math.prod(weights) if weights else None
 
 

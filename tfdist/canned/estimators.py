@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import keras
 
@@ -41,12 +41,10 @@ from tfdist.estimator.specs import RunConfig
 from tfdist.placement.partitioners import min_max_variable_partitioner
 from tfdist.training.multi_optimizer import MultiOptimizer
 
-Optimizer: TypeAlias = (
-    str
-    | keras.optimizers.Optimizer
-    | Callable[[], keras.optimizers.Optimizer]
-    | None
-)
+OptimizerFn: TypeAlias = Callable[[], keras.optimizers.Optimizer]
+Optimizer: TypeAlias = str | keras.optimizers.Optimizer | OptimizerFn | None
+# What makes a layer whose numbers are logits, and its optimizer.
+_Part: TypeAlias = tuple[Callable[..., keras.layers.Layer], OptimizerFn]
 
 _OPTIMIZERS = {
     "Adagrad": keras.optimizers.Adagrad,
@@ -57,13 +55,6 @@ _OPTIMIZERS = {
 }
 # Bytes that a shard of a table has at least; 64 MB as in TF1's canned models.
 _LEAST_SHARD = 64 << 20
-
-
-class _Part(NamedTuple):
-    """What makes a layer whose numbers are logits, and its optimizer."""
-
-    layer_fn: Callable[..., keras.layers.Layer]
-    optimizer_fn: Callable[[], keras.optimizers.Optimizer]
 
 
 class _CannedEstimator(Estimator):
@@ -103,13 +94,13 @@ class _CannedEstimator(Estimator):
 
         def model_fn() -> CannedModel:
             layers = [
-                part.layer_fn(units=head.units, partitioner=partitioner)
-                for part in parts
+                layer_fn(units=head.units, partitioner=partitioner)
+                for layer_fn, _ in parts
             ]
             model = CannedModel(head, layers, weight_column, loss_reduction)
             optimizers = [
-                (f"^{layer.name}/", part.optimizer_fn())
-                for layer, part in zip(layers, parts, strict=True)
+                (f"^{layer.name}/", optimizer_fn())
+                for layer, (_, optimizer_fn) in zip(layers, parts, strict=True)
             ]
             one = optimizers[0][1] if len(parts) == 1 else None
             model.compile(one or MultiOptimizer(optimizers))
@@ -184,11 +175,8 @@ class _DNNLinearCombined(_CannedEstimator):
                 "linear_feature_columns", linear_feature_columns
             )
             rate = min(0.005, 1 / math.sqrt(len(columns)))
-            parts.append(
-                _linear_part(
-                    columns, linear_optimizer, linear_sparse_combiner, rate
-                )
-            )
+            options = linear_optimizer, linear_sparse_combiner, rate
+            parts.append(_linear_part(columns, *options))
         if dnn_feature_columns:
             parts.append(
                 _dnn_part(
@@ -374,13 +362,13 @@ def _linear_part(
     layer_fn = partial(
         LinearModel, columns, sparse_combiner=sparse_combiner, name="linear"
     )
-    return _Part(layer_fn, _optimizer_fn(optimizer, learning_rate))
+    return layer_fn, _optimizer_fn(optimizer, learning_rate)
 
 
 def _dnn_part(
     prefix: str,
     columns: Iterable[Column],
-    optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+    optimizer_fn: OptimizerFn,
     *,
     hidden_units: Iterable[int] | None,
     **network: Any,
@@ -394,12 +382,10 @@ def _dnn_part(
             f"Received: {prefix}hidden_units={hidden_units}."
         )
     layer_fn = partial(DNNModel, checked, hidden_units=sizes, **network)
-    return _Part(layer_fn, optimizer_fn)
+    return layer_fn, optimizer_fn
 
 
-def _optimizer_fn(
-    optimizer: Any, learning_rate: float | None = None
-) -> Callable[[], keras.optimizers.Optimizer]:
+def _optimizer_fn(optimizer: Any, rate: float | None = None) -> OptimizerFn:
     """Makes a new optimizer for each model; the rate is of one by name."""
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS:
@@ -407,8 +393,8 @@ def _optimizer_fn(
                 f"Unsupported optimizer name: {optimizer!r}. Supported names "
                 f"are: {tuple(_OPTIMIZERS)}."
             )
-        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
-        return partial(_OPTIMIZERS[optimizer], **rate)
+        options = {} if rate is None else {"learning_rate": rate}
+        return partial(_OPTIMIZERS[optimizer], **options)
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return partial(type(optimizer).from_config, optimizer.get_config())
     if not callable(optimizer):

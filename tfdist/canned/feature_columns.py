@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -31,6 +31,7 @@ Features = Mapping[str, Any]
 # One of the classes behind `tf.feature_column`; they have no public name.
 Column = Any
 Partitioner = Callable[..., Any]
+Sparse: TypeAlias = tf.SparseTensor
 
 # Classes that map each value of one feature to an id.
 _VALUE_BY_VALUE = {
@@ -157,7 +158,7 @@ class Lookup:
         self._default = np.int64(column.default_value)
         self._vocabulary = Vocabulary(_words(column))
 
-    def lookup(self, words: tf.SparseTensor) -> tf.SparseTensor:
+    def lookup(self, words: Sparse) -> Sparse:
         """Ids of words; of others the default, or a bucket after the words."""
         ids, others = self._vocabulary.ids(words.values), self._default
         if self._buckets:
@@ -191,9 +192,7 @@ class Batch:
         self._vocabularies = vocabularies
         self._known: dict[str | Column, Any] = {}
 
-    def ids(
-        self, column: Column
-    ) -> tuple[tf.Tensor | tf.SparseTensor, tf.SparseTensor | None]:
+    def ids(self, column: Column) -> tuple[tf.Tensor | Sparse, Sparse | None]:
         """Ids of a categorical column, and their weights or None.
 
         A negative id is missing, or no word of the vocabulary, and counts for
@@ -226,17 +225,14 @@ class Batch:
         long again.
         """
         feature = self.get(column.key)
-        values = tf.SparseTensor(
-            tf.where(tf.ones_like(feature, tf.bool)),
-            tf.reshape(feature, [-1]),
-            tf.shape(feature, tf.int64),
-        )
+        shape = tf.shape(feature, tf.int64)
+        every = tf.where(tf.ones_like(feature, tf.bool))
+        values = tf.SparseTensor(every, tf.reshape(feature, [-1]), shape)
         only = SimpleNamespace(get=lambda key, manager: values)
         ids = column.transform_feature(only, self).values
         missing = "" if feature.dtype == tf.string else -1
-        return tf.where(
-            feature == missing, np.int64(-1), tf.reshape(ids, tf.shape(feature))
-        )
+        ids = tf.reshape(ids, shape)
+        return tf.where(feature == missing, np.int64(-1), ids)
 
     def get(self, key: str | Column, _: Any = None) -> Any:
         """The feature called `key`, or what column `key` makes of its own."""
@@ -259,7 +255,7 @@ class Batch:
         """The table of a vocabulary column."""
         return self._vocabularies[column]
 
-    def _feature(self, key: str) -> tf.Tensor | tf.SparseTensor:
+    def _feature(self, key: str) -> tf.Tensor | Sparse:
         if key not in self._features:
             raise ValueError(
                 f"Feature {key!r} is missing. The input function gave: "
@@ -279,9 +275,7 @@ class Batch:
             )
         return value
 
-    def _weighted(
-        self, column: Column
-    ) -> tuple[tf.SparseTensor, tf.SparseTensor]:
+    def _weighted(self, column: Column) -> tuple[Sparse, Sparse]:
         """Ids and weights; TF lost a dense weight of 0, but not its id."""
         ids, _ = column.categorical_column.get_sparse_tensors(self, self)
         weights = self.get(column.weight_feature_key)
@@ -309,8 +303,8 @@ def _check_shape(column: Column, values: tf.Tensor) -> None:
 
 def look_up(
     table: PartitionedEmbedding,
-    ids: tf.Tensor | tf.SparseTensor,
-    weights: tf.SparseTensor | None = None,
+    ids: tf.Tensor | Sparse,
+    weights: Sparse | None = None,
 ) -> tf.Tensor:
     """The combined rows of what `Batch.ids` gives; zeros for no id.
 
@@ -343,9 +337,8 @@ def initializer_of(table: Any) -> Callable:
     initializer = table.initializer
     if type(initializer).__name__ == "TruncatedNormal":
         config = initializer.get_config()
-        return keras.initializers.TruncatedNormal(
-            config["mean"], config["stddev"], config["seed"]
-        )
+        arguments = config["mean"], config["stddev"], config["seed"]
+        return keras.initializers.TruncatedNormal(*arguments)
     return initializer
 
 

@@ -17,6 +17,8 @@ from tfdist._tf.arguments import check_positive
 from tfdist.canned.vocabulary import Vocabulary
 
 Metrics = dict[str, keras.Metric]
+# What to update each metric with: values, or labels and values.
+Values = dict[str, tuple[tf.Tensor, ...]]
 
 
 class Head:
@@ -46,10 +48,8 @@ class Head:
         """New metrics, by name."""
         return {name: make(name=name) for name, make in self._metrics.items()}
 
-    def values(
-        self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[tf.Tensor, ...]]:
-        """What to update each metric with: values, or labels and values."""
+    def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
+        """What `update` gives each metric."""
         raise NotImplementedError
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -124,9 +124,7 @@ class _BinaryHead(_ClassHead):
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         return tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
 
-    def values(
-        self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[tf.Tensor, ...]]:
+    def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
         logistic = tf.sigmoid(logits)
         # As the argmax of (0, logit): a logit of 0 is class 0.
         class_ids = tf.cast(logits > 0, tf.float32)
@@ -144,11 +142,8 @@ class _BinaryHead(_ClassHead):
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
         two = tf.concat([tf.zeros_like(logits), logits], axis=1)
-        return {
-            "logits": logits,
-            "logistic": tf.sigmoid(logits),
-            **self._classes(two),
-        }
+        logistic = tf.sigmoid(logits)
+        return {"logits": logits, "logistic": logistic, **self._classes(two)}
 
 
 class _MultiClassHead(_ClassHead):
@@ -172,14 +167,10 @@ class _MultiClassHead(_ClassHead):
         return _in_range(labels, inside, f"[0, {self.units})")
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
-            labels[:, 0], logits
-        )
-        return losses[:, tf.newaxis]
+        cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+        return cross_entropy(labels[:, 0], logits)[:, tf.newaxis]
 
-    def values(
-        self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[tf.Tensor, ...]]:
+    def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
         class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
         return {
             "accuracy": (tf.cast(class_ids == labels, tf.float32),),
@@ -207,9 +198,7 @@ class _RegressionHead(Head):
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         return tf.math.squared_difference(logits, labels)
 
-    def values(
-        self, labels: tf.Tensor, logits: tf.Tensor
-    ) -> dict[str, tuple[tf.Tensor, ...]]:
+    def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
         return {
             "average_loss": (self.losses(labels, logits),),
             "label/mean": (labels,),
@@ -248,11 +237,7 @@ def regression_head(label_dimension: int = 1) -> Head:
     return _RegressionHead(label_dimension)
 
 
-def update(
-    metrics: Metrics,
-    values: Mapping[str, tuple[tf.Tensor, ...]],
-    weights: tf.Tensor | None,
-) -> None:
+def update(metrics: Metrics, values: Values, weights: tf.Tensor | None) -> None:
     """Updates metrics; weights are `(batch, 1)` or of the labels' form."""
     for name, arguments in values.items():
         sample_weight = weights

@@ -43,9 +43,8 @@ class _OfColumns(keras.layers.Layer):
     def __init__(self, columns: Any, dense: bool, **kwargs: Any) -> None:
         # Features of 16 bits would fall into other buckets.
         super().__init__(autocast=False, **kwargs)
-        self.feature_columns = checked_columns(
-            "feature_columns", columns, dense=dense
-        )
+        checked = checked_columns("feature_columns", columns, dense=dense)
+        self.feature_columns = checked
 
     @functools.cached_property
     def _vocabularies(self) -> Mapping[Column, Lookup]:
@@ -228,11 +227,8 @@ class LinearModel(_OfColumns):
     def call(self, features: Features | Batch) -> tf.Tensor:
         """The sums; see the class."""
         batch = self._batch(features)
-        parts = [
-            look_up(self._tables[column.name], *batch.ids(column))
-            for column in self.feature_columns
-            if is_categorical(column)
-        ]
+        columns = filter(is_categorical, self.feature_columns)
+        parts = [look_up(self._tables[c.name], *batch.ids(c)) for c in columns]
         if self._numbers:
             kernel = tf.concat([layer.kernel for layer in self._kernels], 0)
             kernel = tf.cast(kernel, self.compute_dtype)
@@ -241,11 +237,8 @@ class LinearModel(_OfColumns):
 
     def get_config(self) -> dict[str, Any]:
         """Configuration from which `from_config` makes the same layer."""
-        return {
-            **super().get_config(),
-            "units": self.units,
-            "sparse_combiner": self.sparse_combiner,
-        }
+        own = {"units": self.units, "sparse_combiner": self.sparse_combiner}
+        return {**super().get_config(), **own}
 
 
 class DNNModel(keras.layers.Layer):
@@ -271,12 +264,10 @@ class DNNModel(keras.layers.Layer):
         )
         self.feature_columns = self._input_layer.feature_columns
         self._hidden = []
+        activation = activation_fn or "relu"
         for i, size in enumerate(hidden_units):
-            self._hidden.append(
-                layers.Dense(
-                    size, activation_fn or "relu", name=f"hiddenlayer_{i}"
-                )
-            )
+            hidden = layers.Dense(size, activation, name=f"hiddenlayer_{i}")
+            self._hidden.append(hidden)
             if dropout is not None:
                 self._hidden.append(layers.Dropout(dropout))
             if batch_norm:

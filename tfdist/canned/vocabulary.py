@@ -49,9 +49,8 @@ class Vocabulary:
         """The int64 id of each value, -1 for one that is no word."""
         wanted = tf.reshape(_fingerprints(values), [1, -1])
         # `tf.searchsorted` adds five small operations for each column.
-        place = tf.raw_ops.LowerBound(
-            sorted_inputs=self._sorted[np.newaxis], values=wanted
-        )
+        known = self._sorted[np.newaxis]
+        place = tf.raw_ops.LowerBound(sorted_inputs=known, values=wanted)
         found = tf.gather(self._sorted, place) == wanted
         ids = tf.where(found, tf.gather(self._order, place), np.int64(-1))
         return tf.reshape(ids, tf.shape(values))
