@@ -115,11 +115,9 @@ class Audit:
         most = shared.max()
         if most >= _MOST_SHARED:
             found.append(_same_examples(self.input_fn, one, other, most))
-        if len(self.unread):
-            found.append(
-                f"Nobody reads {len(self.unread)} of {len(self.known)} "
-                "examples."
-            )
+        if unread := len(self.unread):
+            every = len(self.known)
+            found.append(f"Nobody reads {unread} of {every} examples.")
         low = [str(i) for i, spread in enumerate(self.spread) if spread < 0.1]
         if low:
             found.append(
@@ -135,10 +133,9 @@ class Audit:
             "",
             "worker   batches  examples  distinct  shuffled",
         ]
-        for i, (batches, spread) in enumerate(
-            zip(self.batches, self.spread, strict=True)
-        ):
-            read = _all(batches)
+        spreads = self.spread
+        for i, batches in enumerate(self.batches):
+            read, spread = _all(batches), spreads[i]
             shown = "?" if np.isnan(spread) else f"{min(spread, 1):.0%}"
             lines.append(
                 f"{i:>6} {len(batches):>9} {len(read):>9} "
@@ -210,9 +207,8 @@ def audit(
     (every,) = _read_workers(in_order or input_fn, 1, 1, None, False, seed)
     known = _all(every)
     first = np.sort(np.unique(known, return_index=True)[1])
-    return Audit(
-        described(input_fn), tuple(found), known[first], in_order is not None
-    )
+    name = described(input_fn)
+    return Audit(name, tuple(found), known[first], in_order is not None)
 
 
 def check_workers_differ(
@@ -253,11 +249,9 @@ def fingerprints(batch: Any) -> np.ndarray:
             "The dataset must give batches: tensors whose first dimension is "
             f"the batch, the same for all. Received shapes: {shapes}."
         )
-    digests = b"".join(
-        hashlib.blake2b(b"".join(parts), digest_size=8).digest()
-        for parts in zip(*columns, strict=True)
-    )
-    return np.frombuffer(digests, np.int64)
+    rows = map(b"".join, zip(*columns, strict=True))
+    digests = (hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return np.frombuffer(b"".join(digests), np.int64)
 
 
 def _rows(tensor: Any) -> list[bytes]:
@@ -269,9 +263,8 @@ def _rows(tensor: Any) -> list[bytes]:
         return [repr(row).encode() for row in values.tolist()]
     rows = tf.data.Dataset.from_tensor_slices(tensor)
     parts = (tf.nest.flatten(row, expand_composites=True) for row in rows)
-    return [
-        repr([part.numpy().tolist() for part in row]).encode() for row in parts
-    ]
+    lists = ([part.numpy().tolist() for part in row] for row in parts)
+    return [repr(values).encode() for values in lists]
 
 
 def _same_examples(input_fn: str, one: int, other: int, share: float) -> str:

@@ -68,20 +68,16 @@ def read_blocks(
     if files.skips_errors:
         blocks = blocks.ignore_errors(log_warning=False)
     # An empty block marks the end.
-    blocks = blocks.concatenate(
-        tf.data.Dataset.from_tensors(tf.constant([], tf.string))
-    )
+    end = tf.data.Dataset.from_tensors(tf.constant([], tf.string))
+    blocks = blocks.concatenate(end)
 
     def step(state: tuple, lines: tf.Tensor) -> tuple[tuple, tuple]:
         num_lines, num_records, held = state
         size = tf.size(lines, tf.int64)
         if files.skips_errors:
             # An error removes a whole block, so all before it were full.
-            tf.cond(
-                (size == 0) & (num_lines % block == 0),
-                lambda: _check_whole(files, index),
-                tf.no_op,
-            )
+            suspect = (size == 0) & (num_lines % block == 0)
+            tf.cond(suspect, lambda: _check_whole(files, index), tf.no_op)
         records, numbers = lines, num_lines + tf.range(size)
         if files.split is not None:
             records, numbers, held = files.split(lines, num_lines, held, path)
@@ -164,11 +160,8 @@ def _check_whole(files: Files, index: tf.Tensor) -> tf.Operation:
 
 def _attempt(function: Callable, argument: Any) -> tf.data.Dataset:
     """A dataset of what the function returns; empty if it fails."""
-    return (
-        tf.data.Dataset.from_tensors(argument)
-        .map(function)
-        .ignore_errors(log_warning=False)
-    )
+    returned = tf.data.Dataset.from_tensors(argument).map(function)
+    return returned.ignore_errors(log_warning=False)
 
 
 def _count(dataset: tf.data.Dataset) -> tf.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,19 +143,16 @@ def _joined(
     ids = tf.cumsum(tf.cast(begins, tf.int32)) - 1
     records = tf.strings.unsorted_segment_join(lines, ids, ids[-1] + 1, "\n")
     whole = tf.size(records, tf.int64) - tf.reduce_sum(quotes) % 2
-    return (
-        records[:whole],
-        tf.boolean_mask(numbers, begins)[:whole],
-        tf.strings.reduce_join(records[whole:] + "\n"),
-    )
+    numbers = tf.boolean_mask(numbers, begins)[:whole]
+    held = tf.strings.reduce_join(records[whole:] + "\n")
+    return records[:whole], numbers, held
 
 
 def _count(text: tf.Tensor, char: str) -> tf.Tensor:
     """How often a character is in each text, int64."""
     others = tf.strings.regex_replace(text, char, "")
-    return tf.cast(
-        tf.strings.length(text) - tf.strings.length(others), tf.int64
-    )
+    number = tf.strings.length(text) - tf.strings.length(others)
+    return tf.cast(number, tf.int64)
 
 
 def _record_default(default: Any) -> tf.Tensor:
@@ -163,9 +161,8 @@ def _record_default(default: Any) -> tf.Tensor:
         return tf.constant([], default)
     if isinstance(default, tf.Tensor):
         return default
-    return tf.constant(
-        [default], tf.int64 if isinstance(default, int) else None
-    )
+    dtype = tf.int64 if isinstance(default, int) else None
+    return tf.constant([default], dtype)
 
 
 def infer(
@@ -179,14 +176,11 @@ def infer(
     num_rows_for_inference: int | None = 1000,
 ) -> Layout:
     """The layout of CSV files; the arguments are those of `read_csv`."""
-
-    def rows(lines: Iterator[str]) -> Iterator[list[str]]:
-        return csv.reader(
-            lines,
-            delimiter=field_delim,
-            quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
-        )
-
+    rows = functools.partial(
+        csv.reader,
+        delimiter=field_delim,
+        quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
+    )
     skip = int(column_names is None)
     with tf.init_scope():
         # The first file that is not empty tells.
@@ -266,9 +260,8 @@ def _inferred(
     na_value: str,
 ) -> dict[str, Any]:
     """The defaults of the other columns."""
-    found: dict[int, set[int]] = {
-        i: set() for i, name in enumerate(names) if name not in known
-    }
+    others = (i for i, name in enumerate(names) if name not in known)
+    found: dict[int, set[int]] = {i: set() for i in others}
     # Reading the file will name the line of a quote that is not closed.
     with contextlib.suppress(csv.Error):
         for row in rows:

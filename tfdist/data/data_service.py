@@ -179,29 +179,27 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
     port = int(cluster.address.rpartition(":")[2])
     if cluster.role == "dispatcher":
         _prepare_journal(work_dir, cluster.data_workers)
-        return service.DispatchServer(
-            service.DispatcherConfig(
-                port=port,
-                protocol="grpc",
-                work_dir=work_dir,
-                fault_tolerant_mode=True,
-                # Also how often it looks for dead workers.
-                job_gc_check_interval_ms=_HEARTBEAT_MS,
-                # Never forgets what was handed out.
-                job_gc_timeout_ms=-1,
-                worker_timeout_ms=_WORKER_TIMEOUT_MS,
-            )
-        )
-    _wait_until_up(cluster, _START_SECS, "dispatcher")
-    return service.WorkerServer(
-        service.WorkerConfig(
-            dispatcher_address=cluster.dispatcher,
-            worker_address=cluster.address,
+        dispatcher = service.DispatcherConfig(
             port=port,
             protocol="grpc",
-            heartbeat_interval_ms=_HEARTBEAT_MS,
+            work_dir=work_dir,
+            fault_tolerant_mode=True,
+            # Also how often it looks for dead workers.
+            job_gc_check_interval_ms=_HEARTBEAT_MS,
+            # Never forgets what was handed out.
+            job_gc_timeout_ms=-1,
+            worker_timeout_ms=_WORKER_TIMEOUT_MS,
         )
+        return service.DispatchServer(dispatcher)
+    _wait_until_up(cluster, _START_SECS, "dispatcher")
+    worker = service.WorkerConfig(
+        dispatcher_address=cluster.dispatcher,
+        worker_address=cluster.address,
+        port=port,
+        protocol="grpc",
+        heartbeat_interval_ms=_HEARTBEAT_MS,
     )
+    return service.WorkerServer(worker)
 
 
 def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:

@@ -162,9 +162,7 @@ def _dealt(
 
 
 def _loaded(
-    data: keras.utils.PyDataset,
-    _: tf.distribute.InputContext,
-    seed: int | None,
+    data: keras.utils.PyDataset, _: tf.distribute.InputContext, seed: int | None
 ) -> OnePass:
     """The batches of a `PyDataset`."""
     spec = py_dataset_spec(data)

@@ -230,10 +230,8 @@ def _check_features(
 
 
 def _are_strings(parts: Any) -> list[bool]:
-    return [
-        getattr(part, "dtype", None) in ("string", tf.string)
-        for part in tf.nest.flatten(parts)
-    ]
+    dtypes = (getattr(part, "dtype", None) for part in tf.nest.flatten(parts))
+    return [dtype in ("string", tf.string) for dtype in dtypes]
 
 
 def _listed(features: Mapping[Any, Any]) -> str:

@@ -57,17 +57,13 @@ def read_csv(
     LF or CRLF; a byte order mark and blank lines are skipped. A file whose name
     ends in ".gz" is decompressed.
 
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = os.path.join(directory, "people.csv")
-    ...     with open(path, "w") as file:
-    ...         for line in ("age,job,rich", "30,smith,0", "41,clerk,1"):
-    ...             print(line, file=file)
-    ...     rows = read_csv(
-    ...         path, 2, label_name="rich", shuffle=False, num_epochs=1
-    ...     )
-    ...     for features, labels in rows.as_numpy_iterator():
-    ...         print(features["age"], features["job"], labels)
+    >>> path = os.path.join(directory, "people.csv")
+    >>> with open(path, "w") as file:
+    ...     for line in ("age,job,rich", "30,smith,0", "41,clerk,1"):
+    ...         print(line, file=file)
+    >>> rows = read_csv(path, 2, label_name="rich", shuffle=False, num_epochs=1)
+    >>> for features, labels in rows.as_numpy_iterator():
+    ...     print(features["age"], features["job"], labels)
     [30 41] [b'smith' b'clerk'] [0 1]
 
     Args:
@@ -97,8 +93,8 @@ def read_csv(
         FileNotFoundError: no file matches.
         TypeError: an unknown option.
         ValueError: an unknown column, a file without a header, or an option
-            out of range. Bad rows raise `tf.errors.InvalidArgumentError` when
-            they are read.
+            out of range.
+        tf.errors.InvalidArgumentError: when a bad row is read.
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
@@ -113,16 +109,14 @@ def read_csv(
     )
     known = list(layout.columns)
     chosen = known if select_columns is None else list(select_columns)
-    for argument, names in (
-        ("label_name", [] if label_name is None else [label_name]),
-        ("select_columns", chosen),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"Argument `{argument}` must name a column of "
-                    f"{layout.origin}: {known}. Received: {name!r}."
-                )
+    asked = {} if label_name is None else {"label_name": [label_name]}
+    asked["select_columns"] = chosen
+    for argument, names in asked.items():
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(
+                f"Argument `{argument}` must name a column of "
+                f"{layout.origin}: {known}. Received: {unknown[0]!r}."
+            )
 
     def parse(records: tf.Tensor) -> Features | tuple[Features, tf.Tensor]:
         columns = layout.parse(records)
@@ -131,12 +125,9 @@ def read_csv(
             return features
         return features, columns[label_name]
 
+    lines = tf.data.TextLineDataset
     files = _files(
-        paths,
-        tf.data.TextLineDataset,
-        split=layout.split,
-        unit="line",
-        expected=str(layout),
+        paths, lines, split=layout.split, unit="line", expected=str(layout)
     )
     return batches(files, parse, batch_size, reading)
 
@@ -146,32 +137,22 @@ def csv_columns(
 ) -> dict[str, Any]:
     """The columns of CSV files, as `read_csv` infers them from the same.
 
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = os.path.join(directory, "people.csv")
-    ...     with open(path, "w") as file:
-    ...         print("age,height,job", file=file)
-    ...         print("30,1.7,smith", file=file)
-    ...         print("41,?,?", file=file)
-    ...     csv_columns(path, na_value="?")
+    >>> path = os.path.join(directory, "people.csv")
+    >>> with open(path, "w") as file:
+    ...     for line in ("age,height,job", "30,1.7,smith", "41,?,?"):
+    ...         print(line, file=file)
+    >>> csv_columns(path, na_value="?")
     {'age': tf.int64, 'height': nan, 'job': ''}
 
-    Args:
-        file_pattern: as in `read_csv`.
-        **options: `column_names`, `column_defaults`, `field_delim`,
-            `use_quote_delim`, `na_value` and `num_rows_for_inference`, as in
-            `read_csv`.
+    Takes the arguments of `read_csv` that say how the files are written, and
+    raises as it does.
 
     Returns:
         The name of each column, in order, and its default: the
         `column_defaults` for a `read_csv` that does not infer anything.
-
-    Raises:
-        FileNotFoundError, TypeError, ValueError: as `read_csv`.
     """
-    return csv_records.infer(
-        record_files.match(file_pattern), **options
-    ).columns
+    paths = record_files.match(file_pattern)
+    return csv_records.infer(paths, **options).columns
 
 
 def read_text(
@@ -179,26 +160,18 @@ def read_text(
 ) -> tf.data.Dataset:
     """Batches of the lines of text files.
 
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = os.path.join(directory, "lines.txt")
-    ...     with open(path, "w") as file:
-    ...         print("to be", file=file)
-    ...         print("or not", file=file)
-    ...     lines = read_text(path, 2, shuffle=False, num_epochs=1)
-    ...     print(*lines.as_numpy_iterator())
+    >>> path = os.path.join(directory, "lines.txt")
+    >>> with open(path, "w") as file:
+    ...     print("to be", file=file)
+    ...     print("or not", file=file)
+    >>> lines = read_text(path, 2, shuffle=False, num_epochs=1)
+    >>> print(*lines.as_numpy_iterator())
     [b'to be' b'or not']
 
-    Args:
-        file_pattern: as in `read_csv`.
-        batch_size: lines in a batch.
-        **options: those of `ReadOptions`.
+    Takes `ReadOptions`, and raises, as `read_csv` does.
 
     Returns:
         A dataset of string vectors of `batch_size`: lines without their ends.
-
-    Raises:
-        FileNotFoundError, TypeError, ValueError: as `read_csv`.
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
@@ -221,14 +194,12 @@ def read_tfrecords(
     pass a worker reads another share, many examples are parsed at once, and an
     error names the file and the number of the record.
 
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = os.path.join(directory, "a.tfrecord")
-    ...     with tf.io.TFRecordWriter(path) as writer:
-    ...         for record in b"one", b"two":
-    ...             writer.write(record)
-    ...     records = read_tfrecords(path, None, 2, shuffle=False, num_epochs=1)
-    ...     print(*records.as_numpy_iterator())
+    >>> path = os.path.join(directory, "a.tfrecord")
+    >>> with tf.io.TFRecordWriter(path) as writer:
+    ...     writer.write(b"one")
+    ...     writer.write(b"two")
+    >>> records = read_tfrecords(path, None, 2, shuffle=False, num_epochs=1)
+    >>> print(*records.as_numpy_iterator())
     [b'one' b'two']
 
     Args:
@@ -251,12 +222,9 @@ def read_tfrecords(
     """
     reading = ReadOptions(**options)
     parse, expected = example_parser(features, label_key)
-    files = _files(
-        record_files.match(file_pattern, reading.check_gzip),
-        tf.data.TFRecordDataset,
-        expected=expected,
-        skips_errors=True,
-    )
+    paths = record_files.match(file_pattern, reading.check_gzip)
+    records = tf.data.TFRecordDataset
+    files = _files(paths, records, expected=expected, skips_errors=True)
     return batches(files, parse, batch_size, reading)
 
 

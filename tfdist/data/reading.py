@@ -125,34 +125,29 @@ def batches(
     at_once = min(_PARSED_RECORDS, 1 + _PARSED_BYTES // size)
     together = max(1, at_once // batch_size)
     full = endless or options.drop_remainder
-    dataset = records.batch(
-        together * batch_size, drop_remainder=full and together == 1
-    )
+    drop = full and together == 1
+    dataset = records.batch(together * batch_size, drop_remainder=drop)
+    autotune = tf.data.AUTOTUNE
     for function in (_as_written(parser(files, parse)), options.transform):
         if function is not None:
             # In order: these may be all of a pass, which passes then would mix.
-            dataset = dataset.map(
-                function, tf.data.AUTOTUNE, deterministic=True
-            )
+            dataset = dataset.map(function, autotune, deterministic=True)
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
         # A loop packs many steps into a dispatch only if there is no end.
         infinite = tf.data.INFINITE_CARDINALITY
-        dataset = dataset.apply(
-            tf.data.experimental.assert_cardinality(infinite)
-        )
+        no_end = tf.data.experimental.assert_cardinality(infinite)
+        dataset = dataset.apply(no_end)
     settings = tf.data.Options()
     settings.deterministic = deterministic
     # The records are dealt already.
-    settings.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.OFF
-    )
+    no_shards = tf.data.experimental.AutoShardPolicy.OFF
+    settings.experimental_distribute.auto_shard_policy = no_shards
     # Or no position could be saved: to TensorFlow the assertions are stateful.
-    settings.experimental_external_state_policy = (
-        tf.data.experimental.ExternalStatePolicy.IGNORE
-    )
-    return dataset.prefetch(tf.data.AUTOTUNE).with_options(settings)
+    ignore = tf.data.experimental.ExternalStatePolicy.IGNORE
+    settings.experimental_external_state_policy = ignore
+    return dataset.prefetch(autotune).with_options(settings)
 
 
 def shards_by_file(
@@ -220,9 +215,8 @@ def _passes(
         passes = passes.take(options.num_epochs)
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
     own_seed = seed + 1_000_003 * worker
-    buffer = options.shuffle_buffer_size or min(
-        _BUFFER_RECORDS, 1 + _BUFFER_BYTES // size
-    )
+    default = min(_BUFFER_RECORDS, 1 + _BUFFER_BYTES // size)
+    buffer = options.shuffle_buffer_size or default
     read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
@@ -260,9 +254,8 @@ def _dealt(
     if options.shuffle:
         own = shuffled(own, [seed, number])
         cycle_length = min(options.num_parallel_reads, len(files.paths))
-    block = max(
-        b for b in _BLOCKS if b * size <= _BLOCK_BYTES or b == _BLOCKS[0]
-    )
+    small = (block for block in _BLOCKS if block * size <= _BLOCK_BYTES)
+    block = max(small, default=_BLOCKS[0])
     every = 1 if by_file else workers
     first, most = first_pass(context), None
     if options.shuffle and (tf.is_tensor(first) or first > 0):

@@ -96,12 +96,10 @@ def read_tfds(
         part.skip + part.take if part.take >= 0 else part.examples_in_shard
         for part in parts
     ]
+    sources = paths, starts, np.array(stops)
+    expected = f"an example of {builder.info.full_name}"
     files = Files(
-        paths,
-        (paths, starts, np.array(stops)),
-        read,
-        expected=f"an example of {builder.info.full_name}",
-        skips_errors=read is _tfrecords,
+        paths, sources, read, expected, skips_errors=read is _tfrecords
     )
     parse = _tfds_parser(builder.info, as_supervised, select_features)
     return batches(files, parse, batch_size, reading)

@@ -23,7 +23,6 @@ class WorkerContext(tf.distribute.InputContext):
         first_pass: Number of the first pass, an int or a scalar int64 tensor.
 
     Attributes:
-        first_pass: As given.
         fixed_share: Whether only this worker ever reads its share of the data.
             False for readers that deal the examples again in each pass.
         is_dealt: Whether the input function has asked how many workers there
