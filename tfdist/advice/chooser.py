@@ -1,11 +1,8 @@
 """Which strategy to choose, and why: decided from plain numbers.
 
-The rules of the field come out of the estimates:
-
-* many weak or unreliable machines: parameter servers;
-* fast devices with strong links: all-reduce;
-* a model too large for a device: partition it;
-* input-bound: more machines.
+The rules of the field come out of the estimates: parameter servers for many
+weak or unreliable machines, all-reduce for fast devices with strong links,
+partitioning for a model too large for a device, more machines if input-bound.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping
 
-from tfdist.advice.estimate import Estimate, estimates
+from tfdist.advice.estimate import PARTS, Estimate, estimates
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
 
@@ -52,7 +49,6 @@ class Recommendation:
         estimates: Of all ways, as `tfdist.advice.estimates` returns them.
         workload, machines: What was asked about.
 
-    Example:
     >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
     >>> choose_strategy(step, Machines()).reasons[0]
     'One device: there is nothing to distribute over.'
@@ -70,13 +66,9 @@ class Recommendation:
         return {e.strategy: e for e in self.estimates}.get(self.strategy or "")
 
     def table(self) -> str:
-        """Returns estimates and reasons as text of at most 79 columns.
-
-        Examples a second are rounded to two digits.
-        """
+        """Estimates and reasons as text of at most 79 columns."""
         step, machines = self.workload, self.machines
-        seconds = ("compute", "input", "wait", "wire", "step")
-        names = "".join(f"{name:>8}" for name in seconds)
+        names = "".join(f"{name:>8}" for name in (*PARTS, "step"))
         lines = [
             f"{machines.count} x {machines.devices} {machines.kind} of "
             f"{in_units(machines.device_memory, _BYTES)}, "
@@ -106,7 +98,6 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
     with at least 90 % of that. Layers are spread over devices only where no
     device holds a copy and parameter servers cannot help.
 
-    Example:
     >>> resnet = Workload(batch_size=64, dense_bytes=102e6, flops=1.5e12)
     >>> choose_strategy(resnet, Machines(kind="gpu", devices=8)).strategy
     'mirrored'
@@ -135,9 +126,8 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
             f"{chosen.batch_size:,} = {chosen.replicas * chosen.batch_size:,} "
             "examples. Tune the learning rate for it."
         )
-    return Recommendation(
-        chosen.strategy, tuple(reasons), made, workload, machines
-    )
+    name, why = chosen.strategy, tuple(reasons)
+    return Recommendation(name, why, made, workload, machines)
 
 
 def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
@@ -180,17 +170,15 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
     if not several:
         return ["One device: there is nothing to distribute over."]
     best = max(several, key=lambda e: e.examples_per_sec)
-    if best.bound == "input":
-        return [
-            "Not worth distributing: input for one device is all that a "
-            "machine prepares."
-        ]
-    return [
-        "Not worth distributing: the step is too short, or the links are too "
-        f"weak. {best.strategy} would spend "
-        f"{best.wire_secs / best.secs_per_step:.0%} of a step on the wire. A "
+    share = best.wire_secs / best.secs_per_step
+    why_not = (
+        "input for one device is all that a machine prepares."
+        if best.bound == "input"
+        else "the step is too short, or the links are too weak. "
+        f"{best.strategy} would spend {share:.0%} of a step on the wire. A "
         "larger batch a replica would change that."
-    ]
+    )
+    return [f"Not worth distributing: {why_not}"]
 
 
 def _row(estimate: Estimate, advised: bool) -> str:
@@ -199,11 +187,9 @@ def _row(estimate: Estimate, advised: bool) -> str:
         name += f" ({estimate.num_ps:,} server{'s' * (estimate.num_ps > 1)})"
     if not estimate.feasible:
         return f"{name:26}{estimate.why_not}"
-    parts = (
-        *(estimate.compute_secs, estimate.input_secs, estimate.wait_secs),
-        *(estimate.wire_secs, estimate.secs_per_step),
-    )
-    seconds = "".join(f"{in_units(part, SECS):>8}" for part in parts)
+    parts = [getattr(estimate, f"{part}_secs") for part in PARTS]
+    parts.append(estimate.secs_per_step)
+    seconds = "".join(f"{in_units(secs, SECS):>8}" for secs in parts)
     # An estimate knows no more than two digits.
     rate = float(f"{estimate.examples_per_sec:.2g}")
     rounded = f"{rate:,.0f}" if 10 <= rate < 1e8 else f"{rate:.2g}"

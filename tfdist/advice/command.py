@@ -59,11 +59,7 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.advice --help`.
-
-    Returns 0, or 1 if no strategy is possible. A bad flag or model exits with 2
-    and a message.
-    """
+    """Runs the command; returns 1 if no strategy is possible, else 0."""
     parser = _parser()
     args = vars(parser.parse_args(argv))
     model, measured = args.pop("model", ""), args.pop("measure", False)

@@ -17,6 +17,7 @@ from tfdist.advice import cost_formulas
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
 
+PARTS = ("compute", "input", "wait", "wire")  # Of a step.
 _Link = tuple[float, float]  # Bytes a second, and seconds of latency.
 
 
@@ -40,7 +41,6 @@ class Estimate:
         wire_secs: Waiting for bytes.
         goodput: Share of the time that is not lost by failures.
 
-    Example:
     >>> step = Estimate(strategy="ps", batch_size=8, replicas=4, wire_secs=0.5)
     >>> step.examples_per_sec, step.bound
     (64.0, 'wire')
@@ -81,8 +81,7 @@ class Estimate:
     @property
     def bound(self) -> str:
         """The largest part: `"compute"`, `"input"`, `"wait"` or `"wire"`."""
-        parts = ("compute", "input", "wait", "wire")
-        return max(parts, key=lambda part: getattr(self, f"{part}_secs"))
+        return max(PARTS, key=lambda part: getattr(self, f"{part}_secs"))
 
 
 def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
@@ -91,7 +90,6 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     They are: one_device, mirrored, tpu, multi_worker_mirrored, ps,
     model_parallel. One that is impossible says `why_not`.
 
-    Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, compute_secs=0.1)
     >>> [e.strategy for e in estimates(step, Machines(count=2)) if e.feasible]
     ['one_device', 'multi_worker_mirrored', 'ps', 'model_parallel']
@@ -131,10 +129,8 @@ class _Job(NamedTuple):
         return self.step.flops / self.m.device_flops
 
     def goodput(self, count: int) -> float:
-        failures = count / self.m.secs_between_failures
-        return cost_formulas.goodput(
-            failures, self.m.checkpoint_secs, self.m.restart_secs
-        )
+        m, rate = self.m, count / self.m.secs_between_failures
+        return cost_formulas.goodput(rate, m.checkpoint_secs, m.restart_secs)
 
     def synchronous(
         self, strategy: str, why_not: str, count: int, **fields: Any

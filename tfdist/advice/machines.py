@@ -54,7 +54,6 @@ class Machines:
             not positive (latencies, `spread` and `restart_secs` may be 0), or
             `kind` is unknown.
 
-    Example:
     >>> Machines(count=8, kind="gpu", devices=4).device_memory
     40000000000.0
     """

@@ -21,6 +21,8 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_at_least, check_callable, check_positive
 from tfdist.placement.variables import VariableSpec, describe
 
+ModelFn = Callable[[], keras.Model]
+
 # Multiplications and additions for each weight and example: two forward, four
 # backward (Kaplan et al., 2020, "Scaling Laws for Neural Language Models").
 _FLOPS_PER_WEIGHT = 6
@@ -69,7 +71,6 @@ class Workload:
         ValueError: A number is negative or infinite, or a part (`rows_bytes`,
             `largest_bytes`) exceeds its whole.
 
-    Example:
     >>> step = Workload(batch_size=32, dense_bytes=4e6, slot_bytes=8e6)
     >>> step.state_bytes, step.flops
     (12000000.0, 192000000.0)
@@ -89,15 +90,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_numbers(self, positive=["batch_size"])
-        for part, whole in (
-            ("rows_bytes", "table_bytes"),
-            ("largest_bytes", "dense_bytes"),
-        ):
-            if getattr(self, part) > getattr(self, whole):
+        sizes = vars(self)
+        parts = {"rows_bytes": "table_bytes", "largest_bytes": "dense_bytes"}
+        for part, whole in parts.items():
+            if sizes[part] > sizes[whole]:
                 raise ValueError(
                     f"Argument `{part}` is a part of `{whole}`. Received: "
-                    f"{part}={getattr(self, part)}, "
-                    f"{whole}={getattr(self, whole)}."
+                    f"{part}={sizes[part]}, {whole}={sizes[whole]}."
                 )
         if self.flops is None:
             flops = _FLOPS_PER_WEIGHT * self.dense_bytes / _FLOAT_BYTES
@@ -109,10 +108,12 @@ class Workload:
         return self.dense_bytes + self.table_bytes + self.slot_bytes
 
     @classmethod
-    def of(
-        cls, model_fn: Callable[[], keras.Model], batch_size: int
-    ) -> Workload:
+    def of(cls, model_fn: ModelFn, batch_size: int) -> Workload:
         """Reads a model's step without allocating the model.
+
+        `model_fn` and errors are those of `tfdist.placement.describe`. The
+        result has no `compute_secs` and `input_secs`; what you know better:
+        `dataclasses.replace(workload, rows_bytes=...)`.
 
         Tables are the weights of `keras.layers.Embedding` and of
         `tfdist.PartitionedEmbedding`; no two ids of a batch count as equal. A
@@ -121,18 +122,6 @@ class Workload:
         and a layer that was not called on Keras tensors takes one id and counts
         as one position without output.
 
-        Args:
-            model_fn: As for `tfdist.placement.describe`.
-            batch_size: Examples that one replica takes in a step.
-
-        Returns:
-            A `Workload` without `compute_secs` and `input_secs`. What you know
-            better: `dataclasses.replace(workload, rows_bytes=...)`.
-
-        Raises:
-            TypeError, ValueError: As `tfdist.placement.describe`.
-
-        Example:
         >>> def model_fn():
         ...     ids = keras.Input([8], dtype="int32")
         ...     rows = keras.layers.Embedding(1_000_000, 16, name="words")(ids)
@@ -173,11 +162,9 @@ class Workload:
             ids[layer.path] = _size(taken)
             outputs.append(_FLOAT_BYTES * batch_size * _size(given))
             applied = taken if isinstance(layer, _RECURRENT) else given
-            weights += (_size(applied[:-1]) - 1) * sum(
-                _num_floats(weight)
-                for weight in layer.weights
-                if not _TABLE.match(weight.path)
-            )
+            read_whole = (w for w in layer.weights if not _TABLE.match(w.path))
+            floats = sum(map(_num_floats, read_whole))
+            weights += (_size(applied[:-1]) - 1) * floats
         rows_bytes = 0.0
         for name, shards in tables.items():
             num_rows = max(1, sum(spec.num_rows for spec in shards))
@@ -214,20 +201,13 @@ def _num_floats(weight: VariableSpec | keras.Variable) -> int:
     return _size(weight.shape or ()) * tf.as_dtype(weight.dtype).is_floating
 
 
-def measure(model_fn: Callable[[], keras.Model], batch_size: int) -> float:
-    """Measures a step on this machine's first device.
+def measure(model_fn: ModelFn, batch_size: int) -> float:
+    """Seconds of a step on this machine's first device: `compute_secs`.
 
     It is a forward and a backward pass on zeros, of the mean of the outputs,
-    without the optimizer's update.
+    without the optimizer's update; the median of five. The model is allocated
+    here, and must be built.
 
-    Args:
-        model_fn: Returns a built model, which is allocated here.
-        batch_size: Examples in the step.
-
-    Returns:
-        Seconds, the median of five steps, for `Workload(compute_secs=...)`.
-
-    Example:
     >>> def model_fn():
     ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> measure(model_fn, 8) > 0
