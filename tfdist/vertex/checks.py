@@ -25,9 +25,7 @@ _SERVICES_OWN = ("TF_CONFIG", "CLUSTER_SPEC", "AIP_", "CLOUD_ML_")
 
 
 def problems_of_job(spec: Any) -> list[str]:
-    """What is wrong with a job file.
-
-    Needs google-cloud-aiplatform: `pip install "tfdist[vertex]"`.
+    """What is wrong with a job file, a sentence for each problem.
 
     >>> problems_of_job({"base_output_directory": {}})
     ['base_output_directory is unknown here; baseOutputDirectory is meant.']
@@ -36,11 +34,9 @@ def problems_of_job(spec: Any) -> list[str]:
         spec: A `CustomJobSpec`, or a `HyperparameterTuningJob` (it has a
             `studySpec`), as `yaml.safe_load` returns it.
 
-    Returns:
-        A sentence for each problem.
-
     Raises:
-        ImportError: The package is not installed.
+        ImportError: google-cloud-aiplatform is not installed, which
+            `pip install "tfdist[vertex]"` does.
     """
     try:
         return rules_broken_by(_parsed(spec))
@@ -73,13 +69,10 @@ def _parsed(spec: Any) -> dict[str, Any]:
         raise ValueError(f"The file must be a mapping. Received: {spec!r:.80}.")
     if unknown := [*_snake_case(spec)]:
         raise ValueError("\n".join(unknown))
-    message = (
-        types.HyperparameterTuningJob
-        if is_tuning(spec)
-        else types.CustomJobSpec
-    )
+    tuning = is_tuning(spec)
+    kind = types.HyperparameterTuningJob if tuning else types.CustomJobSpec
     try:
-        parsed = json_format.ParseDict(spec, message.pb(message()))
+        parsed = json_format.ParseDict(spec, kind.pb(kind()))
     except json_format.ParseError as e:
         text = re.sub(r"Failed to parse (\w+) field: ", r"\1: ", str(e))
         text = " ".join(text.split()).rstrip(".")
@@ -110,7 +103,8 @@ def _job_rules(spec: Fields) -> Iterator[str]:
         yield "workerPoolSpecs must be a list of pools, the chief's first."
         return
     chief, workers, third, evaluator = [*pools, {}, {}, {}][:4]
-    if _replicas(evaluator) > 1:
+    # Protobuf's JSON has 64-bit integers as text.
+    if int(evaluator.get("replicaCount", 0)) > 1:
         yield "workerPoolSpecs[3] is the evaluator: there can be only one."
     if third and not workers:
         yield "workerPoolSpecs[2] is there, and no workers that would need it."
@@ -141,11 +135,6 @@ def _job_rules(spec: Fields) -> Iterator[str]:
             "baseOutputDirectory.outputUriPrefix must be gs://bucket/folder. "
             f"Received: {output!r:.80}."
         )
-
-
-def _replicas(pool: Fields) -> int:
-    """Protobuf's JSON has 64-bit integers as text."""
-    return int(pool.get("replicaCount", 0))
 
 
 def _accelerators(pool: Fields) -> int:

@@ -147,17 +147,15 @@ def _job(options: argparse.Namespace) -> Job:
     if wrong := [text for text in options.env if "=" not in text]:
         raise ValueError(f"--env must be NAME=VALUE. Received: {wrong[0]!r}")
     values["env"] = dict(text.split("=", 1) for text in options.env)
-    for name in _MACHINES:
-        values[name] = Machine(machine_type=values[name])
-    values["evaluator_machine"] = dataclasses.replace(
-        values["evaluator_machine"], **options.evaluator_accelerator
-    )
     given = [f.name for f in dataclasses.fields(Machine) if f.metadata]
-    values["machine"] = dataclasses.replace(
-        values["machine"],
-        **options.accelerator,
-        **{name: values[name] for name in given},
-    )
+    fields = {name: values[name] for name in given}
+    further = {
+        "machine": {**options.accelerator, **fields},
+        "evaluator_machine": options.evaluator_accelerator,
+    }
+    for name in _MACHINES:
+        machine_type, more = values[name], further.get(name, {})
+        values[name] = Machine(machine_type=machine_type, **more)
     return Job(**{f.name: values[f.name] for f in dataclasses.fields(Job)})
 
 
@@ -186,10 +184,7 @@ def _check_file(path: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.vertex --help`.
-
-    Returns 0; a job that is wrong exits with 2 and a message.
-    """
+    """Runs the command; a job that is wrong exits with 2 and a message."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     options = parser.parse_args(argv)
@@ -200,14 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         job, tuning = _job(options), _tuning(options)
         spec = tuning.job(job, options.name) if tuning else job.spec()
         trials = f"{tuning.max_trials} trials of " if tuning else ""
-        text = to_yaml(
-            spec,
-            shape=f"{trials}{job.shape}",
-            made_by=["python", "-m", "tfdist.vertex", *argv],
-            submit=gcloud_command(
-                spec, region=options.region, name=options.name
-            ),
-        )
+        shape = f"{trials}{job.shape}"
+        made_by = ["python", "-m", "tfdist.vertex", *argv]
+        submit = gcloud_command(spec, region=options.region, name=options.name)
+        text = to_yaml(spec, shape=shape, made_by=made_by, submit=submit)
     except (ImportError, OSError, ValueError) as e:
         parser.error(str(e))
     print(text, end="")

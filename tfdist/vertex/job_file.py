@@ -84,9 +84,9 @@ def to_yaml(
     lines = [f"# {shape}. Made by:", *_comment(made_by)]
     lines += ["# Submit it with:", *_comment(submit)]
     pools = spec.get("trialJobSpec", spec)["workerPoolSpecs"]
-    if "tpuTopology" in pools[0]["machineSpec"] or pools[0]["machineSpec"].get(
-        "acceleratorType", ""
-    ).startswith("TPU"):
+    machine = pools[0]["machineSpec"]
+    accelerator = machine.get("acceleratorType", "")
+    if "tpuTopology" in machine or accelerator.startswith("TPU"):
         lines.append(
             "# TensorFlow 2.21 has no package for TPUs: the image must bring "
             "one that has."

@@ -45,7 +45,6 @@ class Machine:
             where the machine type comes with it. Default: none.
         accelerator_count: How many on each machine.
 
-    Example:
     >>> Machine(machine_type="n1-highmem-8").fields()
     {'machineSpec': {'machineType': 'n1-highmem-8'}}
     """
@@ -64,12 +63,21 @@ class Machine:
 
     def fields(self) -> dict[str, Any]:
         """`machineSpec`, and `diskSpec` if something of it is given."""
+        affinity: dict[str, Any] | None = None
+        if self.reservation == "any":
+            affinity = {"reservationAffinityType": "ANY_RESERVATION"}
+        elif self.reservation is not None:
+            affinity = {
+                "reservationAffinityType": "SPECIFIC_RESERVATION",
+                "key": "compute.googleapis.com/reservation-name",
+                "values": [self.reservation],
+            }
         spec = {
             "machineType": self.machine_type,
             "acceleratorType": self.accelerator_type,
             "acceleratorCount": self.accelerator_count or None,
             "tpuTopology": self.tpu_topology,
-            "reservationAffinity": self._affinity(),
+            "reservationAffinity": affinity,
         }
         disk = {
             "bootDiskType": self.boot_disk_type,
@@ -77,17 +85,6 @@ class Machine:
         }
         fields = {"machineSpec": given(spec), "diskSpec": given(disk) or None}
         return given(fields)
-
-    def _affinity(self) -> dict[str, Any] | None:
-        if self.reservation is None:
-            return None
-        if self.reservation == "any":
-            return {"reservationAffinityType": "ANY_RESERVATION"}
-        return {
-            "reservationAffinityType": "SPECIFIC_RESERVATION",
-            "key": "compute.googleapis.com/reservation-name",
-            "values": [self.reservation],
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +130,6 @@ class Job(Tasks):
     Raises:
         ValueError: Arguments contradict each other.
 
-    Example:
     >>> job = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out",
     ...           workers=4, ps=2, args=["--max_steps=10"])
     >>> job.shape
@@ -207,13 +203,12 @@ class Job(Tasks):
     def shape(self) -> str:
         """The tasks in words, such as "chief, 4 workers, 2 ps, evaluator"."""
         tasks = ["chief" if self.workers else "one machine"]
-        for count, name, plural in (
-            (self.workers, "worker", "workers"),
-            (self.ps, "ps", "ps"),
-            (self.reduction_servers, "reduction server", "reduction servers"),
-        ):
-            if count:
-                tasks.append(f"{count} {name if count == 1 else plural}")
+        if count := self.workers:
+            tasks.append(f"{count} worker{'s' * (count > 1)}")
+        if self.ps:
+            tasks.append(f"{self.ps} ps")
+        if count := self.reduction_servers:
+            tasks.append(f"{count} reduction server{'s' * (count > 1)}")
         return ", ".join(tasks + ["evaluator"] * self.evaluator)
 
     def spec(self) -> dict[str, Any]:
@@ -242,21 +237,18 @@ class Job(Tasks):
             "disableRetries": self.disable_retries or None,
         }
         attachment = {"networkAttachment": self.network_attachment}
-        return given(
-            {
-                "persistentResourceId": self.persistent_resource,
-                "workerPoolSpecs": self._pools(),
-                "scheduling": given(scheduling) or None,
-                "baseOutputDirectory": {
-                    "outputUriPrefix": self.base_output_dir
-                },
-                "serviceAccount": self.service_account,
-                "network": self.network,
-                "pscInterfaceConfig": given(attachment) or None,
-                "tensorboard": self.tensorboard,
-                "enableWebAccess": self.web_access or None,
-            }
-        )
+        spec = {
+            "persistentResourceId": self.persistent_resource,
+            "workerPoolSpecs": self._pools(),
+            "scheduling": given(scheduling) or None,
+            "baseOutputDirectory": {"outputUriPrefix": self.base_output_dir},
+            "serviceAccount": self.service_account,
+            "network": self.network,
+            "pscInterfaceConfig": given(attachment) or None,
+            "tensorboard": self.tensorboard,
+            "enableWebAccess": self.web_access or None,
+        }
+        return given(spec)
 
     def _pools(self) -> list[dict[str, Any]]:
         """The worker pools: chief, workers, ps, evaluator."""
@@ -279,21 +271,16 @@ class Job(Tasks):
         return pools
 
     def _pool(
-        self,
-        replicas: int,
-        machine: Machine,
-        env: Mapping[str, str] = {},
+        self, replicas: int, machine: Machine, env: Mapping[str, str] = {}
     ) -> dict[str, Any]:
         """One worker pool; {} leaves it out."""
         if not replicas:
             return {}
-        env = {
-            **(PS_JOB_ENV if self.ps else {}),
-            **env,
-            **({REDUCTION_SERVERS: "1"} if self.reduction_servers else {}),
-            **self.env,
-        }
-        run = given({"args": [*self.args] or None, "env": as_list(env) or None})
+        all_env = {**(PS_JOB_ENV if self.ps else {}), **env}
+        if self.reduction_servers:
+            all_env[REDUCTION_SERVERS] = "1"
+        listed = as_list({**all_env, **self.env})
+        run = given({"args": [*self.args] or None, "env": listed or None})
         pool = {**machine.fields(), "replicaCount": replicas}
         if self.packages:
             pool["pythonPackageSpec"] = {

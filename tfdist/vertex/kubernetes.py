@@ -88,7 +88,6 @@ class Job(Tasks):
                 "Argument `name` must be at most 40 small letters, digits and "
                 f"dashes. Received: name={self.name!r}."
             )
-
         if self.ps and self.gpus > 1:
             raise ValueError(
                 "Argument `gpus` must be at most 1 with `ps`, where a worker "
@@ -172,10 +171,8 @@ class Job(Tasks):
                 "restartPolicy": restart,
                 "template": self._template(role),
             }
-        policy = {
-            "cleanPodPolicy": "Running",
-            "backoffLimit": self.max_restarts,
-        }
+        tries = self.max_restarts
+        policy = {"cleanPodPolicy": "Running", "backoffLimit": tries}
         spec = {"runPolicy": policy, "tfReplicaSpecs": specs}
         job = self._object("kubeflow.org/v1", "TFJob", spec)
         return [self._network_policy(), job]
@@ -188,12 +185,8 @@ class Job(Tasks):
             "namespace": self.namespace,
             "labels": self._labels,
         }
-        return {
-            "apiVersion": api,
-            "kind": kind,
-            "metadata": metadata,
-            "spec": spec,
-        }
+        head = {"apiVersion": api, "kind": kind, "metadata": metadata}
+        return {**head, "spec": spec}
 
     @property
     def _labels(self) -> dict[str, str]:
@@ -209,9 +202,8 @@ class Job(Tasks):
             ways = [*(ways or [_HTTPS]), *_METADATA]
         for text in ways:
             cidr, _, port = text.rpartition(":")
-            where: dict[str, Any] = {"to": [{"ipBlock": {"cidr": cidr}}]}
-            where["ports"] = [{"protocol": "TCP", "port": int(port)}]
-            egress.append(where)
+            ports = [{"protocol": "TCP", "port": int(port)}]
+            egress.append({"to": [{"ipBlock": {"cidr": cidr}}], "ports": ports})
         spec = {
             **pods,
             "policyTypes": ["Ingress", "Egress"],
@@ -244,11 +236,9 @@ class Job(Tasks):
         tf_config = cluster.tf_config(role, 0).replace(
             '"index": 0', '"index": $(TASK_INDEX)'
         )
+        index = {"fieldRef": {"fieldPath": _INDEX}}
         template["spec"]["containers"][0]["env"] += [
-            {
-                "name": "TASK_INDEX",
-                "valueFrom": {"fieldRef": {"fieldPath": _INDEX}},
-            },
+            {"name": "TASK_INDEX", "valueFrom": index},
             {"name": "TF_CONFIG", "value": tf_config},
         ]
         return {
@@ -321,10 +311,7 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `python -m tfdist.kubernetes --help`.
-
-    Returns 0; a job that is wrong exits with 2 and a message.
-    """
+    """Runs the command; a job that is wrong exits with 2 and a message."""
     parser = argparse.ArgumentParser(
         prog="tfdist kubernetes",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",

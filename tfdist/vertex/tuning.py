@@ -13,8 +13,6 @@ _SCALES = {
     "log": "UNIT_LOG_SCALE",
     "reverse_log": "UNIT_REVERSE_LOG_SCALE",
 }
-
-
 _RANGES: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "double": ("doubleValueSpec", float),
     "int": ("integerValueSpec", int),
@@ -36,7 +34,6 @@ class Tuning:
         parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
             Each trial gets its values as flags, `--name=value`.
 
-    Example:
     >>> trial = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out")
     >>> rate = parameter("learning_rate=double:0.01:1:log")
     >>> Tuning(metric="auc", parameters=[rate]).job(trial)["maxTrialCount"]
@@ -77,19 +74,18 @@ class Tuning:
         }
         if self.stopping:
             study["medianAutomatedStoppingSpec"] = {}
-        return checked(
-            {
-                "displayName": name,
-                "studySpec": given(study),
-                "maxTrialCount": self.max_trials,
-                "parallelTrialCount": self.parallel_trials,
-                "trialJobSpec": trial.unchecked_spec(),
-            }
-        )
+        job = {
+            "displayName": name,
+            "studySpec": given(study),
+            "maxTrialCount": self.max_trials,
+            "parallelTrialCount": self.parallel_trials,
+            "trialJobSpec": trial.unchecked_spec(),
+        }
+        return checked(job)
 
 
 def parameter(text: str) -> dict[str, Any]:
-    """Parses a tuned flag from the command line.
+    """The `ParameterSpec` of a tuned flag, as JSON has it.
 
     >>> parameter("learning_rate=double:0.01:1:log")["scaleType"]
     'UNIT_LOG_SCALE'
@@ -98,15 +94,10 @@ def parameter(text: str) -> dict[str, Any]:
     >>> parameter("hidden_units=categorical:64|128,64")["categoricalValueSpec"]
     {'values': ['64', '128,64']}
 
-    Args:
-        text: name=double:MIN:MAX[:log|:reverse_log], name=int:MIN:MAX[:log...],
-            name=discrete:NUMBER,... or name=categorical:VALUE|...
-
-    Returns:
-        A `ParameterSpec`, as JSON has it.
-
     Raises:
-        ValueError: It is none of these.
+        ValueError: `text` is none of name=double:MIN:MAX[:log|:reverse_log],
+            name=int:MIN:MAX[:log...], name=discrete:NUMBER,... and
+            name=categorical:VALUE|...
     """
     name, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
