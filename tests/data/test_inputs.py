@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow
 
 from tfdist.data import readers, record_files
 from tfdist.data.reading import shards_by_file
 from tfdist.data.worker_context import WorkerContext
 
 FEATURES = {"x": tf.io.FixedLenFeature([], tf.int64)}
-
-
-def slow(*cases):
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def write(path, data):

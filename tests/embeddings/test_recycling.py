@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from pace import slow
 from test_dynamic import OPTIMIZERS, dynamic, model_of, trained
 
 from tfdist import PartitionedEmbedding
@@ -127,7 +128,8 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    ("admit_after", "evict_after"), [(1, None), (3, None), (1, 3), (2, 5)]
+    ("admit_after", "evict_after"),
+    [*slow((1, None), (3, None), (1, 3)), (2, 5)],
 )
 @given(data=st.data())
 @settings(max_examples=4, deadline=None, phases=[Phase.generate])

@@ -11,6 +11,7 @@ import table_checks
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pace import slow_but
 
 from tfdist import MultiOptimizer, PartitionedEmbedding
 from tfdist._tf.private import ShardedVariable
@@ -90,7 +91,7 @@ def test_any_shards_into_any_others(tmp_path, data):
     assert_same(table_checks.whole(variables), expected)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_but(["same name"], OPTIMIZERS))
 def test_slots_of_every_kind(tmp_path, optimizer):
     path, expected = saved(tmp_path, (3, 2), optimizer=optimizer)
     variables = variables_of(built((1, 4), optimizer))

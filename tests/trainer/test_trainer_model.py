@@ -160,6 +160,7 @@ def trained(tmp_path_factory):
     return examples, built
 
 
+@pytest.mark.slow
 def test_it_learns(trained):
     examples, built = trained
     prepare = model.preprocessor(examples.schema)

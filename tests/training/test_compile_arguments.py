@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow_but
 from small_models import local_loop, logistic
 
 import tfdist
@@ -64,7 +65,9 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name", slow_but(["loss_weights", "weighted_metrics"], ARGUMENTS)
+)
 def test_learns_and_logs_what_fit_does(name):
     batches = data().cache()
     ours, theirs = (compiled(**ARGUMENTS[name]) for _ in range(2))

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow
 from small_models import batches
 
 import tfdist
@@ -163,7 +164,7 @@ def test_estimator_trains_as_fit_does(name, tmp_path):
         )
 
 
-@pytest.mark.parametrize("steps_per_dispatch", [1, 5])
+@pytest.mark.parametrize("steps_per_dispatch", [*slow(1), 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_logs_of_a_run_are_those_of_an_epoch(name, steps_per_dispatch):
     """Also where a run is several dispatches; the next run begins anew."""

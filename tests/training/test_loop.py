@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from pace import slow, slow_but
 from small_models import batches, local_loop, logistic
 
 from tfdist._tf import private, private_workers
@@ -100,10 +101,10 @@ def of_a_generator():
 @pytest.mark.parametrize(
     ("make", "asked", "compiled", "sizes"),
     [
-        (lambda: batches(83), 4, 1, [4, 4, 1, 1, 1]),
+        *slow((lambda: batches(83), 4, 1, [4, 4, 1, 1, 1])),
         (lambda: batches(83), None, 4, [4, 4, 1, 1, 1]),
-        (lambda: batches(83), 1, 4, [1] * 11),
-        (of_a_generator, None, 1, [10, 1]),
+        *slow((lambda: batches(83), 1, 4, [1] * 11)),
+        *slow((of_a_generator, None, 1, [10, 1])),
         (of_a_generator, 5, 4, [5, 5, 1]),
     ],
 )
@@ -143,7 +144,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(["ftrl", "schedule"], OPTIMIZERS))
 def test_trains_as_fit_does(name):
     """In full dispatches and in single steps."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from pace import slow_but
 from small_models import batches, local_loop
 
 from tfdist._tf.private_keras import reset_object_names
@@ -428,30 +429,11 @@ def flat(logs):
     return found
 
 
-# One of each kind; the others only differ in the metric.
-FAST = [
-    "docstring_of_compute_metrics",
-    "extras",
-    "unlisted",
-    "in_call",
-    "in_loss",
-    "two_outputs",
-    "matrix",
-    "nested",
-    "names",
-    "weighted",
-    "minimum",
-    "aggregation",
-]
+# One of each kind.
+FAST = ["extras", "in_loss", "two_outputs", "weighted", "aggregation"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(FAST, MODELS))
 def test_evaluates_and_logs_as_keras_does(name):
     """Each evaluation, and each run, begins anew; neither disturbs others."""
     theirs = MODELS[name]()

@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow_but
 
 from tfdist import MultiOptimizer, PartitionedEmbedding
 from tfdist._tf.private_keras import (
@@ -264,13 +265,7 @@ def test_every_row_touched(name):
     assert_trains_as_keras(EVERY_RULE[name], table_model, examples(every=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n == "adagrad" else pytest.param(n, marks=pytest.mark.slow)
-        for n in STILL
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["adagrad"], STILL))
 def test_untouched_rows_stay(name):
     zeros = {"ftrl": ["deep", "wide"], "multi": ["wide"]}
     assert_trains_as_keras(

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow
 
 from tfdist import PartitionedEmbedding
 from tfdist.training import optimizers
@@ -33,7 +34,7 @@ def batches():
     return x, (x[:, :, :1] % 2).astype("float32")
 
 
-@pytest.mark.parametrize("read_ahead", [0, 1, 2, 9])
+@pytest.mark.parametrize("read_ahead", [*slow(0, 1), 2, *slow(9)])
 def test_a_step_reads_what_was_left_so_many_steps_before(read_ahead):
     x, y = batches()
     model = model_of(lambda: PartitionedEmbedding(5, 2, num_shards=2))

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from pace import slow
 
 import tfdist
 from tests.cases import assert_weights_are_those_of, seeded
@@ -34,10 +35,6 @@ SPEC = tf.nest.map_structure(
 )
 
 
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 def step_of(optimizer):
     """A step in this process, of a model that always begins alike."""
     model = seeded(model_fn)
@@ -59,8 +56,7 @@ def contribute(step, batches, taken):
 
 
 @pytest.mark.parametrize(
-    "taken",
-    [(1, 0, 1), *(slow(t) for t in [(1, 1, 1), (0, 1, 0)])],
+    "taken", [(1, 0, 1), *slow(((1, 1, 1),), ((0, 1, 0),))]
 )
 @pytest.mark.parametrize(
     "make",
