@@ -33,7 +33,6 @@ _log = logging.getLogger(__name__)
 
 ModelFn = Callable[[], keras.Model]
 
-
 # Fields of TF 2.15 that change nothing, and why.
 _IGNORED = {
     "session_config": "there is no session to configure: threads and devices "
@@ -66,8 +65,7 @@ class RunConfig:
       `tfdist.Cluster` says what is accepted. There is no `master`,
       `evaluation_master`, `device_filters`, `service` and
       `global_id_in_cluster`.
-    * What is ignored is neither checked nor kept. A value of a wrong type and
-      a field that does not exist are `TypeError`s.
+    * What is ignored is neither checked nor kept.
 
     >>> config = tfdist.RunConfig("job", save_checkpoints_steps=500)
     >>> config.replace(model_dir="another").save_checkpoints_steps
@@ -139,7 +137,7 @@ class RunConfig:
     Raises:
         ValueError: a value out of range, both `save_checkpoints_*`, or a field
             that is refused.
-        TypeError: a value of a wrong type.
+        TypeError: a value of a wrong type, or a field that does not exist.
     """
 
     model_dir: str
