@@ -1,7 +1,5 @@
 """What runs where variables are while nobody else is at it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

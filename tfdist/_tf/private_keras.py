@@ -1,7 +1,5 @@
 """The private Keras names that tfdist cannot do without; see `private`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

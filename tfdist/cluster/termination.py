@@ -1,7 +1,5 @@
 """SIGTERM: the process is told to end, and does so when it is ready."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

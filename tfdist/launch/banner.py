@@ -1,7 +1,5 @@
 """What TensorFlow prints while it is loaded, and leaving it out."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

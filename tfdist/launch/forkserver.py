@@ -14,8 +14,6 @@ where it cannot be forked. What differs:
   parameter server, which needs them; the others ask for huge pages, too.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import gc

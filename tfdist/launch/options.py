@@ -1,7 +1,5 @@
 """The flags of `python -m tfdist.launch`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 Linux only: a task cannot outlive its launcher, nor its children the task.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

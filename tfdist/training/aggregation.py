@@ -12,8 +12,6 @@ size, metrics and mean gradient are exact.
       number of examples of each ------->  mean gradient -> update
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
