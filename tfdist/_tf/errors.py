@@ -1,5 +1,7 @@
 """The message of a TensorFlow error."""
 
+from __future__ import annotations
+
 
 def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.

@@ -1,5 +1,7 @@
 """What runs where variables are while nobody else is at it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -4,6 +4,8 @@ Each has its reason beside it and a canary in `tests/_tf/test_private.py`, which
 fails loudly when a new version changes it; `setup.py` pins both packages.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import functools

@@ -1,5 +1,7 @@
 """The private Keras names that tfdist cannot do without; see `private`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,6 +4,8 @@ To trace them takes longer than all else in a recovery. A function captures the
 handle of each variable, and runs as before when both have another.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 from collections.abc import Iterable

@@ -3,6 +3,8 @@
 Its own classes know one set of workers, from their start to their end.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import gc

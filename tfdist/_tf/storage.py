@@ -11,6 +11,8 @@ then raises `AbortedError`. It does not hide that
 * a folder cannot be renamed at once (see `tfdist.estimator.saved_models`).
 """
 
+from __future__ import annotations
+
 import os
 import uuid
 from collections.abc import Iterator

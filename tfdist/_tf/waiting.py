@@ -1,5 +1,7 @@
 """Waiting for a condition, with a deadline."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from typing import TypeVar

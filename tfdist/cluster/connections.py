@@ -8,6 +8,8 @@ connections as well. This file is its program: it imports the standard library
 alone, and it can share file descriptors only on Linux.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import logging

@@ -8,6 +8,8 @@ server: a step that takes minutes does not delay it. A process of its own cuts
 connections where even that thread is held up (`tfdist.cluster.connections`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import enum

@@ -6,6 +6,8 @@ and leaves it to TensorFlow when it has both asked and been asked by each other
 one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json

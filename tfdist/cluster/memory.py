@@ -1,5 +1,7 @@
 """How much memory is left where a task runs."""
 
+from __future__ import annotations
+
 import math
 import re
 import socket

@@ -6,6 +6,8 @@ decides how many steps come next, and the others do what it says. It says so
 through TensorFlow's coordination service, which also notices who is gone.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import math

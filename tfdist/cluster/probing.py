@@ -1,5 +1,7 @@
 """Whether the tasks of a cluster are up: asked once, or until all are."""
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import logging

@@ -7,6 +7,8 @@ written by an ordinary `WriteFile` op placed on that task's device). The server
 sees it and ends with exit code 0. No transport of our own, no file left over.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import json

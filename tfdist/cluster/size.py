@@ -16,6 +16,8 @@ others stay away for `"last_call_timeout"` seconds (torchrun's word; default
 30). Then any of the N may be missing, but for worker 0 where that one leads.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging

@@ -4,6 +4,8 @@ What this adds to `tf.distribute.ParameterServerStrategy` is a start that ends
 in a clear error when a task is missing.
 """
 
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import functools

@@ -1,5 +1,7 @@
 """SIGTERM: the process is told to end, and does so when it is ready."""
 
+from __future__ import annotations
+
 import logging
 import signal
 import threading

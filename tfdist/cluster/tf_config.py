@@ -3,6 +3,8 @@
 Whatever is malformed is refused here, with the offending part in the message.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json

@@ -1,5 +1,7 @@
 """What TensorFlow prints while it is loaded, and leaving it out."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

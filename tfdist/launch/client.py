@@ -1,5 +1,7 @@
 """The injector's process and what its tasks write, seen by their caller."""
 
+from __future__ import annotations
+
 import contextlib
 import multiprocessing
 import os

@@ -31,6 +31,8 @@ promises:
   launcher starts nothing, unless `--network=host` says that it may.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import os

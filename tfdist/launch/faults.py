@@ -1,5 +1,7 @@
 """Faults as data: what is to happen to the tasks of a cluster, and what did."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 KINDS = ("kill", "freeze", "terminate")

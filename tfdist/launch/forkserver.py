@@ -14,6 +14,8 @@ where it cannot be forked. What differs:
   parameter server, which needs them; the others ask for huge pages, too.
 """
 
+from __future__ import annotations
+
 import builtins
 import contextlib
 import gc

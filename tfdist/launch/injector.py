@@ -5,6 +5,8 @@ thread, so that it can fork; and it kills all that the tasks have started, also
 when its caller was killed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import signal

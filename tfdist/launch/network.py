@@ -5,6 +5,8 @@ any graph they are sent. So a local cluster gets a Linux network namespace with
 nothing but a loopback interface, and ports that nobody else is given by chance.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno

@@ -1,5 +1,7 @@
 """The flags of `python -m tfdist.launch`."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

@@ -3,6 +3,8 @@
 Linux only: a task cannot outlive its launcher, nor its children the task.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import dataclasses

@@ -10,6 +10,8 @@ for parameter servers, of `--ps=MIN:MAX` or elsewhere. All write a
 file that the chief looks at (`tfdist.cluster.size`), and so does the launcher.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json

@@ -5,6 +5,8 @@ What follows from an end is decided by the two kinds of it: `Launcher` (the
 command line) and `Injector` (`tfdist.launch.testing`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import signal
 import socket

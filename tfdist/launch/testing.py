@@ -11,6 +11,8 @@ Nothing is left: when the block ends, or the caller dies, every task is killed,
 with its children, frozen or not. Linux only. TensorFlow is not imported.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

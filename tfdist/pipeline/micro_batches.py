@@ -12,6 +12,8 @@ nothing, since the last stage goes forward through all of the batch before it
 goes back. Activations are kept until then.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

@@ -10,6 +10,8 @@ TensorFlow sends what another device needs. So a device may as well be in
 another process: `/job:worker/task:1/device:GPU:0`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Stages of a pipeline: which layers are on which device."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -1,5 +1,7 @@
 """The scope in which a model's variables are made, each on its server."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,6 +12,8 @@ size, metrics and mean gradient are exact.
       number of examples of each ------->  mean gradient -> update
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

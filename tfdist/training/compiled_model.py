@@ -1,5 +1,7 @@
 """The model that a model function has returned: what a step makes of it."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import contextlib
 import inspect

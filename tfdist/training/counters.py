@@ -1,5 +1,7 @@
 """What follows from a step's number: counts, learning rates, random seeds."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 
 import keras

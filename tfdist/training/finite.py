@@ -1,5 +1,7 @@
 """Are all weights finite? Asked where they lie, before they are saved."""
 
+from __future__ import annotations
+
 import collections
 from collections.abc import Mapping
 from typing import Any

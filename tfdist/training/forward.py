@@ -8,6 +8,8 @@ only what the ids need is ever executed: nothing fails, prints or counts
 because of a number that was computed from a stand-in.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

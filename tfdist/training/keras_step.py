@@ -5,6 +5,8 @@ applies its gradients itself, to variables that must be in this process. For
 a `train_step` where they are not, see `own_step.py`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 One op instead of the five or ten of Keras' own step.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import keras

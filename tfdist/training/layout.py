@@ -1,5 +1,7 @@
 """Which server holds what a pass over a model reads and updates."""
 
+from __future__ import annotations
+
 import collections
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -5,6 +5,8 @@ bytes: they are packed, one message per dtype. Larger ones go alone, because to
 pack and to unpack are two copies.
 """
 
+from __future__ import annotations
+
 import collections
 from collections.abc import Sequence
 from typing import Any

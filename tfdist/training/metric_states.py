@@ -1,5 +1,7 @@
 """States of metrics, as tensors that add up (design decision D3)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

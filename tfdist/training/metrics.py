@@ -1,5 +1,7 @@
 """A model's metrics: built before the first step, refused if no sums."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

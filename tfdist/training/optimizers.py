@@ -6,6 +6,8 @@ server that holds the variable and its slots, as it did in TF1. Keras' own
 adding and writing, which loses steps as soon as two workers do it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

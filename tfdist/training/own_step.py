@@ -6,6 +6,8 @@ taken to where the variables are. Else each update of replicas happens at once
 (`updates.py`). In one process see `keras_step.py`.
 """
 
+from __future__ import annotations
+
 import collections
 import contextvars
 import itertools

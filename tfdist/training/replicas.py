@@ -5,6 +5,8 @@ the global batch, and learns the mean over all shares: so all copies stay equal
 (`tf.distribute`'s synchronous strategies).
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

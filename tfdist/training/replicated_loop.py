@@ -7,6 +7,8 @@ batch. Layers that look at their whole batch see their replica's share alone:
 its averages by the mean over replicas.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,9 +100,7 @@ class ReplicatedLoop(LocalLoop):
             for _ in range(num_steps)
         ]
 
-        def of_replica(
-            context: tf.distribute.experimental.ValueContext,
-        ) -> list[Any]:
+        def of_replica(context: tf.distribute.ValueContext) -> list[Any]:
             index = context.replica_id_in_sync_group
             if self.own_batches:
                 return [each[index - self._first] for each in read]

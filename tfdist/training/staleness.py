@@ -5,6 +5,8 @@ and its write. For each update the server that holds `global_step` counts how
 many; nothing more travels over the network.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Hashable
 

@@ -7,6 +7,8 @@ returns the new ones (design decision D3); what it does change for good, it
 changes by operations that the variable's own device executes atomically.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Synchronous steps on the workers of a `ParameterServerStrategy`."""
 
+from __future__ import annotations
+
 import logging
 import math
 import threading

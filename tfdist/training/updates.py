@@ -1,5 +1,7 @@
 """How an optimizer updates what it trains, and counts that."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias

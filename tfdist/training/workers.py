@@ -4,6 +4,8 @@ TensorFlow's `ClusterCoordinator` has a queue and, for each worker, a thread
 that takes what is next and runs it there.
 """
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 import functools
