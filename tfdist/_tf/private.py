@@ -6,10 +6,12 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,6 +153,10 @@ class PartitionedVariable(ShardedVariable):
         return tf.convert_to_tensor(self).numpy()
 
 
+# Rows between which a float32 table is cut without a copy, whatever its width.
+_ALIGNED = 16
+
+
 class _Slices(saveable_object.SaveableObject):
     """One shard in a checkpoint: its runs, as slices of the table."""
 
@@ -161,15 +167,24 @@ class _Slices(saveable_object.SaveableObject):
         shape: tf.TensorShape,
         name: str,
     ) -> None:
-        specs, start, (_, *rest) = [], 0, shape.as_list()
-        for row, size in runs:
+        runs = _aligned(runs)
+        sizes = [size for _, size in runs]
+        pieces: list[tf.Tensor] = []
+
+        def piece(i: int) -> tf.Tensor:
+            """Of one save after the other; they are asked for in order."""
+            if i == 0:
+                pieces[:] = _pieces(variable, sizes)
+            return pieces[i] if i < len(sizes) - 1 else pieces.pop()
+
+        specs, rest = [], shape.as_list()[1:]
+        for i, (row, size) in enumerate(runs):
             where = tf.Variable.SaveSliceInfo(
                 name, shape.as_list(), [row] + [0] * len(rest), [size, *rest]
             )
-            rows = functools.partial(_rows, variable, start, start + size)
             spec = where.spec, name, variable.dtype, variable.device
-            specs.append(saveable_object.SaveSpec(rows, *spec))
-            start += size
+            own = functools.partial(piece, i)
+            specs.append(saveable_object.SaveSpec(own, *spec))
         super().__init__(variable, specs, name)
 
     def restore(
@@ -179,13 +194,45 @@ class _Slices(saveable_object.SaveableObject):
             return self.op.assign(tf.concat(restored_tensors, axis=0))
 
 
-def _rows(variable: tf.Variable, start: int, end: int) -> tf.Tensor:
-    """Some rows, without a copy if they are aligned in memory."""
-    with tf.device(variable.device):
-        rows = variable.read_value_no_copy()[start:end]
-        # From a GPU, which no file is written on.
-        with tf.device("/device:CPU:0"):
-            return tf.identity(rows)
+def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of a shard of which the longest begin and end where none is copied.
+
+    TensorFlow copies no part of a tensor that begins, and ends, at multiples of
+    64 bytes. So the last rows are a run of their own.
+    """
+    *others, (row, size) = runs
+    odd = sum(size for _, size in runs) % _ALIGNED
+    if not others or not 0 < odd < size:
+        return [*runs]
+    return [*others, (row, size - odd), (row + size - odd, odd)]
+
+
+def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
+    """Runs of rows of a shard, by few ops."""
+    # The copy is from a GPU, which no file is written on.
+    with tf.device(variable.device), tf.device("/device:CPU:0"):
+        value = tf.identity(variable.read_value_no_copy())
+        if len(sizes) == 1:
+            return [value]
+        ends, rest = [*itertools.accumulate(sizes)], value.shape[1:]
+        cuts = [0, *(end for end in ends if end % _ALIGNED == 0)]
+        width, flat = rest.num_elements(), tf.reshape(value, [-1])
+        groups = flat[: cuts[-1] * width]
+        parts = [flat[cuts[-1] * width :]]
+        if len(cuts) > 1:
+            groups = tf.reshape(groups, [-1, _ALIGNED * width])
+            parts[:0] = tf.split(groups, np.diff(cuts) // _ALIGNED)
+        pieces: list[tf.Tensor] = []
+        shape = tf.constant([-1, *rest])
+        runs = itertools.groupby(
+            zip(ends, sizes, strict=True),
+            lambda run: bisect.bisect_left(cuts, run[0]) - 1,
+        )
+        for which, own in runs:
+            rows = tf.reshape(parts[which], shape)
+            split = [size for _, size in own]
+            pieces += tf.split(rows, split) if len(split) > 1 else [rows]
+        return pieces
 
 
 class HeldPosition(UninitializedVariable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 from collections.abc import Mapping
 from concurrent import futures
@@ -103,13 +104,18 @@ class HeldValues:
             tf.raw_ops.AssignVariableOp(resource=held.handle, value=value)
 
     def _empty(self) -> None:
-        for _, held in self._pairs:
-            with tf.device(held.device):
+        @functools.cache
+        def nothing(device: str, dtype: tf.DType) -> tf.Tensor:
+            with tf.device(device):
                 # Of unknown shape, else it would have to be the variable's.
-                none = tf.compat.v1.placeholder_with_default(
-                    tf.zeros([0], held.dtype), shape=None
+                return tf.compat.v1.placeholder_with_default(
+                    tf.zeros([0], dtype), shape=None
                 )
-            tf.raw_ops.AssignVariableOp(resource=held.handle, value=none)
+
+        for _, held in self._pairs:
+            tf.raw_ops.AssignVariableOp(
+                resource=held.handle, value=nothing(held.device, held.dtype)
+            )
 
 
 def can_hold(variables: Mapping[str, Saveable]) -> bool:

@@ -100,7 +100,9 @@ class ReplicatedLoop(LocalLoop):
             for _ in range(num_steps)
         ]
 
-        def of_replica(context: tf.distribute.ValueContext) -> list[Any]:
+        def of_replica(
+            context: tf.distribute.experimental.ValueContext,
+        ) -> list[Any]:
             index = context.replica_id_in_sync_group
             if self.own_batches:
                 return [each[index - self._first] for each in read]
