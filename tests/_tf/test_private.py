@@ -17,6 +17,7 @@ from tfdist._tf import (
     private_workers,
 )
 from tfdist._tf.waiting import wait_for
+from tfdist.placement.partitioners import row_runs
 
 
 def small_model(optimizer="adam"):
@@ -317,6 +318,28 @@ def test_a_checkpoint_holds_a_table_whole(tmp_path):
     assert table.numpy().tolist() == [0, 1, 2, 3]
     table = private.ShardedVariable(shards)
     assert tf.convert_to_tensor(table).numpy().tolist() == [0, 3, 1, 2]
+
+
+@pytest.mark.parametrize("width", [1, 8, 10, 16])
+def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
+    rows = np.random.default_rng(0).normal(size=(10_003, width))
+    variable = tf.Variable(rows.astype("float32"))
+    own = [run for run in row_runs(3 * 10_003, 3) if run.shard == 1]
+    runs = private._aligned([(run.row, run.size) for run in own])
+    sizes = [size for _, size in runs]
+    pieces = private._pieces(variable, sizes)
+    assert [len(piece) for piece in pieces] == sizes
+    np.testing.assert_array_equal(np.concatenate(pieces), variable)
+    whole = np.asarray(memoryview(variable.read_value_no_copy()))
+    shared = [
+        len(piece)
+        for piece in pieces
+        if np.shares_memory(whole, np.asarray(memoryview(piece)))
+    ]
+    assert sum(shared) > 9_800
+    traced = tf.function(lambda: private._pieces(variable, sizes))
+    ops = traced.get_concrete_function().graph.get_operations()
+    assert len(ops) < 4 * len(sizes)  # The time that a job takes to start.
 
 
 def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):
