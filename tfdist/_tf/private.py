@@ -209,9 +209,10 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
     """Runs of rows of a shard, by few ops."""
-    # The copy is from a GPU, which no file is written on.
+    with tf.device(variable.device):
+        value = variable.read_value_no_copy()
     with tf.device(variable.device), tf.device("/device:CPU:0"):
-        value = tf.identity(variable.read_value_no_copy())
+        value = tf.identity(value)  # From a GPU, which no file is written on.
         if len(sizes) == 1:
             return [value]
         ends, rest = [*itertools.accumulate(sizes)], value.shape[1:]
