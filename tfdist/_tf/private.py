@@ -208,32 +208,45 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
-    """Runs of rows of a shard, by few ops."""
+    """Runs of rows of a shard."""
     with tf.device(variable.device):
         value = variable.read_value_no_copy()
-    with tf.device(variable.device), tf.device("/device:CPU:0"):
-        value = tf.identity(value)  # From a GPU, which no file is written on.
-        if len(sizes) == 1:
-            return [value]
-        ends, rest = [*itertools.accumulate(sizes)], value.shape[1:]
-        cuts = [0, *(end for end in ends if end % _ALIGNED == 0)]
-        width, flat = rest.num_elements(), tf.reshape(value, [-1])
-        groups = flat[: cuts[-1] * width]
-        parts = [flat[cuts[-1] * width :]]
-        if len(cuts) > 1:
-            groups = tf.reshape(groups, [-1, _ALIGNED * width])
+        # From a GPU, which no file is written on.
+        with tf.device("/device:CPU:0"):
+            value = tf.identity(value)
+            return _cutter(value.shape, value.dtype, tuple(sizes))(value)
+
+
+@functools.cache
+def _cutter(
+    shape: tf.TensorShape, dtype: tf.DType, sizes: tuple[int, ...]
+) -> Callable[[tf.Tensor], list[tf.Tensor]]:
+    """Cuts a tensor into runs of rows; traced once for all that are cut so."""
+    ends, rest = [*itertools.accumulate(sizes)], shape[1:]
+    cuts = [0, *(end for end in ends if end % _ALIGNED == 0)]
+    width = rest.num_elements()
+    middle = cuts[-1] * width
+
+    def cut(value: tf.Tensor) -> list[tf.Tensor]:
+        flat = tf.reshape(value, [-1])
+        parts = [flat[middle:]]
+        if middle:
+            groups = tf.reshape(flat[:middle], [-1, _ALIGNED * width])
             parts[:0] = tf.split(groups, np.diff(cuts) // _ALIGNED)
         pieces: list[tf.Tensor] = []
-        shape = tf.constant([-1, *rest])
         runs = itertools.groupby(
             zip(ends, sizes, strict=True),
             lambda run: bisect.bisect_left(cuts, run[0]) - 1,
         )
         for which, own in runs:
-            rows = tf.reshape(parts[which], shape)
+            rows = tf.reshape(parts[which], [-1, *rest])
             split = [size for _, size in own]
             pieces += tf.split(rows, split) if len(split) > 1 else [rows]
         return pieces
+
+    with tf.init_scope(), tf.device(None):
+        traced = tf.function(cut, autograph=False)
+        return traced.get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 class HeldPosition(UninitializedVariable):
