@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist._tf import (
     private,
+    private_checkpoints,
     private_keras,
     private_renewal,
     private_workers,
@@ -303,7 +304,7 @@ def test_a_checkpoint_holds_a_table_whole(tmp_path):
     """And a tensor is made by the class itself, not from its shards."""
     shards = [tf.Variable([0.0, 3.0]), tf.Variable([1.0, 2.0])]
     runs = [[(0, 1), (3, 1)], [(1, 2)]]
-    table = private.PartitionedVariable(shards, runs)
+    table = private_checkpoints.PartitionedVariable(shards, runs)
     assert tf.convert_to_tensor(table).numpy().tolist() == [0, 1, 2, 3]
     assert table[1:3].numpy().tolist() == [1, 2]
     path = tf.train.Checkpoint(table=table).write(str(tmp_path / "table"))
@@ -316,7 +317,7 @@ def test_a_checkpoint_holds_a_table_whole(tmp_path):
         shard.assign([9.0, 9.0])
     tf.train.Checkpoint(table=table).read(path).assert_consumed()
     assert table.numpy().tolist() == [0, 1, 2, 3]
-    table = private.ShardedVariable(shards)
+    table = private_checkpoints.ShardedVariable(shards)
     assert tf.convert_to_tensor(table).numpy().tolist() == [0, 3, 1, 2]
 
 
@@ -325,9 +326,9 @@ def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
     rows = np.random.default_rng(0).normal(size=(10_003, width))
     variable = tf.Variable(rows.astype("float32"))
     own = [run for run in row_runs(3 * 10_003, 3) if run.shard == 1]
-    runs = private._aligned([(run.row, run.size) for run in own])
+    runs = private_checkpoints._aligned([(run.row, run.size) for run in own])
     sizes = [size for _, size in runs]
-    pieces = private._pieces(variable, sizes)
+    pieces = private_checkpoints._pieces(variable, sizes)
     assert [len(piece) for piece in pieces] == sizes
     np.testing.assert_array_equal(np.concatenate(pieces), variable)
     whole = np.asarray(memoryview(variable.read_value_no_copy()))
@@ -337,7 +338,7 @@ def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
         if np.shares_memory(whole, np.asarray(memoryview(piece)))
     ]
     assert sum(shared) > 9_800
-    traced = tf.function(lambda: private._pieces(variable, sizes))
+    traced = tf.function(lambda: private_checkpoints._pieces(variable, sizes))
     ops = traced.get_concrete_function().graph.get_operations()
     assert len(ops) < 4 * len(sizes)  # The time that a job takes to start.
 
@@ -345,7 +346,7 @@ def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
 def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):
     iterator = iter(tf.data.Dataset.range(5))
     assert next(iterator) == 0
-    position = private.HeldPosition(iterator)
+    position = private_checkpoints.HeldPosition(iterator)
     position.hold()
     assert next(iterator) == 1
     path = tf.train.Checkpoint(iterator=position).write(str(tmp_path / "held"))
@@ -428,7 +429,7 @@ def test_variables_that_are_not_in_a_checkpoint_are_found(on_servers):
     a, b = on_servers
     assert private_renewal.is_known([a], [b])
     assert not private_renewal.is_known([a], [])
-    table = private.PartitionedVariable([a], [[(0, 2)]])
+    table = private_checkpoints.PartitionedVariable([a], [[(0, 2)]])
     assert private_renewal.is_known([table, b], [])
     on_servers.append(private.UninitializedVariable(shape=[], dtype=tf.int32))
     assert private_renewal.is_known([table, b], [])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf.private import PartitionedVariable
+from tfdist._tf.private_checkpoints import PartitionedVariable
 from tfdist.checkpoint import checkpoints, held
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.checkpoint.held import HeldValues

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pace import slow_but
 
 from tfdist import MultiOptimizer, PartitionedEmbedding
-from tfdist._tf.private import ShardedVariable
+from tfdist._tf.private_checkpoints import ShardedVariable
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables

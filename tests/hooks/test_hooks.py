@@ -8,7 +8,7 @@ from counting import count, counting_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist._tf.private import ShardedVariable
+from tfdist._tf.private_checkpoints import ShardedVariable
 from tfdist.hooks import basic
 from tfdist.hooks.session_run_hook import resolve
 

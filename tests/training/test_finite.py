@@ -9,7 +9,7 @@ import tensorflow as tf
 from small_models import blind, examples, logistic
 
 import tfdist
-from tfdist._tf.private import ShardedVariable
+from tfdist._tf.private_checkpoints import ShardedVariable
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.basic import NanLossDuringTrainingError
 from tfdist.training.finite import FiniteCheck

@@ -6,19 +6,14 @@ fails loudly when a new version changes it; `setup.py` pins both packages.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import functools
 import gc
-import itertools
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 # What a thread knows of its replica, for `seen_alone`.
@@ -35,13 +30,6 @@ from tensorflow.python.distribute.coordinator import (
     coordinator_context,
 )
 
-# What a checkpoint saves as slices of one tensor and restores in any number of
-# pieces; public TensorFlow makes one only through a `variable_partitioner`,
-# which Keras 3 cannot use.
-from tensorflow.python.distribute.sharded_variable import (
-    ShardedVariable as ShardedVariable,
-)
-
 # The connection to the servers, for `expire_remote_state_after`.
 # What a `tf.GradientTape` knows of variables, for `variable_accessed`.
 from tensorflow.python.eager import context, tape
@@ -51,11 +39,6 @@ from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
 )
 
-# What a checkpoint writes and reads for one variable: here, several slices.
-from tensorflow.python.training.saving import saveable_object
-
-from tfdist._tf import storage
-
 ClusterCoordinator: TypeAlias = tf.distribute.coordinator.ClusterCoordinator
 
 # What a coordinator raises for a dispatch whose input was lost with its worker;
@@ -64,9 +47,6 @@ COORDINATOR_ERRORS = (
     cluster_coordinator.ClosureInputError,
     cluster_coordinator.ClosureAbortedError,
 )
-
-Saveable = tf.Variable | ShardedVariable
-"""What a checkpoint holds under one name."""
 
 SharedTable = collections.namedtuple(
     "SharedTable",
@@ -113,207 +93,6 @@ def expire_remote_state_after(secs: int) -> None:
     context._KEEP_ALIVE_SECS = secs
     context.Context.set_server_def.__defaults__ = (secs,)
     context.Context.update_server_def.__defaults__ = (secs,)
-
-
-class PartitionedVariable(ShardedVariable):
-    """Shards of one table, saved and read in the order of its rows.
-
-    Each server writes what it holds, each run of rows as a slice of the table.
-    A run is its first row and its size.
-    """
-
-    def __init__(
-        self,
-        variables: Sequence[tf.Variable],
-        runs: Sequence[Sequence[tuple[int, int]]],
-    ) -> None:
-        super().__init__(variables)
-        self.runs = list(zip(self._variables, runs, strict=True))
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        def saveables(name: str) -> list[_Slices]:
-            return [_Slices(*shard, self.shape, name) for shard in self.runs]
-
-        return {"VARIABLE_VALUE": saveables}
-
-    def __tf_tensor__(
-        self, dtype: tf.DType | None = None, name: str | None = None
-    ) -> tf.Tensor:
-        pieces: dict[int, tf.Tensor] = {}
-        for variable, runs in self.runs:
-            split = tf.split(variable.read_value(), [size for _, size in runs])
-            pieces |= zip((row for row, _ in runs), split, strict=True)
-        return tf.concat([pieces[row] for row in sorted(pieces)], 0, name)
-
-    def __getitem__(self, spec: Any) -> tf.Tensor:
-        return tf.convert_to_tensor(self)[spec]
-
-    def numpy(self) -> np.ndarray:
-        """The table."""
-        return tf.convert_to_tensor(self).numpy()
-
-
-# Rows between which a float32 table is cut without a copy, whatever its width.
-_ALIGNED = 16
-
-
-class _Slices(saveable_object.SaveableObject):
-    """One shard in a checkpoint: its runs, as slices of the table."""
-
-    def __init__(
-        self,
-        variable: tf.Variable,
-        runs: Sequence[tuple[int, int]],
-        shape: tf.TensorShape,
-        name: str,
-    ) -> None:
-        runs = _aligned(runs)
-        sizes = [size for _, size in runs]
-        pieces: list[tf.Tensor] = []
-
-        def piece(i: int) -> tf.Tensor:
-            """Of one save after the other; they are asked for in order."""
-            if i == 0:
-                pieces[:] = _pieces(variable, sizes)
-            return pieces[i] if i < len(sizes) - 1 else pieces.pop()
-
-        specs, rest = [], shape.as_list()[1:]
-        for i, (row, size) in enumerate(runs):
-            where = tf.Variable.SaveSliceInfo(
-                name, shape.as_list(), [row] + [0] * len(rest), [size, *rest]
-            )
-            spec = where.spec, name, variable.dtype, variable.device
-            own = functools.partial(piece, i)
-            specs.append(saveable_object.SaveSpec(own, *spec))
-        super().__init__(variable, specs, name)
-
-    def restore(
-        self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any
-    ) -> Any:
-        with tf.device(self.op.device):
-            return self.op.assign(tf.concat(restored_tensors, axis=0))
-
-
-def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of a shard of which the longest begin and end where none is copied.
-
-    TensorFlow copies no part of a tensor that begins, and ends, at multiples of
-    64 bytes. So the last rows are a run of their own.
-    """
-    *others, (row, size) = runs
-    odd = sum(size for _, size in runs) % _ALIGNED
-    if not others or not 0 < odd < size:
-        return [*runs]
-    return [*others, (row, size - odd), (row + size - odd, odd)]
-
-
-def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
-    """Runs of rows of a shard."""
-    with tf.device(variable.device):
-        value = variable.read_value_no_copy()
-        # From a GPU, which no file is written on.
-        with tf.device("/device:CPU:0"):
-            value = tf.identity(value)
-            return _cutter(value.shape, value.dtype, tuple(sizes))(value)
-
-
-@functools.cache
-def _cutter(
-    shape: tf.TensorShape, dtype: tf.DType, sizes: tuple[int, ...]
-) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-    """Cuts a tensor into runs of rows; traced once for all that are cut so."""
-    ends, rest = [*itertools.accumulate(sizes)], shape[1:]
-    cuts = [0, *(end for end in ends if end % _ALIGNED == 0)]
-    width = rest.num_elements()
-    middle = cuts[-1] * width
-
-    def cut(value: tf.Tensor) -> list[tf.Tensor]:
-        flat = tf.reshape(value, [-1])
-        parts = [flat[middle:]]
-        if middle:
-            groups = tf.reshape(flat[:middle], [-1, _ALIGNED * width])
-            parts[:0] = tf.split(groups, np.diff(cuts) // _ALIGNED)
-        pieces: list[tf.Tensor] = []
-        runs = itertools.groupby(
-            zip(ends, sizes, strict=True),
-            lambda run: bisect.bisect_left(cuts, run[0]) - 1,
-        )
-        for which, own in runs:
-            rows = tf.reshape(parts[which], [-1, *rest])
-            split = [size for _, size in own]
-            pieces += tf.split(rows, split) if len(split) > 1 else [rows]
-        return pieces
-
-    with tf.init_scope(), tf.device(None):
-        traced = tf.function(cut, autograph=False)
-        return traced.get_concrete_function(tf.TensorSpec(shape, dtype))
-
-
-class HeldPosition(UninitializedVariable):
-    """What a checkpoint saves in place of an iterator: where it was."""
-
-    def __init__(self, iterator: Any) -> None:
-        super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
-        self._iterator = iterator
-
-    def hold(self) -> None:
-        """Takes the position of now, or raises what saving it would."""
-        (state,) = self._iterator._serialize_to_tensors().values()
-        self.assign(state, read_value=False)
-
-    def release(self) -> None:
-        """Gives its memory back: it may hold a buffer of examples."""
-        self.assign(tf.raw_ops.OptionalNone(), read_value=False)
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        def state(name: str) -> saveable_object.SaveableObject:
-            spec = self.read_value, "", f"{name}_STATE", self.dtype, self.device
-            own = [saveable_object.SaveSpec(*spec)]
-            return saveable_object.SaveableObject(self, own, name)
-
-        return {"ITERATOR": state}
-
-
-class CheckpointTracedOnce(tf.train.Checkpoint):
-    """A checkpoint that is written by one function, traced once.
-
-    Where variables are on several devices, TensorFlow traces a function for
-    each checkpoint, and calls every task of the cluster for each function: it
-    costs time, and hangs while a task is frozen. `_write` is what a
-    `tf.train.CheckpointManager` calls.
-    """
-
-    _traced: Callable[[str], tf.Tensor] | None = None
-
-    def trace(self) -> None:
-        """Traces the function, before the first checkpoint."""
-        assert self.save_counter is not None  # A part of it, made when asked.
-        here, write = tf.constant(0).device, super()._write
-
-        @tf.function(autograph=False)
-        def written(prefix: tf.Tensor) -> tf.Tensor:
-            # In a graph "CPU:0" is no full name, and would get a file alone.
-            with tf.device(here):
-                return write(prefix)
-
-        with warnings.catch_warnings():
-            # Of an iterator: that its options may be unknown in a graph.
-            warnings.simplefilter("ignore", UserWarning)
-            concrete = written.get_concrete_function(
-                tf.TensorSpec([], tf.string)
-            )
-        # Not the function itself: it would become a part of the checkpoint.
-        self._traced = lambda prefix: concrete(tf.constant(prefix))
-
-    def _write(self, file_prefix: str, options: Any) -> str:
-        if self._traced is None:
-            self.trace()
-            assert self._traced is not None
-        storage.make_directory(os.path.dirname(file_prefix))
-        path = self._traced(file_prefix).numpy().decode()
-        for callback in options.experimental_write_callbacks:
-            callback(path)
-        return path
 
 
 def trace(

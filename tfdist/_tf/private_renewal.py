@@ -16,7 +16,8 @@ import tensorflow as tf
 # What holds captured handles.
 from tensorflow.python.eager.polymorphic_function import concrete_function
 
-from tfdist._tf.private import Saveable, UninitializedVariable
+from tfdist._tf.private import UninitializedVariable
+from tfdist._tf.private_checkpoints import Saveable
 
 
 def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:

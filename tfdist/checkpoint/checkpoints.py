@@ -12,9 +12,9 @@ from concurrent import futures
 
 import tensorflow as tf
 
-from tfdist._tf import storage
+from tfdist._tf import private_checkpoints, storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private import CheckpointTracedOnce, HeldPosition, Saveable
+from tfdist._tf.private_checkpoints import HeldPosition, Saveable
 from tfdist.checkpoint.held import HeldValues, can_hold
 from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
@@ -109,7 +109,7 @@ class Checkpoints:
         parts = {} if iterator is None else {"iterator": iterator}
         if self._held and isinstance(iterator, tf.data.Iterator):
             self._position = parts["iterator"] = HeldPosition(iterator)
-        self._checkpoint = CheckpointTracedOnce(
+        self._checkpoint = private_checkpoints.CheckpointTracedOnce(
             variables=dict(self._saved), **parts
         )
         self._manager = self._manager_of(self._checkpoint)

@@ -10,11 +10,8 @@ from concurrent import futures
 
 import tensorflow as tf
 
-from tfdist._tf.private import (
-    PartitionedVariable,
-    Saveable,
-    UninitializedVariable,
-)
+from tfdist._tf.private import UninitializedVariable
+from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
 from tfdist.cluster.memory import free_bytes_on
 
 _log = logging.getLogger(__name__)

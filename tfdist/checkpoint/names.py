@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.private import PartitionedVariable, Saveable
+from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
 from tfdist.embeddings.index import unmixed
 from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots

@@ -22,11 +22,8 @@ from tfdist.cluster import strategies as strategy_lib
 from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import InputFn, takes_context
 from tfdist.estimator.exporters import Exporter
-from tfdist.hooks.saving_hooks import (
-    DEFAULT_SAVE_SECS,
-    USE_DEFAULT,
-    CheckpointSaverListener,
-)
+from tfdist.hooks import saving_hooks
+from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverListener
 from tfdist.placement.variables import VariableSpec
 
 _log = logging.getLogger(__name__)
@@ -95,8 +92,7 @@ class RunConfig:
             worker, but for so many that are slowest (its `total_num_replicas`
             minus `replicas_to_aggregate`); 0 to wait for all. What those find
             for a step that is over is dropped, with their batch. Default:
-            asynchronous steps. In one process this and the next two have no
-            meaning.
+            asynchronous steps. One process needs neither this nor the next two.
         max_staleness: The most updates of other workers that may land between
             a step's read of the parameters and its own update on parameter
             servers; workers wait for slower ones where it would be more (stale
@@ -178,7 +174,7 @@ class RunConfig:
             _set_directory(self, "summary_dir")
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is USE_DEFAULT and secs is USE_DEFAULT:
-            secs = DEFAULT_SAVE_SECS
+            secs = saving_hooks.DEFAULT_SAVE_SECS
         steps = None if steps is USE_DEFAULT else steps
         secs = None if secs is USE_DEFAULT else secs
         if steps is not None and secs is not None:

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist.checkpoint.checkpoints import Checkpoints
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist._tf import private_renewal
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private import Saveable
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints

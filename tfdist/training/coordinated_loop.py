@@ -19,18 +19,9 @@ from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import MADE_OUTSIDE, InputFn
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.data.worker_context import WorkerContext
+from tfdist.training import loop
 from tfdist.training.fence import Generations
-from tfdist.training.loop import (
-    EndOfInput,
-    Loop,
-    Watch,
-    dispatch,
-    dispatch_size,
-    dispatch_sizes,
-    metrics_from_states,
-    run_steps_ahead,
-    unwatched,
-)
+from tfdist.training.loop import EndOfInput, Loop, Watch, unwatched
 from tfdist.training.staleness import StalenessBound
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
@@ -104,7 +95,7 @@ class CoordinatedLoop(Loop):
         if step.staleness:
             self.own_variables.append(step.staleness.counts)
         example = example or input_fn(tf.distribute.InputContext())
-        self._largest = dispatch_size(step.model, steps_per_dispatch)
+        self._largest = loop.dispatch_size(step.model, steps_per_dispatch)
         in_compile = step.model.steps_per_execution > 1
         self._asked = bool(steps_per_dispatch) or in_compile
         self._bound: StalenessBound | None = None
@@ -122,12 +113,6 @@ class CoordinatedLoop(Loop):
             self._largest = 1
         self._read_ahead = read_ahead
         self._size_dispatches(num_workers)
-        if read_ahead and self._full == 1:
-            _log.warning(
-                "Nothing is read ahead, as `read_ahead=%d` asks for: one step "
-                "is dispatched at a time.",
-                read_ahead,
-            )
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self._is_dealt = False  # Whether by the number of workers.
@@ -141,6 +126,12 @@ class CoordinatedLoop(Loop):
         self._full = self._largest
         if self._bound and not self._asked:
             self._full = self._bound.limited(self._full, num_workers)
+        if self._read_ahead and self._full == 1:
+            _log.warning(
+                "Nothing is read ahead, as `read_ahead=%d` asks for: one step "
+                "is dispatched at a time.",
+                self._read_ahead,
+            )
         self._max_ahead = 2 * num_workers * self._full
 
     def _begin(self) -> None:
@@ -172,9 +163,9 @@ class CoordinatedLoop(Loop):
             if not (self._uncertain or self._all_exhausted()):
                 self._schedule_up_to(limit, most=num_steps)
             if not (self._uncertain or self._pending):
-                raise EndOfInput(metrics_from_states(total, self._step))
+                raise EndOfInput(loop.metrics_from_states(total, self._step))
             total += self._collect(watch, target)
-        return metrics_from_states(total, self._step)
+        return loop.metrics_from_states(total, self._step)
 
     def wait_for_steps(self, watch: Watch = unwatched) -> None:
         """See `Loop.wait_for_steps`; the next run returns their metrics too."""
@@ -234,7 +225,7 @@ class CoordinatedLoop(Loop):
     ) -> dict[str, float]:
         """See `Loop.evaluate`; by all workers, exact whatever dies."""
         packed = self._workers.map(self._evaluate, batches, watch)
-        return metrics_from_states(sum(packed), self._step)
+        return loop.metrics_from_states(sum(packed), self._step)
 
     def staleness(self) -> np.ndarray | None:
         """See `Loop.staleness`."""
@@ -262,7 +253,7 @@ class CoordinatedLoop(Loop):
         """
         under_way = sum(each.size for each in self._pending)
         missing = max(0, limit - self._applied - under_way)
-        sizes = dispatch_sizes(missing, self._full, self._next_step)
+        sizes = loop.dispatch_sizes(missing, self._full, self._next_step)
         if most < self._full:
             sizes = [1] * missing
         if self._iterator is None:
@@ -311,7 +302,7 @@ class CoordinatedLoop(Loop):
         generation: tf.Tensor,
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
-        return run_steps_ahead(
+        return loop.run_steps_ahead(
             self._step, num_steps, iterator, first_step, fence, self._read_ahead
         )
 
@@ -326,7 +317,7 @@ class CoordinatedLoop(Loop):
         if size not in self._traced:
             self._traced[size] = private.trace(
                 self._workers.coordinator,
-                tf.function(dispatch(self._steps, size), autograph=False),
+                tf.function(loop.dispatch(self._steps, size), autograph=False),
                 self._iterator,
                 *self._arguments(begun),
             )

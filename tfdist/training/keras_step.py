@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist.training.compiled_model import checked_model, refuse_new_variables
 from tfdist.training.fence import Fence
 from tfdist.training.metric_states import States, flat_floats

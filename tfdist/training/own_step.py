@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdist._tf.private import Saveable
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import trained
 from tfdist.embeddings import lookups
 from tfdist.training.compiled_model import refuse_new_variables

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import Saveable, seen_alone
+from tfdist._tf.private import seen_alone
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
 from tfdist.training import compiled_model, exchange, optimizers
