@@ -52,19 +52,18 @@ class Window(tfdist.SessionRunHook):
             )
 
 
-def table(rows: int, width: int, values: Any, name: str) -> Any:
-    """An embedding, whole on one server."""
-    return tfdist.PartitionedEmbedding(
-        rows, width, embeddings_initializer=values, name=name
-    )
-
-
 def estimator(
     case: dict[str, Any],
     metrics: list[str] | None = None,
     save_steps: int = 1_000_000_000,
 ) -> tfdist.Estimator:
     """The model and configuration that `case` tells."""
+
+    def table(rows: int, width: int, values: Any, name: str) -> Any:
+        """An embedding, whole on one server unless `case` has `shards`."""
+        shards = case.get("shards")
+        options = {"embeddings_initializer": values, "num_shards": shards}
+        return tfdist.PartitionedEmbedding(rows, width, name=name, **options)
 
     def model_fn() -> keras.Model:
         wide = keras.optimizers.Ftrl(clicks.WIDE_RATE)

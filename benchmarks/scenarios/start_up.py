@@ -30,6 +30,9 @@ def run(bench: Bench) -> Result:
         case |= {"warm": 1, "steps": 99}
         contenders = {
             "tfdist": lambda number: _launched(case),
+            "tfdist, 4 shards of each table of 100,000 rows": lambda number: (
+                _launched(case | {"rows": 100_000, "shards": 4})
+            ),
             "TF 2.15.1 Estimator": lambda number: _estimator(bench, case),
             "import tensorflow": _importing("import tensorflow"),
             "import tfdist and all its names": _importing(
