@@ -311,9 +311,9 @@ class Estimator:
     def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
         """The model in this process, with the weights of a checkpoint.
 
-        Default: the latest. Also with the state of its optimizer, where the
-        checkpoint has all of it, so that Keras' `fit` goes on from there.
-        Tables are whole, in the memory of this process.
+        By default of the latest. Where the checkpoint has all of its
+        optimizer's state, Keras' `fit` goes on from there. Tables are whole,
+        in the memory of this process.
 
         Raises:
             ValueError: there is no checkpoint, or it is of another model.
