@@ -224,12 +224,12 @@ def test_a_new_worker_begins_with_single_steps(monkeypatch):
     assert len(ran) == 5
 
 
-def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
+def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch, caplog):
     loop = CoordinatedLoop.__new__(CoordinatedLoop)
     loop._bound, loop._iterator = StalenessBound(12), None
     loop._begin()
     loop._largest, loop._traced, loop._is_dealt = 16, {}, False
-    loop._asked = False
+    loop._asked, loop._read_ahead = False, 1
     loop._workers = SimpleNamespace(
         coordinator=None, num_workers=3, resize=lambda cluster: None
     )
@@ -242,3 +242,7 @@ def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch):
     assert loop._exhausted == set()
     # A dispatch ends while the other worker's one ends and another begins.
     assert loop._full == 6
+    assert not caplog.records
+    loop._bound = StalenessBound(1)
+    assert loop.resize(SimpleNamespace(num_workers=2))
+    assert "Nothing is read ahead" in caplog.text
