@@ -24,6 +24,7 @@ from google.cloud.aiplatform_v1.types import (
     HyperparameterTuningJob,
 )
 from google.protobuf import json_format
+from pace import slow_but
 
 from tfdist.vertex import command
 
@@ -142,17 +143,7 @@ ARGS = ["--", "--train_files=gs://b/a b*.csv,c", "--message=it's: #1"]
 
 
 @needs_gcloud
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ps",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in JOBS
-            if name != "ps"
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["ps"], JOBS))
 def test_gcloud_submits_what_the_file_says(tmp_path, capsys, name):
     command.main([*COMMON, "--name=my job", *JOBS[name], *ARGS])
     text = capsys.readouterr().out

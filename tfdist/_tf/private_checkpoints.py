@@ -72,7 +72,7 @@ class PartitionedVariable(ShardedVariable):
 
 
 # Rows between which a float32 table is cut without a copy, whatever its width.
-_ALIGNED = 16
+ALIGNED = 16
 
 
 class _Slices(saveable_object.SaveableObject):
@@ -87,13 +87,13 @@ class _Slices(saveable_object.SaveableObject):
     ) -> None:
         runs = _aligned(runs)
         sizes = [size for _, size in runs]
-        pieces: list[tf.Tensor] = []
+        left: list[tf.Tensor] = []
 
-        def piece(i: int) -> tf.Tensor:
-            """Of one save after the other; they are asked for in order."""
-            if i == 0:
-                pieces[:] = _pieces(variable, sizes)
-            return pieces[i] if i < len(sizes) - 1 else pieces.pop()
+        def piece(is_first: bool) -> tf.Tensor:
+            """They are asked for in order; none is kept until the next save."""
+            if is_first:
+                left[:] = reversed(_pieces(variable, sizes))
+            return left.pop()
 
         specs, rest = [], shape.as_list()[1:]
         for i, (row, size) in enumerate(runs):
@@ -101,7 +101,7 @@ class _Slices(saveable_object.SaveableObject):
                 name, shape.as_list(), [row] + [0] * len(rest), [size, *rest]
             )
             spec = where.spec, name, variable.dtype, variable.device
-            own = functools.partial(piece, i)
+            own = functools.partial(piece, i == 0)
             specs.append(saveable_object.SaveSpec(own, *spec))
         super().__init__(variable, specs, name)
 
@@ -119,7 +119,7 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     64 bytes. So the last rows are a run of their own.
     """
     *others, (row, size) = runs
-    odd = sum(size for _, size in runs) % _ALIGNED
+    odd = sum(size for _, size in runs) % ALIGNED
     if not others or not 0 < odd < size:
         return [*runs]
     return [*others, (row, size - odd), (row + size - odd, odd)]
@@ -132,6 +132,8 @@ def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
         # From a GPU, which no file is written on.
         with tf.device("/device:CPU:0"):
             value = tf.identity(value)
+            if len(sizes) == 1:
+                return [value]
             return _cutter(value.shape, value.dtype, tuple(sizes))(value)
 
 
@@ -141,7 +143,7 @@ def _cutter(
 ) -> Callable[[tf.Tensor], list[tf.Tensor]]:
     """Cuts a tensor into runs of rows; traced once for all that are cut so."""
     ends, rest = [*itertools.accumulate(sizes)], shape[1:]
-    cuts = [0, *(end for end in ends if end % _ALIGNED == 0)]
+    cuts = [0, *(end for end in ends if end % ALIGNED == 0)]
     width = rest.num_elements()
     middle = cuts[-1] * width
 
@@ -149,8 +151,8 @@ def _cutter(
         flat = tf.reshape(value, [-1])
         parts = [flat[middle:]]
         if middle:
-            groups = tf.reshape(flat[:middle], [-1, _ALIGNED * width])
-            parts[:0] = tf.split(groups, np.diff(cuts) // _ALIGNED)
+            groups = tf.reshape(flat[:middle], [-1, ALIGNED * width])
+            parts[:0] = tf.split(groups, np.diff(cuts) // ALIGNED)
         pieces: list[tf.Tensor] = []
         runs = itertools.groupby(
             zip(ends, sizes, strict=True),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable, check_positive
+from tfdist._tf.private_checkpoints import ALIGNED
 
 Partitioner = Callable[..., Sequence[int]]
 
@@ -159,8 +160,8 @@ def row_runs(
     ends, end = [sizes[0]], sizes[-1]
     while strategy == "balanced" and (end := end * 3 // 5):
         if end >= 64:
-            # TensorFlow copies no slice of a variable that begins there.
-            end -= end % 16
+            # A checkpoint copies no run that begins there.
+            end -= end % ALIGNED
         ends.append(end)
     forth = [*range(num_shards)]
     middle = num_shards // 2

@@ -21,9 +21,9 @@ class MetricStates:
     """States of a model's loss and metrics, of which these are the variables.
 
     Which add up, or are `kept` (by id) in the metric's variable: see
-    `ModelStep`. Training goes on from these. `results` follow from values of
-    `variables`, if not as Keras does; where a step `has_loss`, its mean is
-    among them.
+    `ModelStep`. Those of a step that `trains` go on where they were. `results`
+    follow from values of `variables`, if not as Keras does; where a step
+    `has_loss`, its mean is among them.
     """
 
     def __init__(

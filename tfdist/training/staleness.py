@@ -37,7 +37,7 @@ class StalenessCounter:
             return tf.identity(self._global_step.read_value())
 
     def count(self, before: tf.Tensor) -> None:
-        """Counts an update that `global_step` counts; `read` was `before`."""
+        """Counts an update that `global_step` counts; `before`: see `read`."""
         with tf.device(self._global_step.device):
             others = self._global_step.read_value() - before - 1
             index = tf.clip_by_value([others], 0, MAX_STALENESS)
