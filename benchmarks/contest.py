@@ -1,7 +1,7 @@
 """How contenders are compared: in turns, each in a cluster of its own.
 
 A scenario is a file of `benchmarks/scenarios` with a function
-`run(bench: Bench) -> Result`.
+`run(bench: Bench) -> Iterator[Result]`: one result, after each of its sizes.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m benchmarks.run [--quick] [--only=NAME,...] [--out=results]
 
-Runs every scenario of `benchmarks/scenarios` and writes, for each,
-`<out>/<name>.json`, and of all that is there `<out>/report.md` with plots: the
-machine, the versions, medians and ranges, and the ratios that tfdist must show,
-each beside its bar. The environments of contenders with other packages are made
-in `<out>/venvs` and kept; one that cannot be made is reported as missing.
+Runs every scenario of `benchmarks/scenarios` and writes, after each of its
+sizes, `<out>/<name>.json`, and after each scenario, of all that is there,
+`<out>/report.md` with plots: the machine, the versions, medians and ranges, and
+the ratios that tfdist must show, each beside its bar. The environments of
+contenders with other packages are made in `<out>/venvs` and kept; one that
+cannot be made is reported as missing.
 
 `--quick` has tiny sizes and one round: it shows that all runs, not how fast.
 All of it takes some two hours of a machine that does nothing else; with
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def _measure(name: str, bench: Bench, directory: pathlib.Path) -> None:
-    """Runs a scenario and writes its file."""
+    """Runs a scenario and writes its file, after each size."""
     print(f"{name} ...", flush=True)
     start = time.monotonic()
     about = {
@@ -77,11 +78,12 @@ def _measure(name: str, bench: Bench, directory: pathlib.Path) -> None:
     if bench.quick:
         about["sizes"] = "tiny: these figures mean nothing"
     module = importlib.import_module(f"benchmarks.scenarios.{name}")
-    result = module.run(bench)
+    for result in module.run(bench):
+        found = dataclasses.asdict(result) | {"about": about}
+        text = json.dumps(found, indent=1)
+        (directory / f"{name}.json").write_text(text)
     for missing, reason in result.missing.items():
         print(f"  missing: {missing}: {reason}", flush=True)
-    text = json.dumps(dataclasses.asdict(result) | {"about": about}, indent=1)
-    (directory / f"{name}.json").write_text(text)
     print(f"  {time.monotonic() - start:.0f} s", flush=True)
 
 

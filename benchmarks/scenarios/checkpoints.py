@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from benchmarks import limits
 from benchmarks.contenders import checkpoint
@@ -12,7 +13,7 @@ from benchmarks.ps_harness import DIM
 _LOCAL = "limit: one process"
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """One to three servers, and one process, for each size."""
     result = Result(
         "Checkpoints",
@@ -55,7 +56,7 @@ def run(bench: Bench) -> Result:
             for _ in range(bench.rounds)
         ]
         result.add(case, "limit: memory copy", "saved MB per second", copies)
-    return result
+        yield result
 
 
 def _add_peaks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from benchmarks import clicks
 from benchmarks.contest import Bench, Measured, Result
@@ -11,7 +11,7 @@ from benchmarks.contest import Bench, Measured, Result
 _POINTS = 4
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """One, two and four workers beside one process."""
     rows = 1_000 if bench.quick else 20_000
     result = Result(
@@ -37,7 +37,7 @@ def run(bench: Bench) -> Result:
             for key, measure in (("auc", "AUC"), ("secs", "seconds")):
                 values = [run[str(step)][key] for run in measured]
                 result.add(f"after {step:,} steps", name, measure, values)
-    return result
+    yield result
 
 
 def _contender(

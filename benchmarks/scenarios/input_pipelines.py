@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ from benchmarks import input_pipeline
 from benchmarks.contest import Bench, Measured, Result
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """The datasets of `benchmarks.input_pipeline`, in one process, in turns."""
     result = Result(
         "Input pipeline",
@@ -34,7 +35,7 @@ def run(bench: Bench) -> Result:
         for measure in measured[0] if measured else ():
             values = [each[measure] for each in measured]
             result.add(kind, reader, measure, values)
-    return result
+    yield result
 
 
 def _measure(dataset: tf.data.Dataset, secs: float) -> Measured:

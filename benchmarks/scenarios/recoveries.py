@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from benchmarks import recovery
 from benchmarks.contest import Bench, Result
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """One kill of each kind in each round, forked and spawned."""
     result = Result(
         "Recovery",
@@ -29,4 +31,4 @@ def run(bench: Bench) -> Result:
             for part in measured[0][kind] if measured else ():
                 values = [each[kind][part] for each in measured]
                 result.add(f"{kind}, {name}", part, "seconds", values)
-    return result
+    yield result

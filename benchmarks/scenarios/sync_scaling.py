@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from benchmarks.contenders import sync
 from benchmarks.contest import Bench, Measured, Result
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """Every contender with each number of replicas."""
     result = Result(
         "Synchronous scaling",
@@ -23,7 +23,7 @@ def run(bench: Bench) -> Result:
         runs = bench.turns(_contenders(bench, replicas), result)
         for name, measured in runs.items():
             result.add_steps(case, name, measured, sync.BATCH * replicas)
-    return result
+        yield result
 
 
 def _contenders(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import clicks
@@ -12,7 +12,7 @@ from benchmarks.contest import Bench, Measured, Result
 _MODULE = "benchmarks.contenders.wide_and_deep_"
 
 
-def run(bench: Bench) -> Result:
+def run(bench: Bench) -> Iterator[Result]:
     """Every contender on the same files, for each number of buckets."""
     result = Result(
         "Wide and deep",
@@ -35,7 +35,7 @@ def run(bench: Bench) -> Result:
             result.add_steps(case, name, measured, clicks.BATCH)
             aucs = [run["auc"] for run in measured if "auc" in run]
             result.add(case, name, "AUC", aucs)
-    return result
+        yield result
 
 
 def _contenders(
