@@ -14,6 +14,7 @@ from tfdist._tf import (
     private,
     private_checkpoints,
     private_keras,
+    private_positions,
     private_renewal,
     private_workers,
 )
@@ -346,13 +347,42 @@ def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
 def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):
     iterator = iter(tf.data.Dataset.range(5))
     assert next(iterator) == 0
-    position = private_checkpoints.HeldPosition(iterator)
+    position = private_positions.HeldPosition(iterator)
     position.hold()
     assert next(iterator) == 1
     path = tf.train.Checkpoint(iterator=position).write(str(tmp_path / "held"))
     position.release()
+    assert private_positions.restore_position(iterator, path)
+    assert next(iterator) == 1
     tf.train.Checkpoint(iterator=iterator).restore(path).expect_partial()
     assert next(iterator) == 1
+    nothing = tf.train.Checkpoint().write(str(tmp_path / "nothing"))
+    assert not private_positions.restore_position(iterator, nothing)
+    assert next(iterator) == 2
+
+
+def test_an_iterator_of_another_dataset_begins_again(tmp_path):
+    """TensorFlow would go on with the dataset that it was saved with."""
+    iterator = iter(tf.data.Dataset.range(5))
+    assert next(iterator) == 0
+    position = private_positions.HeldPosition(iterator)
+    position.hold()
+    path = tf.train.Checkpoint(iterator=position).write(str(tmp_path / "held"))
+    other = iter(tf.data.Dataset.range(10, 13))
+    with pytest.raises(private_positions.OtherDatasetError, match="differ"):
+        private_positions.restore_position(other, path)
+    assert [*map(int, other)] == [10, 11, 12]
+
+
+def test_what_a_restore_that_failed_leaves_begins_again(tmp_path):
+    """Of checkpoints that do not say which dataset it was."""
+    iterator = iter(tf.data.Dataset.range(5))
+    path = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "old"))
+    dataset = tf.data.Dataset.range(5).map(lambda i: tf.gather([1, 2], i // 4))
+    other = iter(dataset.skip(2))
+    with pytest.raises(private_positions.OtherDatasetError, match="iterator"):
+        private_positions.restore_position(other, path)
+    assert [*map(int, other)] == [1, 1, 2]
 
 
 def test_masks():

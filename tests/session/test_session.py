@@ -535,6 +535,23 @@ def test_interrupted_is_as_uninterrupted(tmp_path):
     assert_same(values(resumed.made[-1]), values(whole.made[-1]))
 
 
+def test_another_input_is_read_from_its_start(tmp_path, caplog):
+    """Though it has the same ops: as other files, or another batch size."""
+    first, second = batches(64, 4).repeat(), batches(64, 8).repeat()
+
+    def build(dataset):
+        keras.utils.set_random_seed(1)
+        return make(dataset)
+
+    whole = build(first.take(3).concatenate(second))
+    train(whole, 5)
+    train(build(first), 3, checkpoint_dir=str(tmp_path))
+    resumed = build(second)
+    train(resumed, 5, checkpoint_dir=str(tmp_path))
+    assert_same(values(resumed.made[-1]), values(whole.made[-1]))
+    assert caplog.text.count("The input is another than the one") == 1
+
+
 def test_an_input_whose_position_cannot_be_saved(tmp_path, caplog):
     def generate():
         while True:

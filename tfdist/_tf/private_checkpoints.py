@@ -1,4 +1,4 @@
-"""What a checkpoint writes: tables in slices, positions, one traced function.
+"""What a checkpoint writes: tables in slices, by one traced function.
 
 Private names of TensorFlow, as in `private`.
 """
@@ -27,7 +27,6 @@ from tensorflow.python.distribute.sharded_variable import (
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist._tf import storage
-from tfdist._tf.private import UninitializedVariable
 
 Saveable = tf.Variable | ShardedVariable
 """What a checkpoint holds under one name."""
@@ -167,31 +166,6 @@ def _cutter(
     with tf.init_scope(), tf.device(None):
         traced = tf.function(cut, autograph=False)
         return traced.get_concrete_function(tf.TensorSpec(shape, dtype))
-
-
-class HeldPosition(UninitializedVariable):
-    """What a checkpoint saves in place of an iterator: where it was."""
-
-    def __init__(self, iterator: Any) -> None:
-        super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
-        self._iterator = iterator
-
-    def hold(self) -> None:
-        """Takes the position of now, or raises what saving it would."""
-        (state,) = self._iterator._serialize_to_tensors().values()
-        self.assign(state, read_value=False)
-
-    def release(self) -> None:
-        """Gives its memory back: it may hold a buffer of examples."""
-        self.assign(tf.raw_ops.OptionalNone(), read_value=False)
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        def state(name: str) -> saveable_object.SaveableObject:
-            spec = self.read_value, "", f"{name}_STATE", self.dtype, self.device
-            own = [saveable_object.SaveSpec(*spec)]
-            return saveable_object.SaveableObject(self, own, name)
-
-        return {"ITERATOR": state}
 
 
 class CheckpointTracedOnce(tf.train.Checkpoint):

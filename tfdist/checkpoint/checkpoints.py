@@ -14,7 +14,12 @@ import tensorflow as tf
 
 from tfdist._tf import private_checkpoints, storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private_checkpoints import HeldPosition, Saveable
+from tfdist._tf.private_checkpoints import Saveable
+from tfdist._tf.private_positions import (
+    HeldPosition,
+    OtherDatasetError,
+    restore_position,
+)
 from tfdist.checkpoint.held import HeldValues, can_hold
 from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
@@ -106,8 +111,8 @@ class Checkpoints:
 
     def _set_iterator(self, iterator: tf.data.Iterator | None) -> None:
         self._iterator, self._position = iterator, None
-        parts = {} if iterator is None else {"iterator": iterator}
-        if self._held and isinstance(iterator, tf.data.Iterator):
+        parts = {}
+        if iterator is not None:
             self._position = parts["iterator"] = HeldPosition(iterator)
         self._checkpoint = private_checkpoints.CheckpointTracedOnce(
             variables=dict(self._saved), **parts
@@ -148,8 +153,7 @@ class Checkpoints:
 
         What is being written is waited for. Then it holds what it writes (see
         `HeldValues`), and returns: when it has been written only where the
-        values do not `fit` twice, have a copy for each replica, or an iterator
-        is not of a dataset in this process.
+        values do not `fit` twice, or have a copy for each replica.
 
         Returns:
             Its path, or what `save` raises, once it has been written. The
@@ -158,8 +162,7 @@ class Checkpoints:
         self.wait()
         since = time.monotonic()
         self._hold()
-        has_all = self._iterator is None or self._position is not None
-        behind = behind and has_all and bool(self._held and self._held.fit())
+        behind = behind and bool(self._held and self._held.fit())
         written: futures.Future[str] = futures.Future()
 
         def write() -> None:
@@ -208,24 +211,13 @@ class Checkpoints:
         try:
             self._check_finite(step)
             self._before_save(step)
-            path = self._save(step)
+            path = self._manager.save(checkpoint_number=step)
         finally:
             for held in (self._held, self._position):
                 if held is not None:
                     held.release()
         _log.info("Saved %s.", path)
         return path
-
-    def _save(self, step: int) -> str:
-        try:
-            return self._manager.save(checkpoint_number=step)
-        except _NO_POSITION as error:
-            # An HTTP request: the store's host is not found.
-            held = self._iterator is None or self._position is not None
-            if held or "HTTP request" in error.message:
-                raise
-            self._give_position_up(error)
-            return self._manager.save(checkpoint_number=step)
 
     def _give_position_up(self, error: tf.errors.OpError) -> None:
         _log.warning(
@@ -294,13 +286,16 @@ class Checkpoints:
         iterator = self._iterator_fn()
         if iterator is None:
             return
-        manager = self._manager_of(tf.train.Checkpoint(iterator=iterator))
+        position = HeldPosition(iterator)
         try:
-            manager.save(checkpoint_number=step)
+            position.hold()
         except _NO_POSITION as error:
             _log.warning(
                 "The position is not saved: %s", summarize_error(error)
             )
+            return
+        checkpoint = tf.train.Checkpoint(iterator=position)
+        self._manager_of(checkpoint).save(checkpoint_number=step)
 
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
@@ -311,19 +306,16 @@ class Checkpoints:
     def _restore_iterator(self, path: str) -> None:
         """Goes to the saved position, in an input that is the same."""
         iterator = self._iterator_fn()
-        keys = (key for key, _ in tf.train.list_variables(path))
-        if iterator is None or not any(k.startswith("iterator/") for k in keys):
+        if iterator is None:
             return
-        saved = tf.train.Checkpoint(iterator=iterator)
         try:
-            saved.restore(path).expect_partial()
-            self.position_restored = True
-        except tf.errors.OpError as error:
+            self.position_restored = restore_position(iterator, path)
+        except OtherDatasetError as error:
             _log.warning(
                 "The input is another than the one whose position %s holds: it "
-                "is read from the start. TensorFlow says: %s",
+                "is read from the start. %s",
                 path,
-                error.message.partition("\n")[0],
+                error,
             )
 
 

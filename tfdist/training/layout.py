@@ -64,11 +64,14 @@ class Layout:
         self._trained = {id(v) for v in model.trainable_variables}
         by_width = collections.defaultdict(list)
         for table in tables:
-            part = optimizers.owner(model.optimizer, table.shards[0])
+            trained = self.is_trained(table.shards[0])
+            part = 0  # Of a frozen table none is asked.
+            if trained:
+                part = optimizers.owner(model.optimizer, table.shards[0])
             # The norm of one variable needs its rows alone.
             alone = id(table) if self.parts[part].clipnorm else None
             # Tables that grow do so together, or not at all.
-            grows = table.group_key and self.is_trained(table.shards[0])
+            grows = table.group_key and trained
             key = table.output_dim, table.variable_dtype, part, alone
             by_width[*key, table.group_key, grows].append(table)
         self.groups = [

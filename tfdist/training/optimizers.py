@@ -376,7 +376,8 @@ def begin_step(
         return
     product = private_keras.nadam_product(optimizer).value
     updates = _updates(optimizer, iteration)
-    power = tf.pow(0.96, tf.cast(updates + 1, product.dtype))
+    updates = tf.cast(updates, product.dtype)
+    power = tf.cast(0.96, product.dtype) ** (updates + 1.0)
     factor = optimizer.beta_1 * (1.0 - 0.5 * power)
     is_update = _is_due(optimizer, iteration)
     if finite is not None:

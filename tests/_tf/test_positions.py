@@ -1,0 +1,93 @@
+"""Which dataset a position is of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist._tf.private_positions import digest_of
+from tfdist.data import read_csv
+
+ROOT = Path(__file__).parents[2]
+Data = tf.data.Dataset
+
+
+def pipelines(csv):
+    """Of each kind two that differ in one thing."""
+    drawn = tf.random.uniform([], maxval=1 << 40, dtype=tf.int64)
+    lookup = keras.layers.StringLookup
+    return {
+        "constants": [Data.range(n).map(lambda i: i + 1) for n in (3, 4)],
+        "functions": [
+            Data.range(3).map(
+                lambda i, k=k: tf.cond(i > k, lambda: i, lambda: -i)
+            )
+            for k in (1, 2)
+        ],
+        "arrays": [
+            Data.from_tensor_slices(np.arange(99.0) + n) for n in (0, 1)
+        ],
+        "batches": [
+            Data.range(99).shuffle(9).repeat().batch(n).prefetch(2)
+            for n in (2, 3)
+        ],
+        "vocabularies": [
+            Data.from_tensor_slices(["a"]).map(lookup(vocabulary=["a", last]))
+            for last in "bc"
+        ],
+        "buckets": [
+            Data.range(9)
+            .map(tf.range)
+            .bucket_by_sequence_length(tf.size, [5], [2, n])
+            for n in (2, 3)
+        ],
+        "a seed that is given": [
+            Data.range(n).map(lambda i: i + drawn) for n in (5, 6)
+        ],
+        "files": [read_csv(csv, n, label_name="y") for n in (4, 5)],
+    }
+
+
+def digests(csv):
+    """Of each pipeline, which the process has begun to number somewhere."""
+    found = pipelines(csv).items()
+    return {name: [*map(digest_of, pair)] for name, pair in found}
+
+
+@pytest.fixture
+def csv(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n" + "1,2\n" * 20)
+    return str(path)
+
+
+def test_datasets_that_differ(csv):
+    for name, (first, second) in digests(csv).items():
+        assert first != second, name
+
+
+def test_the_same_dataset_made_again(csv):
+    first = digests(csv)
+    iter(tf.data.Dataset.range(3).shuffle(2))
+    assert digests(csv) == first
+
+
+@pytest.mark.slow
+def test_the_same_dataset_in_another_process(csv):
+    code = (
+        "import json, sys; from tests._tf.test_positions import digests; "
+        "print(json.dumps(digests(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, csv],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=120,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == digests(csv)

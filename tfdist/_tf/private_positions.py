@@ -1,0 +1,174 @@
+"""Where an input is, and which: what a checkpoint holds of an iterator.
+
+TensorFlow restores an iterator with the dataset that it was saved with, files
+and all, and not the one that it is of now: so the two are compared.
+
+Private names of TensorFlow, as in `private`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+# What a checkpoint writes and reads for one variable.
+from tensorflow.python.training.saving import saveable_object
+
+from tfdist._tf.private import UninitializedVariable
+
+_STATE, _DATASET = "ITERATOR_STATE", "DATASET"
+# Attributes of a dataset's ops that differ where a program runs again.
+_DIFFER = "seed", "seed2", "metadata", "shared_name"
+_IGNORE = 1  # What a dataset refers to, as the state of a table.
+
+
+class OtherDatasetError(ValueError):
+    """The position was saved of another dataset."""
+
+
+class HeldPosition(UninitializedVariable):
+    """What a checkpoint saves in place of an iterator: where it was."""
+
+    def __init__(self, iterator: Any) -> None:
+        super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
+        self._iterator = iterator
+        self._digest = digest_of(iterator._dataset)
+
+    def hold(self) -> None:
+        """Takes the position of now, or raises what saving it would."""
+        (state,) = self._iterator._serialize_to_tensors().values()
+        self.assign(state, read_value=False)
+
+    def release(self) -> None:
+        """Gives its memory back: it may hold a buffer of examples."""
+        self.assign(tf.raw_ops.OptionalNone(), read_value=False)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        def digest() -> tf.Tensor:
+            return tf.constant(self._digest)
+
+        def saved(value: Any, dtype: tf.DType, name: str) -> Any:
+            spec = saveable_object.SaveSpec(value, "", name, dtype, self.device)
+            return saveable_object.SaveableObject(self, [spec], name)
+
+        return {
+            _STATE: lambda name: saved(self.read_value, tf.variant, name),
+            _DATASET: lambda name: saved(digest, tf.string, name),
+        }
+
+
+def restore_position(iterator: Any, path: str) -> bool:
+    """Has an iterator go on where a checkpoint says; False: it says nothing.
+
+    Raises:
+        OtherDatasetError: It was another dataset; the iterator begins again.
+    """
+    keys = [f"iterator/.ATTRIBUTES/{name}" for name in (_STATE, _DATASET)]
+    # Those of earlier versions have no digest.
+    found = {key for key, _ in tf.train.list_variables(path)} & {*keys}
+    if keys[0] not in found:
+        return False
+    state, *digest = tf.raw_ops.RestoreV2(
+        prefix=path,
+        tensor_names=keys[: len(found)],
+        shape_and_slices=[""] * len(found),
+        dtypes=[tf.variant, tf.string][: len(found)],
+    )
+    own = digest_of(iterator._dataset).encode()
+    if any(each.numpy() != own for each in digest):
+        raise OtherDatasetError("Its files, constants or functions differ.")
+    try:
+        iterator._restore_from_tensors({"_STATE": state})
+    except tf.errors.OpError as error:
+        # What is left of it has no batch, or fails.
+        tf.raw_ops.MakeIterator(
+            dataset=iterator._dataset._variant_tensor,
+            iterator=iterator._iterator_resource,
+        )
+        raise OtherDatasetError(error.message.partition("\n")[0]) from error
+    return True
+
+
+def digest_of(dataset: tf.data.Dataset) -> str:
+    """What tells a dataset from another one: its ops, functions and constants.
+
+    Neither its random seeds, nor the int64 scalars that its functions are
+    given, which may be seeds, nor what files hold. It is the same in each
+    process; `tf.raw_ops.DatasetFingerprint` is not, where a function has
+    several side effects.
+
+    >>> ranges = [tf.data.Dataset.range(n) for n in (1, 1, 2)]
+    >>> first, same, other = map(digest_of, ranges)
+    >>> first == same != other
+    True
+    """
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor,
+        external_state_policy=_IGNORE,
+        strip_device_assignment=True,
+    )
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    functions = {f.signature.name: f for f in graph.library.function}
+    met: list[str] = []  # Functions that are called.
+    digest = hashlib.sha256()
+
+    def add(nodes: Iterable[Any], names: Collection[str]) -> None:
+        # Names have numbers of the process; here, others, as they are met.
+        numbers: dict[str, int] = {}
+
+        def number(quoted: re.Match[str]) -> str:
+            control, name, output = quoted.groups()
+            if name in functions:
+                if name not in met:
+                    met.append(name)
+                return f"function {met.index(name)}"
+            if name in names:
+                place = numbers.setdefault(name, len(numbers))
+                return f"{control}{place}{output}"
+            return quoted[0]
+
+        for node in nodes:
+            for name in [*node.attr]:
+                if name in _DIFFER or name.startswith("_"):
+                    node.attr.pop(name)
+            if node.op == "Const":
+                value = node.attr["value"].tensor
+                # An array may be large; as text it would be thrice that.
+                digest.update(value.tensor_content)
+                value.ClearField("tensor_content")
+                value.ClearField("resource_handle_val")
+            node.ClearField("experimental_debug_info")
+            text = re.sub('"(\\^?)([^":]*)([^"]*)"', number, str(node))
+            digest.update(text.encode())
+
+    nodes = {node.name: node for node in graph.node}
+    seeds = {name for node in graph.node for name in _seeds_of(node, nodes)}
+    add([node for name, node in nodes.items() if name not in seeds], nodes)
+    for name in met:  # Which grows by the functions that a function calls.
+        own = functions[name]
+        arguments = [each.name for each in own.signature.input_arg]
+        add(own.node_def, {*arguments, *(node.name for node in own.node_def)})
+    return digest.hexdigest()
+
+
+def _seeds_of(node: Any, nodes: Mapping[str, Any]) -> list[str]:
+    """Those of the nodes from which an op takes what may be its seeds."""
+    op = getattr(tf.raw_ops, node.op, None)
+    arguments = [*inspect.signature(op).parameters] if op else []
+    if any(name.endswith("other_arguments") for name in arguments):
+        return [name for name in node.input if _is_number(nodes.get(name))]
+    pairs = zip(arguments, node.input, strict=False)
+    return [name for argument, name in pairs if argument in _DIFFER]
+
+
+def _is_number(node: Any) -> bool:
+    if node is None or node.op != "Const":
+        return False
+    value = node.attr["value"].tensor
+    is_scalar = not value.tensor_shape.dim
+    return is_scalar and value.dtype == tf.int64.as_datatype_enum
