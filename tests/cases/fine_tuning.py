@@ -6,6 +6,7 @@ import numpy as np
 import tfdist
 from tests.cases import EachStep, case, seeded
 from tests.cases.optimizers import (
+    ROWS,
     K,
     assert_state_is_that_of,
     batches,
@@ -29,6 +30,38 @@ def _add_frozen(layer):
 
 for name in ("table", "hidden", "bn"):
     _add_frozen(name)
+
+
+def two_tables(optimizer):
+    """Of one width, and the first one is frozen."""
+    x = keras.Input([4], name="x")
+    ids = keras.Input([1], dtype="int64", name="ids")
+    base, tuned = (
+        tfdist.PartitionedEmbedding(ROWS, 3, num_shards=2, name=name)
+        for name in ("base", "tuned")
+    )
+    base.trainable = False
+    rows = [keras.layers.Flatten()(table(ids)) for table in (base, tuned)]
+    output = keras.layers.Dense(1, "sigmoid", name="out")
+    hidden = keras.layers.Concatenate()([x, *rows])
+    model = keras.Model({"x": x, "ids": ids}, output(hidden))
+    model.compile(optimizer, "binary_crossentropy")
+    return model
+
+
+def _add_beside(name, make):
+    @case(f"a frozen table beside another, {name}")
+    def run(job):
+        trains_as_fit(job, lambda: two_tables(make()), table_examples())
+
+
+_add_beside("clipped", lambda: K.SGD(1.0, global_clipnorm=0.1))
+_add_beside(
+    "keras.optimizers.MultiOptimizer",
+    lambda: K.MultiOptimizer(
+        K.OptimizerMap(K.Adam(0.01), {"(base|tuned)/.*": K.Adagrad(0.1)})
+    ),
+)
 
 
 def tunes_as_keras(job, first, then):

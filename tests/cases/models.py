@@ -663,6 +663,11 @@ def float64_of_float32(job):
     _float64(job, lambda: Mlp(), examples())
 
 
+@case("float64, Nadam")
+def float64_nadam(job):
+    _float64(job, lambda: Mlp(), optimizer="nadam")
+
+
 @case("float64, Sequential, adagrad")
 def float64_sequential(job):
     _float64(

@@ -23,14 +23,15 @@ from tfdist.embeddings.places import counted, repeated
 class Group:
     """Tables of one width and optimizer, whose rows are numbered through.
 
-    Shards are ranked by the server that holds them, so that the rows of one
-    server are neighbours in every tensor.
+    `part` is the index of that optimizer; None: they are frozen. Shards are
+    ranked by the server that holds them, so that the rows of one server are
+    neighbours in every tensor.
     """
 
     def __init__(
         self,
         tables: Sequence[Any],
-        part: int,
+        part: int | None,
         device_of: Callable[[keras.Variable], str],
     ) -> None:
         self.tables = list(tables)

@@ -74,7 +74,7 @@ class Accumulators:
         whole = {i: layout.reads[i].dtype for i in server.reads if i < num}
         dtypes = {
             g: [tf.int64, tf.int32, shards[0].dtype]
-            for g, shards in server.shards.items()
+            for g, shards in server.trained.items()
         }
         with tf.device(server.device):
             return Kept(*tf.nest.map_structure(_variable, (whole, dtypes)))
@@ -91,7 +91,7 @@ class Accumulators:
             with tf.device(server.device):
                 for i, value in zip(updates, values, strict=False):
                     kept.whole[i].assign(value)
-                for g, rows in zip(server.shards, values, strict=True):
+                for g, rows in zip(server.trained, values, strict=True):
                     ids, counts = asked[g]
                     ids = ids.keys if isinstance(ids, Found) else ids
                     new = tf.concat(ids, 0), counts, rows
@@ -140,7 +140,7 @@ class Accumulators:
             parts = iter(zip(*each, strict=True))
             for i in updates:
                 mean.whole[i] = tf.add_n(next(parts))
-            for g, shards in server.shards.items():
+            for g, shards in server.trained.items():
                 pieces = [_by_id(next(parts), next(parts)) for _ in shards]
                 ids = [own for own, _ in pieces]
                 counts = tf.stack([tf.size(i) for i in ids])
@@ -171,14 +171,14 @@ class Accumulators:
         """A worker's share of the means; of one that is not taken, nothing."""
         reads, groups = self._layout.reads, self._layout.groups
         specs = [tf.TensorSpec(reads[i].shape, reads[i].dtype) for i in updates]
-        for g, shards in server.shards.items():
+        for g, shards in server.trained.items():
             row = tf.TensorSpec([None, groups[g].dim], shards[0].dtype)
             specs += [tf.TensorSpec([None], tf.int64), row] * len(shards)
 
         def taken() -> list[tf.Tensor]:
             values = [kept.whole[i].read_value() for i in updates]
             values = [v * tf.cast(share, v.dtype) for v in values]
-            for g, shards in server.shards.items():
+            for g, shards in server.trained.items():
                 ids, counts, rows = [v.read_value() for v in kept.rows[g]]
                 counts = tf.ensure_shape(counts, [len(shards)])
                 rows *= tf.cast(share, rows.dtype)

@@ -304,7 +304,7 @@ def carried(
         if not (updates or server.shards):
             continue
         sent = [whole[i] for i in updates]
-        sent += [blocks[g][device] for g in server.shards]
+        sent += [blocks[g][device] for g in server.trained]
         numbers: Sequence[tf.Tensor] = scalars
         if layout.remote:
             shapes: list[list[Any]] = [[len(scalars)]]
@@ -312,7 +312,7 @@ def carried(
             with tf.device(device):
                 shapes += [
                     [tf.reduce_sum(asked[g].counts), layout.groups[g].dim]
-                    for g in server.shards
+                    for g in server.trained
                 ]
             if following and server.shards:
                 # Bits in the same message. Copies leave them alone; did one
@@ -347,14 +347,13 @@ def apply(
             found[layout.owners[i]].append((layout.dense[i], value, None))
         else:
             layout.reads[i].value.assign_add(value)
-    for (g, shards), rows in zip(server.shards.items(), sent, strict=True):
+    for (g, shards), rows in zip(server.trained.items(), sent, strict=True):
         own, (ids, counts) = found[layout.groups[g].part], asked[g]
-        if not growing_of(shards[0]):
-            gradients = tf.split(rows, counts, num=len(shards))
-            each = zip(shards, gradients, ids, strict=True)
-            own += [one for one in each if layout.is_trained(one[0])]
-        elif layout.is_trained(shards[0]):  # As all of its group.
+        if growing_of(shards[0]):
             own.append((GrowingShards(shards), rows, asked_for(ids, counts)))
+        else:
+            gradients = tf.split(rows, counts, num=len(shards))
+            own += zip(shards, gradients, ids, strict=True)
 
     def update() -> None:
         for part, own, rate in zip(layout.parts, found, rates, strict=True):

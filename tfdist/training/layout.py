@@ -27,6 +27,7 @@ class Server(NamedTuple):
     device: str  # "" is where the step runs.
     reads: list[int]  # Indices in `Layout.reads`.
     shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
+    trained: dict[int, list[keras.Variable]]  # Those of groups that are.
 
 
 class Layout:
@@ -64,22 +65,19 @@ class Layout:
         self._trained = {id(v) for v in model.trainable_variables}
         by_width = collections.defaultdict(list)
         for table in tables:
-            trained = self.is_trained(table.shards[0])
-            part = 0  # Of a frozen table none is asked.
-            if trained:
+            part = alone = None
+            if self.is_trained(table.shards[0]):
                 part = optimizers.owner(model.optimizer, table.shards[0])
-            # The norm of one variable needs its rows alone.
-            alone = id(table) if self.parts[part].clipnorm else None
-            # Tables that grow do so together, or not at all.
-            grows = table.group_key and trained
+                # The norm of one variable needs its rows alone.
+                alone = id(table) if self.parts[part].clipnorm else None
             key = table.output_dim, table.variable_dtype, part, alone
-            by_width[*key, table.group_key, grows].append(table)
+            by_width[*key, table.group_key].append(table)
         self.groups = [
             tables[0].group_type(tables, part, self.device_of)
             for (_, _, part, *_), tables in by_width.items()
         ]
         for group in self.groups:
-            for shard in filter(self.is_trained, group.shards):
+            for shard in group.shards if group.part is not None else ():
                 optimizers.check_rows(self.parts[group.part], shard)
         is_split = any(len(group.shards) > 1 for group in self.groups)
         for part in self.parts if remote or is_split else ():
@@ -104,7 +102,10 @@ class Layout:
             for g, group in enumerate(self.groups)
             if device in group.num_shards
         }
-        return Server(device, own(self.reads), shards)
+        trained = {
+            g: v for g, v in shards.items() if self.groups[g].part is not None
+        }
+        return Server(device, own(self.reads), shards, trained)
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
