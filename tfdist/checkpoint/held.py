@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist._tf.private import UninitializedVariable
 from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
+from tfdist._tf.tracing import traced
 from tfdist.cluster.memory import free_bytes_on
 
 _log = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class HeldValues:
         self._factor = 2
         self.bytes: collections.Counter[str] = collections.Counter()
         self.variables = {n: self._second(v) for n, v in variables.items()}
-        self.hold = tf.function(self._share, autograph=False)
-        self.release = tf.function(self._empty, autograph=False)
+        self.hold = traced(self._share)
+        self.release = traced(self._empty)
 
     def trace(self) -> None:
         """Traces the functions, while every task is alive."""

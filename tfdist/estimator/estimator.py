@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private_keras import reset_object_names
+from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
@@ -304,7 +305,7 @@ class Estimator:
         model = self._restored(path, dataset.element_spec, targets=False)
         input_fns.check_batches(model, dataset.element_spec, targets=False)
         step = model.predict_step
-        call = tf.function(step, autograph=False, reduce_retracing=True)
+        call = traced(step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import reset_object_names
+from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
 from tfdist.estimator.specs import EvalSpec, ModelFn
@@ -133,8 +134,8 @@ class Evaluation:
             own = overrides(model, "test_step")
             kind = KerasStep if own else ModelStep
             self._step = kind(model, self._element_spec)
-            self._evaluate_batch = tf.function(
-                self._step.evaluate, autograph=False, reduce_retracing=True
+            self._evaluate_batch = traced(
+                self._step.evaluate, reduce_retracing=True
             )
         for hook in hooks:
             hook.begin()

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._tf.tracing import traced
+
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
@@ -46,7 +48,7 @@ class FiniteCheck:
                 for v in copies:
                     if v.dtype in _FLOATS:
                         self._parts[v.device].append((name, v))
-        self._looks = tf.function(self._are_finite, autograph=False)
+        self._looks = traced(self._are_finite)
 
     def trace(self) -> None:
         """Traces the function that looks, while every task is alive."""

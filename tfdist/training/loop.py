@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
+from tfdist._tf.tracing import traced
 from tfdist.cluster.spec import Cluster
 from tfdist.data import input_wait
 from tfdist.data.input_wait import TimedIterator
@@ -265,12 +266,10 @@ class LocalLoop(Loop):
         self._full = dispatch_size(step.model, steps_per_dispatch)
         read = self._batches_per_step * (dataset.element_spec,)
         number = tf.TensorSpec([], tf.int64)
-        # As in Keras' own training function, autograph converts nothing.
         self._functions = {
-            n: tf.function(
+            n: traced(
                 dispatch(self._steps, n),
                 input_signature=(n * read, number) if self._may_end else None,
-                autograph=False,
             )
             for n in {1, self._full}
         }
@@ -317,8 +316,8 @@ class LocalLoop(Loop):
         if self._evaluation is None:
             # A step of its own: metrics that are no sums go on in training's.
             step = ModelStep(self._step.model, batches.element_spec)
-            traced = tf.function(autograph=False, reduce_retracing=True)
-            self._evaluation = step, traced(step.evaluate)
+            evaluate = traced(step.evaluate, reduce_retracing=True)
+            self._evaluation = step, evaluate
         step, evaluate = self._evaluation
         states: States = []
         for batch in batches:
