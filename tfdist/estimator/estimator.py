@@ -126,7 +126,9 @@ class Estimator:
         Must be called on the chief of a cluster or in a single process.
 
         Args:
-            input_fn: As for `TrainSpec`, as are `hooks`.
+            input_fn: As for `TrainSpec`, as are `hooks`. In one process the
+                dataset of the checkpoint goes on where it was, if it had not
+                ended; another one begins, with a warning (in TF, each did).
             hooks: See there.
             steps: Steps to run from the latest checkpoint on, also in a process
                 that is started again: jobs that may be use `max_steps`.

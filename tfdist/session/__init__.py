@@ -103,7 +103,8 @@ alive: that is the user's own error.
 
 In one process a restored session goes on with the weights, the random seeds
 and the batch of one that was never interrupted, if the loop's iterator can be
-saved; a warning says where it cannot.
+saved; a warning says where it cannot. An input that is another one by then
+(other files, constants or functions) is read from its start, with a warning.
 """
 
 import lazy_loader
