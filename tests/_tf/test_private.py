@@ -362,7 +362,7 @@ def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):
 
 
 def test_an_iterator_of_another_dataset_begins_again(tmp_path):
-    """TensorFlow would go on with the dataset that it was saved with."""
+    """TensorFlow would go on with what was buffered of the other one."""
     iterator = iter(tf.data.Dataset.range(5))
     assert next(iterator) == 0
     position = private_positions.HeldPosition(iterator)

@@ -1,7 +1,8 @@
 """Where an input is, and which: what a checkpoint holds of an iterator.
 
-TensorFlow restores an iterator with the dataset that it was saved with, files
-and all, and not the one that it is of now: so the two are compared.
+TensorFlow restores a position in whatever dataset has the same kinds of ops:
+batches that were buffered are the other one's, and then as much of the new one
+is skipped as was read of that. So the two datasets are compared.
 
 Private names of TensorFlow, as in `private`.
 """
