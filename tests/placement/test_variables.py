@@ -108,6 +108,19 @@ def test_slots_are_those_of_the_built_optimizer(name):
     assert all(not spec.num_slots for spec in frozen)
 
 
+def test_slots_of_nadam_in_float64():
+    """The number that it keeps beside them is of their dtype."""
+
+    def model_fn():
+        layer = keras.layers.Dense(2, dtype="float64")
+        model = keras.Sequential([keras.Input([3], dtype="float64"), layer])
+        model.compile("nadam", "mse")
+        return model
+
+    found = [(v.num_slots, v.extra_bytes) for v in describe(model_fn)]
+    assert found == [(2, 0), (2, 0)]
+
+
 def test_names_shapes_and_order_are_the_models():
     specs = describe(lambda: small_model(keras.optimizers.SGD()))
     assert [(spec.name, spec.shape) for spec in specs] == [

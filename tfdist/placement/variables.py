@@ -275,8 +275,9 @@ def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
         return spec
     # The names of slots would not tell: Adafactor's factors have none.
     slots = _state(optimizer, [variable])
-    for own in _state(optimizer, []):
-        slots.remove(own)
+    for shape, _ in _state(optimizer, []):
+        # They come first; Nadam's own number is of the variables' dtype.
+        slots.remove(next(slot for slot in slots if slot[0] == shape))
     like = (tuple(variable.shape), spec.dtype)
     extra = sum(
         int(np.prod(shape)) * tf.as_dtype(dtype).size
