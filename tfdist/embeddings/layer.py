@@ -79,7 +79,9 @@ class PartitionedEmbedding(keras.layers.Layer):
             consecutive rows, the most frequent ones on the first server. Both
             read each other's checkpoints.
         embeddings_regularizer: Keras regularizer. Each call adds its loss for
-            the rows that it looks up, each row once.
+            the rows that it looks up, each row once. Where replicas share a
+            batch it is the mean of theirs, so less than of the whole batch for
+            rows that some of them do not look up.
         embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
             applied in a step to the rows that it has updated.
         mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
