@@ -38,7 +38,7 @@ class HeldPosition(UninitializedVariable):
     def __init__(self, iterator: Any) -> None:
         super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
         self._iterator = iterator
-        self._digest = digest_of(iterator._dataset)
+        self._digest = _digest(iterator)
 
     def hold(self) -> None:
         """Takes the position of now, or raises what saving it would."""
@@ -80,7 +80,7 @@ def restore_position(iterator: Any, path: str) -> bool:
         shape_and_slices=[""] * len(found),
         dtypes=[tf.variant, tf.string][: len(found)],
     )
-    own = digest_of(iterator._dataset).encode()
+    own = _digest(iterator).encode()
     if any(each.numpy() != own for each in digest):
         raise OtherDatasetError("Its files, constants or functions differ.")
     try:
@@ -93,6 +93,13 @@ def restore_position(iterator: Any, path: str) -> bool:
         )
         raise OtherDatasetError(error.message.partition("\n")[0]) from error
     return True
+
+
+def _digest(iterator: Any) -> str:
+    """Of its dataset; taken once, since that may hold large arrays."""
+    if not hasattr(iterator, "_tfdist_digest"):
+        iterator._tfdist_digest = digest_of(iterator._dataset)
+    return iterator._tfdist_digest
 
 
 def digest_of(dataset: tf.data.Dataset) -> str:
