@@ -36,7 +36,9 @@ def model_fn(optimizer):
     keras.utils.set_random_seed(1)
     ids = keras.Input([3], dtype="int64", name="ids")
     x = keras.Input([4], name="x")
-    rows = tfdist.PartitionedEmbedding(20, 5, num_shards=3)(ids)
+    rows = tfdist.PartitionedEmbedding(
+        20, 5, num_shards=3, embeddings_regularizer="l2"
+    )(ids)
     both = keras.layers.Concatenate()([keras.layers.Flatten()(rows), x])
     hidden = keras.layers.Dense(8, "relu", kernel_regularizer="l2")(both)
     click = keras.layers.Dense(1, "sigmoid", name="click")(hidden)

@@ -331,6 +331,70 @@ def early_stopping(job):
     assert_same(found, wanted)
 
 
+class Sum(keras.metrics.Metric):
+    """Of all predictions, and one."""
+
+    def __init__(self, name="one_and_all"):
+        super().__init__(name=name)
+        self.most = self.add_weight(name="most", initializer="zeros")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.most.assign_add(keras.ops.sum(y_pred))
+
+    def result(self):
+        return self.most + 1.0
+
+
+class Maximum(Sum):
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+
+class OwnStep(keras.Sequential):
+    """As in Keras' guide to a custom `train_step`."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.metrics[0].update_state(loss, sample_weight=tf.shape(x)[0])
+        return self.compute_metrics(x, y, y_pred)
+
+
+def _logs_are_of_the_epoch(job, kind, metric):
+    """Though each of its steps is a run by itself."""
+
+    def make():
+        layers = [keras.Input([4]), keras.layers.Dense(1, "sigmoid")]
+        model = kind(layers)
+        model.compile("sgd", "mse", metrics=[metric(), "auc"])
+        return model
+
+    train = data if is_in_order(job) else whole
+    assert_same(fit(job, train, make), keras_fit(train, make))
+
+
+NO_SUM = "by something else than an addition"
+
+
+@case()
+def a_metric_of_sums(job):
+    _logs_are_of_the_epoch(job, keras.Sequential, Sum)
+
+
+@case(refused=dict.fromkeys(("mirrored", "all-reduce", "ps"), NO_SUM))
+def a_metric_that_is_no_sum(job):
+    _logs_are_of_the_epoch(job, keras.Sequential, Maximum)
+
+
+@case()
+def metrics_of_a_train_step_of_its_own(job):
+    _logs_are_of_the_epoch(job, OwnStep, Sum)
+
+
 @case()
 def a_second_call_goes_on(job):
     train = data if is_in_order(job) else whole

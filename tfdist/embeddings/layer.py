@@ -79,9 +79,10 @@ class PartitionedEmbedding(keras.layers.Layer):
             consecutive rows, the most frequent ones on the first server. Both
             read each other's checkpoints.
         embeddings_regularizer: Keras regularizer. Each call adds its loss for
-            the rows that it looks up, each row once. Where replicas share a
-            batch it is the mean of theirs, so less than of the whole batch for
-            rows that some of them do not look up.
+            the rows that it looks up, each row once: of the whole batch where
+            replicas share it in training. (Between workers of parameter
+            servers that share a step it is the mean of theirs, so less for
+            rows that some of them do not look up.)
         embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
             applied in a step to the rows that it has updated.
         mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
@@ -300,9 +301,12 @@ class PartitionedEmbedding(keras.layers.Layer):
         rows = provider.rows(self, flat) if provider else self._read(flat)
         if self.embeddings_regularizer is not None:
             unique, which = tf.unique(flat)
-            once = tf.math.unsorted_segment_mean(
-                tf.cast(rows, self.variable_dtype), which, tf.size(unique)
-            )
+            if provider:
+                once = provider.rows(self, unique, of_all=True)
+            else:
+                num = tf.size(unique)
+                once = tf.math.unsorted_segment_mean(rows, which, num)
+            once = tf.cast(once, self.variable_dtype)
             loss = self.embeddings_regularizer(once)
             self.add_loss(tf.cast(loss, keras.config.floatx()))  # As others.
         return tf.cast(rows, self.compute_dtype)

@@ -29,15 +29,19 @@ class Collector:
 
     Attributes:
         calls: Table and ids of each lookup, in order.
+        of_all: Of each, whether it is of the ids of all replicas.
         answers: Names of the ops of the zeros.
     """
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
         self.calls: list[tuple[Any, tf.Tensor]] = []
+        self.of_all: list[bool] = []
         self.answers: list[str] = []
 
-    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
+    def rows(
+        self, table: Any, ids: tf.Tensor, of_all: bool = False
+    ) -> tf.Tensor:
         """Zeros, for the rows `(n, dim)` of the int64 ids `(n,)`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
@@ -49,6 +53,7 @@ class Collector:
         with tf.control_dependencies(None):
             ids = tf.identity(ids)
         self.calls.append((table, ids))
+        self.of_all.append(of_all)
         answer = stand_in(
             [tf.size(ids), table.output_dim],
             table.compute_dtype,
@@ -73,7 +78,9 @@ class Answers:
     ) -> None:
         self._left = list(zip(tables, answers, strict=True))
 
-    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
+    def rows(
+        self, table: Any, ids: tf.Tensor, of_all: bool = False
+    ) -> tf.Tensor:
         """The rows of the next lookup."""
         expected: Any
         expected, answer = self._left.pop(0) if self._left else (None, None)
@@ -91,8 +98,13 @@ class Answers:
 class Provider(Protocol):
     """Answers lookups in place of the tables."""
 
-    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
-        """Rows `(n, dim)` of the int64 ids `(n,)`."""
+    def rows(
+        self, table: Any, ids: tf.Tensor, of_all: bool = False
+    ) -> tf.Tensor:
+        """Rows `(n, dim)` of the int64 ids `(n,)`.
+
+        If `of_all`, of those that any replica looks up here, each once.
+        """
 
 
 _provider: contextvars.ContextVar[Provider | None] = contextvars.ContextVar(

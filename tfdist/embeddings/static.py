@@ -33,7 +33,9 @@ class StaticTables:
         every = (table.pieces for table in tables.values())
         self.replaced = {id(piece) for pieces in every for piece in pieces}
 
-    def rows(self, table: Any, ids: tf.Tensor) -> tf.Tensor:
+    def rows(
+        self, table: Any, ids: tf.Tensor, of_all: bool = False
+    ) -> tf.Tensor:
         """Rows `(n, dim)` of ids `(n,)`, as the table itself has them."""
         if id(table) not in self._copies:
             return table._read(ids)

@@ -7,7 +7,6 @@ does its work instead. `CALLBACKS.md` is the table of all.
 
 from __future__ import annotations
 
-import collections
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -75,8 +74,6 @@ class KerasCallbackHook(SessionRunHook):
 
     * Callbacks of batches have the logs of their step alone, and have steps
       dispatched one by one, which a warning tells.
-    * With a `train_step` of its own the logs of an epoch are the means over
-      its steps of the logs of its runs.
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it, with `on_test_begin` and `on_test_end`;
       epochs without a new one have none. What keeps the best weights skips an
@@ -114,7 +111,7 @@ class KerasCallbackHook(SessionRunHook):
     """
 
     wants_none_under_way = True
-    _exact: Logs | None
+    _so_far: Logs | None  # The logs of the epoch under way.
 
     def __init__(
         self,
@@ -175,7 +172,7 @@ class KerasCallbackHook(SessionRunHook):
         self._ended_epoch = -1
         self._evaluated_step = -1
         self._logs: dict[str, float] = {}  # Of the epoch that ended last.
-        self._forget_logs()
+        self._so_far = None
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Gives the callbacks the model, which is another after a recovery."""
@@ -208,23 +205,21 @@ class KerasCallbackHook(SessionRunHook):
         epoch, batch = divmod(run_context.session.step, self._steps_per_epoch)
         if self._epoch < 0:
             self._epoch = epoch
-            self._forget_logs()
+            self._so_far = None
             self._call("on_epoch_begin", epoch)
+        elif self._so_far is not None:
+            self._so_far.go_on()
         if self.single_steps:
             self._call("on_train_batch_begin", batch)
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Reports the run, and the epoch if it is over."""
         session = run_context.session
-        steps, self._step = session.step - self._step, session.step
-        if steps > 0:
-            self._logged_steps += steps
-            for name, value in run_values.results.items():
-                self._sums[name] += value * steps
-            if isinstance(run_values.results, Logs):
-                self._exact = run_values.results.after(self._exact)
+        before, self._step = self._step, session.step
+        if isinstance(logs := run_values.results, Logs) and before < self._step:
+            self._so_far = logs.after(self._so_far)
             batch = (session.step - 1) % self._steps_per_epoch
-            self._call("on_train_batch_end", batch, dict(run_values.results))
+            self._call("on_train_batch_end", batch, dict(logs))
         if session.step // self._steps_per_epoch > self._epoch:
             self._end_epoch(session)
         if session.model.stop_training:
@@ -232,7 +227,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""
-        if self._epoch >= 0 and self._logged_steps:
+        if self._epoch >= 0 and self._so_far is not None:
             self._end_epoch(session)
         self._call("on_train_end", self._logs)
         session.unsaved |= self.sets_variables
@@ -244,9 +239,8 @@ class KerasCallbackHook(SessionRunHook):
         """
         results = read_scalars(self._eval_dir) if self._eval_dir else {}
         newest = max(results, default=-1)
-        logs = {k: v / self._logged_steps for k, v in self._sums.items()}
         new = results[newest] if newest > self._evaluated_step else {}
-        return newest, new, logs | (self._exact or {})
+        return newest, new, dict(self._so_far or {})
 
     def _end_epoch(self, session: Session) -> None:
         epoch, self._epoch = self._epoch, -1
@@ -274,11 +268,6 @@ class KerasCallbackHook(SessionRunHook):
                 self._step,
                 self._steps_per_epoch,
             )
-
-    def _forget_logs(self) -> None:
-        self._logged_steps = 0
-        self._sums: dict[str, float] = collections.defaultdict(float)
-        self._exact = None
 
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist._tf.private import late_captures, variable_accessed
 from tfdist.embeddings import lookups
+from tfdist.training.replicas import Replicas
 
 Values = Sequence[tuple[keras.Variable, tf.Tensor]]
 
@@ -93,7 +94,10 @@ class Forward:
         )
 
     def calls(
-        self, batch: Any, seeds: Sequence[tf.Tensor]
+        self,
+        batch: Any,
+        seeds: Sequence[tf.Tensor],
+        replicas: Replicas | None = None,
     ) -> list[tuple[Any, tf.Tensor]]:
         """Table and ids of every lookup that the pass does for a batch."""
         if not self.tables:
@@ -103,6 +107,13 @@ class Forward:
         found = self._ids(*flat, *seeds, *tf.nest.flatten(late))
         for ids, (_, traced) in zip(found, self._collector.calls, strict=True):
             ids.set_shape(traced.shape)  # Those of a lookup table have none.
+        if replicas:
+            found = [
+                tf.unique(replicas.gather(ids)).y if of_all else ids
+                for ids, of_all in zip(
+                    found, self._collector.of_all, strict=True
+                )
+            ]
         return list(zip(self.tables, found, strict=True))
 
     def results(

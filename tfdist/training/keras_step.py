@@ -30,8 +30,8 @@ class KerasStep:
     traced as they trace it (with the `jit_compile` of `compile`), updates
     weights, optimizers, metrics and random seeds in place, and what the last
     one returns is logged. So a metric is that of all steps since metrics were
-    reset, which happens when the logs of a run of steps are read, and before
-    an evaluation; a value that is no metric is that of the last step.
+    reset, as before each run of steps that does not `go_on`, and before an
+    evaluation; a value that is no metric is that of the last step.
 
     Args:
         model: A compiled `keras.Model`, whose layers have their variables.
@@ -130,16 +130,22 @@ class KerasStep:
         return later
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
-        """The packed logs by name, empty if no step has run.
-
-        Those of training begin again.
-        """
+        """The packed logs by name, empty if no step has run."""
         if not packed.size:
             return {}
-        if self._global_step is not None:
-            self.model.reset_metrics()
         shapes = tf.nest.flatten(self._shapes)
         ends = np.cumsum([shape.num_elements() for shape in shapes])
         parts = zip(np.split(packed, ends[:-1]), shapes, strict=True)
         values = [part.reshape(shape) for part, shape in parts]
         return flat_floats(tf.nest.pack_sequence_as(self._shapes, values))
+
+    def reset(self) -> None:
+        """Has the metrics of training begin anew."""
+        variables = self.model.metrics_variables
+        self._before = [(v, v.numpy()) for v in variables]
+        self.model.reset_metrics()
+
+    def go_on(self, packed: np.ndarray) -> None:
+        """Has them go on from what they were at the last `reset`."""
+        for variable, value in self._before:
+            variable.assign(value)

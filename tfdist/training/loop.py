@@ -380,7 +380,7 @@ class FunctionLoop(Loop):
 class Logs(dict[str, float]):
     """Loss and metrics of some steps, from which follow those of more."""
 
-    def __init__(self, total: np.ndarray, step: ModelStep) -> None:
+    def __init__(self, total: np.ndarray, step: Step) -> None:
         super().__init__(step.result(total))
         self._total, self._step = total, step
 
@@ -391,11 +391,18 @@ class Logs(dict[str, float]):
         total = self._step.joined(earlier._total, self._total)
         return Logs(total, self._step)
 
+    def go_on(self) -> None:
+        """Has the next steps go on with metrics that do not add up."""
+        self._step.go_on(self._total)
 
-def metrics_from_states(total: Any, step: Step) -> dict[str, float]:
-    """Loss and metrics of a sum of packed states; 0.0 is of no example."""
+
+def metrics_from_states(total: Any, step: Step) -> Logs:
+    """Loss and metrics of a sum of packed states; 0.0 is of no example.
+
+    All begin anew with the next steps.
+    """
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
-    if isinstance(step, KerasStep):
-        return step.result(total)
-    return Logs(total, step)
+    logs = Logs(total, step)
+    step.reset()
+    return logs

@@ -47,7 +47,7 @@ class MetricStates:
         self._sizes = [1, 1, *(v.size for v in self._start)]
         self._is_kept = [id(v) in kept for v in variables]
         self._stays = [trains and is_kept for is_kept in self._is_kept]
-        self._assign(self._start)
+        self.reset()
 
     def zero_states(self) -> States:
         """States that have seen no example; those that are kept go on."""
@@ -99,8 +99,17 @@ class MetricStates:
             # A result may be the variable itself.
             with self._scope([loss, weight, *values]):
                 results = flat_floats(self.model.get_metrics_result())
-        self._assign(self._start)
         return results | own
+
+    def reset(self) -> None:
+        """Has states begin anew that the metrics' variables keep."""
+        self._assign(self._start)
+
+    def go_on(self, packed: np.ndarray) -> None:
+        """Has those go on from packed states."""
+        parts = np.split(packed, np.cumsum(self._sizes)[:-1])[2:]
+        starts = zip(parts, self._start, strict=True)
+        self._assign([p.reshape(s.shape).astype(s.dtype) for p, s in starts])
 
     def _scope(
         self,

@@ -66,7 +66,9 @@ def no_sums(
                 "counts (`assign_add`), of which `result` computes the "
                 "metric, or train in one process."
             )
-        if name or not adds:
+        # Without a pass to look at, any might.
+        might = not forwards or np.any(variable)
+        if not adds or (name and might):
             found.add(id(variable))
     return set() if must_add_up else found
 

@@ -225,7 +225,8 @@ class ModelStep(MetricStates):
         own = [one_of.index()] if one_of else []
         seeds = step_seeds(self._seeds, step, *own)
         forward = self._passes.forward(TRAINING, batch)
-        calls = forward.calls(batch, [seed for _, seed in seeds])
+        drawn = [seed for _, seed in seeds]
+        calls = forward.calls(batch, drawn, self._replicas)
         found = exchange.looked_up(self._layout, calls)
         return Begun(batch, step, seeds, found)
 
