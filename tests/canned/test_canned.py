@@ -77,7 +77,7 @@ def test_same_numbers_as_tf_2_15(name, table_columns, tmp_path):
         read_estimator_checkpoint(model, checkpoint)
 
     data = canned_table.input_fn(labels, sparse=sparse, epochs=3)()
-    loop, global_step = local_loop(model, data)
+    loop, global_step = local_loop(model, data, steps_per_dispatch=1)
     with pytest.raises(EndOfInput):
         loop.run(100)
     assert global_step.numpy() == 24
