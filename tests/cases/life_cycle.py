@@ -1,11 +1,13 @@
 """From training to the model in hand: checkpoints, exports, more training."""
 
+import tempfile
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.cases import EachStep, case, compiled, examples, seeded
+from tests.cases import EachStep, Job, case, compiled, examples, seeded
 
 
 def batches():
@@ -205,6 +207,16 @@ def training_goes_on_to_max_steps(job):
         trained(job, steps=2)
     trained(job, steps=5)
     assert job.estimator(model_fn).latest_checkpoint().endswith("-5")
+
+
+@case()
+def a_job_of_the_chief_alone_after_one_of_the_cluster(job):
+    """Its variables are in its process."""
+    trained(job)
+    if job.is_chief:
+        with tempfile.TemporaryDirectory() as model_dir:
+            alone = Job("one process", model_dir)
+            alone.trains_as_fit(model_fn, cluster=tfdist.Cluster())
 
 
 @case()

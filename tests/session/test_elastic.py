@@ -1,6 +1,7 @@
 """Workers that come and go while a job trains: real processes, real signals."""
 
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests.cluster.test_size import ask_for
 from tests.data.test_one_pass import BATCH, Launched
+from tests.recovery_job import HURRY
 from tests.session.test_recovery import (
     CHIEF,
     RECOVERED,
@@ -36,6 +38,10 @@ class Resizable(Launched):
     """A job of a launcher that has workers to spare."""
 
     module = "tests.recovery_job"
+
+    def __init__(self, model_dir, *args):
+        super().__init__(model_dir, *args)
+        self._hurry = pathlib.Path(model_dir, HURRY)
 
     def resize(self, *numbers):
         command = ["-m", "tfdist", "resize", *map(str, numbers)]
@@ -68,6 +74,8 @@ class Resizable(Launched):
         self.wait_for(rf"{task}: SIGKILL(.|\n)*INFO Task {task} serves")
 
     def end(self):
+        """Waits for the steps that are left, of which none sleeps."""
+        self._hurry.touch()
         assert self._process.wait(180) == 0, self.output
         self._reader.join()
 

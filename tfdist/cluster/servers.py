@@ -229,6 +229,13 @@ def num_connected(job: str) -> int:
     return sum(task.startswith(f"{job}:") for task in _connected())
 
 
+def num_ps(strategy: tf.distribute.Strategy) -> int:
+    """How many parameter servers hold the variables of a strategy."""
+    # A job of this process alone may follow one on servers.
+    on_ps = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    return num_connected("ps") if on_ps else 0
+
+
 def _connected() -> set[str]:
     """The tasks, such as "ps:0", that this process is connected to."""
     devices = tf.config.list_logical_devices("CPU")

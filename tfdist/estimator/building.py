@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
-from tfdist.cluster.servers import num_connected
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.data.worker_context import GroupContext
@@ -92,7 +92,7 @@ def create_variables(
     def made() -> keras.Model:
         return compiled_model.checked_model(model_fn(), element_spec, targets)
 
-    num_ps, placement = num_connected("ps"), config.placement
+    num_ps, placement = servers.num_ps(strategy), config.placement
     specs: Sequence[VariableSpec] = ()
     if num_ps and placement != "round_robin":
         specs = describe(made)
@@ -149,7 +149,7 @@ def _step_and_loop(
             global_step,
             with_context(input_fn),
             strategy=strategy,
-            num_workers=num_connected("worker"),
+            num_workers=servers.num_connected("worker"),
             steps_per_dispatch=per_dispatch,
             example=dataset,
         )

@@ -384,7 +384,7 @@ class RecoverableSession:
         if self._takes_strategy:
             trainable = self._build_fn(strategy)
         else:
-            with placed_scope(strategy, num_ps=servers.num_connected("ps")):
+            with placed_scope(strategy, num_ps=servers.num_ps(strategy)):
                 trainable = self._build_fn()
         if not isinstance(trainable, Trainable):
             raise TypeError(
