@@ -22,6 +22,18 @@ from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import KerasCallbackHook
 from tfdist.hooks.session_run_hook import SessionRunHook
 
+# Arguments of Keras' `fit`, and what is given here instead.
+_WEIGHTS = "give each example its weight, as the third of `train`"
+_INSTEAD = {
+    **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
+    **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
+    "verbose": "`log_step_count_steps` says how often progress is shown",
+    "initial_epoch": "a job goes on where the one in its `model_dir` ended",
+    "validation_split": "split the arrays, and give `validation_data`",
+    "validation_freq": "`save_checkpoints_steps` says how often, in steps",
+    "validation_batch_size": "give a function that makes a dataset",
+}
+
 
 def fit(
     model_fn: ModelFn,
@@ -96,6 +108,12 @@ def fit(
             that are empty, or that workers cannot read; and as
             `Estimator.train`.
     """
+    for name, instead in _INSTEAD.items():
+        if name in config:
+            raise TypeError(
+                f"Argument `{name}` of Keras' fit is none of tfdist's: "
+                f"{instead}."
+            )
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
     check_at_least("batch_size", batch_size, 1)

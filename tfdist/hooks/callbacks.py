@@ -72,8 +72,9 @@ class KerasCallbackHook(SessionRunHook):
     step is under way: the weights are those of that step, also on parameter
     servers. Differences from `fit` are:
 
-    * Callbacks of batches have the logs of their step alone, and have steps
-      dispatched one by one, which a warning tells.
+    * Callbacks of batches have the logs of their step alone (of metrics that
+      do not add up, and with a `train_step` of its own, those since the epoch
+      began), and have steps dispatched one by one, which a warning tells.
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it, with `on_test_begin` and `on_test_end`;
       epochs without a new one have none. What keeps the best weights skips an
