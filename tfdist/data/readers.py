@@ -53,9 +53,9 @@ def read_csv(
     a missing number is NaN, not 0; integers are int64, all other numbers
     float32.
 
-    Fields may be quoted (RFC 4180) and then contain line breaks; lines end in
-    LF or CRLF; a byte order mark and blank lines are skipped. A file whose name
-    ends in ".gz" is decompressed.
+    Fields may be quoted (RFC 4180) and then contain line breaks, which read as
+    LF; lines end in LF or CRLF; a byte order mark and blank lines are skipped.
+    A file whose name ends in ".gz" is decompressed.
 
     >>> path = os.path.join(directory, "people.csv")
     >>> with open(path, "w") as file:
