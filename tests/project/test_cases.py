@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TASKS = {"all-reduce": {"workers": 1}, "ps": {"ps": 2, "workers": 2}}
 DEADLINE_SECS = 1800
 IDS = [f"{case.area}-{case.name}" for case in all_cases()]
-EVERY = 16  # So many are one before a landing; a soak runs all.
+EVERY = 24  # So many are one before a landing; a soak runs all.
 
 
 def run(directory, every, strategy):
