@@ -138,13 +138,17 @@ class Stale(Ahead):
         self.is_kept, self.step = True, 0
 
 
-def test_functions_that_fail_after_they_were_kept_are_made_anew(tmp_path):
-    """As those that a worker compiled while a server died."""
+@pytest.mark.parametrize("compiles", [False, True])
+def test_functions_that_fail_after_they_were_kept_are_made_anew(
+    tmp_path, compiles
+):
+    """At once, if a worker compiled one of them while a server died."""
     made = []
 
     def build_fn():
         step = tf.Variable(0, dtype=tf.int64)
         made.append(Stale(step) if not made else Ahead(step))
+        made[-1].compiles = compiles
         return tfdist.Trainable(made[-1], step, variables={"step": step})
 
     with tfdist.MonitoredTrainingSession(
@@ -155,7 +159,7 @@ def test_functions_that_fail_after_they_were_kept_are_made_anew(tmp_path):
         while session.step < 3:
             session.run()
     assert [type(loop) for loop in made] == [Stale, Ahead]
-    assert made[0].is_kept
+    assert made[0].is_kept is not compiles
 
 
 @pytest.mark.slow

@@ -235,10 +235,10 @@ def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch, caplog):
     )
     free = contextlib.nullcontext(True)
     monkeypatch.setattr(private_workers, "unchanging", lambda _: free)
-    loop._warm |= {0, 1, 2}
+    loop._warm |= {worker: {1} for worker in range(3)}
     loop._exhausted.add(2)
     assert loop.resize(SimpleNamespace(num_workers=2))
-    assert loop._warm == {0, 1}
+    assert loop._warm.keys() == {0, 1}
     assert loop._exhausted == set()
     # A dispatch ends while the other worker's one ends and another begins.
     assert loop._full == 6

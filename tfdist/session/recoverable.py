@@ -287,10 +287,11 @@ class RecoverableSession:
 
     def _can_keep(self, lost: Mapping[str, ServerFailure]) -> bool:
         """Whether model and functions go on: all that is lost was saved."""
-        # What was kept may be what failed: a worker that compiled a function
-        # while a server died has one that looks for that server ever after.
+        # What was kept may be what failed.
         suspect = self._failures.count > 1 or (self._keeps and not lost)
         if suspect or not (self._built and self._size and self.checkpoint_dir):
+            return False
+        if self._loop.compiles:
             return False
         saved, own = self.variables.values(), self._loop.own_variables
         return own is not None and private_renewal.is_known(saved, own)

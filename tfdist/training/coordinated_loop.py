@@ -137,7 +137,10 @@ class CoordinatedLoop(Loop):
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
-        self._warm: set[int] = set()  # Those that have run a dispatch.
+        # Of each worker, the dispatches that it has run, by their size, and
+        # the one that it runs for the first time.
+        self._warm: dict[int, set[int]] = {}
+        self._compiling: dict[int, int] = {}
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
@@ -149,6 +152,11 @@ class CoordinatedLoop(Loop):
     def step(self) -> int:
         """See `Loop.step`."""
         return self._applied
+
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        """See `Loop.compiles`."""
+        return bool(self._compiling)
 
     def run(
         self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
@@ -190,8 +198,10 @@ class CoordinatedLoop(Loop):
                 self._iterator = kept
             before = self._workers.num_workers
             self._workers.resize(cluster)
-        for known in (self._exhausted, self._warm):
-            known.difference_update(range(number, before))  # They have left.
+        for worker in range(number, before):  # They have left.
+            self._exhausted.discard(worker)
+            self._warm.pop(worker, None)
+            self._compiling.pop(worker, None)
         self._dataset = None
         self._size_dispatches(number)
         if self._iterator is not None:
@@ -350,27 +360,33 @@ class CoordinatedLoop(Loop):
         worker = private.current_worker()
         # Those of before a failure, if the dispatch is.
         exhausted, coordinator = self._exhausted, self._workers.coordinator
+        known, compiling = self._warm, self._compiling
         late = begun.generation != self._generations.current
         if late or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
-        pieces = [begun]
-        if worker not in self._warm:
+        pieces, warm = [begun], known.setdefault(worker, set())
+        if not warm:
             # It begins to train when it has compiled a tenth of the other.
             one = functools.partial(dataclasses.replace, begun, size=1)
             steps = range(begun.first_step, begun.first_step + begun.size)
             pieces = [one(first_step=step) for step in steps]
+        size = pieces[0].size
+        if size not in warm:
+            compiling[worker] = size
         try:
             packed = [
-                self._traced[p.size](iterator, *self._arguments(p)).numpy()
+                self._traced[size](iterator, *self._arguments(p)).numpy()
                 for p in pieces
             ]
             begun.packed = np.sum(packed, axis=0)
-            self._warm.add(worker)
+            warm.add(size)
+            compiling.pop(worker, None)
         except tf.errors.OutOfRangeError:
             exhausted.add(worker)
+            compiling.pop(worker, None)
         except tf.errors.OpError as error:
-            self._warm.discard(worker)
+            known.pop(worker, None)
             self.on_failure()
             # An iterator that was cancelled says ever after that it is at its
             # end. TensorFlow may take the error for a passing one.

@@ -64,6 +64,9 @@ class Loop:
     resizable = False  # Whether `resize` can be called.
     # They are 0 when it begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
+    # Whether a function has begun somewhere that has not yet run there: the
+    # loss of a server would leave one that looks for that server ever after.
+    compiles = False
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
