@@ -98,12 +98,15 @@ def compute(secs):
     )
 
 
-def slept(dataset, microseconds, hurry="none"):
-    """`dataset`, which sleeps before each element, until a file `hurry` is."""
-    often = tf.data.Dataset.from_tensors(0).repeat()
-    speeds = [paced.pauses(microseconds), often]
-    which = often.map(lambda _: tf.size(tf.io.matching_files(hurry), tf.int64))
-    pace = tf.data.Dataset.choose_from_datasets(speeds, which)
+def slept(dataset, microseconds, hurry=None):
+    """`dataset`, which sleeps before each element; until a file `hurry` is."""
+    pace = paced.pauses(microseconds)
+    if hurry:
+        often = tf.data.Dataset.from_tensors(0).repeat()
+        which = often.map(
+            lambda _: tf.size(tf.io.matching_files(hurry), tf.int64)
+        )
+        pace = tf.data.Dataset.choose_from_datasets([pace, often], which)
     return tf.data.Dataset.zip(pace, dataset).map(lambda _, batch: batch)
 
 

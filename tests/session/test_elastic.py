@@ -148,7 +148,7 @@ def test_functions_that_fail_after_they_were_kept_are_made_anew(
     def build_fn():
         step = tf.Variable(0, dtype=tf.int64)
         made.append(Stale(step) if not made else Ahead(step))
-        made[-1].compiles = compiles
+        made[-1].compiles = lambda: compiles
         return tfdist.Trainable(made[-1], step, variables={"step": step})
 
     with tfdist.MonitoredTrainingSession(

@@ -291,10 +291,10 @@ class RecoverableSession:
         suspect = self._failures.count > 1 or (self._keeps and not lost)
         if suspect or not (self._built and self._size and self.checkpoint_dir):
             return False
-        if self._loop.compiles:
-            return False
         saved, own = self.variables.values(), self._loop.own_variables
-        return own is not None and private_renewal.is_known(saved, own)
+        if own is None or self._loop.compiles():
+            return False
+        return private_renewal.is_known(saved, own)
 
     def _have_saved(self) -> bool:
         """Waits for the checkpoints under way; whether they have ended."""

@@ -137,10 +137,10 @@ class CoordinatedLoop(Loop):
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
-        # Of each worker, the dispatches that it has run, by their size, and
-        # the one that it runs for the first time.
+        # Of each worker, the sizes of the dispatches that it has run.
         self._warm: dict[int, set[int]] = {}
-        self._compiling: dict[int, int] = {}
+        # Workers that have begun one of a size that they have not run yet.
+        self._compiling: set[int] = set()
         # Whether only `global_step` knows how many steps are applied: at the
         # start, when it may yet be restored, and after a dispatch was lost.
         self._uncertain = True
@@ -152,11 +152,6 @@ class CoordinatedLoop(Loop):
     def step(self) -> int:
         """See `Loop.step`."""
         return self._applied
-
-    @property
-    def compiles(self) -> bool:  # type: ignore[override]
-        """See `Loop.compiles`."""
-        return bool(self._compiling)
 
     def run(
         self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
@@ -200,8 +195,8 @@ class CoordinatedLoop(Loop):
             self._workers.resize(cluster)
         for worker in range(number, before):  # They have left.
             self._exhausted.discard(worker)
+            self._compiling.discard(worker)
             self._warm.pop(worker, None)
-            self._compiling.pop(worker, None)
         self._dataset = None
         self._size_dispatches(number)
         if self._iterator is not None:
@@ -241,6 +236,10 @@ class CoordinatedLoop(Loop):
         """See `Loop.staleness`."""
         counter = self._step.staleness
         return counter.histogram() if counter else None
+
+    def compiles(self) -> bool:
+        """See `Loop.compiles`."""
+        return bool(self._compiling)
 
     def close(self) -> None:
         """See `Loop.close`."""
@@ -373,7 +372,7 @@ class CoordinatedLoop(Loop):
             pieces = [one(first_step=step) for step in steps]
         size = pieces[0].size
         if size not in warm:
-            compiling[worker] = size
+            compiling.add(worker)
         try:
             packed = [
                 self._traced[size](iterator, *self._arguments(p)).numpy()
@@ -381,10 +380,8 @@ class CoordinatedLoop(Loop):
             ]
             begun.packed = np.sum(packed, axis=0)
             warm.add(size)
-            compiling.pop(worker, None)
         except tf.errors.OutOfRangeError:
             exhausted.add(worker)
-            compiling.pop(worker, None)
         except tf.errors.OpError as error:
             known.pop(worker, None)
             self.on_failure()
@@ -395,6 +392,7 @@ class CoordinatedLoop(Loop):
         finally:
             if self._bound:
                 self._bound.end(begun)
+        compiling.discard(worker)
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
         """Waits for a dispatch to end; returns the states of its steps.

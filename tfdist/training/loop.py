@@ -64,9 +64,6 @@ class Loop:
     resizable = False  # Whether `resize` can be called.
     # They are 0 when it begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
-    # Whether a function has begun somewhere that has not yet run there: the
-    # loss of a server would leave one that looks for that server ever after.
-    compiles = False
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
@@ -137,6 +134,13 @@ class Loop:
     def input_secs(self) -> np.ndarray:
         """`[waited for data, all]`: seconds of steps since the last call."""
         return self._input_secs.take()
+
+    def compiles(self) -> bool:
+        """Whether a task has begun a function that has not yet run there.
+
+        If a server is lost then, it may look for that server ever after.
+        """
+        return False
 
     def close(self) -> None:
         """Ends what the loop has started. It cannot run any more."""

@@ -107,6 +107,8 @@ class MetricStates:
 
     def go_on(self, packed: np.ndarray) -> None:
         """Has those go on from packed states."""
+        if not any(self._stays):
+            return
         parts = np.split(packed, np.cumsum(self._sizes)[:-1])[2:]
         starts = zip(parts, self._start, strict=True)
         self._assign([p.reshape(s.shape).astype(s.dtype) for p, s in starts])

@@ -57,7 +57,8 @@ def no_sums(
         name = names[id(variable)]
         adds = all(f.adds_to(variable, variables) for f in forwards)
         # Keras resets those alone that have a metric in `model.metrics`.
-        if must_add_up and (not adds or (name and np.any(variable))):
+        is_none = not adds or (name and np.any(variable))
+        if must_add_up and is_none:
             raise ValueError(
                 f"Metric {(name or variable.path)!r} of model {model.name!r} "
                 f"updates its variable {variable.path!r} by something else "
@@ -66,9 +67,8 @@ def no_sums(
                 "counts (`assign_add`), of which `result` computes the "
                 "metric, or train in one process."
             )
-        # Without a pass to look at, any might.
-        might = not forwards or np.any(variable)
-        if not adds or (name and might):
+        # Without a pass to look at, any might be none.
+        if is_none or (name and not forwards):
             found.add(id(variable))
     return set() if must_add_up else found
 
