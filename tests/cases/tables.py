@@ -149,6 +149,36 @@ _add(
 )
 
 
+class TwoTowers(keras.Model):
+    """A model for retrieval; each tower is a `Sequential` without an input."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.user = keras.Sequential([table(name="user"), _L.GRU(2)])
+        self.item = keras.Sequential([table(name="item"), _L.Flatten()])
+
+    def call(self, ids):
+        return {"user": self.user(ids), "item": self.item(ids[:, :1])}
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        scores = keras.ops.sum(y_pred["user"] * y_pred["item"], axis=1)
+        return keras.ops.mean((scores - y[:, 0]) ** 2)
+
+
+@case()
+def towers_without_an_input(job):
+    def of(table):
+        model = TwoTowers(
+            lambda name: table(ROWS, 2, name=name, embeddings_initializer="ones")
+        )
+        model.compile("sgd")
+        return model
+
+    _learns_as(
+        job, lambda: of(PartitionedEmbedding), lambda: of(_L.Embedding)
+    )
+
+
 @case("a float64 model, adagrad, regularized")
 def float64_model(job):
     def of(table):

@@ -322,9 +322,9 @@ def test_bad_arguments(arguments, message):
         DynamicEmbedding(**arguments)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int16", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
 def test_ids_of_another_type(dtype):
-    message = f"'table' must be int32, int64 or string. Received: {dtype}"
+    message = f"'table' must be integers or strings. Received: {dtype}"
     with pytest.raises(TypeError, match=message):
         dynamic()(np.zeros([2, 3], dtype))
     with pytest.raises(TypeError, match=message):

@@ -377,19 +377,57 @@ def test_partitioner():
     assert layer.num_shards == 2
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.uint8, tf.string, tf.bool])
+@pytest.mark.parametrize("dtype", [tf.string, tf.bool])
 def test_ids_of_another_dtype(dtype):
     ids = tf.zeros([2], dtype) if dtype != tf.string else tf.constant(["a"])
-    with pytest.raises(
-        TypeError, match=r"int32 or int64. Received: " + dtype.name
-    ):
+    with pytest.raises(TypeError, match="integers. Received: " + dtype.name):
         built(5, 2)(ids)
 
 
-def test_float_input_of_a_model():
-    layer = PartitionedEmbedding(5, 2)
-    with pytest.raises(TypeError, match=r"int64. Received: float32"):
-        layer(keras.Input([3]))
+EXACT = {"float16": 2048, "bfloat16": 256, "float32": 2**24}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64", *EXACT])
+def test_ids_of_any_number(dtype):
+    layer = built(255, 2)
+    ids = [[0, 253], [254, 7]]
+    found = layer(tf.cast(ids, dtype))
+    np.testing.assert_array_equal(found, layer.get_weights()[0][ids])
+    assert layer(keras.Input([3], dtype=dtype)).shape == (None, 3, 2)
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+def test_floats_that_would_mix_ids_up(dtype):
+    largest = PartitionedEmbedding(EXACT[dtype], 1)
+    assert largest(keras.Input([3], dtype=dtype)).shape == (None, 3, 1)
+    assert tf.cast(EXACT[dtype], dtype) == tf.cast(EXACT[dtype] + 1, dtype)
+    message = rf"Received: {dtype}, .* beyond {EXACT[dtype]}\. .*dtype='int64'"
+    with pytest.raises(TypeError, match=message):
+        PartitionedEmbedding(EXACT[dtype] + 1, 1)(keras.Input([3], dtype=dtype))
+
+
+@pytest.mark.parametrize("value", [0.5, -0.1, float("nan"), float("inf")])
+def test_ids_that_are_no_whole_numbers(value):
+    message = "must be whole numbers"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        built(5, 2)(tf.constant([1.0, value]))
+
+
+def test_floats_out_of_range_are_not_rounded_into_it():
+    ids = tf.constant([2049], tf.float16)  # Is 2048.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Received: from"):
+        built(2048, 1)(ids)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_tower_that_is_a_sequential_without_an_input(policy):
+    """Keras gives it an input of its first layer's compute dtype."""
+    ids = tf.constant([[1], [4]], tf.int64)
+    layer = PartitionedEmbedding(5, 2, dtype=policy)
+    tower = keras.Sequential([layer, keras.layers.Flatten(dtype=policy)])
+    np.testing.assert_allclose(
+        tower(ids), layer.get_weights()[0][[1, 4]], rtol=1e-3
+    )
 
 
 def test_sparse_ids_need_a_combiner():

@@ -36,8 +36,8 @@ _BESIDE = (
 class DynamicEmbedding(PartitionedEmbedding):
     """Looks up rows of any ids; an id gets its row when it is first trained.
 
-    As `PartitionedEmbedding`, without a vocabulary: ids are any int32, int64
-    or strings, hashed or not, and no two share a row. Training gives an id a
+    As `PartitionedEmbedding`, without a vocabulary: ids are any integers or
+    strings, hashed or not, and no two share a row. Training gives an id a
     row in its first update, or a later one: `admit_after`; evaluation,
     prediction and exports never do. An id without a row reads what its row
     would begin with. Until it is admitted, and where there is no room, its
@@ -83,7 +83,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         **kwargs: As for every layer.
 
     Call arguments:
-        ids: int32, int64 or string: dense, ragged or sparse, as of
+        ids: Integers or strings: dense, ragged or sparse, as of
             `PartitionedEmbedding`.
         weights: As of `PartitionedEmbedding`.
 
@@ -101,6 +101,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         "embeddings_initializer"
     ).split()
     group_type = KeyedGroup
+    _ids_are = "integers or strings"
 
     def __init__(
         self,
@@ -238,12 +239,8 @@ class DynamicEmbedding(PartitionedEmbedding):
         kind = type(self.embeddings_initializer).__name__, repr(config)
         return *kind, self.admit_after, self.evict_after_steps
 
-    def _check_dtype(self, dtype: str) -> None:
-        if dtype not in ("int32", "int64", "string"):
-            raise TypeError(
-                f"Ids of table {self.path!r} must be int32, int64 or string. "
-                f"Received: {dtype}."
-            )
+    def _takes(self, dtype: str) -> bool:
+        return dtype == "string" or tf.as_dtype(dtype).is_integer
 
     def _as_ids(self, flat: tf.Tensor) -> tf.Tensor:
         if flat.dtype == tf.string:

@@ -30,6 +30,8 @@ _SHARD = "_tfdist_shard"
 _NO_SHARD = (None,)
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _STRATEGIES = ("balanced", "div")
+# Floats tell all integers apart up to this.
+_EXACT = dict(bfloat16=2**8, float16=2**11, float32=2**24, float64=2**53)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -90,8 +92,10 @@ class PartitionedEmbedding(keras.layers.Layer):
         **kwargs: As for every layer.
 
     Call arguments:
-        ids: int32 or int64: a dense tensor `(batch, ...)`, a
-            `tf.RaggedTensor` or `tf.SparseTensor` `(batch, None)`.
+        ids: Integers: a dense tensor `(batch, ...)`, a `tf.RaggedTensor` or
+            `tf.SparseTensor` `(batch, None)`. Whole numbers in floats, which a
+            `keras.Sequential` without an input makes of them, where that dtype
+            holds all ids of the table: at most 16,777,216 in float32.
         weights: Of the form of `ids`, float; for a combiner. Default: ones.
 
     Returns:
@@ -103,9 +107,9 @@ class PartitionedEmbedding(keras.layers.Layer):
             combiner or strategy, a partitioner that splits another axis than
             0, a constraint across rows; at the call, without a combiner:
             sparse ids, weights, or ragged ids with `mask_zero`.
-        TypeError: at the call: ids of another dtype than int32 or int64.
-        tf.errors.InvalidArgumentError: at run time: a negative id or one of
-            at least `input_dim`.
+        TypeError: at the call: ids of another dtype.
+        tf.errors.InvalidArgumentError: at run time: a negative id, one of at
+            least `input_dim`, or one that is no whole number.
     """
 
     _arguments: ClassVar[Sequence[str]] = (
@@ -115,6 +119,7 @@ class PartitionedEmbedding(keras.layers.Layer):
     group_type = Group
     # Tables are looked up together if theirs are equal.
     group_key: Any = None
+    _ids_are = "integers"
 
     def __init__(
         self,
@@ -168,6 +173,7 @@ class PartitionedEmbedding(keras.layers.Layer):
                 f"{embeddings_constraint!r} with axis={axis}."
             )
         self.mask_zero = self.supports_masking = mask_zero
+        self.autocast = False  # Of ids.
         self.shards: list[keras.Variable] = []
 
     def build(self, *input_shapes: Any) -> None:
@@ -312,7 +318,17 @@ class PartitionedEmbedding(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _as_ids(self, flat: tf.Tensor) -> tf.Tensor:
-        return tf.cast(flat, tf.int64)
+        ids = tf.cast(flat, tf.int64)
+        if flat.dtype.is_integer:
+            return ids
+        is_whole = tf.cast(ids, flat.dtype) == flat
+        wanted = f"Ids of table {self.path} must be whole numbers. Received:"
+        check = tf.raw_ops.Assert(
+            condition=tf.reduce_all(is_whole),
+            data=[wanted, tf.boolean_mask(flat, ~is_whole)],
+        )
+        with tf.control_dependencies([check]):
+            return tf.identity(ids)
 
     def _read(self, flat: tf.Tensor) -> tf.Tensor:
         """Rows of int64 ids, from where they are."""
@@ -332,11 +348,22 @@ class PartitionedEmbedding(keras.layers.Layer):
         return flat + tf.gather(np.array(ends, np.int64) - starts, which)
 
     def _check_dtype(self, dtype: str) -> None:
-        if dtype not in ("int32", "int64"):
-            raise TypeError(
-                f"Ids of table {self.path!r} must be int32 or int64. "
-                f"Received: {dtype}."
+        if self._takes(dtype):
+            return
+        message = f"Ids of table {self.path!r} must be {self._ids_are}. "
+        message += f"Received: {dtype}"
+        if dtype in _EXACT:
+            message += (
+                f", which tells none apart beyond {_EXACT[dtype]}. That is what "
+                "`keras.Input` is by default, and the input of a "
+                "`keras.Sequential` that has none: give it "
+                "`keras.Input(shape, dtype='int64')`"
             )
+        raise TypeError(f"{message}.")
+
+    def _takes(self, dtype: str) -> bool:
+        exact = self.input_dim <= _EXACT.get(dtype, 0)
+        return tf.as_dtype(dtype).is_integer or exact
 
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
         """`flat`, if every id is in the table."""
