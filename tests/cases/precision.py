@@ -2,6 +2,7 @@
 
 import keras
 
+import tfdist
 from tests.cases import case, seeded
 from tests.cases.optimizers import K, table_examples, table_model, trains_as_fit
 
@@ -81,6 +82,28 @@ def gradients_that_overflow_skip_updates(job):
         steps = int(estimator.get_variable_value("global_step"))
         updates = int(estimator.get_variable_value("adam/iteration"))
         assert (steps, 0 < updates < 8) == (8, True), updates
+
+
+@case()
+def a_frozen_table_whose_gradient_is_not_finite(job):
+    """Whether a step updates is for the gradients of what is trained."""
+
+    def model_fn():
+        x = keras.Input([4], name="x")
+        ids = keras.Input([1], dtype="int64", name="ids")
+        table = tfdist.PartitionedEmbedding(
+            12, 3, 2, embeddings_initializer="zeros", trainable=False
+        )
+        roots = keras.ops.sqrt(keras.layers.Flatten()(table(ids)))
+        both = keras.layers.Concatenate()([x, roots])
+        outputs = keras.layers.Dense(1)(both)
+        model = keras.Model({"x": x, "ids": ids}, outputs)
+        model.compile(K.LossScaleOptimizer(K.SGD(0.1)), "mse")
+        return model
+
+    estimator = trains_as_fit(job, model_fn, table_examples())
+    if job.is_chief:
+        assert estimator.get_variable_value("sgd/iteration") == 5
 
 
 @case()

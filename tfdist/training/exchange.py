@@ -196,11 +196,16 @@ def over_replicas(
     mean = iter(means)
     every = [g if g is None else next(mean) for g in every]
     num = len(found.dense)
-    # Every replica has looked up other rows.
+    # Every replica has looked up other rows. Nobody asks for those of a frozen
+    # table again.
     routes, rows = [], []
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
     ):
+        if group.part is None:
+            routes.append(route)
+            rows.append(gradient)
+            continue
         gradient = mean_to_sum(gradient, size)
         gradient /= tf.cast(total, gradient.dtype)
         routes.append(group.routed(replicas.gather(route.rows)))

@@ -335,8 +335,10 @@ class ModelStep(MetricStates):
             )
         num = len(layout.dense)
         rows = [
-            tf.zeros_like(row) if gradient is None else gradient
-            for row, gradient in zip(read.rows, gradients[num:], strict=True)
+            tf.zeros_like(row) if g is None or group.part is None else g
+            for row, g, group in zip(
+                read.rows, gradients[num:], layout.groups, strict=True
+            )
         ]
         after = self._after(scope, states, loss, batch)
         return gradients[:num], rows, self._deltas(scope, before), after
