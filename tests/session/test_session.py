@@ -415,6 +415,15 @@ def test_other_errors_are_raised_at_once():
     assert len(build.made) == 1
 
 
+def test_pages_of_an_error_end_with_its_line():
+    text = "Graph execution error:\n\nDetected at node SaveV2\n  at line 7\n"
+    text += "2 root error(s) found.\n  (0) RESOURCE_EXHAUSTED: No space left\n"
+    error = tf.errors.ResourceExhaustedError(None, None, text + "\t[[node]]\n")
+    with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
+        train(counted(), 5, [Raiser("after_run", error)])
+    assert raised.value.__notes__ == ["RESOURCE_EXHAUSTED: No space left"]
+
+
 def test_other_variables_the_second_time():
     first, second = make(), make(hidden=more)
     builds = iter([first, second])

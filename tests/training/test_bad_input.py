@@ -305,10 +305,22 @@ def test_another_number_of_features_later(tmp_path, caplog, signature):
     ):
         made.train(input_fn)
     assert "(8, 5)" in str(raised.value) or "[8,5]" in str(raised.value)
-    (note,) = raised.value.__notes__
+    *summary, note = raised.value.__notes__
+    assert all("8,5]" in line for line in summary)
     assert input_fns.described(input_fn) in note
     assert "Failed at step" not in caplog.text
     assert checkpoints.step_of(made.latest_checkpoint()) == 0
+
+
+class Full(tfdist.SessionRunHook):
+    def after_run(self, run_context, run_values):
+        raise tf.errors.ResourceExhaustedError(None, None, "no space left")
+
+
+def test_what_a_hook_fails_with_is_not_laid_to_the_batches(tmp_path):
+    with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
+        estimator(tmp_path).train(batches, hooks=[Full()])
+    assert not hasattr(raised.value, "__notes__")
 
 
 # --- Model functions ---------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_COUNT = re.compile(r"|\d+ root error\(s\) found\.")
+
 
 def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.
@@ -9,10 +13,17 @@ def summarize_error(error: BaseException) -> str:
     >>> text = "Graph execution error:|Detected at X|<stack traces una>|Gone."
     >>> summarize_error(ValueError(text.replace("|", chr(10))))
     'Gone.'
+
+    Of several, as every server that waited has one, the first.
+
+    >>> summarize_error(ValueError(f"2 root error(s) found.{chr(10)}  (0) Full."))
+    'Full.'
     """
     execution = "Graph execution error", "Detected at", "<stack traces"
     around = (*execution, " ", "\t", "Additional")
     for line in str(error).splitlines():
-        if line and not line.startswith(around):
+        if line.startswith("  (0) "):
+            return line.removeprefix("  (0) ")
+        if not line.startswith(around) and not _COUNT.fullmatch(line):
             return line
     return type(error).__name__

@@ -162,9 +162,10 @@ def named(input_fn: InputFn) -> Iterator[None]:
     try:
         yield
     except (tf.errors.OpError, ValueError) as error:
-        error.add_note(
-            f"The batches come from input function {described(input_fn)}."
-        )
+        if not getattr(error, "in_hook", False):
+            error.add_note(
+                f"The batches come from input function {described(input_fn)}."
+            )
         raise
 
 

@@ -264,6 +264,9 @@ class RecoverableSession:
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_the_users(error, step)
         if action is RecoveryAction.RAISE or users:
+            summary = summarize_error(error)
+            if not str(error).startswith(summary):  # Some are pages long.
+                error.add_note(summary)
             raise error
         self._sigterm.leave()
         self._failures.add()
