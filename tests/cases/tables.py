@@ -169,14 +169,14 @@ class TwoTowers(keras.Model):
 def towers_without_an_input(job):
     def of(table):
         model = TwoTowers(
-            lambda name: table(ROWS, 2, name=name, embeddings_initializer="ones")
+            lambda name: table(
+                ROWS, 2, name=name, embeddings_initializer="ones"
+            )
         )
         model.compile("sgd")
         return model
 
-    _learns_as(
-        job, lambda: of(PartitionedEmbedding), lambda: of(_L.Embedding)
-    )
+    _learns_as(job, lambda: of(PartitionedEmbedding), lambda: of(_L.Embedding))
 
 
 @case("a float64 model, adagrad, regularized")

@@ -16,7 +16,8 @@ def summarize_error(error: BaseException) -> str:
 
     Of several, as every server that waited has one, the first.
 
-    >>> summarize_error(ValueError(f"2 root error(s) found.{chr(10)}  (0) Full."))
+    >>> text = "2 root error(s) found.|  (0) Full.|  (1) Full."
+    >>> summarize_error(ValueError(text.replace("|", chr(10))))
     'Full.'
     """
     execution = "Graph execution error", "Detected at", "<stack traces"

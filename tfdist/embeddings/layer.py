@@ -354,8 +354,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         message += f"Received: {dtype}"
         if dtype in _EXACT:
             message += (
-                f", which tells none apart beyond {_EXACT[dtype]}. That is what "
-                "`keras.Input` is by default, and the input of a "
+                f", which tells none apart beyond {_EXACT[dtype]}. That is "
+                "what `keras.Input` is by default, and the input of a "
                 "`keras.Sequential` that has none: give it "
                 "`keras.Input(shape, dtype='int64')`"
             )
