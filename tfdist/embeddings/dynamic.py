@@ -12,7 +12,12 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
-from tfdist.embeddings.growing import COUNTED, Growing, rows_at
+from tfdist.embeddings.growing import (
+    COUNTED,
+    Growing,
+    GrowingShards,
+    rows_at,
+)
 from tfdist.embeddings.index import BUCKET, SEGMENT, mixed
 from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows
@@ -251,7 +256,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         group = KeyedGroup([self], 0, lambda _: "")
         route = group.route([(self, flat)])
         ids = tf.split(route.ids[""], route.counts[""], num=self.num_shards)
-        rows, _ = rows_at(group.shards, ids, route.counts[""])
+        rows, _ = rows_at(GrowingShards(group.shards), ids, route.counts[""])
         if self.trainable:
             # By it, an id without a row would learn nothing, silently.
             rows = tf.raw_ops.PreventGradient(

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.mutex import alone
+from tfdist._tf.tracing import traced
 from tfdist.embeddings import admission
 from tfdist.embeddings.index import (
     EMPTY,
@@ -308,6 +309,47 @@ class GrowingShards:
             self._count("refused", segment, places)
 
 
+class TracedShards(GrowingShards):
+    """Of a loop that trains them, whose functions are of many steps.
+
+    Each is traced once, and compiled once, where the shards are.
+    """
+
+    def __init__(self, shards: Sequence[keras.Variable]) -> None:
+        super().__init__(shards)
+        rows = super().rows
+        self._rows = _traced_once(lambda asked: tuple(rows(asked))[2:])
+        self._claimed: Callable[..., Any] | None = None
+
+    def rows(self, asked: Found) -> Found:
+        """See `GrowingShards`."""
+        slots, rows, is_whole = self._rows(asked)
+        return Found(asked.keys, asked.places, slots, rows, is_whole)
+
+    def claimed(
+        self,
+        found: Found,
+        gradient: tf.Tensor,
+        iteration: tf.Tensor,
+        beside: Sequence[Beside],
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """See `GrowingShards`; `beside` is the same each time."""
+        if self._claimed is None:
+            claimed = super().claimed
+
+            def claim(*given: Any) -> Any:  # No partial has variables in it.
+                return claimed(given[0], given[1], given[2], beside)
+
+            self._claimed = _traced_once(claim)
+        return self._claimed(found, gradient, iteration)
+
+
+def _traced_once(function: Callable[..., Any]) -> Any:
+    """Not inlined, or TensorFlow would compile each call of it."""
+    options = {"experimental_attributes": {"_noinline": True}}
+    return traced(function, reduce_retracing=True, **options)
+
+
 def _add(handle: Any, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
     return tf.raw_ops.ResourceScatterAdd(
         resource=handle, indices=rows, updates=values
@@ -322,7 +364,7 @@ def asked_for(ids: Found | Sequence[tf.Tensor], counts: tf.Tensor) -> Found:
 
 
 def rows_at(
-    shards: Sequence[keras.Variable],
+    shards: Sequence[keras.Variable] | GrowingShards,
     ids: Sequence[tf.Tensor],
     counts: tf.Tensor,
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
@@ -330,8 +372,8 @@ def rows_at(
 
     `ids` are rows of each, or keys if they grow.
     """
-    if growing_of(shards[0]):
-        found = GrowingShards(shards).rows(asked_for(ids, counts))
+    if isinstance(shards, GrowingShards):
+        found = shards.rows(asked_for(ids, counts))
         return found.rows, found
     pairs = zip(shards, ids, strict=True)
     return tf.concat([tf.gather(s.value, i) for s, i in pairs], axis=0), ids

@@ -25,9 +25,7 @@ import tensorflow as tf
 
 from tfdist.embeddings import lookups
 from tfdist.embeddings.growing import (
-    GrowingShards,
     asked_for,
-    growing_of,
     rows_at,
     taking_turns,
 )
@@ -127,7 +125,7 @@ def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
                 for i in server.reads
             ]
             for g, shards in server.shards.items():
-                own, ids = rows_at(shards, *asked[g])
+                own, ids = rows_at(server.growing.get(g, shards), *asked[g])
                 read.append(own)
                 asked[g] = asked[g]._replace(ids=ids)
         if layout.remote:
@@ -354,8 +352,8 @@ def apply(
             layout.reads[i].value.assign_add(value)
     for (g, shards), rows in zip(server.trained.items(), sent, strict=True):
         own, (ids, counts) = found[layout.groups[g].part], asked[g]
-        if growing_of(shards[0]):
-            own.append((GrowingShards(shards), rows, asked_for(ids, counts)))
+        if growing := server.growing.get(g):
+            own.append((growing, rows, asked_for(ids, counts)))
         else:
             gradients = tf.split(rows, counts, num=len(shards))
             own += zip(shards, gradients, ids, strict=True)

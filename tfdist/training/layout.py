@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private_keras import SEED_STATE_NAME
+from tfdist.embeddings.growing import TracedShards, growing_of
 from tfdist.training import optimizers
 
 
@@ -28,6 +29,7 @@ class Server(NamedTuple):
     reads: list[int]  # Indices in `Layout.reads`.
     shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
     trained: dict[int, list[keras.Variable]]  # Those of groups that are.
+    growing: dict[int, TracedShards]  # All shards of groups that grow.
 
 
 class Layout:
@@ -105,7 +107,10 @@ class Layout:
         trained = {
             g: v for g, v in shards.items() if self.groups[g].part is not None
         }
-        return Server(device, own(self.reads), shards, trained)
+        growing = {
+            g: TracedShards(v) for g, v in shards.items() if growing_of(v[0])
+        }
+        return Server(device, own(self.reads), shards, trained, growing)
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
