@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import tfdist
-from tests.cases import EachStep, case, seeded
+from tests.cases import EachStep, assert_weights_are_those_of, case, seeded
 from tests.cases.optimizers import (
     ROWS,
     K,
@@ -146,6 +146,24 @@ def warm_start_of_a_frozen_base(job):
                 atol=1e-6,
                 err_msg=part,
             )
+
+
+@case()
+def steps_after_a_warm_start(job):
+    """Every process of a group begins with these weights."""
+
+    def model_fn():
+        return table_model(K.SGD(0.1))
+
+    data = table_examples()
+    first = train(job, model_fn, data, 3)
+    config = first.config.replace(model_dir=f"{job.model_dir}-second")
+    second = tfdist.Estimator(
+        lambda: seeded(model_fn), config, warm_start_from=job.model_dir
+    )
+    second.train(lambda: batches(data), hooks=[EachStep()], max_steps=3)
+    if job.is_chief:
+        assert_weights_are_those_of(second, fit(seeded(model_fn), data, 6))
 
 
 @case()

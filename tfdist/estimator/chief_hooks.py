@@ -8,7 +8,6 @@ from typing import Any
 
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
-from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks import summary_hooks
 from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
 from tfdist.hooks.progress import ProgressHook, UnreadDataHook
@@ -25,7 +24,6 @@ def chief_hooks(
     config: RunConfig,
     input_fn: InputFn,
     max_steps: int | None,
-    warm_start: WarmStartHook | None,
     listeners: Sequence[CheckpointSaverListener],
 ) -> list[SessionRunHook]:
     """All of the chief's own hooks, the one that saves at the end.
@@ -41,8 +39,6 @@ def chief_hooks(
             every, output_dir=directory, at_first_step=False, log=False
         )
         hooks += [counter, ProgressHook(every, max_steps=max_steps)]
-    if warm_start:
-        hooks.append(warm_start)
     if summary_steps := config.save_summary_steps:
         summaries = summary_hooks.SummarySaverHook(
             summary_steps, output_dir=directory, at_first_step=False

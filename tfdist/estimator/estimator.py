@@ -162,10 +162,12 @@ class Estimator:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
         listeners = tuple(saving_listeners or ())
-        own = chief_hooks(
-            config, input_fn, max_steps, self._warm_start, listeners
+        own: list[SessionRunHook] = (
+            [self._warm_start] if self._warm_start else []
         )
-        hooks = [*(own if config.cluster.is_chief else ()), *(hooks or ())]
+        if config.cluster.is_chief:
+            own += chief_hooks(config, input_fn, max_steps, listeners)
+        hooks = [*own, *(hooks or ())]
         session = MonitoredTrainingSession(
             lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,
