@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-_COUNT = re.compile(r"|\d+ root error\(s\) found\.")
-
 
 def summarize_error(error: BaseException) -> str:
     """The line of an error that says what happened.
@@ -22,9 +18,10 @@ def summarize_error(error: BaseException) -> str:
     """
     execution = "Graph execution error", "Detected at", "<stack traces"
     around = (*execution, " ", "\t", "Additional")
+    count = " root error(s) found."
     for line in str(error).splitlines():
         if line.startswith("  (0) "):
             return line.removeprefix("  (0) ")
-        if not line.startswith(around) and not _COUNT.fullmatch(line):
+        if line and not line.startswith(around) and not line.endswith(count):
             return line
     return type(error).__name__

@@ -12,12 +12,7 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
-from tfdist.embeddings.growing import (
-    COUNTED,
-    Growing,
-    GrowingShards,
-    rows_at,
-)
+from tfdist.embeddings.growing import COUNTED, Growing, GrowingShards, rows_at
 from tfdist.embeddings.index import BUCKET, SEGMENT, mixed
 from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows

@@ -335,12 +335,9 @@ class TracedShards(GrowingShards):
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """See `GrowingShards`; `beside` is the same each time."""
         if self._claimed is None:
-            claimed = super().claimed
-
-            def claim(*given: Any) -> Any:  # No partial has variables in it.
-                return claimed(given[0], given[1], given[2], beside)
-
-            self._claimed = _traced_once(claim)
+            claimed: Callable[..., Any] = super().claimed
+            # Not a partial: TensorFlow would take variables in it for inputs.
+            self._claimed = _traced_once(lambda *own: claimed(*own, beside))
         return self._claimed(found, gradient, iteration)
 
 

@@ -162,9 +162,9 @@ class Estimator:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
         listeners = tuple(saving_listeners or ())
-        own: list[SessionRunHook] = (
-            [self._warm_start] if self._warm_start else []
-        )
+        own: list[SessionRunHook] = []
+        if self._warm_start:  # In each process of an all-reduce.
+            own.append(self._warm_start)
         if config.cluster.is_chief:
             own += chief_hooks(config, input_fn, max_steps, listeners)
         hooks = [*own, *(hooks or ())]

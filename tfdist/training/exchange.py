@@ -24,11 +24,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.embeddings import lookups
-from tfdist.embeddings.growing import (
-    asked_for,
-    rows_at,
-    taking_turns,
-)
+from tfdist.embeddings.growing import asked_for, rows_at, taking_turns
 from tfdist.embeddings.routing import Group, Route, stacked
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
@@ -194,8 +190,7 @@ def over_replicas(
     mean = iter(means)
     every = [g if g is None else next(mean) for g in every]
     num = len(found.dense)
-    # Every replica has looked up other rows. Nobody asks for those of a frozen
-    # table again.
+    # Every replica has looked up other rows; those of a frozen table stay.
     routes, rows = [], []
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
