@@ -27,6 +27,7 @@ def main():
     parser.add_argument("--area", help="Default: all.")
     parser.add_argument("--name", help="Of one case. Default: all.")
     parser.add_argument("--every", type=int, default=1, help="So many are one.")
+    parser.add_argument("--start", type=int, default=0, help="First of them.")
     parser.add_argument("--backup_workers", type=int, help="With ps.")
     args = parser.parse_args()
     if args.strategy == "mirrored":
@@ -41,7 +42,7 @@ def main():
     if args.strategy == "all-reduce":
         # Before a case, or the module of one, computes anything.
         multi_worker_strategy(cluster)
-    for i, case in enumerate(all_cases()[:: args.every]):
+    for i, case in enumerate(all_cases()[args.start :: args.every]):
         if args.area not in (None, case.area):
             continue
         if args.name not in (None, case.name):
