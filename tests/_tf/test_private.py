@@ -543,13 +543,30 @@ def test_a_tape_takes_a_tensor_for_a_variable():
     @tf.function
     def gradient():
         read = value * 1.0
-        read.handle, read.trainable = read, True
         with tf.GradientTape() as tape:
-            private.variable_accessed(read)
+            private.accessed(read)
             square = read * read
         return tape.gradient(square, read)
 
     assert float(gradient()) == 6.0
+
+
+def test_a_tape_watches_what_a_function_with_its_own_gradient_reads():
+    value = tf.constant(3.0)
+
+    @tf.function
+    def gradient():
+        read = value * 1.0
+
+        @tf.recompute_grad
+        def product(x):
+            return x * private.accessed(read)
+
+        with tf.GradientTape() as tape:
+            result = product(tf.constant(5.0))
+        return tape.gradient(result, read)
+
+    assert float(gradient()) == 5.0
 
 
 def test_seen_alone_changes_what_keras_asks_for():

@@ -56,6 +56,20 @@ _add(
     lambda: [layers.RNN([layers.GRUCell(2), layers.LSTMCell(2)])],
     lambda: _numbers(4, 2),
 )
+
+
+@case("a stateful RNN", refused="`stateful=True`")
+def stateful(job):
+    def model_fn():
+        inputs = keras.Input([5, 2], batch_size=12)
+        states = layers.LSTM(3, stateful=True)(inputs)
+        model = keras.Model(inputs, layers.Dense(1)(states))
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn, _numbers(5, 2))
+
+
 _add(
     "ConvLSTM1D",
     _one(layers.ConvLSTM1D, filters=2, kernel_size=2),
@@ -121,6 +135,31 @@ def spectral_normalization(job):
             layers.SpectralNormalization(layers.Dense(4)), layers.Dense(1)
         )
     )
+
+
+# Adapted and quantized.
+@case("LoRA")
+def lora(job):
+    def model_fn():
+        model = compiled(*(layers.Dense(n) for n in (5, 4, 1)))
+        for layer in model.layers[:2]:
+            layer.enable_lora(2)
+        model.layers[1].quantize("int8")
+        model.compile("adam", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
+@case("float8", refused="is its next value")
+def float8(job):
+    def model_fn():
+        model = compiled(layers.Dense(4), layers.Dense(1))
+        model.quantize("float8")
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)
 
 
 # Activations, constraints, regularizers, and what has no weights.

@@ -600,7 +600,7 @@ def sequential_of_ids(job):
     )
 
 
-@case("a Sequential that begins with a partitioned table", refused="int64")
+@case("a Sequential that begins with a partitioned table")
 def sequential_of_a_table(job):
     job.trains_as_fit(
         lambda: compiled(

@@ -155,6 +155,20 @@ class UsesOne(keras.layers.Layer):
         return inputs["a"][:, :1] * tf.cast(sign, tf.float32)
 
 
+class Recomputed(keras.layers.Layer):
+    """A layer whose activations are computed again for the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = dense(4, activation="tanh")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense)(x)
+
+
 WEIGHTS = np.arange(24.0) / 12
 FEATURES = {
     "regularizers": (regularized, {}),
@@ -182,6 +196,7 @@ FEATURES = {
             "y": np.ones([24, 3, 1]),
         },
     ),
+    "keras.remat": (lambda: [Recomputed(), [Recomputed(), dense(1)]], {}),
     "structures": (lambda: [TwoOutputs(), [UsesOne(), dense(1)]], {}),
     "bfloat16": (
         lambda: [dense(4, dtype="mixed_bfloat16"), dense(1)],

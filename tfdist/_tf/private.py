@@ -16,6 +16,9 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+# Whether tapes of this thread record, for `accessed`.
+from tensorflow.python import pywrap_tfe
+
 # What a thread knows of its replica, for `seen_alone`.
 from tensorflow.python.distribute import distribute_lib
 
@@ -31,7 +34,7 @@ from tensorflow.python.distribute.coordinator import (
 )
 
 # The connection to the servers, for `expire_remote_state_after`.
-# What a `tf.GradientTape` knows of variables, for `variable_accessed`.
+# What a `tf.GradientTape` knows of variables, for `accessed`.
 from tensorflow.python.eager import context, tape
 
 # A variable without memory: to describe a model with, or to hold a value in.
@@ -255,9 +258,20 @@ def late_captures(
     return graph.deferred_internal_captures, graph.deferred_external_captures
 
 
-def variable_accessed(value: tf.Tensor) -> None:
-    """Has all tapes watch what has a variable's `handle` and `trainable`."""
+def accessed(value: tf.Tensor) -> tf.Tensor:
+    """A value that stands for a trainable variable, which is being read.
+
+    All tapes watch it, and `tf.custom_gradient` finds it by that, within which
+    nothing is recorded.
+    """
+    value.handle, value.trainable = value, True
+    is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if is_stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
     tape.variable_accessed(value)
+    if is_stopped:
+        pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+    return value
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def _differs(found: str, expected: Any) -> ValueError:
         "The model must look up the same tables in the same order each time "
         f"it is called. Table: {found}, the first time: "
         f"{expected.path if expected is not None else 'none'}. Does it keep "
-        "what it looked up, or count its calls?"
+        "what it looked up, count its calls, or recompute it (`keras.remat`)?"
     )
 
 

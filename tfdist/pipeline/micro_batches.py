@@ -20,11 +20,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import keras
 import tensorflow as tf
 
 from tfdist._tf.private_keras import SEED_STATE_NAME, mask_of, set_mask
 from tfdist.pipeline.stages import Stage
+from tfdist.training.forward import TapedScope
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
@@ -202,9 +202,11 @@ class _StageCopy:
         work = dataclasses.replace(self._work, micro_batch=micro_batch)
         weights = self.values[: len(stage.weights)]
         sources = [*weights, *(_floats(inputs) if work.stage else [])]
-        known = zip(stage.variables, self.values, strict=True)
+        known = list(zip(stage.variables, self.values, strict=True))
         tape = tf.GradientTape(watch_accessed_variables=False)
-        scope = keras.StatelessScope(list(known), collect_losses=True)
+        scope = TapedScope(known)
+        for variable, value in known[: len(weights)]:
+            scope.tape(variable, value)
 
         def forward() -> Any:
             with tape, scope:
@@ -227,7 +229,10 @@ class _StageCopy:
                     (x, tf.cast(self._weight, x.dtype)) for x in scope.losses
                 ]
                 targets, seeds = zip(*reached, *added, strict=True)
-                found = tape.gradient(targets, sources, output_gradients=seeds)
+                with scope:  # What `keras.remat` recomputes reads weights.
+                    found = tape.gradient(
+                        targets, sources, output_gradients=seeds
+                    )
                 summed = map(_sum, self.gradients, found)
                 return list(summed), found[len(weights) :]
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.embeddings import lookups
 from tfdist.training.exchange import Parameters, answers
+from tfdist.training.forward import TapedScope
 from tfdist.training.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -180,28 +181,34 @@ def forward_pass(
 
 def gradients_of_loss(
     model: keras.Model,
-    scope: keras.StatelessScope,
+    scope: TapedScope,
     batch: Any,
     layout: Layout,
     read: Parameters,
     tables: Sequence[Any],
 ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
     """The loss, and its gradients by dense variables and by rows."""
-    with scope, tf.GradientTape() as tape:
-        watched = [*read.values[: len(layout.dense)], *read.rows]
-        tape.watch(watched)
-        given = answers(layout, read, tables)
+    values = read.values[: len(layout.dense)]
+    for variable, value in zip(layout.dense, values, strict=True):
+        scope.tape(variable, value)
+    watched = [*values, *read.rows]
+    with scope:
+        with tf.GradientTape() as tape:
+            tape.watch(watched)
+            given = answers(layout, read, tables)
+            with lookups.answered_by(given):
+                loss, _ = forward_pass(
+                    model, batch, True, tape.stop_recording()
+                )
+            given.check_all_given()
+            # Keras divides its own losses by this, where it sees replicas.
+            loss *= tf.distribute.get_strategy().num_replicas_in_sync
+            scaled_loss = model.optimizer.scale_loss(loss)
+        # What `keras.remat` recomputes reads them again.
         with lookups.answered_by(given):
-            loss, _ = forward_pass(model, batch, True, tape.stop_recording())
-        given.check_all_given()
-        # Keras divides its own losses by this, where it sees replicas.
-        loss *= tf.distribute.get_strategy().num_replicas_in_sync
-        scaled_loss = model.optimizer.scale_loss(loss)
+            found = tape.gradient(scaled_loss, watched)
     # `IndexedSlices` are summed up, row by row.
-    return loss, [
-        g if g is None else tf.convert_to_tensor(g)
-        for g in tape.gradient(scaled_loss, watched)
-    ]
+    return loss, [g if g is None else tf.convert_to_tensor(g) for g in found]
 
 
 def on_own_thread(function: Callable, *args: Any) -> Any:

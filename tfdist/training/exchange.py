@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist._tf.private import accessed
 from tfdist.embeddings import lookups
 from tfdist.embeddings.growing import asked_for, rows_at, taking_turns
 from tfdist.embeddings.routing import Group, Route, stacked
@@ -166,7 +167,12 @@ def answers(
             ]
         else:
             # One gather for all, whose gradient is one sum over duplicates.
-            pieces = tf.split(tf.gather(rows, own), lengths, num=len(which))
+            pieces = [
+                functools.partial(accessed, piece)
+                for piece in tf.split(
+                    tf.gather(rows, own), lengths, num=len(which)
+                )
+            ]
         for i, piece in zip(which, pieces, strict=True):
             found[i] = piece
     return lookups.Answers(tables, found)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import late_captures, variable_accessed
+from tfdist._tf.private import accessed, late_captures
 from tfdist.embeddings import lookups
 from tfdist.training.replicas import Replicas
 
@@ -212,7 +212,6 @@ class TapedScope(keras.StatelessScope):
 
     def tape(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Has a variable this value, or rows, until it gets another."""
-        value.handle, value.trainable = value, True
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
@@ -227,7 +226,7 @@ class TapedScope(keras.StatelessScope):
                     "a PartitionedEmbedding between replicas, happens when the "
                     "step is over. Read it before, or train in one process."
                 )
-            variable_accessed(value)
+            accessed(value)
         return value
 
 

@@ -135,7 +135,18 @@ class Layout:
                 )
 
     def check_updated(self, updated: Sequence[keras.Variable]) -> None:
-        """Raises `ValueError` if a pass assigns what the optimizer updates."""
+        """Raises `ValueError` if a pass assigns what the optimizer updates.
+
+        Or if the gradient of a variable is its next value, as for float8.
+        """
+        for variable in self.dense:
+            if variable.overwrite_with_gradient:
+                raise ValueError(
+                    f"The gradient of {variable.path!r} is its next value, by "
+                    "which layers that are quantized to float8 keep their "
+                    "scales. An optimizer of tfdist would subtract it. Train "
+                    "in mixed_bfloat16, or with Keras' `fit`."
+                )
         for variable in filter(self.is_trained, updated):
             raise ValueError(
                 f"The model assigns variable {variable.path!r} while it is "

@@ -73,6 +73,7 @@ class Passes:
             if self._own and mode == TRAINING:
                 self._own.check(forward, self._has_replicas)
                 others = others or self._own.means(forward, self.metrics)
+            self._check_kept(others)
             # Those of Keras' global generator, and of metrics not listed.
             self.seeds += [v for v in others if is_seed(v)]
             self.metrics += [v for v in others if not is_seed(v)]
@@ -86,6 +87,19 @@ class Passes:
             f"is called: {[v.path for v in others]}. Make them once, in its "
             "`__init__` or `build`."
         )
+
+    def _check_kept(self, others: list[keras.Variable]) -> None:
+        """Raises `ValueError` for what a pass updates and no checkpoint has."""
+        for variable in others:
+            if not is_seed(variable) and variable.aggregation != "sum":
+                raise ValueError(
+                    f"Model {self._model.name!r} updates {variable.path!r}, "
+                    "which is neither among its `variables` nor a metric's, "
+                    "so no checkpoint would hold it. Make it a weight of a "
+                    "layer (`add_weight(trainable=False)`); the states of an "
+                    "RNN with `stateful=True` are none: give it "
+                    "`initial_state`, or leave `stateful` out."
+                )
 
     def _traced(self, mode: str, spec: Any) -> Forward:
         model = self._model
