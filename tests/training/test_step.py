@@ -312,6 +312,22 @@ def test_loss_that_depends_on_no_variable():
         loop.run(1)
 
 
+def test_warns_as_keras_does_of_what_the_loss_does_not_depend_on():
+    inputs = keras.Input([3])
+    used = keras.layers.Dense(1, name="used")(inputs)
+    unused = keras.layers.Dense(1, name="unused")(inputs)
+    model = keras.Model(inputs, [used, unused])
+    model.compile("sgd", ["mse", None])
+    x, y = tf.ones([4, 3]), tf.ones([4, 1])
+    data = tf.data.Dataset.from_tensors((x, (y, y))).repeat()
+    loop, _ = local_loop(model, data)
+    message = r"Gradients do not exist for .*'unused/kernel', 'unused/bias'\]"
+    with pytest.warns(UserWarning, match=message):
+        loop.run(1)
+    with pytest.warns(UserWarning, match=message):
+        model.fit(data, steps_per_epoch=1, verbose=0)
+
+
 # --- What counts the steps ---------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,26 @@ class Layout:
     def is_trained(self, variable: keras.Variable) -> bool:
         """Whether the optimizer updates a variable."""
         return id(variable) in self._trained
+
+    def warn_of_missing(self, gradients: Sequence[tf.Tensor | None]) -> None:
+        """Warns, as Keras does, of what the loss does not depend on.
+
+        `gradients` are of all that is dense, then of the rows of each group.
+        """
+        trained = [[v] for v in self.dense]
+        trained += [g.tables if g.part is not None else [] for g in self.groups]
+        missing = [
+            each.path
+            for own, gradient in zip(trained, gradients, strict=True)
+            for each in own
+            if gradient is None
+        ]
+        if missing:
+            warnings.warn(
+                f"Gradients do not exist for variables {missing} when "
+                "minimizing the loss, which does not depend on them.",
+                stacklevel=2,
+            )
 
     def check_read(self, read: Sequence[keras.Variable]) -> None:
         """Raises `ValueError` if rows that are looked up are also `read`."""

@@ -333,6 +333,8 @@ class ModelStep(MetricStates):
                 "The loss depends on no trainable variable: every gradient is "
                 f"None. Variables: {[v.path for v in layout.dense]}."
             )
+        if not self._own:
+            layout.warn_of_missing(gradients)
         num = len(layout.dense)
         rows = [
             tf.zeros_like(row) if g is None or group.part is None else g
