@@ -90,6 +90,25 @@ def test_uses_weight_decay():
     assert not private_keras.uses_weight_decay(optimizer, bias)
 
 
+def test_methods_of_all_gradients():
+    called = []
+
+    def spied(name):
+        def method(self, *args):
+            called.append(name)
+            return getattr(keras.optimizers.SGD, name)(self, *args)
+
+        return method
+
+    names = private_keras.METHODS_OF_ALL_GRADIENTS
+    own = type("Own", (keras.optimizers.SGD,), {n: spied(n) for n in names})
+    model = small_model(own(weight_decay=0.1, use_ema=True))
+    model.optimizer.apply_gradients(
+        [(tf.zeros(v.shape), v) for v in model.trainable_variables]
+    )
+    assert sorted(called) == sorted(names)
+
+
 def test_unique_id_tells_variables_apart():
     one, two = tf.Variable(1.0), tf.Variable(1.0)
     assert private.unique_id(one) != private.unique_id(two)

@@ -177,3 +177,85 @@ class Looped(layers.Layer):
 @case("loops, conditions and maps")
 def loops(job):
     job.trains_as_fit(lambda: compiled(Looped(), layers.Dense(1)))
+
+
+class Decorated(layers.Layer):
+    """A `tf.function` of its own, which keeps what it was traced with."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(5, "tanh")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    @tf.function
+    def inner(self, x):
+        return self.dense(x)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class DecoratedModel(keras.Model):
+    """Another, around all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    @tf.function
+    def call(self, x):
+        return self.dense(x)
+
+
+@case("a tf.function of a layer", refused="tf.function")
+def function_of_a_layer(job):
+    job.trains_as_fit(lambda: compiled(Decorated(), layers.Dense(1)))
+
+
+@case("a tf.function of a model", refused="tf.function")
+def function_of_a_model(job):
+    def model_fn():
+        model = DecoratedModel()
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
+@case("a tf.function of tensors")
+def function_of_tensors(job):
+    @tf.function
+    def loss(y, y_pred):
+        return tf.reduce_mean((y - y_pred) ** 2, -1)
+
+    job.trains_as_fit(lambda: compiled(layers.Dense(1), loss=loss))
+
+
+class GradientInLoss(keras.Model):
+    """Its loss depends on the gradient by its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(5, "tanh"), layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y_pred = self(x)
+        norm = ops.mean(tape.gradient(y_pred, x) ** 2)
+        return super().compute_loss(x, y, y_pred, sample_weight) + 0.1 * norm
+
+
+@case("a gradient in the loss")
+def gradient_in_the_loss(job):
+    def model_fn():
+        model = GradientInLoss()
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)

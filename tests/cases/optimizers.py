@@ -4,6 +4,8 @@ Compared is all that a checkpoint holds: weights, slots, averages, gradients
 that have accumulated, counters and scales.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -178,6 +180,44 @@ OF_WHOLE_VARIABLES = {
     "Adafactor": lambda: K.Adafactor(0.01, gradient_accumulation_steps=2),
     "Muon": lambda: K.Muon(0.01, exclude_layers=["out"], weight_decay=0.1),
 }
+
+
+class SignedMomentum(K.Optimizer):
+    """A user's own rule, with a slot."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self.momenta = [
+                self.add_variable_from_reference(v, "momentum")
+                for v in variables
+            ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        momentum = self.momenta[self._get_variable_index(variable)]
+        rate = keras.ops.cast(learning_rate, variable.dtype)
+        self.assign(momentum, 0.9 * momentum + 0.1 * gradient)
+        self.assign_sub(variable, rate * keras.ops.sign(momentum))
+
+
+class Centralized(K.SGD):
+    """Does something with all gradients before it applies them."""
+
+    def apply(self, grads, trainable_variables=None):
+        means = [keras.ops.mean(g) for g in grads]
+        grads = [g - mean for g, mean in zip(grads, means, strict=True)]
+        super().apply(grads, trainable_variables)
+
+
+@case("an own update_step")
+def own_update_step(job):
+    optimizer = functools.partial(SignedMomentum, 0.01, weight_decay=0.1)
+    trains_as_fit(job, lambda: dense_model(optimizer()), examples())
+
+
+@case("apply, overridden", refused="overrides `apply`")
+def own_apply(job):
+    train(job, lambda: dense_model(Centralized(0.01)), examples(), 1)
 
 
 def _add(name, make):

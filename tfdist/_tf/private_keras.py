@@ -18,6 +18,16 @@ Keras marks it in no other way. A step gives each generator a seed that
 belongs to that step instead of this shared counter.
 """
 
+METHODS_OF_ALL_GRADIENTS = (
+    "apply",
+    "apply_gradients",
+    "_clip_gradients",
+    "_apply_weight_decay",
+    "_backend_update_step",
+    "_update_model_variables_moving_average",
+)
+"""What an optimizer does for all variables together, around `update_step`."""
+
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 

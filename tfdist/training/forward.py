@@ -31,6 +31,7 @@ _UNREPEATABLE = re.compile(
 # Ops that keep or add to their first input.
 _ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
 _ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # The shape of their results depends on the values of floats too; that of other
 # ops on those of integers at most.
@@ -47,7 +48,9 @@ class Forward:
         spec: `tf.TypeSpec` structure of the batch.
         seeds: The states of random generators, other ones in each step.
         variables: What else the pass may read; they get stand-ins.
-        taped: Whether it computes gradients of those that are trainable.
+
+    Raises:
+        ValueError: ids depend on what they must not.
     """
 
     def __init__(
@@ -56,7 +59,6 @@ class Forward:
         spec: Any,
         seeds: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
-        taped: bool = False,
     ) -> None:
         flat = tf.nest.flatten(spec, expand_composites=True)
 
@@ -65,12 +67,13 @@ class Forward:
                 spec, given[: len(flat)], expand_composites=True
             )
             self._given, self._collector = list(given), lookups.Collector()
+            self._seeds = seeds
             self._stand_ins = [
                 (v, lookups.stand_in(v.shape, v.dtype)) for v in variables
             ]
             own = zip(seeds, given[len(flat) :], strict=True)
             self._scope = _Scope([*self._stand_ins, *own])
-            for variable, value in self._stand_ins if taped else ():
+            for variable, value in self._stand_ins:
                 if variable.trainable:
                     self._scope.tape(variable, value)
             with self._scope, lookups.answered_by(self._collector):
@@ -173,6 +176,27 @@ class Forward:
             value.op.name: f"variable {v.path!r}"
             for v, value in self._stand_ins
         } | dict.fromkeys(self._collector.answers, "the rows of a table")
+
+    def check_stand_ins(self) -> None:
+        """Raises `ValueError` if a variable is used past its stand-in."""
+        graph = self._graph.graph
+        captured = {id(t) for t in graph.external_captures}
+        has_calls = any(op.type in _CALLS for op in graph.get_operations())
+        variables = [v for v, _ in self._stand_ins]
+        read = {id(v) for v in self.read}
+        for variable in [*variables, *self._seeds]:
+            # Those of each replica.
+            own = getattr(variable.value, "values", [variable.value])
+            is_used = any(id(v.handle) in captured for v in own)
+            # A function that made it holds its initial value.
+            is_lost = variable.trainable and id(variable) not in read
+            if is_used or (has_calls and is_lost):
+                raise ValueError(
+                    f"A `tf.function` of the model uses {variable.path!r} as "
+                    "it was when the function was first traced, so its "
+                    "gradient, or what it assigns, would be lost. Remove the "
+                    "decorator: all of a step is one `tf.function` anyway."
+                )
 
     def _check_ids(self) -> None:
         """Raises `ValueError` if ids might be others where rows are at hand."""

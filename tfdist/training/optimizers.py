@@ -122,6 +122,20 @@ def check(optimizer: Optimizer, remote: bool) -> None:
             )
 
 
+def check_overridden(optimizer: Optimizer) -> None:
+    """Raises `ValueError` for an optimizer whose own methods nothing calls."""
+    for each in (optimizer, *parts(optimizer)):
+        for name in private_keras.METHODS_OF_ALL_GRADIENTS:
+            method = getattr(type(each), name)
+            if method.__module__.partition(".")[0] not in ("keras", "tfdist"):
+                raise ValueError(
+                    f"Optimizer {type(each).__name__} overrides `{name}`, "
+                    "which takes all gradients at once. tfdist updates each "
+                    "variable where it is, by `update_step`: override that, "
+                    "or train in one process with a `train_step`."
+                )
+
+
 def check_norms(optimizer: Optimizer, remote: bool) -> None:
     """Raises `ValueError` if an update needs the norm of a sum in parts."""
     clips = optimizer.clipnorm or (remote and optimizer.global_clipnorm)

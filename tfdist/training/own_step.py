@@ -21,6 +21,7 @@ from keras.optimizers import Optimizer
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import trained
 from tfdist.embeddings import lookups
+from tfdist.training import optimizers
 from tfdist.training.compiled_model import refuse_new_variables
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import Forward, TapedScope
@@ -128,6 +129,8 @@ class OwnStep:
     def check(self, forward: Forward, has_replicas: bool) -> None:
         """Raises `ValueError` for what can only be done in one process."""
         compiled, updated = self._model.optimizer, self.updated()
+        for each in updated:
+            optimizers.check_overridden(each)
         known = {id(v) for v in self._model.trainable_variables}
         slots = {id(v) for each in (compiled, *updated) for v in each.variables}
         what = ""

@@ -121,7 +121,6 @@ class Passes:
             spec,
             list(self.seeds),
             [*model.trainable_variables, *fixed, *self.metrics, *scalars],
-            taped=bool(self._own),
         )
         self._generator = private_keras.seed_generator()
         return forward

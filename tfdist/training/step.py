@@ -115,6 +115,8 @@ class ModelStep(MetricStates):
         self._own = OwnStep(model) if own else None
         input_fns.check_batches(model, element_spec, metrics and not own)
         optimizers.check(model.optimizer, remote)
+        if trains:
+            optimizers.check_overridden(model.optimizer)
         if trains and replicas and not own:
             compiled_model.refuse_sums(model)
         self._remote, self._replicas = remote, replicas
@@ -160,6 +162,7 @@ class ModelStep(MetricStates):
         self._layout = self._passes.layout(
             TRAINING, element_spec, self._counters.reads
         )
+        forward.check_stand_ins()
         self._layout.check_read(forward.read)
         self._layout.check_updated(forward.updated)
         self.update = Update(model.optimizer, self._layout, self._counters)
@@ -331,7 +334,8 @@ class ModelStep(MetricStates):
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
-                f"None. Variables: {[v.path for v in layout.dense]}."
+                f"None. Variables: {[v.path for v in layout.dense]}. Does the "
+                "model use them in a `tf.function`? Remove its decorator."
             )
         if not self._own:
             layout.warn_of_missing(gradients)
