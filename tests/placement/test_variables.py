@@ -108,6 +108,30 @@ def test_slots_are_those_of_the_built_optimizer(name):
     assert all(not spec.num_slots for spec in frozen)
 
 
+class Own(keras.optimizers.schedules.LearningRateSchedule):
+    """One that Keras cannot copy."""
+
+    def __call__(self, step):
+        return 0.1 / (1 + step)
+
+
+@pytest.mark.parametrize("rate", [Own(), lambda: 0.1])
+def test_slots_whatever_the_schedule(rate):
+    inner = keras.optimizers.Adam(rate)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    specs = describe(lambda: small_model(optimizer))
+    assert {spec.num_slots for spec in specs if spec.trainable} == {2}
+
+
+def test_an_optimizer_that_cannot_be_copied():
+    class Incomplete(keras.optimizers.SGD):
+        def __init__(self, rate):
+            super().__init__(learning_rate=rate)
+
+    with pytest.raises(TypeError, match=r"Incomplete .* `get_config` return"):
+        describe(lambda: small_model(Incomplete(0.1)))
+
+
 def test_slots_of_nadam_in_float64():
     """The number that it keeps beside them is of their dtype."""
 

@@ -79,6 +79,25 @@ def variable_index(
     return optimizer._get_variable_index(variable)
 
 
+def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """The optimizers in a structure."""
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, keras.optimizers.Optimizer):
+            yield each
+        elif isinstance(each, dict | list | tuple):
+            yield from optimizers_in(each)
+
+
+def forget_rates(optimizer: keras.optimizers.Optimizer) -> None:
+    """Has copies of an optimizer, which never update, have Keras' default rate.
+
+    Keras can copy no schedule that has no `get_config`, or is a user's own.
+    """
+    vars(optimizer)["_learning_rate"] = None
+    for part in optimizers_in(vars(optimizer)):
+        forget_rates(part)
+
+
 def uses_weight_decay(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:

@@ -208,8 +208,14 @@ def _same_as_others(
         "batch": str(dataset.element_spec),
         "steps_per_dispatch": str(config.steps_per_dispatch),
     }
-    checked, spec = compiled_model.checked_model, dataset.element_spec
-    for v in describe(lambda: checked(model_fn(), spec)):
+
+    def without_slots() -> keras.Model:
+        spec = dataset.element_spec
+        model = compiled_model.checked_model(model_fn(), spec)
+        model.optimizer = None
+        return model
+
+    for v in describe(without_slots):
         program[f"variable {v.name}"] = f"{v.dtype} {v.shape}"
     peers.check_same_program(program, lambda: None)
     if not own:

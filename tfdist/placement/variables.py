@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import UninitializedVariable
-from tfdist._tf.private_keras import VariableBeside
+from tfdist._tf.private_keras import VariableBeside, forget_rates
 
 # Keras reads some variables while it builds (seed states, learning rates). They
 # are tiny, so these, and only these, get memory while a model is described.
@@ -237,6 +237,8 @@ def _describe(
             if id(v) not in metrics and not isinstance(v, VariableBeside)
         ]
         variables.sort(key=lambda v: order.get(id(v.value), len(order)))
+        if optimizer := getattr(model, "optimizer", None):
+            forget_rates(optimizer)
         return [_with_slots(v, model) for v in variables]
 
 
@@ -292,7 +294,14 @@ def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
 def _state(
     optimizer: keras.Optimizer, variables: list[keras.Variable]
 ) -> list[tuple[tuple[int, ...], str]]:
-    copy = type(optimizer).from_config(optimizer.get_config())
+    try:
+        copy = type(optimizer).from_config(optimizer.get_config())
+    except TypeError as e:
+        raise TypeError(
+            f"What {type(optimizer).__name__} keeps for a variable is known "
+            "from a copy of it, which failed. Have its `get_config` return all "
+            f"arguments of its `__init__`. Python says: {e}"
+        ) from e
     copy.build(variables)
     return [(tuple(v.shape), v.dtype) for v in copy.variables]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import trained
+from tfdist._tf.private_keras import optimizers_in, trained
 from tfdist.embeddings import lookups
 from tfdist.training import optimizers
 from tfdist.training.compiled_model import refuse_new_variables
@@ -42,7 +42,7 @@ class OwnStep:
         self._name = f"`train_step` of {type(model).__name__}"
         self._updates: list[tuple[Optimizer, Gradients]] = []
         self._means: dict[str, keras.metrics.Mean] = {}
-        for optimizer in list(_held(vars(model))):
+        for optimizer in list(optimizers_in(vars(model))):
             _hand_over(optimizer)
 
     def trace(self, batch: Any) -> dict[str, Any]:
@@ -203,15 +203,6 @@ def with_others(
             others[name + number] = variable
             count[name] += 1
     return {**named, **others}
-
-
-def _held(values: Any) -> Iterator[Optimizer]:
-    """The optimizers in a structure."""
-    for each in values.values() if isinstance(values, dict) else values:
-        if isinstance(each, Optimizer):
-            yield each
-        elif isinstance(each, dict | list | tuple):
-            yield from _held(each)
 
 
 def _hand_over(optimizer: Optimizer) -> None:
