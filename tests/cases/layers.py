@@ -137,6 +137,32 @@ def spectral_normalization(job):
     )
 
 
+class Settling(layers.Layer):
+    """Counts its calls in training, and remembers that there was one."""
+
+    def build(self, shape):
+        def weight(name, **arguments):
+            return self.add_weight(
+                shape=(), initializer="zeros", name=name, **arguments
+            )
+
+        self.scale = weight("scale")
+        self.calls = weight("calls", dtype="int64", trainable=False)
+        self.begun = weight("begun", dtype="bool", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+            x = keras.ops.where(self.begun, 0.5 * x, x)
+            self.begun.assign(True)
+        return x * (1 + self.scale)
+
+
+@case("a counter and a flag")
+def counter_and_flag(job):
+    job.trains_as_fit(lambda: compiled(Settling(), layers.Dense(1)))
+
+
 # Adapted and quantized.
 @case("LoRA")
 def lora(job):

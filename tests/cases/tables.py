@@ -106,6 +106,12 @@ _add("div", ours={"partition_strategy": "div"})
 _add("mod", ours={"partition_strategy": "mod"}, refused="'balanced', 'div'")
 _add("a shard for each row", ours={"num_shards": ROWS})
 _add("one shard", ours={"num_shards": 1})
+_add(
+    "begins with a matrix",
+    embeddings_initializer=keras.initializers.Constant(
+        np.random.default_rng(2).normal(size=[ROWS, 2])
+    ),
+)
 _add("adagrad", compiled=lambda: {"optimizer": "adagrad"})
 _add("ftrl", compiled=lambda: {"optimizer": "ftrl"})
 _add(

@@ -633,6 +633,38 @@ def test_an_initializer_of_the_users():
     assert rows == [3, 3, 3]
 
 
+@pytest.mark.parametrize("strategy", ["balanced", "div"])
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_begins_with_a_matrix(num_shards, strategy):
+    matrix = np.random.default_rng(0).normal(size=[17, 3]).astype("float32")
+    table = PartitionedEmbedding(
+        17,
+        3,
+        num_shards,
+        partition_strategy=strategy,
+        embeddings_initializer=keras.initializers.Constant(matrix),
+    )
+    table.build()
+    np.testing.assert_array_equal(table.get_weights()[0], matrix)
+
+
+@pytest.mark.parametrize("mode", ["fan_in", "fan_out", "fan_avg"])
+def test_variance_is_that_of_the_whole_table(mode):
+    """As in TF1, whatever the shards."""
+    initializer = keras.initializers.VarianceScaling(2.0, mode, seed=1)
+    whole, *split = (
+        np.std(np.concatenate(initial(initializer, num_shards, 6000)))
+        for num_shards in (1, 4, 16)
+    )
+    np.testing.assert_allclose(split, [whole, whole], rtol=0.02)
+
+
+def test_an_initializer_that_ignores_the_shape():
+    matrix = tf.ones([9, 4])
+    with pytest.raises(ValueError, match=r"\(9, 4\) .* \(3, 4\).*Constant"):
+        initial(lambda shape, dtype=None: matrix)
+
+
 # --- Names -------------------------------------------------------------------
 
 

@@ -1,13 +1,14 @@
-"""What the row of an id begins with: a function of its key alone.
+"""What rows begin with.
 
-So every worker knows the row of an id that has no slot yet, and a server that
-gives it one begins there, whenever that is.
+In a table that grows it is a function of the id's key alone. So every worker
+knows the row of an id that has no slot yet, and a server that gives it one
+begins there, whenever that is.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,3 +84,46 @@ def salt(initializer: Any, name: str) -> int:
     seed = initializer.get_config().get("seed") or 0
     number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
     return int(np.uint64(number).astype(np.int64))
+
+
+def shard_rows(
+    initializer: Any,
+    table_shape: tuple[int, int],
+    runs: Sequence[Sequence[int]],
+    shape: Sequence[int],
+    dtype: Any = None,
+) -> tf.Tensor:
+    """The first rows of a shard of an ordinary table.
+
+    Args:
+        initializer: The table's.
+        table_shape: Rows of the table, and their length.
+        runs: The first row and the size of each run that the shard has.
+        shape: Of the shard.
+        dtype: Of its rows.
+
+    Raises:
+        ValueError: `initializer` returns rows of another shape.
+
+    >>> matrix = initializers.Constant(np.arange(8).reshape(4, 2))
+    >>> shard_rows(matrix, (4, 2), [(1, 2)], (2, 2), "int32").numpy().tolist()
+    [[2, 3], [4, 5]]
+    """
+    is_constant = isinstance(initializer, initializers.Constant)
+    if is_constant and np.ndim(initializer.value):
+        table = np.broadcast_to(initializer.value, table_shape)
+        own = [table[row : row + size] for row, size in runs]
+        return tf.convert_to_tensor(np.concatenate(own), dtype)
+    rows = initializer(shape, dtype=dtype)
+    if tuple(rows.shape) != tuple(shape):
+        raise ValueError(
+            f"An initializer has returned rows of shape {tuple(rows.shape)} "
+            f"for the shape {tuple(shape)} of a shard. To begin with a matrix, "
+            "give the layer `keras.initializers.Constant(matrix)`."
+        )
+    if isinstance(initializer, initializers.VarianceScaling):
+        (num, dim), total = shape, table_shape[0]
+        sizes = {"fan_in": (num, total), "fan_avg": (num + dim, total + dim)}
+        own_fan, fan = sizes.get(initializer.mode, (1, 1))
+        rows *= (own_fan / fan) ** 0.5
+    return rows

@@ -17,6 +17,7 @@ from keras import constraints, initializers, regularizers
 
 from tfdist._tf.arguments import check_positive
 from tfdist.embeddings import lookups
+from tfdist.embeddings.initial import shard_rows
 from tfdist.embeddings.routing import Group
 from tfdist.placement.partitioners import (
     apply_partitioner,
@@ -73,7 +74,10 @@ class PartitionedEmbedding(keras.layers.Layer):
             An example without ids gets zeros.
         embeddings_initializer: Keras initializer, applied to each shard on
             the server that holds it. A random one draws differently for each
-            shard, so a table's initial values depend on `num_shards`.
+            shard, so a table's initial values depend on `num_shards`. Of
+            `keras.initializers.Constant(matrix)`, as of rows that another
+            model has learnt, each shard takes its rows; one that scales the
+            variance does so by the shape of the table, as in TF1.
         name: Name of the layer.
         partition_strategy: Which rows a shard has. Default: `"balanced"`, for
             ids in the order of their frequency, as vocabularies are: each
@@ -180,14 +184,14 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Creates the shards."""
         for i, (_, num_rows) in enumerate(self.slices):
             part = f"_part_{i}" if self.num_shards > 1 else ""
+            own = [run[:2] for run in self.runs if run.shard == i]
             shard = self.add_weight(
                 shape=(num_rows, self.output_dim),
-                initializer=self._initializer_of(i),
+                initializer=self._initializer_of(i, own),
                 constraint=self.embeddings_constraint,
                 name=f"embeddings{part}",
             )
             if part:
-                own = [run[:2] for run in self.runs if run.shard == i]
                 mark_shard(shard, part, own)
             self.shards.append(shard)
 
@@ -196,7 +200,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         """All variables that hold the table."""
         return self.shards
 
-    def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
+    def _initializer_of(
+        self, shard: int, runs: Sequence[Sequence[int]]
+    ) -> Callable[..., tf.Tensor]:
         """The initializer of one shard; TF1 gave all the same values."""
         # Keras draws a seed when one is made; each shard needs its own.
         initializer = self.embeddings_initializer
@@ -204,7 +210,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         if isinstance(seed, int):
             config = {**initializer.get_config(), "seed": seed + shard}
             initializer = initializer.from_config(config)
-        return initializer
+        whole = self.input_dim, self.output_dim
+        return functools.partial(shard_rows, initializer, whole, runs)
 
     def get_weights(self) -> list[np.ndarray]:
         """The table, as one array in the order of ids."""

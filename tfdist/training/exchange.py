@@ -350,7 +350,7 @@ def apply(
         if i < len(layout.dense):
             found[layout.owners[i]].append((layout.dense[i], value, None))
         else:
-            layout.reads[i].value.assign_add(value)
+            add(layout.reads[i].value, value)
     for (g, shards), rows in zip(server.trained.items(), sent, strict=True):
         own, (ids, counts) = found[layout.groups[g].part], asked[g]
         if growing := server.growing.get(g):
@@ -368,6 +368,21 @@ def apply(
         tf.cond(finite[0] > 0, update, lambda: None)
     else:
         update()
+
+
+def difference(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+    """What to `add`; of truth values, such as "is initialized", an int32."""
+    if new.dtype.is_bool:
+        return tf.cast(new, tf.int32) - tf.cast(old, tf.int32)
+    return new - old
+
+
+def add(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Adds a `difference`, or a mean of several."""
+    if variable.dtype.is_bool:
+        variable.assign(tf.cast(variable, tf.int32) + value > 0)
+    else:
+        variable.assign_add(value)
 
 
 def clipped(

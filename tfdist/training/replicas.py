@@ -62,7 +62,13 @@ class Replicas:
         weighted = [mean_to_sum(t, size) for t in tensors]
         *sums, total = self.sum([*weighted, size])
         self._traced.total = total
-        return [t / tf.cast(total, t.dtype) for t in sums], total
+        means = [t / tf.cast(total, t.dtype) for t in sums]
+        # A whole number, as one that counts steps, stays one.
+        means = [
+            tf.cast(tf.round(mean), t.dtype) if t.dtype.is_integer else mean
+            for mean, t in zip(means, sums, strict=True)
+        ]
+        return means, total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensors of all replicas, one after the other along axis 0."""

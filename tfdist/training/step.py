@@ -355,7 +355,7 @@ class ModelStep(MetricStates):
         """What to add to each of `Layout.moving`; None: it has not changed."""
         values = map(scope.get_current_value, self._layout.moving)
         return [
-            None if new is old else new - old
+            None if new is old else exchange.difference(new, old)
             for new, old in zip(values, before, strict=True)
         ]
 

@@ -137,7 +137,7 @@ class UpdatesAtOnce:
 
         def end(means: list[tf.Tensor]) -> None:
             for (variable, _), delta in zip(changed, means, strict=True):
-                variable.value.assign_add(delta)
+                exchange.add(variable.value, delta)
             self._global_step.assign_add(1)
 
         self._replicas.update(end, means)
