@@ -90,6 +90,17 @@ def test_uses_weight_decay():
     assert not private_keras.uses_weight_decay(optimizer, bias)
 
 
+def test_leave_strategy():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        inner = small_model()
+        outer = keras.Sequential([keras.Input([3]), inner])
+    assert inner.distribute_strategy is strategy
+    private_keras.leave_strategy(outer)
+    for model in outer, inner:
+        assert model.distribute_strategy is tf.distribute.get_strategy()
+
+
 def test_methods_of_all_gradients():
     called = []
 

@@ -654,3 +654,46 @@ def _(job):
 
     learns_as_fit(job, make, diverging, epochs=8)
     assert_same_files(job, whole, "*.keras")
+
+
+class TwoModels(keras.Model):
+    """A model in a model, as a GAN has its generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class Uses(Callback):
+    """Predicts and evaluates at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        model, (x, y) = self.model, examples(seed=2)
+        self.found += [
+            model.predict(x, batch_size=5, verbose=0),
+            model.predict_on_batch(x),
+            model.inner.predict(x, verbose=0),
+            model.evaluate(x, y, verbose=0),
+            model.test_on_batch(x, y),
+        ]
+
+
+@case("predict and evaluate in a callback")
+def _(job):
+    def model_fn():
+        model = TwoModels()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return model
+
+    _, ours, _, theirs = trained(job, lambda _: [Uses()], model_fn)
+    if theirs:
+        (ours,), (theirs,) = ours, theirs
+        for mine, other in zip(ours.found, theirs.found, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)

@@ -79,6 +79,17 @@ def variable_index(
     return optimizer._get_variable_index(variable)
 
 
+def leave_strategy(model: keras.Model) -> None:
+    """Has a model, and those in it, predict and evaluate in this process alone.
+
+    Keras has them do so by the strategy in whose scope they were made, which
+    fails on parameter servers and in all-reduce: a callback may call them.
+    """
+    for each in model._flatten_layers():
+        if isinstance(each, keras.Model):
+            each._distribute_strategy = None
+
+
 def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:
     """The optimizers in a structure."""
     for each in values.values() if isinstance(values, dict) else values:

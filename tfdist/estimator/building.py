@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import reset_object_names
+from tfdist._tf.private_keras import leave_strategy, reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
@@ -120,6 +120,7 @@ def create_variables(
                     "model, and all of its layers, inside the model function."
                 )
         optimizers.build(model.optimizer, model.trainable_variables)
+    leave_strategy(model)
     return global_step, model
 
 
