@@ -11,6 +11,17 @@ from tests.cases import BATCH, case, compiled, examples
 _IDS = np.random.default_rng(3).integers(0, 10, [BATCH, 6])
 
 
+def trains_as_fit(job, make, **tolerance):
+    """With plain SGD, by the mean squared error."""
+
+    def model_fn():
+        model = make()
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn, **tolerance)
+
+
 class Recomputed(layers.Layer):
     """Two layers whose activations are computed again for the gradient."""
 
@@ -67,14 +78,9 @@ class OwnStep(keras.Model):
 
 @case("keras.remat in a train_step")
 def remat_in_a_train_step(job):
-    def model_fn():
-        model = OwnStep()
-        model.compile("sgd", "mse")
-        return model
-
     # On variables of its own process, as in `fit`, TensorFlow may read for the
     # gradient what has been updated already.
-    job.trains_as_fit(model_fn, atol=3e-3)
+    trains_as_fit(job, OwnStep, atol=3e-3)
 
 
 class Tower(layers.Layer):
@@ -216,12 +222,7 @@ def function_of_a_layer(job):
 
 @case("a tf.function of a model", refused="tf.function")
 def function_of_a_model(job):
-    def model_fn():
-        model = DecoratedModel()
-        model.compile("sgd", "mse")
-        return model
-
-    job.trains_as_fit(model_fn)
+    trains_as_fit(job, DecoratedModel)
 
 
 @case("a tf.function of tensors")
@@ -253,9 +254,4 @@ class GradientInLoss(keras.Model):
 
 @case("a gradient in the loss")
 def gradient_in_the_loss(job):
-    def model_fn():
-        model = GradientInLoss()
-        model.compile("sgd", "mse")
-        return model
-
-    job.trains_as_fit(model_fn)
+    trains_as_fit(job, GradientInLoss)
