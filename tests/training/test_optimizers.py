@@ -13,7 +13,7 @@ from tfdist._tf.private_keras import (
     reset_object_names,
 )
 from tfdist.checkpoint.checkpoints import named_variables
-from tfdist.training import optimizers
+from tfdist.training import optimizer_checks, optimizers
 from tfdist.training.loop import LocalLoop
 from tfdist.training.slots import named_slots
 from tfdist.training.step import ModelStep
@@ -470,16 +470,16 @@ def test_rules_about_whole_variables_are_refused_for_tables(make):
 def test_check(make, match):
     reset_object_names()
     with pytest.raises(ValueError, match=match):
-        optimizers.check(make(), remote=True)
-    optimizers.check(make(), remote=False)
+        optimizer_checks.check(make(), remote=True)
+    optimizer_checks.check(make(), remote=False)
 
 
 def test_norms_of_accumulated_gradients():
     make = functools.partial(K.SGD, gradient_accumulation_steps=2)
     refused = pytest.raises(ValueError, match=r"clips accumulated .*clipvalue")
     with refused:
-        optimizers.check_norms(make(global_clipnorm=1.0), remote=True)
-    optimizers.check_norms(make(global_clipnorm=1.0), remote=False)
+        optimizer_checks.check_norms(make(global_clipnorm=1.0), remote=True)
+    optimizer_checks.check_norms(make(global_clipnorm=1.0), remote=False)
     # A table in several shards.
     model = table_model(lambda: make(clipnorm=1.0), ours=True)
     optimizers.build(model.optimizer, model.trainable_variables)
@@ -490,7 +490,7 @@ def test_norms_of_accumulated_gradients():
 
 @pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
 def test_check_accepts(make):
-    optimizers.check(make(), remote=True)
+    optimizer_checks.check(make(), remote=True)
 
 
 # --- MultiOptimizer ----------------------------------------------------------

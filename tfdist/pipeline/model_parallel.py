@@ -31,7 +31,7 @@ from tfdist.pipeline.stages import (
     check_variables,
     resolve_devices,
 )
-from tfdist.training import metrics, optimizers
+from tfdist.training import metrics, optimizer_checks, optimizers
 
 
 class Pipeline(keras.Model):
@@ -152,7 +152,7 @@ class Pipeline(keras.Model):
 
         Raises:
             ValueError: the optimizer skips updates, or see
-                `optimizers.check`.
+                `optimizer_checks.check`.
             tf.errors.InvalidArgumentError: the batch does not divide into
                 micro-batches.
         """
@@ -294,8 +294,8 @@ def bubble(num_stages: int, num_micro_batches: int) -> float:
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that skips updates; see also `optimizers.check`."""
-    optimizers.check(optimizer, remote=False)
+    """Refuses an optimizer that skips updates."""
+    optimizer_checks.check(optimizer, remote=False)
     scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     steps = [
         part.gradient_accumulation_steps for part in optimizers.parts(optimizer)

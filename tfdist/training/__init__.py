@@ -8,7 +8,8 @@ Read in this order: `step` (a compiled model becomes a function), `layout`
 
 Details of a step: `passes` and `forward` (which graphs a model is, and what of
 them runs before its lookups), `compiled_model`, `own_step`, `metrics` and
-`metric_states`, `counters`, `updates`, `fence`, `staleness`.
+`metric_states`, `optimizer_checks`, `counters`, `updates`, `fence`,
+`staleness`.
 """
 
 import lazy_loader

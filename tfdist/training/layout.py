@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist._tf.private_keras import SEED_STATE_NAME
 from tfdist.embeddings.growing import TracedShards, growing_of
-from tfdist.training import optimizers
+from tfdist.training import optimizer_checks, optimizers
 
 
 class Updated(NamedTuple):
@@ -84,7 +84,7 @@ class Layout:
                 optimizers.check_rows(self.parts[group.part], shard)
         is_split = any(len(group.shards) > 1 for group in self.groups)
         for part in self.parts if remote or is_split else ():
-            optimizers.check_norms(part, remote)
+            optimizer_checks.check_norms(part, remote)
         held = {id(v) for table in (*tables, *others) for v in table.pieces}
         self.dense = [v for v in model.trainable_variables if id(v) not in held]
         self.owners = [optimizers.owner(model.optimizer, v) for v in self.dense]

@@ -104,50 +104,6 @@ def part_names(optimizer: Optimizer) -> list[str]:
     ]
 
 
-def check(optimizer: Optimizer, remote: bool) -> None:
-    """Raises `ValueError` for what workers that share slots cannot do.
-
-    Which update is the last of so many is known by their number alone, and of
-    a scaled loss some do not count.
-    """
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    for part in parts(optimizer):
-        if scaled and remote and part.gradient_accumulation_steps:
-            raise ValueError(
-                f"Optimizer {part.name!r} accumulates gradients of a loss that "
-                "LossScaleOptimizer has scaled, which updates on parameter "
-                "servers do not support. Use mixed_bfloat16, which needs no "
-                "scale, or auto_scale_loss=False with a loss_scale_factor, or "
-                "larger batches instead of gradient_accumulation_steps."
-            )
-
-
-def check_overridden(optimizer: Optimizer) -> None:
-    """Raises `ValueError` for an optimizer whose own methods nothing calls."""
-    for each in (optimizer, *parts(optimizer)):
-        for name in private_keras.METHODS_OF_ALL_GRADIENTS:
-            method = getattr(type(each), name)
-            if method.__module__.partition(".")[0] not in ("keras", "tfdist"):
-                raise ValueError(
-                    f"Optimizer {type(each).__name__} overrides `{name}`, "
-                    "which takes all gradients at once. tfdist updates each "
-                    "variable where it is, by `update_step`: override that, "
-                    "or train in one process with a `train_step`."
-                )
-
-
-def check_norms(optimizer: Optimizer, remote: bool) -> None:
-    """Raises `ValueError` if an update needs the norm of a sum in parts."""
-    clips = optimizer.clipnorm or (remote and optimizer.global_clipnorm)
-    if clips and optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            f"Optimizer {optimizer.name!r} clips accumulated gradients by "
-            "their norm, which is not supported on parameter servers, nor "
-            "with a table in several shards. Use clipvalue, or larger batches "
-            "instead of gradient_accumulation_steps."
-        )
-
-
 def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
     """Raises `ValueError` for a rule that cannot update some rows."""
     own = slots(optimizer, variable).of_rule

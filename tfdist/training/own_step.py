@@ -21,7 +21,7 @@ from keras.optimizers import Optimizer
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import optimizers_in, trained
 from tfdist.embeddings import lookups
-from tfdist.training import optimizers
+from tfdist.training import optimizer_checks
 from tfdist.training.compiled_model import refuse_new_variables
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import Forward, TapedScope
@@ -130,7 +130,7 @@ class OwnStep:
         """Raises `ValueError` for what can only be done in one process."""
         compiled, updated = self._model.optimizer, self.updated()
         for each in updated:
-            optimizers.check_overridden(each)
+            optimizer_checks.check_overridden(each)
         known = {id(v) for v in self._model.trainable_variables}
         slots = {id(v) for each in (compiled, *updated) for v in each.variables}
         what = ""

@@ -20,7 +20,7 @@ from tfdist._tf.private import seen_alone
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
-from tfdist.training import compiled_model, exchange, optimizers
+from tfdist.training import compiled_model, exchange, optimizer_checks
 from tfdist.training.aggregation import Contribution
 from tfdist.training.compiled_model import overrides
 from tfdist.training.counters import Counters, step_seeds
@@ -114,9 +114,9 @@ class ModelStep(MetricStates):
         own = trains and overrides(model, "train_step")
         self._own = OwnStep(model) if own else None
         input_fns.check_batches(model, element_spec, metrics and not own)
-        optimizers.check(model.optimizer, remote)
+        optimizer_checks.check(model.optimizer, remote)
         if trains:
-            optimizers.check_overridden(model.optimizer)
+            optimizer_checks.check_overridden(model.optimizer)
         if trains and replicas and not own:
             compiled_model.refuse_sums(model)
         self._remote, self._replicas = remote, replicas
