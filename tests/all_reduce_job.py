@@ -32,7 +32,7 @@ def model_fn(args):
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
     cluster = tfdist.Cluster.from_env()
     name = f"{cluster.task_type}:{cluster.task_index}"
-    units = 17 if name == args.stranger else 16
+    units, rate = (17, 0.02) if name == args.stranger else (16, 0.01)
     hidden = keras.layers.Dense(units, "relu")(both)
     if not args.plain:
         hidden = keras.layers.BatchNormalization()(hidden)
@@ -40,7 +40,7 @@ def model_fn(args):
     output = keras.layers.Dense(1, "sigmoid")(hidden)
     model = keras.Model({"x": x, "ids": ids}, output)
     model.compile(
-        keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["auc"]
+        keras.optimizers.Adam(rate), "binary_crossentropy", metrics=["auc"]
     )
     return model
 

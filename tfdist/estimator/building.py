@@ -213,6 +213,10 @@ def _same_as_others(
     def without_slots() -> keras.Model:
         spec = dataset.element_spec
         model = compiled_model.checked_model(model_fn(), spec)
+        program["learning rate"] = " and ".join(
+            f"{float(part.learning_rate):g}"
+            for part in optimizers.parts(model.optimizer)
+        )
         model.optimizer = None
         return model
 
