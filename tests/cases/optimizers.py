@@ -84,11 +84,13 @@ def assert_state_is_that_of(estimator, model, rtol=1e-4, atol=2e-5):
         )
 
 
-def trains_as_fit(job, model_fn, data, steps=5, **config):
-    estimator = train(job, model_fn, data, steps, **config)
+def trains_as_fit(
+    job, model_fn, data, steps=5, placement="round_robin", **tolerance
+):
+    estimator = train(job, model_fn, data, steps, placement=placement)
     if job.is_chief:
         model = fit(seeded(model_fn), data, steps)
-        assert_state_is_that_of(estimator, model)
+        assert_state_is_that_of(estimator, model, **tolerance)
     return estimator
 
 
