@@ -255,3 +255,24 @@ class GradientInLoss(keras.Model):
 @case("a gradient in the loss")
 def gradient_in_the_loss(job):
     trains_as_fit(job, GradientInLoss)
+
+
+class GradientByWeights(GradientInLoss):
+    """By its weights: they shall be where the loss is flat."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        with tf.GradientTape() as tape:
+            loss = keras.Model.compute_loss(self, x, y, self(x))
+        found = tape.gradient(loss, self.trainable_variables)
+        return loss + 0.1 * sum(ops.sum(g**2) for g in found)
+
+
+_NO_HANDLE = "handle is not available outside the replica context"
+
+
+@case(
+    "a gradient by weights in the loss",
+    refused=dict.fromkeys(("mirrored", "all-reduce"), _NO_HANDLE),
+)
+def gradient_by_weights(job):
+    trains_as_fit(job, GradientByWeights, rtol=1e-3)

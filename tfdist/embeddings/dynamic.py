@@ -174,9 +174,7 @@ class DynamicEmbedding(PartitionedEmbedding):
                 Growing(self, shard, self._segments[i][0], *beside)
             )
 
-    def _initializer_of(
-        self, shard: int, runs: Sequence[Sequence[int]]
-    ) -> Callable[..., tf.Tensor]:
+    def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
         """Zeros: rows begin when they are claimed."""
         return keras.initializers.Zeros()
 

@@ -184,15 +184,14 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Creates the shards."""
         for i, (_, num_rows) in enumerate(self.slices):
             part = f"_part_{i}" if self.num_shards > 1 else ""
-            own = [run[:2] for run in self.runs if run.shard == i]
             shard = self.add_weight(
                 shape=(num_rows, self.output_dim),
-                initializer=self._initializer_of(i, own),
+                initializer=self._initializer_of(i),
                 constraint=self.embeddings_constraint,
                 name=f"embeddings{part}",
             )
             if part:
-                mark_shard(shard, part, own)
+                mark_shard(shard, part, self._runs_of(i))
             self.shards.append(shard)
 
     @property
@@ -200,9 +199,11 @@ class PartitionedEmbedding(keras.layers.Layer):
         """All variables that hold the table."""
         return self.shards
 
-    def _initializer_of(
-        self, shard: int, runs: Sequence[Sequence[int]]
-    ) -> Callable[..., tf.Tensor]:
+    def _runs_of(self, shard: int) -> list[tuple[int, ...]]:
+        """The first row and the size of each run of rows of a shard."""
+        return [run[:2] for run in self.runs if run.shard == shard]
+
+    def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
         """The initializer of one shard; TF1 gave all the same values."""
         # Keras draws a seed when one is made; each shard needs its own.
         initializer = self.embeddings_initializer
@@ -211,6 +212,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             config = {**initializer.get_config(), "seed": seed + shard}
             initializer = initializer.from_config(config)
         whole = self.input_dim, self.output_dim
+        runs = self._runs_of(shard)
         return functools.partial(shard_rows, initializer, whole, runs)
 
     def get_weights(self) -> list[np.ndarray]:

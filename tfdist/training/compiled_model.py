@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -126,19 +125,20 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     if built:
         return
 
-    def run(batch: Any, loss: bool) -> None:
+    def run(batch: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         for training in (True, False) if targets else (False,):
             y_pred = model(x, **training_of(model, training))
-            if loss and (own_loss or y is not None):
+            if targets and not own_step and (own_loss or y is not None):
                 model.compute_loss(
                     x, y, y_pred, sample_weight, training=training
                 )
 
-    loss = targets and not own_step
-    if loss and own_loss:  # Which may ask for gradients of variables.
-        look_at(functools.partial(run, loss=False), element_spec)
-    look_at(functools.partial(run, loss=loss), element_spec)
+    try:
+        look_at(run, element_spec)
+    except AttributeError:
+        # A loss may take gradients by variables, which have handles by now.
+        look_at(run, element_spec)
 
 
 def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
