@@ -199,9 +199,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         """All variables that hold the table."""
         return self.shards
 
-    def _runs_of(self, shard: int) -> list[tuple[int, ...]]:
+    def _runs_of(self, shard: int) -> list[tuple[int, int]]:
         """The first row and the size of each run of rows of a shard."""
-        return [run[:2] for run in self.runs if run.shard == shard]
+        return [(r.row, r.size) for r in self.runs if r.shard == shard]
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
         """The initializer of one shard; TF1 gave all the same values."""
