@@ -54,6 +54,9 @@ class _EmptyStep:
     def zero_states(self) -> list[tf.Tensor]:
         return []
 
+    def reset(self) -> None:
+        pass
+
     def begin(self, batch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return batch
 
