@@ -528,6 +528,30 @@ def test_late_captures():
     assert [int(t) for t in tf.nest.flatten(told())] == [3]
 
 
+def test_variable_handles():
+    class Scaled(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = tf.Variable(2.0)
+
+    layer, count = Scaled(), tf.Variable(0)
+    pairs = tf.lookup.KeyValueTensorInitializer(["a"], [2.0])
+    table = tf.lookup.StaticHashTable(pairs, 1.0)
+
+    @tf.function
+    def run():
+        count.assign_add(1)
+        return table.lookup(tf.constant(["a"])) * layer.scale
+
+    graph = run.get_concrete_function().graph
+    found = {id(handle) for handle in private.variable_handles(graph)}
+    assert found == {id(count.handle), id(layer.scale.handle)}
+    model = keras.Sequential([layer], name="model")
+    told = private_keras.attribute(model, layer.scale.handle)
+    assert told == "`scale` of layer 'scaled'"
+    assert "no layer" in private_keras.attribute(model, count.handle)
+
+
 def test_shared_table():
     ids = [tf.feature_column.categorical_column_with_identity("a", 5)]
     with tf.Graph().as_default():

@@ -590,3 +590,36 @@ class OwnLoss(keras.Model):
 @case("compute_loss and compute_metrics")
 def own_loss(job):
     job.trains_as_fit(lambda: compiled(OwnLoss, metrics=["mae"]))
+
+
+class Plain(Guide):
+    """Trains a variable of TensorFlow's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = tf.Variable(1.0)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self.scale * self(x))
+        variables = [*self.trainable_variables, self.scale]
+        *gradients, of_scale = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.scale.assign_sub(0.01 * of_scale)
+        return {"loss": loss}
+
+
+@case("a tf.Variable", refused="none of its weights .`scale` of layer 'plain")
+def plain_variable(job):
+    job.trains_as_fit(lambda: compiled(Plain))
+
+
+class OwnFunction(keras.Model):
+    def make_train_function(self, force=False):
+        self.train_function = lambda iterator: {"loss": 0.0}
+
+
+@case("make_train_function", refused="Override `train_step` instead")
+def own_function(job):
+    job.trains_as_fit(lambda: compiled(OwnFunction))

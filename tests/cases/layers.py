@@ -2,9 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
-from tests.cases import case, compiled, examples
+from tests.cases import BATCH, case, compiled, examples
 
 _WORDS = np.array([[b"a b"], [b"c"], [b"b c a"]] * 4)
 _SMALL = [[b"a"], [b"b"], [b"c"], [b"d"]] * 3
@@ -164,6 +165,79 @@ def counter_and_flag(job):
 
 
 # Adapted and quantized.
+UNLISTED = "uses a variable that is none of its weights"
+
+
+class Scaled(layers.Layer):
+    """Keras 2 trained such a variable; Keras 3 does not know of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = tf.Variable([1.0, 2.0, 3.0, 4.0])
+
+    def call(self, x):
+        return x * self.scale
+
+
+class Counting(layers.Layer):
+    """Counts where no checkpoint looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0, trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1)
+        return x
+
+
+class Noisy(layers.Layer):
+    """Draws from a generator whose state is a variable of TensorFlow's."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x):
+        return x + self.generator.uniform(tf.shape(x))
+
+
+for name, layer, which in (
+    ("a tf.Variable", Scaled, "`scale` of layer 'scaled'"),
+    ("a tf.Variable that counts", Counting, "`count` of layer 'counting'"),
+    ("a tf.random.Generator", Noisy, "keras.random"),
+):
+
+    @case(name, refused=f"{UNLISTED}.*{which}")
+    def run(job, layer=layer):
+        job.trains_as_fit(lambda: compiled(layer(), layers.Dense(1)))
+
+
+@case("a tf.lookup.StaticHashTable")
+def hash_table(job):
+    class Lookup(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            keys, values = tf.constant(["a", "b"]), tf.constant([0.5, 2.0])
+            pairs = tf.lookup.KeyValueTensorInitializer(keys, values)
+            self.table = tf.lookup.StaticHashTable(pairs, 1.0)
+
+        def call(self, words):
+            return self.table.lookup(words)
+
+        def compute_output_spec(self, words):
+            return keras.KerasTensor(words.shape, "float32")
+
+    def model_fn():
+        words = keras.Input([2], dtype="string")
+        model = keras.Model(words, layers.Dense(1)(Lookup()(words)))
+        model.compile("sgd", "mse")
+        return model
+
+    words = np.array([["a", "b"], ["b", "none"]] * (BATCH // 2))
+    job.trains_as_fit(model_fn, (words, examples()[1]))
+
+
 @case("LoRA")
 def lora(job):
     def model_fn():

@@ -183,6 +183,24 @@ def own_class(job):
     job.trains_as_fit(lambda: compiled(keras.layers.Dense(1), loss=Cubed()))
 
 
+class OfVariable(losses.Loss):
+    """Nothing saves its variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.Variable(0.5, trainable=False)
+
+    def call(self, y, y_pred):
+        return self.scale * losses.mean_squared_error(y, y_pred)
+
+
+@case("a variable of the loss", refused="none of its weights")
+def of_variable(job):
+    job.trains_as_fit(
+        lambda: compiled(keras.layers.Dense(1), loss=OfVariable())
+    )
+
+
 class Small(keras.layers.Layer):
     """What it is called on is to be small."""
 

@@ -258,6 +258,15 @@ def late_captures(
     return graph.deferred_internal_captures, graph.deferred_external_captures
 
 
+def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
+    """The handles of the variables outside of a graph that it uses.
+
+    Those of lookup tables and the like have no shape of what they hold.
+    """
+    resources = [t for t in graph.external_captures if t.dtype == tf.resource]
+    return [t for t in resources if t._handle_data and t._handle_data.is_set]
+
+
 def accessed(value: tf.Tensor) -> tf.Tensor:
     """A value that stands for a trainable variable, which is being read.
 

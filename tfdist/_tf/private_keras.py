@@ -90,6 +90,17 @@ def leave_strategy(model: keras.Model) -> None:
             each._distribute_strategy = None
 
 
+def attribute(model: keras.Model, handle: tf.Tensor) -> str:
+    """Says which attribute of a layer is the variable with this handle."""
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            own = getattr(value, "values", [value])
+            own = own if isinstance(own, list | tuple) else [value]
+            if any(getattr(v, "handle", None) is handle for v in own):
+                return f"`{name}` of layer {layer.name!r}"
+    return "the attribute of no layer"
+
+
 def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:
     """The optimizers in a structure."""
     for each in values.values() if isinstance(values, dict) else values:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import private_keras
 from tfdist.embeddings import lookups
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import TapedScope
@@ -63,6 +64,19 @@ def refuse_new_variables(model: keras.Model, before: int) -> None:
         )
 
 
+def refuse_unlisted(model: keras.Model, handles: Sequence[tf.Tensor]) -> None:
+    """Raises `ValueError` for variables that are no weights of the model."""
+    for handle in handles:
+        raise ValueError(
+            f"Model {model.name!r} uses a variable that is none of its weights "
+            f"({private_keras.attribute(model, handle)}): evaluations, exports "
+            "and the next run would not find its value. Make it by "
+            "`add_weight` of a layer, or a constant. Keras 3 knows nothing of "
+            "a plain `tf.Variable`, and would not train it; draw random "
+            "numbers by `keras.random` and a `SeedGenerator`."
+        )
+
+
 def refuse_evaluation(model: keras.Model) -> None:
     """Raises `ValueError` for a step whose metrics are its own."""
     raise ValueError(
@@ -99,6 +113,12 @@ def checked_model(
             "as a graph. Leave it out. To debug a step, call "
             "`model.train_on_batch` with a few batches, or use `tf.print`."
         )
+    for kind in ("train", "test", "predict"):
+        if overrides(model, f"make_{kind}_function"):
+            raise ValueError(
+                f"{type(model).__name__} overrides `make_{kind}_function`, "
+                f"which nothing calls. Override `{kind}_step` instead."
+            )
     if element_spec is not None and overrides(model, "call"):
         _build(model, element_spec, targets)
     # An adversarial network has no `call`; only its parts are ever built.

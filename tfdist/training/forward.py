@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import accessed, late_captures
+from tfdist._tf.private import accessed, late_captures, variable_handles
 from tfdist.embeddings import lookups
 from tfdist.training.replicas import Replicas
 
@@ -197,6 +197,10 @@ class Forward:
                     "gradient, or what it assigns, would be lost. Remove the "
                     "decorator: all of a step is one `tf.function` anyway."
                 )
+
+    def unlisted(self) -> list[tf.Tensor]:
+        """The handles of all other variables that the pass uses."""
+        return variable_handles(self._graph.graph)
 
     def _check_ids(self) -> None:
         """Raises `ValueError` if ids might be others where rows are at hand."""

@@ -16,7 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist.training.compiled_model import checked_model, refuse_new_variables
+from tfdist.training.compiled_model import (
+    checked_model,
+    refuse_new_variables,
+    refuse_unlisted,
+)
 from tfdist.training.fence import Fence
 from tfdist.training.metric_states import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
@@ -41,8 +45,9 @@ class KerasStep:
 
     Raises:
         TypeError: `train_step` does not return a dictionary.
-        ValueError: it makes variables of the model, or returns a log called
-            "global_step", or an array whose shape is not known.
+        ValueError: it makes variables of the model, or trains some that are
+            none of its weights, or returns a log called "global_step", or an
+            array whose shape is not known.
     """
 
     def __init__(
@@ -64,6 +69,11 @@ class KerasStep:
             trial = function(functools.partial(self._logs, "train_step"))
             self._used = trial.get_concrete_function(element_spec).variables
             refuse_new_variables(model, before)
+            own = {id(v.value) for v in model.variables}
+            others = [v for v in self._used if v.trainable]
+            refuse_unlisted(
+                model, [v.handle for v in others if id(v) not in own]
+            )
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
         """All that a checkpoint holds.
