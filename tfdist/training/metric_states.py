@@ -156,21 +156,21 @@ def num_examples(batch: Any) -> tf.Tensor:
     return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
 
 
-def flat_floats(
-    results: Mapping[str, Any], prefix: str = ""
-) -> dict[str, float]:
-    """Results by name, one number each.
+def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
+    """Results by name, as Keras names them; of an array each number.
 
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
-    {'loss': 1.0, 'auc/a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
+    {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
     """
     flat: dict[str, float] = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
-            flat |= flat_floats(value, f"{prefix}{name}/")
+            parts = flat_floats(value)
         elif np.ndim(value):
-            parts = {str(i): part for i, part in enumerate(np.array(value))}
-            flat |= flat_floats(parts, f"{prefix}{name}/")
+            each = {str(i): part for i, part in enumerate(np.array(value))}
+            parts = {f"{name}/{i}": v for i, v in flat_floats(each).items()}
         else:
-            flat[prefix + name] = float(value)
+            parts = {name: float(value)}
+        # Of two results of one name Keras would have the last alone.
+        flat |= {f"{name}/{n}" if n in flat else n: v for n, v in parts.items()}
     return flat
