@@ -23,7 +23,7 @@ from tfdist.cluster import servers
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import parameter_server_strategy
 from tfdist.training import optimizers
-from tfdist.training.loop import LocalLoop
+from tfdist.training.loop import LocalLoop, automatic_steps_per_dispatch
 from tfdist.training.step import ModelStep
 
 
@@ -50,7 +50,8 @@ def local_runner(case: dict[str, Any]) -> Callable[[int], Any]:
     examples = ps_task.input_fn(case["rows"], case["batch"])
     dataset = examples(tf.distribute.InputContext())
     step = ModelStep(model, dataset.element_spec, global_step=global_step)
-    return LocalLoop(step, global_step, dataset).run
+    full = automatic_steps_per_dispatch(len(model.trainable_variables))
+    return LocalLoop(step, global_step, dataset, full).run
 
 
 def main() -> None:

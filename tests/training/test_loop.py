@@ -44,6 +44,32 @@ def test_full_dispatches_begin_at_multiples(full, num_steps, first_step):
         assert size == 1 or (size == full + 1 and start % size == 0)
 
 
+def test_a_young_job_runs_steps_one_by_one():
+    """Until they have taken as long as tracing ten of them will."""
+    loop, global_step = local_loop(logistic(), batches().repeat())
+    sizes, functions = [], loop._functions
+
+    def spied(size):
+        def run(*args):
+            sizes.append(size)
+            return functions[size](*args)
+
+        return run
+
+    loop._functions = {size: spied(size) for size in functions}
+    loop.run(30)
+    assert sizes == [1] * 30
+    first_step = loop._secs_alone
+    assert first_step > 0
+    loop.run(30)
+    assert 0 < loop._secs_alone < first_step
+    loop._secs_alone = 1e-6
+    loop.run(1)
+    loop.run(25)
+    assert sizes[61:] == [10, 10, 1, 1, 1, 1, 1]
+    assert int(global_step) == 86
+
+
 @pytest.mark.parametrize("steps_per_dispatch", [0, -1])
 def test_bad_steps_per_dispatch(steps_per_dispatch):
     with pytest.raises(ValueError, match="`steps_per_dispatch` must be a pos"):

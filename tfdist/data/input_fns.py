@@ -15,13 +15,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import private
 from tfdist._tf.versions import NoneTensorSpec
 from tfdist.data.input_wait import InputWatch
-from tfdist.data.worker_context import read_by_all
+from tfdist.data.worker_context import WorkerContext, read_by_all
 
 InputFn = Callable[..., tf.data.Dataset]
 _TENSORS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
-MADE_OUTSIDE = (
+_MADE_OUTSIDE = (
     "uses a dataset that was made outside of it, in this process, which the "
     "workers of a cluster with parameter servers cannot read. Make all of the "
     "dataset in the function."
@@ -94,10 +95,34 @@ def with_context(
             if "unknown device" not in error.message:
                 raise
             raise ValueError(
-                f"Input function {described(input_fn)} {MADE_OUTSIDE}"
+                f"Input function {described(input_fn)} {_MADE_OUTSIDE}"
             ) from error
 
     return call
+
+
+def of_a_worker(
+    input_fn: InputFn, num_workers: int, first_pass: Callable[[], tf.Tensor]
+) -> tuple[tf.types.experimental.ConcreteFunction, WorkerContext]:
+    """The dataset of whichever of the workers calls it; what it has asked.
+
+    Each worker begins with the `first_pass`, which it reads when it calls.
+    """
+    contexts = []
+
+    def dataset() -> tf.data.Dataset:
+        # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
+        coordinators = tf.distribute.coordinator
+        index = coordinators.experimental_get_current_worker_index()
+        contexts.append(WorkerContext(num_workers, index, first_pass()))
+        return input_fn(contexts[-1])
+
+    # As it is: AutoGraph would convert all that it calls, for seconds.
+    traced = tf.function(dataset, autograph=False).get_concrete_function()
+    if any(tensor.dtype == tf.variant for tensor in traced.inputs):
+        raise ValueError(f"The input function {_MADE_OUTSIDE}")
+    private.copy_tables(traced)
+    return traced, contexts[-1]
 
 
 def _of_tensors(dataset: tf.data.Dataset, input_fn: InputFn) -> tf.data.Dataset:

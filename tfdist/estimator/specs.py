@@ -85,8 +85,8 @@ class RunConfig:
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request. Default: the
             `steps_per_execution` of `compile`, if more than 1; else up to ten,
-            fewer for models of many variables. On parameter servers data that
-            end are read one step per request.
+            fewer for models of many variables, and one while a job is young.
+            On parameter servers data that end are read one step per request.
         backup_workers: Makes steps on parameter servers synchronous, as TF1's
             `SyncReplicasOptimizer`: a step is the mean over a batch of each
             worker, but for so many that are slowest (its `total_num_replicas`

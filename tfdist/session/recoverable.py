@@ -34,8 +34,7 @@ from tfdist.training.loop import FunctionLoop, Loop
 
 _log = logging.getLogger(__name__)
 
-# How long the steps under way may take after SIGTERM.
-_TERM_SECS = 20.0
+_TERM_SECS = 20.0  # How long the steps under way may take after SIGTERM.
 # How long a checkpoint may take that is under way at a failure or at the end.
 _WRITE_SECS = 60.0
 
@@ -263,14 +262,14 @@ class RecoverableSession:
             action = RecoveryAction.REBUILD  # Of all, this time.
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_the_users(error, step)
+        summary = summarize_error(error)
         if action is RecoveryAction.RAISE or users:
-            summary = summarize_error(error)
             if not str(error).startswith(summary):  # Some are pages long.
                 error.add_note(summary)
             raise error
         self._sigterm.leave()
         self._failures.add()
-        reason = str(ServerLostError(lost)) if lost else summarize_error(error)
+        reason = str(ServerLostError(lost)) if lost else summary
         _log.warning(
             "Failed at step %d: %s. Training goes on from the last checkpoint.",
             self.step,
@@ -295,9 +294,8 @@ class RecoverableSession:
         if suspect or not (self._built and self._size and self.checkpoint_dir):
             return False
         saved, own = self.variables.values(), self._loop.own_variables
-        if own is None or self._loop.compiles():
-            return False
-        return private_renewal.is_known(saved, own)
+        known = own is not None and private_renewal.is_known(saved, own)
+        return known and not self._loop.compiles()
 
     def _have_saved(self) -> bool:
         """Waits for the checkpoints under way; whether they have ended."""

@@ -16,9 +16,8 @@ import tensorflow as tf
 
 from tfdist._tf import private, private_workers
 from tfdist.cluster.spec import Cluster
-from tfdist.data.input_fns import MADE_OUTSIDE, InputFn
+from tfdist.data.input_fns import InputFn, of_a_worker
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
-from tfdist.data.worker_context import WorkerContext
 from tfdist.training import loop
 from tfdist.training.fence import Generations
 from tfdist.training.loop import EndOfInput, Loop, Watch, unwatched
@@ -279,29 +278,18 @@ class CoordinatedLoop(Loop):
         for it: by then, another generation tells that from the first time.
         """
         self._first.assign(self._applied - self._generations.current)
-        self._dataset = self._dataset or self._traced_dataset()
+        if self._dataset is None:
+            self._dataset, asked = of_a_worker(
+                self._input_fn, self._workers.num_workers, self._first_pass
+            )
+            self.fixed_shares = asked.fixed_share
+            self._is_dealt = asked.is_dealt
         coordinator = self._workers.coordinator
         return iter(coordinator.create_per_worker_dataset(self._dataset))
 
-    def _traced_dataset(self) -> tf.types.experimental.ConcreteFunction:
-        def dataset() -> tf.data.Dataset:
-            generation = tf.cast(self._generations.read(), tf.int64)
-            first = self._first.read_value() + generation
-            # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
-            coordinators = tf.distribute.coordinator
-            index = coordinators.experimental_get_current_worker_index()
-            context = WorkerContext(self._workers.num_workers, index, first)
-            batches = self._input_fn(context)
-            self.fixed_shares = context.fixed_share
-            self._is_dealt = context.is_dealt
-            return batches
-
-        # As it is: AutoGraph would convert all that it calls, for seconds.
-        traced = tf.function(dataset, autograph=False).get_concrete_function()
-        if any(tensor.dtype == tf.variant for tensor in traced.inputs):
-            raise ValueError(f"The input function {MADE_OUTSIDE}")
-        private.copy_tables(traced)
-        return traced
+    def _first_pass(self) -> tf.Tensor:
+        generation = tf.cast(self._generations.read(), tf.int64)
+        return self._first.read_value() + generation
 
     def _steps(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -255,6 +256,8 @@ class LocalLoop(Loop):
     """Steps of a model in this process, on the batches of `dataset` in order.
 
     `steps_per_dispatch` of them in one `tf.function` call: see `dispatch_size`.
+    Where the user did not choose, they run one by one until that has taken as
+    long as tracing more of them will: short jobs begin, and end, sooner.
     """
 
     iterator: tf.data.Iterator
@@ -271,6 +274,8 @@ class LocalLoop(Loop):
         super().__init__(global_step)
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
         self._full = dispatch_size(step.model, steps_per_dispatch)
+        asked = steps_per_dispatch or step.model.steps_per_execution > 1
+        self._secs_alone = 0.0 if asked else math.inf
         read = self._batches_per_step * (dataset.element_spec,)
         number = tf.TensorSpec([], tf.int64)
         self._functions = {
@@ -300,11 +305,12 @@ class LocalLoop(Loop):
         end, ended = first_step + num_steps, True
         with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
             for source, size in self._sources(num_steps):
-                packed = self._functions[size](
-                    source, tf.constant(first_step, tf.int64)
-                )
+                start = time.monotonic()
+                number = tf.constant(first_step, tf.int64)
+                packed = self._functions[size](source, number).numpy()
+                self._spend(time.monotonic() - start)
                 first_step += size
-                states = self._input_secs.without(packed.numpy())
+                states = self._input_secs.without(packed)
                 total = self._step.joined(total, states)
                 if self._ended_before(first_step):
                     break
@@ -339,7 +345,8 @@ class LocalLoop(Loop):
         which they end would lose its other steps.
         """
         each = self._batches_per_step
-        for size in dispatch_sizes(num_steps, self._full):
+        full = 1 if self._secs_alone > 0 else self._full
+        for size in dispatch_sizes(num_steps, full):
             if not self._may_end:
                 yield self.iterator, size
                 continue
@@ -352,6 +359,12 @@ class LocalLoop(Loop):
                     yield batches[i : i + each], 1
                 return
             yield batches, size
+
+    def _spend(self, secs: float) -> None:
+        """Counts down; a first step took as long as tracing one takes."""
+        if self._secs_alone == math.inf:
+            self._secs_alone = secs * self._full
+        self._secs_alone -= secs
 
     def _waits(self) -> dict[str, float]:
         """See `InputWatch`."""

@@ -70,10 +70,11 @@ class ReplicatedLoop(LocalLoop):
             )
         if own_batches:
             self._batches_per_step = len(here)
+        super().__init__(step, global_step, dataset, steps_per_dispatch)
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             task = strategy.cluster_resolver
             self._task = f"{task.task_type}:{task.task_id}"
-        super().__init__(step, global_step, dataset, steps_per_dispatch)
+            self._secs_alone = 0.0  # All processes run the same functions.
 
     def check_resize(self, num_processes: int) -> None:
         """As for `Loop`; shares of global batches may be of any size."""
