@@ -32,7 +32,8 @@ def model_fn(args):
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
     cluster = tfdist.Cluster.from_env()
     name = f"{cluster.task_type}:{cluster.task_index}"
-    units, rate = (17, 0.02) if name == args.stranger else (16, 0.01)
+    ours, other = (16, 0.01, 0.9), (17, 0.02, 0.8)
+    units, rate, beta_1 = other if name == args.stranger else ours
     hidden = keras.layers.Dense(units, "relu")(both)
     if not args.plain:
         hidden = keras.layers.BatchNormalization()(hidden)
@@ -40,7 +41,9 @@ def model_fn(args):
     output = keras.layers.Dense(1, "sigmoid")(hidden)
     model = keras.Model({"x": x, "ids": ids}, output)
     model.compile(
-        keras.optimizers.Adam(rate), "binary_crossentropy", metrics=["auc"]
+        keras.optimizers.Adam(rate, beta_1),
+        "binary_crossentropy",
+        metrics=["auc"],
     )
     return model
 

@@ -112,7 +112,8 @@ def test_another_program_is_named(tmp_path):
         assert set(map(tuple, job.exit_codes().values())) == {(1,)}
         expected = (
             r"must run the same program. They differ:\n"
-            r"  learning rate: 0.01 in chief:0, 0.02 in worker:1\n"
+            r"  learning rate of adam: 0.01 in chief:0, 0.02 in worker:1\n"
+            r"  beta_1 of adam: 0.9 in chief:0, 0.8 in worker:1\n"
             r"(.*\n)*  variable \S*dense\S*: float32 \(28, 16\) in chief:0, "
             r"float32 \(28, 17\) in worker:1"
         )

@@ -39,6 +39,8 @@ from tfdist.training.synchronous_loop import SynchronousLoop
 _log = logging.getLogger(__name__)
 
 _ELEMENT_SPEC = "element_spec"
+# Types of an optimizer's hyperparameters.
+_PLAIN = bool | int | float | str | None
 
 
 def build(
@@ -213,10 +215,12 @@ def _same_as_others(
     def without_slots() -> keras.Model:
         spec = dataset.element_spec
         model = compiled_model.checked_model(model_fn(), spec)
-        program["learning rate"] = " and ".join(
-            f"{float(part.learning_rate):g}"
-            for part in optimizers.parts(model.optimizer)
-        )
+        for part in optimizers.parts(model.optimizer):
+            rate = float(part.learning_rate)
+            program[f"learning rate of {part.name}"] = f"{rate:g}"
+            for name, value in vars(part).items():
+                if isinstance(value, _PLAIN) and not name.startswith("_"):
+                    program[f"{name} of {part.name}"] = str(value)
         model.optimizer = None
         return model
 
