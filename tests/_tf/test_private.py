@@ -528,6 +528,17 @@ def test_late_captures():
     assert [int(t) for t in tf.nest.flatten(told())] == [3]
 
 
+def test_is_built():
+    x = keras.Input([2])
+    model = keras.Model(x, keras.layers.Dense(1)(x))
+    assert private_keras.is_built(model)
+    tower = keras.Sequential([keras.layers.Dense(1)])
+    model.towers = [tower]
+    assert not private_keras.is_built(model)
+    tower.build((None, 2))
+    assert private_keras.is_built(model)
+
+
 def test_variable_handles():
     class Scaled(keras.layers.Layer):
         def __init__(self):

@@ -18,7 +18,7 @@ COMMANDS = re.findall(r"`python (.*?examples/\w+\.py)`", README)
 BY_HAND = ("own_table.py", "images.py")
 # Name: flags, what a metric is printed after, and how good it gets at least.
 LEARNS = {
-    "own_table": ("--steps=500", "AUC ", 0.75),  # Of a coin: 0.5.
+    "own_table": ("--steps=500", "AUC ", 0.65),  # Of a coin: 0.5.
     "retrieval": ("--steps=400", "top 10: ", 0.4),  # 0.04.
     "images": ("--epochs=2", "'accuracy': ", 0.7),  # 0.25.
     "text": ("--epochs=3", "'accuracy': ", 0.95),  # 0.5.

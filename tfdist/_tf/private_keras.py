@@ -90,6 +90,11 @@ def leave_strategy(model: keras.Model) -> None:
             each._distribute_strategy = None
 
 
+def is_built(model: keras.Model) -> bool:
+    """Whether a model is built, and every layer in it, also in other layers."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:
     """Says which attribute of a layer is the variable with this handle."""
     for layer in model._flatten_layers():

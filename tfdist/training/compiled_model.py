@@ -136,9 +136,7 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     """Has layers make their variables, as Keras' `fit` does."""
     own_step = overrides(model, "train_step")
     own_loss = overrides(model, "compute_loss")
-    # A loss may have layers too: the other tower, a projection.
-    layers_are_built = all(layer.built for layer in model.layers)
-    built = model.built and layers_are_built and not own_loss
+    built = private_keras.is_built(model)
     if not built or getattr(model, "inputs", None) is None:
         # Past Keras, which would track what is in it.
         vars(model)[_ELEMENT_SPEC] = element_spec
@@ -147,6 +145,7 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
 
     def run(batch: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        # A loss may have layers too: the other tower, a projection.
         for training in (True, False) if targets else (False,):
             y_pred = model(x, **training_of(model, training))
             if targets and not own_step and (own_loss or y is not None):
