@@ -610,7 +610,7 @@ class Plain(Guide):
         return {"loss": loss}
 
 
-@case("a tf.Variable", refused="none of its weights .`scale` of layer 'plain")
+@case("a tf.Variable", refused="`scale` of layer 'plain.*, which is none")
 def plain_variable(job):
     job.trains_as_fit(lambda: compiled(Plain))
 

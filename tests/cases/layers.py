@@ -1,11 +1,14 @@
 """Keras' layers, each in a small model: its weights are those of `fit`."""
 
+import os
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
 
 from tests.cases import BATCH, case, compiled, examples
+from tfdist._tf.waiting import wait_for
 
 _WORDS = np.array([[b"a b"], [b"c"], [b"b c a"]] * 4)
 _SMALL = [[b"a"], [b"b"], [b"c"], [b"d"]] * 3
@@ -165,7 +168,6 @@ def counter_and_flag(job):
 
 
 # Adapted and quantized.
-UNLISTED = "uses a variable that is none of its weights"
 
 
 class Scaled(layers.Layer):
@@ -203,14 +205,64 @@ class Noisy(layers.Layer):
 
 
 for name, layer, which in (
-    ("a tf.Variable", Scaled, "`scale` of layer 'scaled'"),
+    ("a tf.Variable", Scaled, "`scale` of layer 'scaled', which is none"),
     ("a tf.Variable that counts", Counting, "`count` of layer 'counting'"),
-    ("a tf.random.Generator", Noisy, "keras.random"),
+    ("a tf.random.Generator", Noisy, "uses a variable, .*keras.random"),
 ):
 
-    @case(name, refused=f"{UNLISTED}.*{which}")
+    @case(name, refused=which)
     def run(job, layer=layer):
         job.trains_as_fit(lambda: compiled(layer(), layers.Dense(1)))
+
+
+def saved(job):
+    """A layer of tanh and BatchNormalization as a SavedModel, for all tasks."""
+    folder = os.path.join(job.model_dir, "saved")
+    if job.is_chief:
+        keras.utils.set_random_seed(1)
+        made = [layers.Dense(3, "tanh"), layers.BatchNormalization()]
+        keras.Sequential([keras.Input([4]), *made]).export(folder)
+    end = os.path.join(folder, "fingerprint.pb")  # Written last.
+    assert wait_for(lambda: os.path.exists(end), 60)
+    return folder
+
+
+class Loaded(layers.Layer):
+    """Has what answers as an attribute."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.model = tf.saved_model.load(folder)
+
+    def call(self, x):
+        return self.model.serve(x)
+
+
+@case("a frozen TFSMLayer")
+def frozen_saved_model(job):
+    folder = saved(job)
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.TFSMLayer(folder, call_endpoint="serve", trainable=False),
+            layers.Dense(1),
+        )
+    )
+
+
+@case("a SavedModel in a layer")
+def loaded_model(job):
+    folder = saved(job)
+    job.trains_as_fit(lambda: compiled(Loaded(folder), layers.Dense(1)))
+
+
+@case("a TFSMLayer", refused="A `tf.function` of the model uses")
+def saved_model(job):
+    folder = saved(job)
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.TFSMLayer(folder, call_endpoint="serve"), layers.Dense(1)
+        )
+    )
 
 
 @case("a tf.lookup.StaticHashTable")

@@ -96,14 +96,14 @@ def is_built(model: keras.Model) -> bool:
 
 
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:
-    """Says which attribute of a layer is the variable with this handle."""
+    """Which attribute of a layer the variable with this handle is; or ""."""
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
             own = getattr(value, "values", [value])
             own = own if isinstance(own, list | tuple) else [value]
             if any(getattr(v, "handle", None) is handle for v in own):
                 return f"`{name}` of layer {layer.name!r}"
-    return "the attribute of no layer"
+    return ""
 
 
 def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:

@@ -64,17 +64,25 @@ def refuse_new_variables(model: keras.Model, before: int) -> None:
         )
 
 
-def refuse_unlisted(model: keras.Model, handles: Sequence[tf.Tensor]) -> None:
-    """Raises `ValueError` for variables that are no weights of the model."""
+def refuse_unlisted(
+    model: keras.Model, handles: Sequence[tf.Tensor], assigns: bool = False
+) -> None:
+    """Raises `ValueError` for variables that are no weights of the model.
+
+    They are read, or one of them assigned. A model or a SavedModel that is made
+    elsewhere, and only read, is what it is in every process.
+    """
     for handle in handles:
-        raise ValueError(
-            f"Model {model.name!r} uses a variable that is none of its weights "
-            f"({private_keras.attribute(model, handle)}): evaluations, exports "
-            "and the next run would not find its value. Make it by "
-            "`add_weight` of a layer, or a constant. Keras 3 knows nothing of "
-            "a plain `tf.Variable`, and would not train it; draw random "
-            "numbers by `keras.random` and a `SeedGenerator`."
-        )
+        attribute = private_keras.attribute(model, handle)
+        if attribute or assigns:
+            raise ValueError(
+                f"Model {model.name!r} uses {attribute or 'a variable'}, which "
+                "is none of its weights: evaluations, exports and the next run "
+                "would not find its value. Make it by `add_weight` of a layer, "
+                "or a constant. Keras 3 knows nothing of a plain "
+                "`tf.Variable`, and would not train it; draw random numbers "
+                "by `keras.random` and a `SeedGenerator`."
+            )
 
 
 def refuse_evaluation(model: keras.Model) -> None:

@@ -28,6 +28,9 @@ _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
 )
+_ASSIGNS = re.compile(
+    "Assign.*VariableOp|Resource(Scatter|Apply)|Rng|Stateful(?!P)"
+)
 # Ops that keep or add to their first input.
 _ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
 _ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
@@ -188,6 +191,8 @@ class Forward:
             # Those of each replica.
             own = getattr(variable.value, "values", [variable.value])
             is_used = any(id(v.handle) in captured for v in own)
+            if is_used and not variable.trainable:
+                is_used = self._assigns()  # A frozen SavedModel does not.
             # A function that made it holds its initial value.
             is_lost = variable.trainable and id(variable) not in read
             if is_used or (has_calls and is_lost):
@@ -195,12 +200,24 @@ class Forward:
                     f"A `tf.function` of the model uses {variable.path!r} as "
                     "it was when the function was first traced, so its "
                     "gradient, or what it assigns, would be lost. Remove the "
-                    "decorator: all of a step is one `tf.function` anyway."
+                    "decorator: all of a step is one `tf.function` anyway. The "
+                    "layer of a SavedModel can be used with trainable=False."
                 )
 
-    def unlisted(self) -> list[tf.Tensor]:
-        """The handles of all other variables that the pass uses."""
-        return variable_handles(self._graph.graph)
+    def unlisted(self) -> tuple[list[tf.Tensor], bool]:
+        """The handles of all other variables; whether any is assigned."""
+        handles = variable_handles(self._graph.graph)
+        return handles, bool(handles) and self._assigns()
+
+    def _assigns(self) -> bool:
+        """Whether an op assigns; what Keras assigns is a value of the scope."""
+        definition = self._graph.graph.as_graph_def()
+        functions = [f.node_def for f in definition.library.function]
+        return any(
+            _ASSIGNS.match(node.op)
+            for nodes in (definition.node, *functions)
+            for node in nodes
+        )
 
     def _check_ids(self) -> None:
         """Raises `ValueError` if ids might be others where rows are at hand."""

@@ -163,7 +163,7 @@ class ModelStep(MetricStates):
             TRAINING, element_spec, self._counters.reads
         )
         forward.check_stand_ins()
-        compiled_model.refuse_unlisted(model, forward.unlisted())
+        compiled_model.refuse_unlisted(model, *forward.unlisted())
         self._layout.check_read(forward.read)
         self._layout.check_updated(forward.updated)
         self.update = Update(model.optimizer, self._layout, self._counters)
