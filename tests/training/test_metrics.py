@@ -411,9 +411,7 @@ def flat(logs):
     """As `metric_states.flat_floats` names them."""
     found = {}
     for name, value in logs.items():
-        if isinstance(value, dict):
-            found |= {f"{name}/{k}": v for k, v in flat(value).items()}
-        elif np.ndim(value):
+        if np.ndim(value):
             found |= {f"{name}/{i}": float(v) for i, v in enumerate(value)}
         else:
             found[name] = float(value)

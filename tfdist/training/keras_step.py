@@ -45,9 +45,9 @@ class KerasStep:
 
     Raises:
         TypeError: `train_step` does not return a dictionary.
-        ValueError: it makes variables of the model, or trains some that are
-            none of its weights, or returns a log called "global_step", or an
-            array whose shape is not known.
+        ValueError: it makes variables of the model, or uses one of a layer
+            that could be trained and is none of its weights, or returns a log
+            called "global_step", or an array whose shape is not known.
     """
 
     def __init__(
