@@ -130,7 +130,7 @@ def of_a_generator():
         *slow((lambda: batches(83), 4, 1, [4, 4, 1, 1, 1])),
         (lambda: batches(83), None, 4, [4, 4, 1, 1, 1]),
         *slow((lambda: batches(83), 1, 4, [1] * 11)),
-        *slow((of_a_generator, None, 1, [10, 1])),
+        *slow((of_a_generator, 10, 1, [10, 1])),
         (of_a_generator, 5, 4, [5, 5, 1]),
     ],
 )
