@@ -85,7 +85,16 @@ flags.DEFINE_string(
 )
 flags.DEFINE_string("data_dir", None, "Where prepared data sets are kept.")
 flags.DEFINE_integer("max_steps", 3000, "Steps of training.", lower_bound=1)
-flags.DEFINE_integer("batch_size", 128, "Examples in a step.", lower_bound=1)
+flags.DEFINE_integer(
+    "batch_size", 128, "Examples in a step of one worker.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "global_batch_size",
+    None,
+    "Examples in a step of all processes of an all-reduce job together, which "
+    "may then change its size. Default: each has --batch_size.",
+    lower_bound=1,
+)
 flags.DEFINE_list("hidden_units", ["64", "32"], "Layers of the deep part.")
 flags.DEFINE_integer("embedding_dim", 8, "Size of embeddings.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.15, "Of Adagrad.", lower_bound=0.0)
@@ -195,10 +204,22 @@ def optimizer() -> keras.optimizers.Optimizer:
     return tfdist.MultiOptimizer([("^wide", wide), ("", deep)])
 
 
+def batch_size(context: tf.distribute.InputContext) -> int:
+    """Examples in a step of one worker."""
+    if FLAGS.global_batch_size is None:
+        return FLAGS.batch_size
+    return context.get_per_replica_batch_size(FLAGS.global_batch_size)
+
+
 def train_and_evaluate(
     examples: Source, config: tfdist.RunConfig
 ) -> tuple[dict[str, float] | None, list[str | None]]:
     """Does this task's part; see `tfdist.train_and_evaluate`."""
+    if FLAGS.global_batch_size is not None and config.strategy_name == "ps":
+        raise ValueError(
+            "--global_batch_size is for processes that train in step, and the "
+            "workers of parameter servers do not. Give --batch_size."
+        )
     schema_path = os.path.join(config.model_dir, "schema.json")
     if not FLAGS.plan_ps:
         examples.share_schema(schema_path, config.cluster)
@@ -219,7 +240,7 @@ def train_and_evaluate(
     def train_input_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return examples.train_input_fn(
             context,
-            batch_size=FLAGS.batch_size,
+            batch_size=batch_size(context),
             transform=preprocessor(),
             seed=FLAGS.seed,
         )

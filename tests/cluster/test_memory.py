@@ -59,4 +59,4 @@ def test_a_server_tells_what_is_free(monkeypatch):
 
 def test_a_server_that_tells_nothing_has_none(monkeypatch):
     monkeypatch.setattr(memory, "_FILE", "ram://tfdist/nothing")
-    assert memory.free_bytes_on("/CPU:0") == ("", 0)
+    assert memory.free_bytes_on("/CPU:0") == ("/CPU:0", 0)

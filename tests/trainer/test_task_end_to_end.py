@@ -13,9 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from absl.testing import flagsaver
 
+import tfdist
 from tests.cluster.test_cluster import MALFORMED_TF_CONFIGS
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.spec import Cluster
 from tfdist.hooks.events import read_scalars
 from tfdist.launch import network
 from trainer import task as trainer_task
@@ -235,6 +238,28 @@ def test_ctrl_c(directory):
 )
 def test_exit_code_says_whether_another_try_may_help(error, code):
     assert trainer_task._exit_code(error) == code
+
+
+@pytest.fixture
+def global_batch():
+    trainer_task.FLAGS(["task"])
+    with flagsaver.flagsaver(global_batch_size=240):
+        yield
+
+
+@pytest.mark.usefixtures("global_batch")
+def test_a_global_batch_is_shared_out():
+    context = tf.distribute.InputContext(3, 1, num_replicas_in_sync=3)
+    assert trainer_task.batch_size(context) == 80
+
+
+@pytest.mark.usefixtures("global_batch")
+def test_a_global_batch_is_for_steps_in_common(tmp_path):
+    jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    config = tfdist.RunConfig(str(tmp_path), cluster=cluster)
+    with pytest.raises(ValueError, match="Give --batch_size"):
+        trainer_task.train_and_evaluate(None, config)
 
 
 # --- Bad input ---------------------------------------------------------------

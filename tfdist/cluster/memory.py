@@ -46,16 +46,22 @@ def tell_free_bytes() -> None:
 
 
 def free_bytes_on(device: str) -> tuple[str, float]:
-    """A device's host and what is free there; 0 where nobody tells."""
+    """A device's host and what is free there.
+
+    Where nobody tells: the device and 0.
+
+    Raises:
+        tf.errors.OpError: The server does not answer.
+    """
     if device == tf.constant(0).device:
         return socket.gethostname(), free_bytes()
     try:
         with tf.device(device):
             told = tf.io.read_file(_FILE).numpy().decode()
-    except tf.errors.OpError:
-        told = ""
+    except tf.errors.NotFoundError:
+        return device, 0.0
     free, _, host = told.partition(" ")
-    return host, float(free or 0)
+    return host, float(free)
 
 
 def _read(path: str) -> str:
