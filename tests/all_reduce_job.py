@@ -12,7 +12,9 @@ import argparse
 import functools
 import hashlib
 import logging
+import os
 import pathlib
+import signal
 import time
 
 import keras
@@ -91,6 +93,19 @@ class Pace(tfdist.SessionRunHook):
         time.sleep(0 if self._hurry.exists() else self._secs)
 
 
+class DiesOnce(tfdist.SessionRunHook):
+    """Has `worker:1` killed once, after a step whose checkpoint comes next."""
+
+    def __init__(self, mark):
+        self._mark = pathlib.Path(mark)
+
+    def after_run(self, run_context, run_values):
+        task, step = tfdist.Cluster.from_env().task, run_context.session.step
+        if (task, step) == ("worker:1", 20) and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Digest(tfdist.SessionRunHook):
     """Prints what the weights are at the end, in this process."""
 
@@ -118,6 +133,8 @@ def flags():
     parser.add_argument("--plain", action="store_true")
     # Whether the input function shards what will be shared out anyway.
     parser.add_argument("--shards_itself", action="store_true")
+    # A file that says whether worker:1 has been killed.
+    parser.add_argument("--dies_once")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
     return parser.parse_args()
@@ -136,6 +153,8 @@ def main():
     hooks = [Digest()]
     if args.pace_secs:
         hooks.append(Pace(args.pace_secs, args.model_dir))
+    if args.dies_once:
+        hooks.append(DiesOnce(args.dies_once))
     config = tfdist.RunConfig(
         args.model_dir,
         tf_random_seed=1,

@@ -106,6 +106,21 @@ def test_ends_as_if_undisturbed(directory, tmp_path, own_batches, task, harm):
 
 
 @pytest.mark.slow
+def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
+    """No collective fails: the chief waits for what each process has read."""
+    wanted = undisturbed(directory / "own-True", own_batches=True)
+    flags = [f"--max_steps={STEPS}", "--own_batches"]
+    flags += [f"--dies_once={tmp_path / 'mark'}"]
+    with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
+        assert job.wait(timeout_secs=100) == 0
+        wait_until_gone(job, TASKS)
+        assert job.exit_codes()["worker:1"][0] == -9
+        assert digests(job) == wanted
+        failed = r"Failed at step 20: worker:1: (not up|was started again)\. "
+        assert re.search(failed, job.output("chief:0"))
+
+
+@pytest.mark.slow
 def test_another_program_is_named(tmp_path):
     with start(tmp_path / "model", "--stranger=worker:1") as job:
         wait_until_gone(job, TASKS)

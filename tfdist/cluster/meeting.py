@@ -20,7 +20,13 @@ from typing import Any
 import grpc
 import tensorflow as tf
 
-from tfdist.cluster.probing import Answer, TaskState, ask, wait_for_all
+from tfdist.cluster.probing import (
+    WAITING,
+    Answer,
+    TaskState,
+    ask,
+    wait_for_all,
+)
 from tfdist.cluster.servers import starting
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
@@ -94,7 +100,7 @@ class _Meeting:
     def listening(self, cluster: Cluster) -> Iterator[None]:
         """Lets others know of this task: also a group that trains already."""
         greet = grpc.unary_unary_rpc_method_handler(self._greet)
-        status = grpc.unary_unary_rpc_method_handler(lambda *_: b"waiting")
+        status = grpc.unary_unary_rpc_method_handler(lambda *_: WAITING)
         handler = grpc.method_handlers_generic_handler
         server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=4),

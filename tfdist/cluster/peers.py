@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +19,17 @@ import tensorflow as tf
 
 from tfdist._tf import private
 from tfdist._tf.waiting import wait_for
+from tfdist.cluster import probing
+from tfdist.cluster.health import FROZEN_SECS
+from tfdist.cluster.probing import TaskState
 from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
 _POLL_SECS = 1.0
 # A process that is busy may trace a model before it answers.
 _PATIENCE_SECS = 120.0
+# One that does not answer at all, not even at a second try, is gone.
+_GONE_SECS = 2.0
 
 
 class Peers:
@@ -36,7 +42,8 @@ class Peers:
     def __init__(self, cluster: Cluster) -> None:
         self.leads = cluster.is_chief
         self.name = cluster.task
-        self._others = [n for n in cluster.addresses() if n != self.name]
+        self._others = cluster.addresses()
+        del self._others[self.name]
         self._count = 0
         # What earlier ones have said is not for this one.
         self._prefix = f"{next(_numbers)}/"
@@ -75,9 +82,36 @@ class Peers:
         Raises OpError if one of them is gone, or does not in two minutes.
         """
         return {
-            name: self._wait_for(f"{what}/{name}", watch, _PATIENCE_SECS)
+            name: self._wait_for(
+                f"{what}/{name}", self._watching(name, watch), _PATIENCE_SECS
+            )
             for name in self._others
         }
+
+    def _watching(
+        self, name: str, watch: Callable[[], None]
+    ) -> Callable[[], None]:
+        """`watch`, and raises OpError once another process is gone.
+
+        TensorFlow notices that of one that it has a call to.
+        """
+        seen = time.monotonic()
+
+        def look() -> None:
+            nonlocal seen
+            watch()
+            (answer,) = probing.ask([self._others[name]])
+            what, secs = answer.state.value, _GONE_SECS
+            if answer.state is TaskState.FROZEN:
+                secs = FROZEN_SECS
+            elif answer.identity == probing.WAITING:
+                what = "was started again"
+            elif answer.state is TaskState.LIVE:
+                seen = time.monotonic()
+            if time.monotonic() - seen > secs:
+                raise tf.errors.UnavailableError(None, None, f"{name}: {what}")
+
+        return look
 
     def check_same_program(
         self, program: Mapping[str, str], watch: Callable[[], None]
@@ -117,6 +151,6 @@ class Peers:
         value = wait_for(answer, secs, poll_secs=0.0)
         if value is None:
             raise tf.errors.UnavailableError(
-                None, None, f"{self.name} waited {secs:g} s for {key} in vain."
+                None, None, f"{self.name} waited {secs:g} s for {key} in vain"
             )
         return value

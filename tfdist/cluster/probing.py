@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 SERVER_JOBS = ("ps", "worker")
 """Those whose tasks run a server for the chief."""
 
+WAITING = b"waiting"
+"""What a task answers that waits for the others of an all-reduce job."""
+
 _POLL_SECS = 0.2
 
 
