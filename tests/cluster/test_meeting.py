@@ -49,6 +49,17 @@ def test_all_that_meet_go_on():
             assert each.result(60.0) in tasks
 
 
+def test_who_asks_for_the_process_of_before_hears_that_it_is_gone():
+    """Then it recovers: it did not from TensorFlow's "Method not found!"."""
+    own, _ = clusters(2)
+    meets = meeting._Meeting(own.address, 60.0, None)
+    with meets.listening(own), grpc.insecure_channel(own.address) as channel:
+        for method in ("CoordinationService/GetKeyValue", "WorkerService/X"):
+            with pytest.raises(grpc.RpcError) as raised:
+                channel.unary_unary(f"/tensorflow.{method}")(b"", timeout=30)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def test_one_that_is_not_there_is_named():
     tasks = clusters(3)
     with futures.ThreadPoolExecutor(2) as pool:

@@ -80,6 +80,19 @@ def meet(
     return Cluster.from_jobs(jobs, cluster.task_type, index)
 
 
+class _NotThere(grpc.GenericRpcHandler):
+    """What else is asked of the process that was here before: it is gone."""
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        def refuse(_: bytes, context: grpc.ServicerContext) -> None:
+            unavailable = grpc.StatusCode.UNAVAILABLE
+            context.abort(unavailable, "This process was started again")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
 class _Meeting:
     """Who waits for this task, as it waits for them."""
 
@@ -107,6 +120,7 @@ class _Meeting:
             [
                 handler(_MEETING, {"Greet": greet}),
                 handler("tensorflow.WorkerService", {"GetStatus": status}),
+                _NotThere(),
             ],
             options=[("grpc.so_reuseport", 0)],
         )
