@@ -121,6 +121,31 @@ def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["chief:0", "worker:1"])
+def test_one_that_is_told_to_end(directory, tmp_path, task):
+    """All save and begin anew: not a step is made twice."""
+    wanted = undisturbed(directory / "own-True", own_batches=True)
+    flags = [f"--max_steps={STEPS}", "--own_batches", "--save_steps=1000"]
+    with start(
+        tmp_path / "model", *flags, "--pace_secs=1", restart_secs=0.0
+    ) as job:
+        job.wait_until_step(10, timeout_secs=DEADLINE_SECS)
+        assert job.terminate(task).effect == "exit code 143"
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        assert digests(job) == wanted
+        said = job.output("chief:0")
+    leaves = {
+        "chief:0": "Told to end (SIGTERM); exit code 143",
+        "worker:1": "worker:1 is told to end (SIGTERM): this process restarts",
+    }
+    assert leaves[task] in said
+    saved = re.findall(r"Saved .*-(\d+)\.$", said, re.MULTILINE)
+    continued = re.findall(r"Training continues at step (\d+) ", said)
+    assert continued == saved[1:2]
+
+
+@pytest.mark.slow
 def test_another_program_is_named(tmp_path):
     with start(tmp_path / "model", "--stranger=worker:1") as job:
         wait_until_gone(job, TASKS)

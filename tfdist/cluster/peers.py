@@ -8,6 +8,7 @@ through TensorFlow's coordination service, which also notices who is gone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -30,6 +31,8 @@ _POLL_SECS = 1.0
 _PATIENCE_SECS = 120.0
 # One that does not answer at all, not even at a second try, is gone.
 _GONE_SECS = 2.0
+# How often the leader looks who wants to leave, and for how long.
+_LOOK_SECS, _ASK_SECS = 5.0, 0.02
 
 
 class Peers:
@@ -47,6 +50,7 @@ class Peers:
         self._count = 0
         # What earlier ones have said is not for this one.
         self._prefix = f"{next(_numbers)}/"
+        self._looked = 0.0
 
     def tell(self, **command: Any) -> None:
         """Tells the others what comes next."""
@@ -69,6 +73,18 @@ class Peers:
             self._write(what, value)
             return value
         return self._wait_for(what, watch)
+
+    def ask_to_leave(self) -> None:
+        """Lets the leader know that this process is to end."""
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            self._write("leaving", self.name)
+
+    def leaving(self) -> str | None:
+        """For the leader: one that has asked to leave, some seconds ago."""
+        if time.monotonic() - self._looked < _LOOK_SECS:
+            return None
+        self._looked = time.monotonic()
+        return private.ask_cluster(f"{self._prefix}leaving", _ASK_SECS)
 
     def announce(self, what: str, value: str = "") -> None:
         """Lets the others know that this process has come so far."""

@@ -77,8 +77,10 @@ Workers come or go on purpose (`tfdist.cluster.size`): all save and restart
   themselves, which costs no step, but that time. The global batch stays; a
   size that would change it is refused. (test_2_to_3_to_2_processes,
   test_what_would_change_the_global_batch)
-SIGTERM: as above on the process that leads (the chief, else worker 0). Another
-  one goes on for 20 s at most, since the whole job may be told so.
+SIGTERM: as above on the process that leads (the chief, else worker 0). For
+  another one all save and restart themselves, and it ends with exit code 143:
+  as with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. Where
+  nothing saves it goes on for 20 s. (test_one_that_is_told_to_end)
 An error in user code: raised where it happened. If that is the process that
   leads, all end with it; else the others wait for that one to come back.
 Processes with different programs (variables, batches, number of devices): a

@@ -13,6 +13,7 @@ from tfdist._tf.errors import summarize_error
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.spec import Cluster
+from tfdist.cluster.termination import Sigterm
 from tfdist.session.recovery import restart_process
 
 _log = logging.getLogger(__name__)
@@ -26,17 +27,21 @@ class Lockstep:
     the job ends. Where processes read data of their own, each saves its
     position beside the leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`
     and for a group of this size alone: `positions` makes the `Checkpoints`
-    there. `watch` is called while others are waited for.
+    there. `watch` is called while others are waited for. A follower that has
+    received SIGTERM leaves once the leader has saved (as with TensorFlow's
+    `PreemptionCheckpointHandler`), and all begin anew.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         checkpoint_dir: str | None,
+        sigterm: Sigterm,
         watch: Callable[[], None],
         positions: Callable[[str], Checkpoints],
     ) -> None:
         self._peers = Peers(cluster)
+        self._sigterm = sigterm
         self._watch = watch
         self._checkpoint_dir = checkpoint_dir
         self._positions = positions
@@ -54,6 +59,10 @@ class Lockstep:
         self._peers.tell(save=step)
         self._positions(self._directory()).save_position(step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
+
+    def leaving(self) -> str | None:
+        """For the leader: a process that is to end, if one has said so."""
+        return self._peers.leaving() if self._peers.leads else None
 
     def regroup(self, workers: Iterable[str]) -> None:
         """The leader has the others end this group, for one of these workers.
@@ -77,6 +86,9 @@ class Lockstep:
         if what == "agreed" and self._agreed:
             return self._agreed.pop(0)
         while True:
+            if self._sigterm.received:
+                self._peers.ask_to_leave()
+                self._watch()
             command = self._peers.next(self._watch)
             if "failed" in command:
                 raise RuntimeError(
@@ -88,6 +100,7 @@ class Lockstep:
                 self._peers.announce(f"saved/{step}")
             elif "regroup" in command:
                 self._peers.announce("regroup")
+                self._sigterm.leave()
                 if self._cluster.address in command["regroup"]:
                     restart_process("The group gets another size")
                 _log.info("The job goes on without this process.")

@@ -310,6 +310,9 @@ class MonitoredTrainingSession(RecoverableSession):
             self._regroup()
         return logs
 
+    def _saves(self) -> bool:
+        return any(hasattr(hook, "on_preemption") for hook in self.hooks)
+
     def _save_all(self) -> None:
         """Has the hooks save, before this process ends or restarts itself."""
         self.wait_for_steps()
@@ -349,7 +352,10 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _regroup(self) -> None:
         """Begins anew with other processes of all-reduce, or with other ps."""
-        size = self._size
+        size, cluster = self._size, self._cluster
+        leaving = self._lockstep.leaving() if self._lockstep else None
+        if leaving and cluster and self._saves():
+            self._restart(f"{leaving} is told to end (SIGTERM)", cluster)
         if not size or not (change := size.change):
             self._refused = ""
             return
@@ -365,7 +371,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 self._restart(change, size.asked)
 
     def _check_restart(self, size: ClusterSize) -> None:
-        if not any(hasattr(hook, "on_preemption") for hook in self.hooks):
+        if not self._saves():
             raise ValueError("The job has no checkpoints to go on from.")
         if self._in_sync:
             self._loop.check_resize(len(size.asked.addresses()))

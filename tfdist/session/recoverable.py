@@ -325,7 +325,7 @@ class RecoverableSession:
             if self._size and self._size.may_change:
                 self._loop.check_resize(len(cluster.addresses()))
             self._lockstep = Lockstep(
-                cluster, directory, self._watch, self.checkpoints
+                cluster, directory, self._sigterm, self._watch, self.checkpoints
             )
         self._restore()
         self.wait_for_steps()
