@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist.cluster import meeting, probing, servers
+from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
@@ -212,15 +212,8 @@ def multi_worker_strategy(
             "which it has here. Make layers, tables, tensors and datasets in "
             "the model function or the input function."
         ) from error
-    _take_sigterm_back()
+    termination.take_sigterm_back()
     return _joined[cluster]
-
-
-def _take_sigterm_back() -> None:
-    """TensorFlow's `PreemptionNotifier` has it now, and tells nobody."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is threading.main_thread() and handler:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def group_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:

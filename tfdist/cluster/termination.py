@@ -49,3 +49,14 @@ class Sigterm:
         if self._enabled:
             signal.signal(signal.SIGTERM, self._before)
             self._enabled = False
+
+
+def take_sigterm_back() -> None:
+    """Has Python's handler hear SIGTERM again once an all-reduce job is joined.
+
+    TensorFlow's `PreemptionNotifier` has replaced it then, and tells nobody.
+    """
+    handler = signal.getsignal(signal.SIGTERM)  # None: not one of Python's.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and handler is not None:
+        signal.signal(signal.SIGTERM, handler)

@@ -62,7 +62,7 @@ class Lockstep:
 
     def leaving(self) -> str | None:
         """For the leader: a process that is to end, if one has said so."""
-        return self._peers.leaving() if self._peers.leads else None
+        return self._peers.leaving()
 
     def regroup(self, workers: Iterable[str]) -> None:
         """The leader has the others end this group, for one of these workers.
@@ -100,9 +100,9 @@ class Lockstep:
                 self._peers.announce(f"saved/{step}")
             elif "regroup" in command:
                 self._peers.announce("regroup")
-                self._sigterm.leave()
                 if self._cluster.address in command["regroup"]:
-                    restart_process("The group gets another size")
+                    self._sigterm.leave()
+                    restart_process("The group begins again")
                 _log.info("The job goes on without this process.")
                 self._left = True
                 return None
