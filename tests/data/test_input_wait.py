@@ -1,6 +1,7 @@
 import logging
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,8 +98,16 @@ def test_share(may_end, input_secs, step_secs, low, high):
 def said(monkeypatch, caplog):
     """What is said, after half a second instead of a minute."""
     monkeypatch.setattr(input_wait.InputWatch, "SECS", 0.5)
-    # A thread that waits for a tenth of a minute would sleep on.
+    # A thread that waits for a tenth of a minute would sleep on; when it wakes,
+    # or that of another test does, two would look at once and both speak.
     monkeypatch.setattr(input_wait.InputWatch, "_thread", None)
+    look, one = input_wait.InputWatch.look, threading.Lock()
+
+    def look_alone(watch):
+        with one:
+            look(watch)
+
+    monkeypatch.setattr(input_wait.InputWatch, "look", look_alone)
     caplog.set_level(logging.WARNING, "tfdist")
     return lambda: [
         r.getMessage() for r in caplog.records if r.name.startswith("tfdist")
