@@ -287,11 +287,6 @@ class DynamicEmbedding(PartitionedEmbedding):
             for variable in each:
                 variable.assign(own_rows(variable, whole))
 
-    def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Writes the arrays of `get_weights` to a file of Keras'."""
-        for i, each in enumerate(self.get_weights()):
-            store[str(i)] = each
-
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Reads them; when ids were seen is another job's."""
         arrays = [store[str(i)] for i in range(len(store))]

@@ -233,8 +233,9 @@ class PartitionedEmbedding(keras.layers.Layer):
             shard.assign(own_rows(shard, weights[0]))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Writes one table, whatever its shards, to a file of Keras'."""
-        store["0"] = self.get_weights()[0]
+        """Writes `get_weights`, whatever the shards, to a file of Keras'."""
+        for i, array in enumerate(self.get_weights()):
+            store[str(i)] = array
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Reads it, or the shards ("div") that earlier versions wrote."""
