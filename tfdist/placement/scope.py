@@ -13,8 +13,6 @@ from tfdist.placement import strategies
 from tfdist.placement.planner import plan
 from tfdist.placement.variables import VariableSpec, creation_spec, kind_of
 
-Placement = Callable[[VariableSpec], int]
-
 _CHIEF = "/job:chief/task:0/device:CPU:0"
 
 
@@ -23,7 +21,7 @@ def placed_scope(
     strategy: tf.distribute.Strategy,
     *,
     num_ps: int = 0,
-    placement: Placement | None = None,
+    placement: strategies.PlacementStrategy | None = None,
     specs: Iterable[VariableSpec] | None = None,
 ) -> Iterator[None]:
     """`strategy.scope()` in which `placement` chooses each variable's server.
@@ -86,7 +84,7 @@ def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 def placement_by_name(
     name: str, specs: Sequence[VariableSpec], num_ps: int
-) -> Placement:
+) -> strategies.PlacementStrategy:
     """The placement strategy that `RunConfig(placement=...)` names.
 
     "round_robin" is TF1's default; "greedy" its `GreedyLoadBalancingStrategy`
