@@ -174,6 +174,25 @@ def test_labels_of_another_form(head, labels, message):
         head.labels(labels)
 
 
+@pytest.mark.parametrize(
+    ("head", "size"), [(class_head(3), 1), (regression_head(2), 2)]
+)
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_labels_whose_width_only_a_step_knows(head, size, width):
+    """They would be broadcast: one-hot labels, or one for two outputs."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
+    def labels(values):
+        return head.labels(values)
+
+    values = tf.ones([4, width], tf.int64)
+    if width == size:
+        assert labels(values).shape == values.shape
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="compatible"):
+            labels(values)
+
+
 def test_metrics_are_named_as_their_keys():
     for head in (class_head(), class_head(3), regression_head()):
         for name, metric in head.metrics().items():

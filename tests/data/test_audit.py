@@ -39,6 +39,11 @@ def sharded(context):
     return batches(mine.shuffle(SIZE).repeat())
 
 
+def one_pass_over_a_shard(context):
+    num, index = context.num_input_pipelines, context.input_pipeline_id
+    return batches(numbers().shard(num, index).shuffle(SIZE))
+
+
 def own_seed(context):
     """All of the data, in an order of its own: shares nothing by the step."""
     seed = tf.cast(context.input_pipeline_id, tf.int64)
@@ -148,6 +153,11 @@ def test_what_nobody_reads():
     assert f"Nobody reads 8 of {SIZE} examples." in found.problems()[0]
 
 
+def test_all_of_a_long_dataset_is_read(monkeypatch):
+    monkeypatch.setattr(audit, "_MOST_BATCHES", 3)
+    assert not audit.audit(one_pass_over_a_shard, 2).problems()
+
+
 def test_table():
     found = audit.audit(unsharded, 3, 5, seed=1)
     table = found.table()
@@ -166,6 +176,9 @@ def test_composite_tensors():
         assert one == three != two
         batch = {"t": tensor, "n": tf.constant([1, 2, 3])}
         assert len({*audit.fingerprints(batch)}) == 3
+    # Whatever the longest row of their batch is.
+    wide = audit.fingerprints(tf.sparse.from_dense([[0, 1, 0], [0, 0, 2]]))
+    assert wide[0] == audit.fingerprints(sparse)[0]
 
 
 def no_batches():

@@ -634,6 +634,23 @@ def test_what_is_no_text(tmp_path, data, kind):
         readers.read_text(str(path), 2)
 
 
+def test_lines_that_end_in_cr(tmp_path):
+    """TensorFlow would take the file for one line, and 1, 2 for 12."""
+    path = tmp_path / "macintosh.csv"
+    path.write_bytes(b"a\r1\r2\r")
+    for read in (readers.read_csv, readers.read_text):
+        with pytest.raises(ValueError, match=r"macintosh.csv end in CR"):
+            read(str(path), 2)
+
+
+def test_a_long_field_ends_no_inference(tmp_path):
+    """Python's csv module reads 128 KiB of one."""
+    path = write(tmp_path / "0.csv", f"text,n\n{'a' * 140_000},1\nb,2.5\n")
+    found = readers.csv_columns(str(path))
+    assert found["text"] == ""
+    assert np.isnan(found["n"])
+
+
 def test_errors_about_other_bytes_name_the_file(tmp_path):
     """Not `'utf-8' codec can't decode byte`."""
     write(tmp_path / "0.csv", "a,b\n1,2\n")

@@ -120,6 +120,25 @@ def test_vocabulary():
         found.vocabulary()
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["a", "", "b", "a"]),
+        tf.sparse.from_dense([["a", ""], ["b", "a"]]),
+        tf.ragged.constant([["a"], [], ["", "b", "a"]]),
+        tf.ragged.constant([["a", ""], ["b", "a"]]),
+    ],
+)
+def test_strings_of_any_tensor(values):
+    found = statistics.FeatureStatistics()
+    found.add({"x": values})
+    assert found["x"].vocabulary() == ["a", "b"]
+    numbers = statistics.FeatureStatistics()
+    numbers.add({"x": tf.ragged.constant([[1.0], [2.0, 6.0]])})
+    numbers.add({"x": tf.sparse.from_dense([[3.0, 0.0]])})
+    assert numbers["x"].mean == 3.0
+
+
 # --- Once, by the chief ------------------------------------------------------
 
 

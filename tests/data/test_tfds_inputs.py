@@ -150,6 +150,11 @@ def test_array_records(tmp_path):
     assert sorted(shares[0] + shares[1]) == list(range(599))
     with pytest.raises(ValueError, match="are read by Python"):
         read(tf.distribute.InputContext(2, tf.constant(1), 2))
+    # Another file of the same name is not the one that was open.
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    writer.write(example.SerializeToString())
+    writer.close()
+    assert sum(len(batch["x"]) for batch in read()) == 301
     (tmp_path / "none").write_bytes(b"no such file" * 99)
     with pytest.raises(ValueError, match=r"none cannot be read .* 64KB"):
         read()

@@ -11,7 +11,10 @@ from small_models import local_loop
 from tfdist import PartitionedEmbedding
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.embeddings.layer import logical_path, shard_of
-from tfdist.placement.partitioners import fixed_size_partitioner
+from tfdist.placement.partitioners import (
+    fixed_size_partitioner,
+    variable_axis_size_partitioner,
+)
 from tfdist.training import optimizers
 
 COMBINERS = ["sum", "mean", "sqrtn"]
@@ -633,25 +636,40 @@ def test_an_initializer_of_the_users():
     assert rows == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "constant",
+    [
+        keras.initializers.Constant,
+        tf.constant_initializer,
+        tf.compat.v1.constant_initializer,
+    ],
+)
 @pytest.mark.parametrize("strategy", ["balanced", "div"])
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_begins_with_a_matrix(num_shards, strategy):
+def test_begins_with_a_matrix(num_shards, strategy, constant):
     matrix = np.random.default_rng(0).normal(size=[17, 3]).astype("float32")
     table = PartitionedEmbedding(
         17,
         3,
         num_shards,
         partition_strategy=strategy,
-        embeddings_initializer=keras.initializers.Constant(matrix),
+        embeddings_initializer=constant(matrix),
     )
     table.build()
     np.testing.assert_array_equal(table.get_weights()[0], matrix)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        keras.initializers.VarianceScaling,
+        tf.compat.v1.variance_scaling_initializer,
+    ],
+)
 @pytest.mark.parametrize("mode", ["fan_in", "fan_out", "fan_avg"])
-def test_variance_is_that_of_the_whole_table(mode):
+def test_variance_is_that_of_the_whole_table(mode, scaling):
     """As in TF1, whatever the shards."""
-    initializer = keras.initializers.VarianceScaling(2.0, mode, seed=1)
+    initializer = scaling(2.0, mode, seed=1)
     whole, *split = (
         np.std(np.concatenate(initial(initializer, num_shards, 6000)))
         for num_shards in (1, 4, 16)
@@ -663,6 +681,19 @@ def test_an_initializer_that_ignores_the_shape():
     matrix = tf.ones([9, 4])
     with pytest.raises(ValueError, match=r"\(9, 4\) .* \(3, 4\).*Constant"):
         initial(lambda shape, dtype=None: matrix)
+
+
+def test_weights_of_a_layer_that_is_not_built():
+    """They would be drawn when it is."""
+    with pytest.raises(ValueError, match="'words' has no weights: build it"):
+        PartitionedEmbedding(9, 4, name="words").set_weights([np.ones([9, 4])])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_bytes_of_a_shard_are_those_of_its_dtype(dtype):
+    partitioner = variable_axis_size_partitioner(1 << 16)
+    table = PartitionedEmbedding(1024, 64, partitioner=partitioner, dtype=dtype)
+    assert table.num_shards == tf.as_dtype(dtype).size
 
 
 # --- Names -------------------------------------------------------------------

@@ -271,7 +271,8 @@ def _column(y: Any, size: int) -> tf.Tensor:
             f"Labels must have the shape (batch, {size})"
             f"{' or (batch,)' if size == 1 else ''}. Received: {y.shape}."
         )
-    return y
+    # Where it is not known yet, a step checks it: else losses broadcast.
+    return tf.ensure_shape(y, [None, size])
 
 
 def _in_range(labels: tf.Tensor, inside: tf.Tensor, interval: str) -> tf.Tensor:

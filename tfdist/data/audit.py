@@ -262,7 +262,13 @@ def _rows(tensor: Any) -> list[bytes]:
             return [row.tobytes() for row in np.ascontiguousarray(values)]
         return [repr(row).encode() for row in values.tolist()]
     rows = tf.data.Dataset.from_tensor_slices(tensor)
-    parts = (tf.nest.flatten(row, expand_composites=True) for row in rows)
+    # The length of a sparse row is that of its batch.
+    parts = (
+        [row.indices, row.values]
+        if isinstance(row, tf.SparseTensor)
+        else tf.nest.flatten(row, expand_composites=True)
+        for row in rows
+    )
     lists = ([part.numpy().tolist() for part in row] for row in parts)
     return [repr(values).encode() for values in lists]
 
@@ -321,7 +327,8 @@ def _read(dataset: tf.data.Dataset, num_batches: int | None) -> Batches:
     seen: set[int] = set()
     stale = 0
     length = int(dataset.cardinality())
-    for batch in dataset.take(num_batches or _MOST_BATCHES):
+    most = length if length >= 0 else _MOST_BATCHES
+    for batch in dataset.take(num_batches or most):
         examples = fingerprints(batch)
         found.append(examples)
         stale += seen.issuperset(examples.tolist())

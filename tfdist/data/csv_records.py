@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -181,6 +182,7 @@ def infer(
         delimiter=field_delim,
         quoting=csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
     )
+    csv.field_size_limit(sys.maxsize)  # Of this process; else 128 KiB.
     skip = int(column_names is None)
     with tf.init_scope():
         # The first file that is not empty tells.

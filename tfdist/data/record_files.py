@@ -67,7 +67,12 @@ def compression(path: str) -> str:
 def check_text(path: str) -> None:
     """Raises ValueError if a file begins like one that is no text."""
     with tf.io.gfile.GFile(path, "rb") as file:
-        begins = b"" if compression(path) else file.read(4)
+        begins = b"" if compression(path) else file.read(4096)
+    if b"\r" in begins[:-1] and b"\n" not in begins:
+        raise ValueError(
+            f"The lines of {path} end in CR, as of old Macintoshes. Write it "
+            "again with LF or CRLF: TensorFlow would take it for one line."
+        )
     for first, kind in _NO_TEXT.items():
         if begins.startswith(first):
             raise ValueError(f"{path} is no text in UTF-8, but {kind}.")

@@ -151,7 +151,7 @@ class NumberStatistics:
 
     def add(self, values: tf.Tensor | np.ndarray) -> None:
         """Adds numbers, a tensor of any shape."""
-        values = np.ravel(values)
+        values = _flat(values)
         present = values[np.isfinite(values)]
         self.missing += len(values) - len(present)
         if not len(present):
@@ -221,6 +221,12 @@ class NumberStatistics:
         return kept[1]
 
 
+def _flat(values: Any) -> np.ndarray:
+    """All that a tensor holds, also a sparse or a ragged one."""
+    values = getattr(values, "flat_values", getattr(values, "values", values))
+    return np.ravel(tf.convert_to_tensor(values))
+
+
 class StringStatistics:
     """Statistics of strings. The empty string counts as missing.
 
@@ -237,7 +243,7 @@ class StringStatistics:
 
     def add(self, values: tf.Tensor | np.ndarray) -> None:
         """Adds strings, a tensor of any shape."""
-        self.counts.update(np.ravel(values).tolist())
+        self.counts.update(_flat(values).tolist())
         self.missing += self.counts.pop(b"", 0)
 
     def vocabulary(self, *, min_count: int = 1) -> list[str]:

@@ -90,6 +90,7 @@ def read_tfds(
         )
     if read is _array_records:
         _check_index(reading)
+        _reader.cache_clear()
     paths = [str(part.filename) for part in parts]
     starts = np.array([part.skip for part in parts])
     stops = [
@@ -127,6 +128,7 @@ def read_array_records(
     reading = ReadOptions(**options)
     _check_index(reading)
     paths = record_files.match(file_pattern)
+    _reader.cache_clear()  # Files may have been written again.
     stops = np.array([_reader(path).num_records() for path in paths])
     parse, expected = example_parser(features, label_key)
     sources = paths, np.zeros_like(stops), stops

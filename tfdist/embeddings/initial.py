@@ -22,6 +22,10 @@ Drawn = Callable[[tf.Tensor, tf.Tensor | int], tf.Tensor]
 # Of SplitMix64: consecutive numbers of a row are as far apart.
 _STEP = 0x9E3779B97F4A7C15
 _BITS = 24  # All that a float32 tells apart between 0 and 1.
+# Also those of TF1, which feature columns have.
+_v1 = tf.compat.v1.initializers
+_CONSTANT = initializers.Constant, _v1.constant, tf.constant_initializer
+_SCALING = initializers.VarianceScaling, _v1.variance_scaling
 _KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
 
 
@@ -109,7 +113,7 @@ def shard_rows(
     >>> shard_rows(matrix, (4, 2), [(1, 2)], (2, 2), "int32").numpy().tolist()
     [[2, 3], [4, 5]]
     """
-    is_constant = isinstance(initializer, initializers.Constant)
+    is_constant = isinstance(initializer, _CONSTANT)
     if is_constant and np.ndim(initializer.value):
         table = np.broadcast_to(initializer.value, table_shape)
         own = [table[row : row + size] for row, size in runs]
@@ -121,7 +125,7 @@ def shard_rows(
             f"for the shape {tuple(shape)} of a shard. To begin with a matrix, "
             "give the layer `keras.initializers.Constant(matrix)`."
         )
-    if isinstance(initializer, initializers.VarianceScaling):
+    if isinstance(initializer, _SCALING):
         (num, dim), total = shape, table_shape[0]
         sizes = {"fan_in": (num, total), "fan_avg": (num + dim, total + dim)}
         own_fan, fan = sizes.get(initializer.mode, (1, 1))

@@ -158,7 +158,8 @@ class PartitionedEmbedding(keras.layers.Layer):
                     "Only one of `num_shards` and `partitioner` can be given."
                 )
             shape = tf.TensorShape([input_dim, output_dim])
-            num_shards = apply_partitioner(partitioner, shape)
+            dtype = self.variable_dtype
+            num_shards = apply_partitioner(partitioner, shape, dtype)
         self.input_dim = input_dim
         self.output_dim = output_dim
         self.num_shards = 1 if num_shards is None else num_shards
@@ -223,6 +224,8 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the rows to those of the one array `(input_dim, output_dim)`."""
+        if not self.shards:
+            raise ValueError(f"Layer {self.name!r} has no weights: build it.")
         wanted = [(self.input_dim, self.output_dim)]
         if (found := [*map(np.shape, weights)]) != wanted:
             raise ValueError(

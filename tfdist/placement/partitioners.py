@@ -181,8 +181,12 @@ def row_runs(
     return tuple(runs)
 
 
-def apply_partitioner(partitioner: Partitioner, shape: tf.TensorShape) -> int:
-    """The number of shards that a partitioner wants for a float32 variable.
+def apply_partitioner(
+    partitioner: Partitioner,
+    shape: tf.TensorShape,
+    dtype: str = "float32",
+) -> int:
+    """The number of shards that a partitioner wants for a variable.
 
     The checks are those of TF1's `get_variable`; unlike there, a split of
     another axis than 0 is refused.
@@ -193,7 +197,7 @@ def apply_partitioner(partitioner: Partitioner, shape: tf.TensorShape) -> int:
         ValueError: If the answer does not fit the shape.
     """
     check_callable("partitioner", partitioner)
-    parts = partitioner(shape=shape, dtype=tf.float32)
+    parts = partitioner(shape=shape, dtype=tf.as_dtype(dtype))
     error: type[Exception] = ValueError
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, numbers.Integral) for part in parts
