@@ -161,6 +161,16 @@ def source() -> Source:
         raise ValueError("--tfds excludes --train_files and --eval_files.")
     if (FLAGS.train_split or FLAGS.eval_split) and not FLAGS.tfds:
         raise ValueError("--train_split and --eval_split need --tfds.")
+    no_files = not FLAGS.train_files and not FLAGS.eval_files
+    of_files = ["numeric_columns"]
+    if not FLAGS.tfds:
+        of_files += ["label", "categorical_columns", "ignore_columns"]
+    given = [f"--{name}" for name in of_files if FLAGS[name].value]
+    if no_files and given:
+        raise ValueError(
+            f"{', '.join(given)}: for CSV data, whose --train_files and "
+            "--eval_files are missing."
+        )
     if FLAGS.tfds:
         return data.tfds_source(
             FLAGS.tfds,
@@ -172,7 +182,7 @@ def source() -> Source:
             ignore_columns=FLAGS.ignore_columns,
             min_count=FLAGS.min_count,
         )
-    if not FLAGS.train_files and not FLAGS.eval_files:
+    if no_files:
         return data.click_log_source(FLAGS.data_dir, min_count=FLAGS.min_count)
     missing = [
         f"--{name}"

@@ -14,6 +14,7 @@ from tfdist.cluster import probing, servers
 from tfdist.cluster.probing import TaskState, probe
 from tfdist.cluster.spec import Cluster
 from tfdist.launch import network
+from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
 DEADLINE = 60.0
 SERVE = "from tfdist import cluster; cluster.serve(cluster.Cluster.from_env())"
@@ -112,6 +113,48 @@ def test_waiting_is_visible(server, jobs, caplog, monkeypatch):
     with caplog.at_level("INFO", "tfdist"), pytest.raises(TimeoutError):
         probing.wait_until_up(cluster, timeout_secs=20)
     assert "Waiting for worker:0" in caplog.text
+
+
+def test_a_proxy_is_named(jobs, monkeypatch):
+    """gRPC goes through it, even to this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    with pytest.raises(TimeoutError, match=r"past the proxy of http_proxy"):
+        probing.wait_until_up(cluster, timeout_secs=0.3)
+
+
+UNTIL_A_FILE = """
+import pathlib, time
+from tfdist import cluster
+from tfdist.cluster import servers, strategies
+task = cluster.Cluster.from_env()
+if task.role == "chief":
+    strategies.parameter_server_strategy(task)
+    print("connected", flush=True)
+    while not pathlib.Path("ends").exists():
+        time.sleep(0.1)
+    servers.release(task)
+else:
+    cluster.serve(task)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proxy", ["", "http://127.0.0.1:9"])
+def test_sigterm_shortly_before_the_end(tmp_path, monkeypatch, proxy):
+    """Nobody starts a task again whose job is done; no proxy is asked."""
+    monkeypatch.setenv("http_proxy", proxy)
+    (tmp_path / "job.py").write_text(UNTIL_A_FILE)
+    job = [sys.executable, "job.py"]
+    with LocalCluster(job, ps=1, workers=1, cwd=tmp_path) as cluster:
+        cluster.wait_for_line("chief:0", "connected", timeout_secs=DEADLINE)
+        os.kill(cluster.pid("worker:0"), signal.SIGTERM)
+        time.sleep(1)
+        (tmp_path / "ends").touch()
+        assert cluster.wait(timeout_secs=DEADLINE) == 0
+        wait_until(lambda: bool(cluster.exit_codes()["worker:0"]))
+        assert cluster.exit_codes()["worker:0"] == [0]
+    assert_nothing_left(cluster)
 
 
 @pytest.mark.slow

@@ -18,19 +18,32 @@ def is_caught():
 
 
 @pytest.fixture(params=[signal.SIG_DFL, signal.default_int_handler])
-def bypassed(request):
-    """A handler that is not Python's any more, as TensorFlow makes it."""
+def handler(request):
     before = signal.signal(signal.SIGTERM, request.param)
-    faulthandler.register(signal.SIGTERM)
     yield request.param
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_is_taken_back(bypassed):
-    assert is_caught()
-    termination.take_sigterm_back()
-    assert is_caught() == (bypassed != signal.SIG_DFL)
+def test_sigterm_is_taken_back(handler):
+    with termination.keeping_sigterm():
+        # As TensorFlow does: a handler that is not Python's.
+        faulthandler.register(signal.SIGTERM)
+        assert is_caught()
+    assert is_caught() == (handler != signal.SIG_DFL)
     if is_caught():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_in_the_meantime_is_heard():
+    sigterm = termination.Sigterm()
+    try:
+        with termination.keeping_sigterm():
+            faulthandler.register(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert not sigterm.received
+        assert sigterm.received
+    finally:
+        faulthandler.unregister(signal.SIGTERM)
+        sigterm.restore()

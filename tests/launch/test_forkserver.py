@@ -144,6 +144,13 @@ print(before, os.environ["TF_ENABLE_ONEDNN_OPTS"], sys.argv)
     assert run_forked("sets.py", "--a") == (told, 0)
 
 
+def test_python_is_found_again_by_its_name(folder, monkeypatch):
+    folder_of_python, name = os.path.split(sys.executable)
+    monkeypatch.setenv("PATH", folder_of_python, prepend=os.pathsep)
+    monkeypatch.setattr(sys, "executable", name)
+    test_variables_that_are_set_before_the_import_count(folder, "keras")
+
+
 def test_variables_that_are_set_later_cost_nothing(folder):
     (folder / "sets.py").write_text("""
 import os, sys

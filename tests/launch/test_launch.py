@@ -540,6 +540,13 @@ def test_head_ends_the_job(tmp_path):
         wait_until_gone(pids.values())
 
 
+def test_output_that_nobody_reads(tmp_path):
+    """Not even what the launcher says first."""
+    with Launch(tmp_path, "", "--network=host") as job:
+        job.process.stdout.close()
+        assert job.process.wait(timeout=DEADLINE) == 141
+
+
 # --- The network -------------------------------------------------------------
 
 LISTEN = """

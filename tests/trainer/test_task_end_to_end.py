@@ -305,6 +305,10 @@ BAD_INPUT = {
         ["--tfds=titanic", *train_on("train.csv")],
         "--tfds excludes",
     ),
+    "columns of no file": (
+        ["--label=income", "--numeric_columns=age"],
+        "--numeric_columns, --label: for CSV data, whose --train_files",
+    ),
     "no steps": (["--max_steps=0"], "flag --max_steps=0"),
     "unknown flag": (["--max_step=5"], "Unknown command line flag 'max_step'"),
     "argument": (["max_steps=5"], "Unexpected arguments: max_steps=5"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ WAITING = b"waiting"
 """What a task answers that waits for the others of an all-reduce job."""
 
 _POLL_SECS = 0.2
+# Where gRPC looks for a proxy, unless `no_proxy` names the host.
+_PROXIES = "grpc_proxy", "https_proxy", "http_proxy"
 
 
 class TaskState(enum.Enum):
@@ -129,11 +132,13 @@ def wait_for_all(
         return not missing
 
     if not wait_for(all_up, timeout_secs, _POLL_SECS):
+        proxy = next((name for name in _PROXIES if os.environ.get(name)), "")
+        direct = f" past the proxy of {proxy} (see no_proxy)" if proxy else ""
         raise TimeoutError(
             f"{missing.count(' at ')} task(s) of the cluster did not come up "
             f"within {timeout_secs:g} s: {missing}. Start them with the same "
             "cluster in TF_CONFIG and check that the addresses are right "
-            "and can be reached from here. "
+            f"and can be reached from here{direct}. "
             "RunConfig(session_creation_timeout_secs=...) sets the limit, of "
             "a tf.data service one_pass(start_timeout_secs=...)."
         )

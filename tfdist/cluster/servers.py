@@ -113,7 +113,7 @@ def serve(
     Raises:
         RuntimeError: The server could not start; most often another process
             holds its port.
-        SystemExit: with code 143, after SIGTERM.
+        SystemExit: with code 143, after SIGTERM, unless the job ends first.
     """
     sigterm = Sigterm()
     reconnect_quickly()
@@ -137,6 +137,8 @@ def serve(
     while not tf.io.gfile.exists(_DONE):
         if sigterm.received:
             wait_until_gone(chief, _TERM_SECS)
+            if tf.io.gfile.exists(_DONE):
+                break
             sigterm.leave()
         if time.monotonic() >= next_round:
             next_round = time.monotonic() + _ROUND_SECS

@@ -204,7 +204,7 @@ def multi_worker_strategy(
     private.leave_together(sizes, leader, _LEAVE_SECS)
     join = tf.distribute.MultiWorkerMirroredStrategy
     try:
-        with _time_limit(start_timeout_secs):
+        with _time_limit(start_timeout_secs), termination.keeping_sigterm():
             _joined[cluster] = join(_resolver(group))
     except RuntimeError as error:
         raise ValueError(
@@ -212,7 +212,6 @@ def multi_worker_strategy(
             "which it has here. Make layers, tables, tensors and datasets in "
             "the model function or the input function."
         ) from error
-    termination.take_sigterm_back()
     return _joined[cluster]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +53,21 @@ class Sigterm:
             self._enabled = False
 
 
-def take_sigterm_back() -> None:
-    """Has Python's handler hear SIGTERM again once an all-reduce job is joined.
+@contextlib.contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Has SIGTERM wait meanwhile; Python's handler hears it afterwards.
 
-    TensorFlow's `PreemptionNotifier` has replaced it then, and tells nobody.
+    For whoever joins an all-reduce job: TensorFlow's `PreemptionNotifier` then
+    replaces the handler, and tells nobody of a signal.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handler = signal.getsignal(signal.SIGTERM)  # None: not one of Python's.
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

@@ -300,14 +300,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_options(argv)
     try:
-        where = enter_network(options.network)
-    except OSError as error:
-        say(
-            f"The system refuses a private network ({error}). In the host's, "
-            f"{network.EXPOSED}: if nobody else can, say --network=host."
-        )
-        return 1
-    try:
+        try:
+            where = enter_network(options.network)
+        except OSError as error:
+            say(
+                f"The system refuses a private network ({error}). In the "
+                f"host's, {network.EXPOSED}: if nobody else can, say "
+                "--network=host."
+            )
+            return 1
         limits = {
             "workers": (options.least_workers, options.workers),
             "ps": (options.least_ps, options.ps),

@@ -232,7 +232,7 @@ def _check_environment(command: list[str]) -> None:
             builtins.__import__ = import_
             if dict(os.environ) != given:
                 sys.stdout.flush()
-                os.execve(command[0], command, given)
+                os.execvpe(command[0], command, given)
         return import_(name, globals, locals, fromlist, level)
 
     builtins.__import__ = watched

@@ -133,7 +133,10 @@ def task_environment(job: str) -> dict[str, str]:
     }
     environment.pop("CLUSTER_SPEC", None)
     environment.pop("TF_CONFIG", None)
-    return environment
+    # gRPC would reach also this machine through a proxy.
+    direct = environment.get("no_grpc_proxy") or environment.get("no_proxy")
+    addresses = ",".join(filter(None, [direct, "127.0.0.1"]))
+    return {**environment, "no_grpc_proxy": addresses}
 
 
 @dataclasses.dataclass
