@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ WAITING = b"waiting"
 
 _POLL_SECS = 0.2
 # Where gRPC looks for a proxy, unless `no_proxy` names the host.
-_PROXIES = "grpc_proxy", "https_proxy", "http_proxy"
+_PROXIES = {"grpc", "https", "http"}
 
 
 class TaskState(enum.Enum):
@@ -132,8 +132,8 @@ def wait_for_all(
         return not missing
 
     if not wait_for(all_up, timeout_secs, _POLL_SECS):
-        proxy = next((name for name in _PROXIES if os.environ.get(name)), "")
-        direct = f" past the proxy of {proxy} (see no_proxy)" if proxy else ""
+        proxies = _PROXIES & urllib.request.getproxies().keys()
+        direct = "".join(f" past {name}_proxy" for name in sorted(proxies))
         raise TimeoutError(
             f"{missing.count(' at ')} task(s) of the cluster did not come up "
             f"within {timeout_secs:g} s: {missing}. Start them with the same "
