@@ -35,7 +35,9 @@ SHAPES = {
                 "--service_account=trainer",
                 "--max_restarts=2",
                 "--",
-                "--a=$(B)",
+                "--a=$(B)$$c",
+                "--rate",
+                "1e-3",
             ],
         ],
         {"chief": 1, "worker": 2, "ps": 1, "evaluator": 1},
@@ -324,7 +326,9 @@ def test_everything_that_was_set(capsys):
     pod = chief["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "trainer"
     container = pod["containers"][0]
-    assert container["args"] == ["--a=$$(B)"]  # Not a variable.
+    # Not a variable, and not the number 0.001.
+    assert container["args"] == ["--a=$$(B)$$$$c", "--rate", "1e-3"]
+    assert "'1e-3'" in text
     assert container["resources"] == {
         "requests": {"cpu": "500m", "memory": "4Gi"}
     }

@@ -420,6 +420,21 @@ def test_parameter(text, expected):
     assert parsed == expected
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        "double:0.1:1:log:linear",
+        "double:1:0.1",
+        "double:0:1:log",
+        "int:0:8:reverse_log",
+        "categorical:",
+    ],
+)
+def test_parameter_without_values(values):
+    with pytest.raises(ValueError, match="must be name=double:MIN:MAX"):
+        parameter(f"a={values}")
+
+
 # --- The text ----------------------------------------------------------------
 
 
@@ -439,6 +454,31 @@ def test_any_arguments_survive_the_yaml(args, env):
         spec, shape=job.shape, made_by=args, submit=[*args, "--config=job.yaml"]
     )
     assert yaml.safe_load(text) == spec
+
+
+@pytest.mark.parametrize("value", ["1e-3", "1E5", "0o17", "y", "N", "-.5e3"])
+def test_what_gcloud_would_take_for_a_number_is_quoted(value):
+    """`yaml` reads it as a string without quotes; gcloud and Go do not."""
+    text = command.to_yaml(
+        Job(image=IMAGE, base_output_dir=OUTPUT, args=["--a", value]).spec(),
+        shape="chief",
+        made_by=[],
+        submit=[],
+    )
+    assert f"- '{value}'\n" in text
+
+
+def test_a_word_of_several_lines_is_read_by_bash_as_it_was():
+    word = "é\n\\n'\t$x"
+    text = command.to_yaml(
+        Job(image=IMAGE, base_output_dir=OUTPUT).spec(),
+        shape="chief",
+        made_by=["printf", "%s", word],
+        submit=[],
+    )
+    line = text.splitlines()[1].removeprefix("#")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+    assert done.stdout.decode() == word
 
 
 @settings(deadline=None)
@@ -682,6 +722,15 @@ HAND_WRITTEN = {
         "trialJobSpec.worker_pool_specs is unknown here; workerPoolSpecs is",
     ),
     "nothing": (None, "The file must be a mapping. Received: None"),
+    "a folder of all trials": (
+        {
+            "studySpec": {},
+            "trialJobSpec": change(
+                [POOLS, 0, "containerSpec", "args"], ["--model_dir=gs://b/m"]
+            ),
+        },
+        "model_dir must not be among the args: all trials would share it",
+    ),
     "a trial that is wrong": (
         {"studySpec": {}, "trialJobSpec": change([POOLS, 0], {})},
         "trialJobSpec: workerPoolSpecs must be",

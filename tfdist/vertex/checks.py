@@ -202,4 +202,9 @@ def _tuning_rules(job: Fields) -> Iterator[str]:
             yield f"parameter {name!r} must be called as a flag of the trainer."
         if name in flags:
             yield f"{name} is tuned: it must not be among the args as well."
+    for name in sorted(flags & {"model_dir", "summary_dir", "export_dir"}):
+        yield (
+            f"{name} must not be among the args: all trials would share it. "
+            "The service gives each a folder of its own."
+        )
     yield from (f"trialJobSpec: {problem}" for problem in _job_rules(trial))

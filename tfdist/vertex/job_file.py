@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,6 +74,27 @@ def _list_flag(values: Sequence[str]) -> str:
     return joined if delimiter == "," else f"^{delimiter}^{joined}"
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes also strings that gcloud or kubectl would read as another type.
+
+    >>> print(yaml.dump(["1e-3", "0o17", "y", "a"], Dumper=Dumper), end="")
+    - '1e-3'
+    - '0o17'
+    - 'y'
+    - a
+    """
+
+
+Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.?[0-9][0-9_.]*[eE][-+]?[0-9]+|0o?[0-7_]+)$"),
+    list("-+.0123456789"),
+)
+Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("[yYnN]$"), list("yYnN")
+)
+
+
 def to_yaml(
     spec: Mapping[str, Any],
     *,
@@ -97,7 +119,7 @@ def to_yaml(
             "# The image needs NVIDIA's NCCL and Google's apt package "
             "google-reduction-server."
         )
-    body = yaml.safe_dump(dict(spec), sort_keys=False, width=10_000)
+    body = yaml.dump(dict(spec), Dumper=Dumper, sort_keys=False, width=10_000)
     return "\n".join([*lines, body])
 
 
@@ -120,5 +142,12 @@ def _quoted(word: str) -> str:
     """
     if word.isprintable():
         return shlex.quote(word)
-    escaped = word.encode("unicode_escape").decode().replace("'", "\\'")
-    return f"$'{escaped}'"
+
+    def escaped(c: str) -> str:
+        if c in "\\'":
+            return f"\\{c}"
+        if c.isascii():
+            return c.encode("unicode_escape").decode()
+        return c if c.isprintable() else rf"\U{ord(c):08x}"
+
+    return f"$'{''.join(map(escaped, word))}'"

@@ -37,6 +37,7 @@ import yaml
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
 from tfdist.vertex.command import add_flags
+from tfdist.vertex.job_file import Dumper
 from tfdist.vertex.jobs import Tasks, as_list, flag, given
 
 _PORT = 2222
@@ -262,8 +263,8 @@ class Job(Tasks):
             "name": _CONTAINER,
             "image": self.image,
             "command": ["python", "-m", self.module],
-            # Kubernetes would replace $(NAME).
-            "args": [arg.replace("$(", "$$(") for arg in self.args],
+            # Kubernetes would replace $(NAME), and $$ by $.
+            "args": [arg.replace("$", "$$") for arg in self.args],
             "env": as_list(env),
             "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
             "resources": resources,
@@ -306,7 +307,8 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
 """
     # Copies, or YAML would refer to what occurs twice by an alias.
     copies = json.loads(json.dumps(objects))
-    body = yaml.safe_dump_all(copies, sort_keys=False, width=10_000)
+    options = {"sort_keys": False, "width": 10_000}
+    body = yaml.dump_all(copies, Dumper=Dumper, **options)
     return head + body
 
 

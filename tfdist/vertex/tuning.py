@@ -97,12 +97,15 @@ def parameter(text: str) -> dict[str, Any]:
     Raises:
         ValueError: `text` is none of name=double:MIN:MAX[:log|:reverse_log],
             name=int:MIN:MAX[:log...], name=discrete:NUMBER,... and
-            name=categorical:VALUE|...
+            name=categorical:VALUE|..., or the range is empty, or one on a
+            logarithmic scale is not of positive numbers.
     """
     name, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
     result: dict[str, Any] = {"parameterId": name}
     try:
+        if not values:
+            raise ValueError
         if kind == "categorical":
             result["categoricalValueSpec"] = {"values": values.split("|")}
         elif kind == "discrete":
@@ -110,8 +113,12 @@ def parameter(text: str) -> dict[str, Any]:
             result["discreteValueSpec"] = {"values": numbers}
         else:
             key, number = _RANGES[kind]
-            low, high, scale = (*values.split(":"), "linear")[:3]
-            result[key] = {"minValue": number(low), "maxValue": number(high)}
+            low, high, *scales = values.split(":")
+            (scale,) = scales or ["linear"]
+            least, most = number(low), number(high)
+            if least > most or (scale != "linear" and least <= 0):
+                raise ValueError
+            result[key] = {"minValue": least, "maxValue": most}
             result["scaleType"] = _SCALES[scale]
         return result
     except (KeyError, ValueError):
