@@ -47,10 +47,29 @@ def wide_and_deep(optimizer=None):
     )
 
 
+class Assigning(K.Optimizer):
+    """Like Adagrad, by `variable.assign` instead of `self.assign`."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self._squares = [
+                self.add_variable_from_reference(variable, "squares")
+                for variable in variables
+            ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        squares = self._squares[self._get_variable_index(variable)]
+        squares.assign(squares + keras.ops.square(gradient))
+        rate = keras.ops.cast(learning_rate, variable.dtype)
+        variable.assign_sub(rate * gradient / (1.0 + keras.ops.sqrt(squares)))
+
+
 # Their rule leaves a row without a gradient alone, as Keras' dense one does
 # (Ftrl's if the table starts at zeros).
 STILL = {
     "adagrad": lambda: K.Adagrad(0.1),
+    "adagrad epsilon": lambda: K.Adagrad(0.1, epsilon=0.1),
     "ftrl": lambda: K.Ftrl(
         0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01
     ),
@@ -274,6 +293,11 @@ def test_untouched_rows_stay(name):
         examples(every=False),
         [f"{t}/embeddings" for t in zeros.get(name.split()[0], [])],
     )
+
+
+def test_a_rule_that_assigns_by_itself():
+    data = examples(every=False)
+    assert_trains_as_keras(lambda: Assigning(0.1), table_model, data)
 
 
 @pytest.mark.slow
@@ -529,6 +553,12 @@ def test_a_variable_that_no_pattern_matches():
 def test_no_pairs():
     with pytest.raises(ValueError, match=r"at least one.*Received: \[\]"):
         MultiOptimizer([])
+
+
+def test_a_part_that_would_scale_the_loss():
+    """A loss is scaled for all variables; they would have been divided."""
+    with pytest.raises(ValueError, match="'sgd' of a MultiOptimizer must have"):
+        MultiOptimizer([("", K.SGD(name="sgd", loss_scale_factor=1024.0))])
 
 
 def test_serialization():

@@ -75,7 +75,7 @@ class ClusterSize:
         self.ps = self._num_ps_up = self.wanted_ps
         self._wanted_since = self._due_since = time.monotonic()
         self._due: int | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._looking = threading.Event(), threading.Lock()
 
     @property
     def now(self) -> Cluster:
@@ -102,14 +102,16 @@ class ClusterSize:
     def refuse(self) -> None:
         """Takes `change` back, lest anybody stops tasks."""
         assert self.path
-        if self.cluster.num_ps:
-            self.wanted_ps = self.ps
-            numbers = {"ps": self.ps}
-        else:
-            self.wanted = self._accepted
-            numbers = {"workers": self.wanted}
-        text = storage.read_text(self.path) or ""
-        with contextlib.suppress(ValueError):  # Then nobody follows it.
+        # A look at the file of before must not ask for the change again.
+        with self._looking, contextlib.suppress(ValueError):
+            if self.cluster.num_ps:
+                self.wanted_ps = self.ps
+                numbers = {"ps": self.ps}
+            else:
+                self.wanted = self._accepted
+                numbers = {"workers": self.wanted}
+            # Nobody follows what is malformed.
+            text = storage.read_text(self.path) or ""
             tf_config.parse_size(text, self.path)
             content = {**json.loads(text), **numbers}
             storage.write_text(self.path, json.dumps(content))
@@ -194,15 +196,16 @@ class ClusterSize:
         remote, problem = "://" in str(self.path), ""
         secs = _REMOTE_ROUND_SECS if remote else _ROUND_SECS
         while not self._stopped.wait(secs):
-            try:
-                number, problem = self._read(), ""
-            except Exception as error:  # Whatever storage raises.
-                if str(error) != problem:
-                    _log.error("The cluster stays as it is. %s", error)
-                number, problem = None, str(error)
-            self.may_change |= number is not None
-            if number not in (None, self.wanted):
-                self.wanted, self._wanted_since = number, time.monotonic()
+            with self._looking:
+                try:
+                    number, problem = self._read(), ""
+                except Exception as error:  # Whatever storage raises.
+                    if str(error) != problem:
+                        _log.error("The cluster stays as it is. %s", error)
+                    number, problem = None, str(error)
+                self.may_change |= number is not None
+                if number not in (None, self.wanted):
+                    self.wanted, self._wanted_since = number, time.monotonic()
             asked = [*self.asked.addresses("ps").values()]
             new = _num_live(probing.ask(asked[self.ps :]))
             self._num_ps_up = self.ps + new

@@ -23,9 +23,9 @@ def is_fused(optimizer: Optimizer, by_rows: bool) -> bool:
     if rule is _K.SGD:
         return not optimizer.momentum
     if rule is _K.Adagrad:
-        # Keras adds epsilon under the root, the kernel beside it: the same to
-        # float precision unless an accumulator is near zero.
-        return optimizer.initial_accumulator_value >= 1e-2
+        # Keras adds epsilon under the root, the kernel has none: the same to
+        # float precision unless an accumulator is near it.
+        return optimizer.epsilon <= 1e-5 * optimizer.initial_accumulator_value
     if rule is _K.Adam:
         return not (by_rows or optimizer.amsgrad)
     return rule is _K.Ftrl

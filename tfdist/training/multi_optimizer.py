@@ -42,6 +42,13 @@ class MultiOptimizer(keras.optimizers.Optimizer):
                 "Argument `optimizers` must have at least one "
                 f"(pattern, optimizer) pair. Received: {optimizers!r}."
             )
+        for _, part in optimizers:
+            if getattr(part, "loss_scale_factor", None) is not None:
+                raise ValueError(
+                    f"Optimizer {part.name!r} of a MultiOptimizer must have no "
+                    "loss_scale_factor: a loss is scaled for all variables. "
+                    "Wrap the MultiOptimizer in a LossScaleOptimizer."
+                )
         # The learning rate is never used: each part has its own.
         super().__init__(learning_rate=0.0, name=name)
         self.patterns = [pattern for pattern, _ in optimizers]

@@ -20,7 +20,13 @@ from tfdist._tf.mutex import alone
 from tfdist.embeddings.growing import Beside, GrowingShards
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
-from tfdist.training.slots import RowView, named_slots, rows_of, slots
+from tfdist.training.slots import (
+    AssigningScope,
+    RowView,
+    named_slots,
+    rows_of,
+    slots,
+)
 
 # Their steps depend on norms or products over all rows.
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -163,7 +169,7 @@ def update(
     if decay:
         _add(target, -rows_of(target, ids) * (decay * rate), ids)
     counted = private_keras.counter(optimizer), iteration
-    with keras.StatelessScope([counted]) as scope:
+    with AssigningScope([counted]) as scope:
         if is_fused(optimizer, ids is not None):
             fused_update(optimizer, variable, gradient, rate, ids)
         else:

@@ -74,6 +74,15 @@ def rows_of(variable: tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
     return tf.gather(variable, ids)
 
 
+class AssigningScope(keras.StatelessScope):
+    """In it `variable.assign` assigns, as `optimizer.assign` does."""
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Instead of keeping it for whoever asks the scope."""
+        variable, value = update
+        variable.value.assign(value)
+
+
 class RowView:
     """Some rows of a variable, as its value in a scope; by default all rows.
 
