@@ -193,6 +193,45 @@ def test_trains_as_fit_does(name):
     assert logs == pytest.approx(expected, rel=1e-4)
 
 
+class Smallest(keras.layers.Layer):
+    """Keeps the smallest number that it has seen."""
+
+    def __init__(self, first, kept):
+        super().__init__()
+        self._first, self._kept = first, kept
+
+    def build(self, input_shape):
+        first = keras.initializers.Constant(self._first)
+        self.smallest = self.add_weight(
+            shape=(), initializer=first, trainable=False
+        )
+
+    def call(self, x):
+        known = keras.ops.isfinite(self.smallest)
+        before = keras.ops.where(known, self.smallest, self._kept)
+        self.smallest.assign(keras.ops.minimum(before, keras.ops.min(x)))
+        return x
+
+
+@pytest.mark.parametrize("first", [float("inf"), float("nan"), 3e38, 1e9])
+def test_a_weight_that_begins_far_from_where_it_goes(first):
+    """A difference to it would say nothing."""
+
+    def make():
+        return logistic(hidden=[Smallest(first, 1e9)])
+
+    dataset = batches(32, 8)
+    theirs = make()
+    theirs.fit(dataset, verbose=0, shuffle=False)
+    ours = make()
+    loop, _ = local_loop(ours, dataset.repeat())
+    loop.run(4)
+    np.testing.assert_array_equal(
+        ours.layers[0].smallest, theirs.layers[0].smallest
+    )
+    assert np.isfinite(ours.layers[0].smallest)
+
+
 def test_logs_are_those_of_the_steps_just_run():
     dataset = batches(32, 8).repeat()
     loop, _ = local_loop(logistic(keras.optimizers.SGD(0.0)), dataset, 2)

@@ -74,7 +74,8 @@ class StepGradients:
     requests: Requests  # What it has read rows by.
     dense: list[tf.Tensor | None]  # None: the loss does not depend on it.
     rows: list[tf.Tensor]  # For each group of tables.
-    # What to add to each of `Layout.moving`; None: the pass leaves it alone.
+    # What to add to each of `Layout.moving`, or what it is now where the layout
+    # `assigns` it; None: the pass leaves it as it is.
     deltas: list[tf.Tensor | None]
     rates: list[tf.Tensor]  # Of each part of the optimizer.
     iteration: tf.Tensor  # Updates before this one, a scalar int64.
@@ -349,6 +350,8 @@ def apply(
     for i, value in zip(updates, sent, strict=False):
         if i < len(layout.dense):
             found[layout.owners[i]].append((layout.dense[i], value, None))
+        elif layout.assigns:
+            layout.reads[i].value.assign(value)
         else:
             add(layout.reads[i].value, value)
     for (g, shards), rows in zip(server.trained.items(), sent, strict=True):

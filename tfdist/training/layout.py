@@ -41,13 +41,15 @@ class Layout:
         tables: Its `PartitionedEmbedding` layers that the pass looks up.
         remote: Whether the variables live in other processes, the tasks of
             which are told apart by device. Else all are where the step runs.
+        assigns: Whether `moving` is assigned, for nobody changes it meanwhile;
+            a difference to infinity, or to what is far, says nothing.
         others: Tables that the pass never reads.
         rates: `Counters.reads`.
 
     Attributes:
         groups: The tables, those of one width and optimizer together.
         dense: Trainable variables that are read as a whole.
-        moving: What else is read, and changed by additions (moving averages).
+        moving: What else is read, and changed (moving averages).
         reads: All that is read as a whole: `dense`, `moving`, rates.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
@@ -60,10 +62,11 @@ class Layout:
         tables: Sequence[Any],
         *,
         remote: bool,
+        assigns: bool = False,
         others: Sequence[Any] = (),
         rates: Sequence[keras.Variable] = (),
     ) -> None:
-        self.remote = remote
+        self.remote, self.assigns = remote, assigns
         self.parts = optimizers.parts(model.optimizer)
         self._trained = {id(v) for v in model.trainable_variables}
         by_width = collections.defaultdict(list)

@@ -136,6 +136,7 @@ class Passes:
                 self._model,
                 self.tables[mode],
                 remote=self._remote,
+                assigns=not (self._remote or self._has_replicas),
                 others=list(every),
                 rates=rates,
             )

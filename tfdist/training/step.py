@@ -353,12 +353,16 @@ class ModelStep(MetricStates):
     def _deltas(
         self, scope: keras.StatelessScope, before: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
-        """What to add to each of `Layout.moving`; None: it has not changed."""
-        values = map(scope.get_current_value, self._layout.moving)
-        return [
-            None if new is old else exchange.difference(new, old)
-            for new, old in zip(values, before, strict=True)
-        ]
+        """See `StepGradients`."""
+        layout = self._layout
+
+        def change(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
+            if new is old:
+                return None
+            return new if layout.assigns else exchange.difference(new, old)
+
+        values = map(scope.get_current_value, layout.moving)
+        return list(map(change, values, before))
 
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
