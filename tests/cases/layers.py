@@ -123,6 +123,25 @@ _add(
     "BatchNormalization(synchronized=True)",
     lambda: [layers.Dense(3), layers.BatchNormalization(synchronized=True)],
 )
+
+
+class Block(layers.Layer):
+    """Layers in one of one's own, which Keras lists nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization(synchronized=True)
+        self.dense = layers.Dense(3)
+
+    def build(self, input_shape):
+        self.norm.build(input_shape)
+        self.dense.build(input_shape)
+
+    def call(self, inputs, training=None):
+        return self.dense(self.norm(inputs, training=training))
+
+
+_add("BatchNormalization in a layer of one's own", lambda: [Block()])
 _add("RMSNormalization", _one(layers.RMSNormalization))
 _add("UnitNormalization", _one(layers.UnitNormalization))
 _add(

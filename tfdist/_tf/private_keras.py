@@ -95,6 +95,12 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def is_synchronized(model: keras.Model) -> bool:
+    """Whether a layer, also in another one, looks at all replicas' batches."""
+    layers = model._flatten_layers()
+    return any(getattr(layer, "synchronized", False) for layer in layers)
+
+
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:
     """Which attribute of a layer the variable with this handle is; or ""."""
     for layer in model._flatten_layers():

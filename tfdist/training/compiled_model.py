@@ -259,7 +259,7 @@ def compiled_computation(
 ) -> Callable:
     """`function`, compiled by XLA if the model says so and it can be."""
     reason = None
-    waits = has_replicas and _is_synchronized(model)
+    waits = has_replicas and private_keras.is_synchronized(model)
     if waits or at_once:
         reason = "replicas wait for each other within it"
     elif has_tables:
@@ -295,13 +295,4 @@ def specs(values: Any) -> Any:
     """The specs of tensors; all else as it is."""
     return tf.nest.map_structure(
         lambda t: tf.type_spec_from_value(t) if tf.is_tensor(t) else t, values
-    )
-
-
-def _is_synchronized(model: keras.Model) -> bool:
-    """Whether a layer looks at the batches of all replicas."""
-    return any(
-        getattr(layer, "synchronized", False)
-        or (hasattr(layer, "layers") and _is_synchronized(layer))
-        for layer in model.layers
     )
