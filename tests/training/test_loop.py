@@ -19,6 +19,7 @@ from tfdist.training.loop import (
     dispatch_sizes,
 )
 from tfdist.training.staleness import StalenessBound
+from tfdist.training.step import ModelStep
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7])
@@ -230,6 +231,17 @@ def test_a_weight_that_begins_far_from_where_it_goes(first):
         ours.layers[0].smallest, theirs.layers[0].smallest
     )
     assert np.isfinite(ours.layers[0].smallest)
+
+
+@pytest.mark.parametrize("first", [float("inf"), float("nan")])
+def test_a_weight_that_workers_cannot_change_from_where_it_begins(first):
+    model, spec = (
+        logistic(hidden=[Smallest(first, 1e9)]),
+        batches().element_spec,
+    )
+    step = tf.Variable(0, dtype=tf.int64)
+    with pytest.raises(ValueError, match="does not begin at finite numbers"):
+        ModelStep(model, spec, global_step=step, remote=True)
 
 
 def test_logs_are_those_of_the_steps_just_run():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_keras import SEED_STATE_NAME
@@ -161,7 +162,8 @@ class Layout:
     def check_updated(self, updated: Sequence[keras.Variable]) -> None:
         """Raises `ValueError` if a pass assigns what the optimizer updates.
 
-        Or if the gradient of a variable is its next value, as for float8.
+        Or if the gradient of a variable is its next value, as for float8; or if
+        one begins at infinity, whence no difference leads.
         """
         for variable in self.dense:
             if variable.overwrite_with_gradient:
@@ -179,6 +181,16 @@ class Layout:
                 "`kernel_constraint`, which is applied after each update, or "
                 "override `train_step`, on one device."
             )
+        known = set() if self.assigns else {id(v) for v in self.moving}
+        for variable in updated:
+            if id(variable) not in known or "float" not in variable.dtype:
+                continue
+            if not np.isfinite(variable.numpy()).all():
+                raise ValueError(
+                    f"Weight {variable.path!r}, which the model assigns, does "
+                    "not begin at finite numbers. Workers and devices add up "
+                    "what each changes. Begin near the numbers to come."
+                )
 
 
 def is_seed(variable: keras.Variable) -> bool:
