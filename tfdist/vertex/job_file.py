@@ -12,6 +12,11 @@ import yaml
 from tfdist.vertex.checks import is_tuning
 from tfdist.vertex.jobs import REDUCTION_SERVER_IMAGE, given
 
+# Numbers and truth values of YAML 1.2, and of Go's YAML, that are none of 1.1.
+_OTHER_TYPE = re.compile(
+    r"[-+]?(\.?[0-9][0-9_.]*[eE][-+]?[0-9]+|0o?[0-7_]+)|[yYnN]"
+)
+
 
 def gcloud_command(
     spec: Mapping[str, Any], *, region: str, name: str, file: str = "job.yaml"
@@ -84,15 +89,13 @@ class Dumper(yaml.SafeDumper):
     - a
     """
 
-
-Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.?[0-9][0-9_.]*[eE][-+]?[0-9]+|0o?[0-7_]+)$"),
-    list("-+.0123456789"),
-)
-Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("[yYnN]$"), list("yYnN")
-)
+    def represent_scalar(
+        self, tag: str, value: str, style: str | None = None
+    ) -> yaml.ScalarNode:
+        """See `yaml.SafeDumper`."""
+        if tag.endswith(":str") and _OTHER_TYPE.fullmatch(value):
+            style = "'"
+        return super().represent_scalar(tag, value, style)
 
 
 def to_yaml(
