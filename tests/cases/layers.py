@@ -142,6 +142,23 @@ class Block(layers.Layer):
 
 
 _add("BatchNormalization in a layer of one's own", lambda: [Block()])
+
+
+@case("BatchNormalization and a loss of the model's own")
+def synchronized_and_own_loss(job):
+    class Own(keras.Sequential):
+        def compute_loss(self, x, y, y_pred, *weight, **options):
+            return keras.ops.mean(keras.ops.square(y - y_pred))
+
+    def model_fn():
+        norm = layers.BatchNormalization(synchronized=True)
+        model = Own([keras.Input([4]), norm, layers.Dense(1)])
+        model.compile("sgd")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
 _add("RMSNormalization", _one(layers.RMSNormalization))
 _add("UnitNormalization", _one(layers.UnitNormalization))
 _add(

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import private_keras
+from tfdist._tf.private import seen_alone
 from tfdist.embeddings import lookups
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import TapedScope
@@ -232,8 +233,6 @@ def gradients_of_loss(
                     model, batch, True, tape.stop_recording()
                 )
             given.check_all_given()
-            # Keras divides its own losses by this, where it sees replicas.
-            loss *= tf.distribute.get_strategy().num_replicas_in_sync
             scaled_loss = model.optimizer.scale_loss(loss)
         # What `keras.remat` recomputes reads them again.
         with lookups.answered_by(given):
@@ -276,7 +275,7 @@ def compiled_computation(
         )
     if waits:
         # No function may wait for the other replicas of this process.
-        return function
+        return seen_alone()(function)
     traced = tf.function(
         function, autograph=False, jit_compile=compiled or None
     )
