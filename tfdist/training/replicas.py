@@ -128,9 +128,7 @@ def share(batch: Any, index: int, num: int) -> Any:
     """
     leaf = tf.nest.flatten(batch)[0]
     size = leaf.shape[0]
-    if size is None and isinstance(leaf, tf.SparseTensor):
-        size = leaf.dense_shape[0]
-    elif size is None:
+    if size is None:
         size = tf.shape(leaf, tf.int64)[0]
     start, end = size * index // num, size * (index + 1) // num
     return tf.nest.map_structure(lambda t: _rows(t, start, end), batch)
