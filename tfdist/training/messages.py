@@ -8,10 +8,10 @@ pack and to unpack are two copies.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.embeddings.routing import stacked
@@ -73,5 +73,5 @@ def _messages(
 def _size(shape: list[Any]) -> Any:
     """Number of elements: an int where it is static, else a tensor."""
     dynamic = [d for d in shape if not isinstance(d, int)]
-    static = int(np.prod([d for d in shape if isinstance(d, int)], dtype=int))
+    static = math.prod(d for d in shape if isinstance(d, int))
     return static * dynamic[0] if dynamic else static

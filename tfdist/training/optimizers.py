@@ -351,8 +351,7 @@ def begin_step(
     if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
         return
     product = private_keras.nadam_product(optimizer).value
-    updates = _updates(optimizer, iteration)
-    updates = tf.cast(updates, product.dtype)
+    updates = tf.cast(_updates(optimizer, iteration), product.dtype)
     power = tf.cast(0.96, product.dtype) ** (updates + 1.0)
     factor = optimizer.beta_1 * (1.0 - 0.5 * power)
     is_update = _is_due(optimizer, iteration)
