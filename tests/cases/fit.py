@@ -435,3 +435,26 @@ def the_model_trains_on_with_keras(job):
 def a_temporary_directory(job):
     model, history = fit(job, model_dir=None)
     assert_same((model, history), keras_fit())
+
+
+class Average(keras.metrics.Mean):
+    """Of the outputs; of no example it is no number."""
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        size = keras.ops.shape(y_pred)[0]
+        super().update_state(keras.ops.mean(y_pred), size)
+
+
+@case()
+def a_share_without_examples(job):
+    """The last batch has one, so one of two devices has none."""
+
+    def make():
+        return compiled(keras.layers.Dense(1), metrics=[Average(name="mean")])
+
+    def train():
+        return data().unbatch().take(BATCH + 1).batch(BATCH)
+
+    found = fit(job, train, make)
+    if job.is_chief and is_in_order(job):
+        assert_same(found, keras_fit(train, make))

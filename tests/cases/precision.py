@@ -3,7 +3,7 @@
 import keras
 
 import tfdist
-from tests.cases import case, seeded
+from tests.cases import case, compiled, examples, seeded
 from tests.cases.optimizers import K, table_examples, table_model, trains_as_fit
 
 # float16 has 11 bits, bfloat16 has 8.
@@ -143,3 +143,16 @@ def by_default(job):
     if job.is_chief:
         model = seeded(mixed("mixed_float16", lambda: K.SGD(0.05)))
         assert isinstance(model.optimizer, K.LossScaleOptimizer)
+
+
+@case()
+def float16_whose_sums_over_examples_it_cannot_hold(job):
+    """Gradients are 8,000, of 12 examples."""
+
+    def model_fn():
+        layer = keras.layers.Dense(1, use_bias=False, dtype="float16")
+        return compiled(layer, optimizer=K.SGD(1e-5))
+
+    x, y = examples()
+    data = x * 0 + 1, y * 0 - 4000
+    job.trains_as_fit(model_fn, data, **FLOAT16)

@@ -443,6 +443,15 @@ def test_averages_start_at_the_variables():
     np.testing.assert_allclose(average, start)
 
 
+def test_averages_of_an_optimizer_built_beforehand():
+    variable = keras.Variable(np.full([ROWS, DIM], 2.0))
+    optimizer = K.SGD(use_ema=True)
+    optimizer.build([variable])
+    optimizers.build(optimizer, [variable])
+    [average] = named_slots(optimizer, variable).values()
+    np.testing.assert_allclose(average, variable)
+
+
 def test_accumulated_rows_are_those_of_all_steps():
     """Their mean is clipped; two more steps do nothing to be seen."""
     start = np.zeros([ROWS, DIM])

@@ -93,6 +93,32 @@ def test_an_update_is_that_of_the_batches_taken_together(make, taken):
         )
 
 
+class Calls(keras.layers.Layer):
+    """Counts its calls, in weights that are no fractions."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), dtype="int32", trainable=False)
+        self.called = self.add_weight(shape=(), dtype="bool", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(2)
+        self.called.assign(True)
+        return x
+
+
+def test_moving_weights_that_are_no_fractions():
+    model = seeded(lambda: keras.Sequential([Calls(), keras.layers.Dense(1)]))
+    model.build([None, 4])
+    model.compile("sgd", "mse")
+    optimizers.build(model.optimizer, model.trainable_variables)
+    batches = [(d["x"], y) for d, y in map(batch, range(3), tf.range(3, dtype=tf.int64))]
+    spec = SPEC[0]["x"], SPEC[1]
+    step = ModelStep(model, spec, global_step=tf.Variable(0, dtype=tf.int64))
+    step._layout.assigns = False  # As on servers.
+    contribute(step, batches, (1, 0, 1))
+    assert [w.numpy() for w in model.layers[0].weights] == [2, True]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "match"),
     [

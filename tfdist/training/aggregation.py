@@ -71,13 +71,18 @@ class Accumulators:
     def _made(self, server: Server) -> Kept:
         layout = self._layout
         num = len(layout.dense) + len(layout.moving)
-        whole = {i: layout.reads[i].dtype for i in server.reads if i < num}
+        whole = {i: self._dtype(i) for i in server.reads if i < num}
         dtypes = {
             g: [tf.int64, tf.int32, shards[0].dtype]
             for g, shards in server.trained.items()
         }
         with tf.device(server.device):
             return Kept(*tf.nest.map_structure(_variable, (whole, dtypes)))
+
+    def _dtype(self, index: int) -> tf.DType:
+        """Of what is kept for one of `Layout.reads`: shares are no integers."""
+        dtype = tf.as_dtype(self._layout.reads[index].dtype)
+        return dtype if dtype.is_floating else tf.float64
 
     def keep(
         self, found: StepGradients, own: dict[str, Kept], fence: Fence | None
@@ -90,7 +95,7 @@ class Accumulators:
             values = iter(sent)
             with tf.device(server.device):
                 for i, value in zip(updates, values, strict=False):
-                    kept.whole[i].assign(value)
+                    kept.whole[i].assign(tf.cast(value, self._dtype(i)))
                 for g, rows in zip(server.trained, values, strict=True):
                     ids, counts = asked[g]
                     ids = ids.keys if isinstance(ids, Found) else ids
@@ -139,7 +144,9 @@ class Accumulators:
             ]
             parts = iter(zip(*each, strict=True))
             for i in updates:
-                mean.whole[i] = tf.add_n(next(parts))
+                mean.whole[i] = exchange.as_difference(
+                    tf.add_n(next(parts)), self._layout.reads[i].dtype
+                )
             for g, shards in server.trained.items():
                 pieces = [_by_id(next(parts), next(parts)) for _ in shards]
                 ids = [own for own, _ in pieces]
@@ -170,7 +177,7 @@ class Accumulators:
     ) -> Sequence[tf.Tensor]:
         """A worker's share of the means; of one that is not taken, nothing."""
         reads, groups = self._layout.reads, self._layout.groups
-        specs = [tf.TensorSpec(reads[i].shape, reads[i].dtype) for i in updates]
+        specs = [tf.TensorSpec(reads[i].shape, self._dtype(i)) for i in updates]
         for g, shards in server.trained.items():
             row = tf.TensorSpec([None, groups[g].dim], shards[0].dtype)
             specs += [tf.TensorSpec([None], tf.int64), row] * len(shards)

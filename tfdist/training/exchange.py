@@ -206,8 +206,7 @@ def over_replicas(
             routes.append(route)
             rows.append(gradient)
             continue
-        gradient = mean_to_sum(gradient, size)
-        gradient /= tf.cast(total, gradient.dtype)
+        gradient = mean_to_sum(gradient, size / total)
         routes.append(group.routed(replicas.gather(route.rows)))
         rows.append(
             tf.math.unsorted_segment_sum(
@@ -378,6 +377,16 @@ def difference(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
     if new.dtype.is_bool:
         return tf.cast(new, tf.int32) - tf.cast(old, tf.int32)
     return new - old
+
+
+def as_difference(mean: tf.Tensor, dtype: str) -> tf.Tensor:
+    """The mean of differences for a variable of a dtype.
+
+    A whole number, as one that counts steps, stays one.
+    """
+    if tf.as_dtype(dtype).is_floating:
+        return mean
+    return tf.cast(tf.round(mean), "int32" if dtype == "bool" else dtype)
 
 
 def add(variable: tf.Variable, value: tf.Tensor) -> None:

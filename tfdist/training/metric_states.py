@@ -135,10 +135,9 @@ class MetricStates:
         metrics = [scope.get_current_value(v) for v in self._metrics]
         for variable, value in zip(self._metrics, metrics, strict=True):
             value.set_shape(variable.shape)  # Keras 3.12 loses it.
-        if not self._has_loss:
-            # What a model computes of no example may be no number.
-            pairs = zip(metrics, states[2:], strict=True)
-            metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
+        # What a model computes of no example may be no number.
+        pairs = zip(metrics, states[2:], strict=True)
+        metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
         return [loss_sum, states[1] + weight, *metrics]
 
     def _assign(self, values: Sequence[Any]) -> None:

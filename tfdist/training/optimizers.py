@@ -43,6 +43,7 @@ def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """
     if not optimizer.built:
         optimizer.build(list(variables))
+    if not private_keras.counter(optimizer).numpy():
         begin(optimizer, variables)
 
 
@@ -382,11 +383,11 @@ def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    if optimizer.clipnorm:
-        return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
-    if optimizer.global_clipnorm:
-        return tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0]
-    if limit := optimizer.clipvalue:
+    if (limit := optimizer.clipnorm or 0) > 0:
+        return [tf.clip_by_norm(g, limit) for g in gradients]
+    if (limit := optimizer.global_clipnorm or 0) > 0:
+        return tf.clip_by_global_norm(gradients, limit)[0]
+    if (limit := optimizer.clipvalue or 0) > 0:
         return [tf.clip_by_value(g, -limit, limit) for g in gradients]
     return gradients
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
 
 class Replicas:
     """What a step asks of the replicas beside its own.
@@ -59,14 +61,15 @@ class Replicas:
         From those over this replica's `size` examples: a scalar float32,
         maybe 0.
         """
-        weighted = [mean_to_sum(t, size) for t in tensors]
-        *sums, total = self.sum([*weighted, size])
+        # Sums may be too large for what has two bytes.
+        wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in tensors]
+        *sums, total = self.sum([*(mean_to_sum(t, size) for t in wide), size])
         self._traced.total = total
         means = [t / tf.cast(total, t.dtype) for t in sums]
         # A whole number, as one that counts steps, stays one.
         means = [
-            tf.cast(tf.round(mean), t.dtype) if t.dtype.is_integer else mean
-            for mean, t in zip(means, sums, strict=True)
+            tf.cast(tf.round(mean) if t.dtype.is_integer else mean, t.dtype)
+            for mean, t in zip(means, tensors, strict=True)
         ]
         return means, total
 
