@@ -111,7 +111,8 @@ def test_moving_weights_that_are_no_fractions():
     model.build([None, 4])
     model.compile("sgd", "mse")
     optimizers.build(model.optimizer, model.trainable_variables)
-    batches = [(d["x"], y) for d, y in map(batch, range(3), tf.range(3, dtype=tf.int64))]
+    zero = tf.constant(0, tf.int64)
+    batches = [(d["x"], y) for d, y in (batch(w, zero) for w in range(3))]
     spec = SPEC[0]["x"], SPEC[1]
     step = ModelStep(model, spec, global_step=tf.Variable(0, dtype=tf.int64))
     step._layout.assigns = False  # As on servers.
