@@ -600,6 +600,29 @@ BAD = {
     "a timeout without unit": (["--timeout=90"], "must be like 90m"),
     "an unknown flag": (["--worker=1"], "unrecognized arguments: --worker=1"),
     "a metric alone": (["--metric=auc"], "--metric and --parameter belong"),
+    "how to tune, and nothing to tune": (
+        ["--max_trials=3", "--goal=minimize", "--stopping=median"],
+        "--goal counts only with --metric.\n"
+        "--max_trials counts only with --metric.\n"
+        "--stopping counts only with --metric.",
+    ),
+    "how to search, and nothing to tune": (
+        ["--parallel_trials=3", "--algorithm=random"],
+        "--parallel_trials counts only with --metric.\n"
+        "--algorithm counts only with --metric.",
+    ),
+    "machines of roles that the job lacks": (
+        [
+            *["--workers=1", "--chief_machine=a", "--ps_machine=a"],
+            *["--evaluator_machine=a", "--evaluator_accelerator=TPU_V3:8"],
+            "--reduction_machine=a",
+        ],
+        "--chief_machine counts only with --ps.\n"
+        "--ps_machine counts only with --ps.\n"
+        "--evaluator_machine counts only with --evaluator.\n"
+        "--evaluator_accelerator counts only with --evaluator.\n"
+        "--reduction_machine counts only with --reduction_servers.",
+    ),
     "a bad parameter": (
         ["--metric=auc", "--parameter=a=double:1"],
         "Argument `parameter` must be name=double:MIN:MAX[:log]",
@@ -629,6 +652,13 @@ def test_bad_input(capsys, name):
     assert message in err
     assert "Traceback" not in err
     assert out == ""  # Nothing is left in job.yaml.
+
+
+def test_a_default_can_be_said_of_what_the_job_lacks(capsys):
+    plain, _ = generated(capsys)
+    flags = [f"--ps_machine={N1}", f"--reduction_machine={HIGHCPU}"]
+    flags += ["--max_trials=10", "--parallel_trials=2", "--goal=maximize"]
+    assert generated(capsys, *flags)[0] == plain
 
 
 def test_every_problem_is_listed(capsys):

@@ -26,7 +26,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -43,6 +43,15 @@ _MACHINES = {
     "ps_machine": "parameter servers",
     "evaluator_machine": "the evaluator",
     "reduction_machine": "reduction servers",
+}
+# What a flag says something of -> those flags.
+_NEEDED_BY = {
+    "ps": ("chief_machine", "ps_machine"),
+    "evaluator": ("evaluator_machine", "evaluator_accelerator"),
+    "reduction_servers": ("reduction_machine",),
+    "metric": (
+        *("goal", "max_trials", "parallel_trials", "algorithm", "stopping"),
+    ),
 }
 
 
@@ -136,6 +145,21 @@ def _seconds(text: str) -> int:
     return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def _check_all_count(
+    options: argparse.Namespace, default: Callable[[str], Any]
+) -> None:
+    """Raises a `ValueError` if flags are set that the job has no use for."""
+    unused = [
+        f"--{flag} counts only with --{needed}."
+        for needed, flags in _NEEDED_BY.items()
+        for flag in flags
+        if not getattr(options, needed)
+        and getattr(options, flag) != default(flag)
+    ]
+    if unused:
+        raise ValueError("\n".join(unused))
+
+
 def _job(options: argparse.Namespace) -> Job:
     """The job that the flags describe, which are called as its fields."""
     if not options.base_output_dir:
@@ -192,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check:
             _check_file(options.check)
             return 0
+        _check_all_count(options, parser.get_default)
         job, tuning = _job(options), _tuning(options)
         spec = tuning.job(job, options.name) if tuning else job.spec()
         trials = f"{tuning.max_trials} trials of " if tuning else ""
