@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.vertex import command, jobs
+from tfdist.vertex import command, job_file, jobs
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.exports import copy_export
 from tfdist.vertex.jobs import Job, Machine
@@ -468,8 +468,19 @@ def test_what_gcloud_would_take_for_a_number_is_quoted(value):
     assert f"- '{value}'\n" in text
 
 
+@pytest.mark.parametrize(
+    "values",
+    [["--a=1", "--b"], ["a,b:c", "d"], [",:;|!~%@", "x"], ["^a^b", "c"]],
+)
+def test_gcloud_splits_a_list_where_it_was_joined(values):
+    delimiter, joined = ",", job_file._list_flag(values)
+    if joined.startswith("^"):  # `gcloud topic escaping`.
+        delimiter, joined = joined[1:].split("^", 1)
+    assert joined.split(delimiter) == values
+
+
 def test_a_word_of_several_lines_is_read_by_bash_as_it_was():
-    word = "é\n\\n'\t$x"
+    word = "é\n\\n'\t$x\u2028"
     text = command.to_yaml(
         Job(image=IMAGE, base_output_dir=OUTPUT).spec(),
         shape="chief",
@@ -477,8 +488,14 @@ def test_a_word_of_several_lines_is_read_by_bash_as_it_was():
         submit=[],
     )
     line = text.splitlines()[1].removeprefix("#")
-    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
-    assert done.stdout.decode() == word
+    for locale in ("C", "C.UTF-8"):
+        done = subprocess.run(
+            ["bash", "-c", line],
+            env={**os.environ, "LC_ALL": locale},
+            capture_output=True,
+            check=True,
+        )
+        assert done.stdout.decode() == word
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -74,9 +75,13 @@ def _list_flag(values: Sequence[str]) -> str:
     '^:^--a=1,2:--b'
     """
     used = "".join(values)
-    delimiter = next(c for c in ",:;|!~%@" if c not in used)
+    further = map(chr, itertools.count(0xA1))  # Beyond ASCII.
+    delimiters = itertools.chain(",:;|!~%@", further)
+    delimiter = next(c for c in delimiters if c not in used)
     joined = delimiter.join(values)
-    return joined if delimiter == "," else f"^{delimiter}^{joined}"
+    if delimiter == "," and not joined.startswith("^"):
+        return joined
+    return f"^{delimiter}^{joined}"
 
 
 class Dumper(yaml.SafeDumper):
@@ -151,6 +156,9 @@ def _quoted(word: str) -> str:
             return f"\\{c}"
         if c.isascii():
             return c.encode("unicode_escape").decode()
-        return c if c.isprintable() else rf"\U{ord(c):08x}"
+        if c.isprintable():
+            return c
+        # Bash writes \u as it is where the locale is no UTF-8.
+        return "".join(rf"\x{byte:02x}" for byte in c.encode())
 
     return f"$'{''.join(map(escaped, word))}'"
