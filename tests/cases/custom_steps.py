@@ -93,6 +93,27 @@ def lower_level(job):
     job.trains_as_fit(lambda: compiled(LowerLevel, loss=None))
 
 
+@case("the optimizer of a model within", TWICE)
+def within(job):
+    class Trainer(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            model = self.layers[-1]
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(y - model(x, training=True)))
+            weights = model.trainable_weights
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    def model_fn():
+        model = compiled(keras.Model)
+        trainer = Trainer(model.inputs, model(model.inputs[0]))
+        trainer.compile()
+        return trainer
+
+    job.trains_as_fit(model_fn)
+
+
 @case("a mean of its own as loss")
 def own_mean(job):
     job.trains_as_fit(lambda: compiled(OwnMean, loss=None))

@@ -121,6 +121,12 @@ def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:
             yield from optimizers_in(each)
 
 
+def held_optimizers(model: keras.Model) -> set[keras.optimizers.Optimizer]:
+    """Those that the model and its layers have as attributes."""
+    layers = model._flatten_layers()
+    return {each for layer in layers for each in optimizers_in(vars(layer))}
+
+
 def forget_rates(optimizer: keras.optimizers.Optimizer) -> None:
     """Has copies of an optimizer, which never update, have Keras' default rate.
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import optimizers_in, trained
+from tfdist._tf.private_keras import held_optimizers, trained
 from tfdist.embeddings import lookups
 from tfdist.training import optimizer_checks
 from tfdist.training.compiled_model import refuse_new_variables
@@ -42,7 +42,7 @@ class OwnStep:
         self._name = f"`train_step` of {type(model).__name__}"
         self._updates: list[tuple[Optimizer, Gradients]] = []
         self._means: dict[str, keras.metrics.Mean] = {}
-        for optimizer in list(optimizers_in(vars(model))):
+        for optimizer in held_optimizers(model):
             _hand_over(optimizer)
 
     def trace(self, batch: Any) -> dict[str, Any]:
