@@ -1,11 +1,19 @@
+import os
 import random
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import tensorflow as tf
 
 from tfdist.data.input_fns import untuned
+
+# What gRPC does in a fork kills it, sometimes. It reads this once.
+with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
+    import grpc
+
+    grpc.insecure_channel("").close()
 
 # Read first, so that no process is left alone with one of them at the end.
 LONGEST = ("test_notebooks.py", "test_cases.py", "test_canned.py")

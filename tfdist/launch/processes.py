@@ -55,7 +55,10 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this one, from the main thread."""
+    """Starts a process that ends with this one, from the main thread.
+
+    Not where gRPC has run: what it does in a fork may kill that.
+    """
     launcher = os.getpid()
     return subprocess.Popen(
         command,
