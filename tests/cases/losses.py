@@ -144,6 +144,16 @@ _add(
     CLASSES,
     3,
 )
+_add(
+    "sparse cross-entropy of classes that only one half has",
+    lambda: losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=2
+    ),
+    None,
+    np.sort(CLASSES, 0),
+    3,
+    of_batch=True,
+)
 for each in ("mse", "binary_crossentropy"):
     _add(f"{each} weighted", each, "sigmoid", weights=WEIGHTS)
 
