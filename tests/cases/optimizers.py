@@ -111,6 +111,7 @@ OPTIMIZERS = {
     "SGD global_clipnorm": lambda: K.SGD(0.1, global_clipnorm=0.01),
     "SGD clipvalue": lambda: K.SGD(0.1, clipvalue=0.001),
     "a clipvalue that clips nothing": lambda: K.SGD(0.1, clipvalue=-1.0),
+    "a clipnorm that clips nothing": lambda: K.SGD(0.1, clipnorm=-1.0),
     "RMSprop centered": lambda: K.RMSprop(0.01, centered=True, momentum=0.5),
     "Adam": lambda: K.Adam(0.01),
     "Adam amsgrad": lambda: K.Adam(0.01, amsgrad=True),
