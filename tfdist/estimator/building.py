@@ -26,7 +26,7 @@ from tfdist.data.worker_context import GroupContext
 from tfdist.estimator.specs import ModelFn, RunConfig
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
-from tfdist.session.recoverable import Trainable
+from tfdist.session.trainable import Trainable
 from tfdist.training import compiled_model, optimizers
 from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.keras_step import KerasStep

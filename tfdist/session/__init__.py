@@ -1,8 +1,9 @@
 """`MonitoredTrainingSession`: steps that go on when a process dies.
 
-Read in this order: `monitored_session` (hooks around steps), `recoverable`
-(what is built again after a failure, and how); beside them `recovery` (what is
-done about which error) and `lockstep` (all-reduce: one process leads).
+Read in this order: `trainable` (what is trained), `monitored_session` (hooks
+around steps), `recoverable` (what is built again after a failure, and how);
+beside them `recovery` (what is done about which error) and `lockstep`
+(all-reduce: one process leads).
 
 What each failure costs, with the test that shows it. "The last checkpoint" is
 the last that was complete: by default one is begun every 60 s, or as often as

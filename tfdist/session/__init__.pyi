@@ -1,4 +1,4 @@
 from .monitored_session import (
     MonitoredTrainingSession as MonitoredTrainingSession,
 )
-from .recoverable import Trainable as Trainable
+from .trainable import Trainable as Trainable

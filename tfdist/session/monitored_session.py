@@ -32,7 +32,8 @@ from tfdist.hooks.session_run_hook import (
 )
 from tfdist.hooks.summary_hooks import StepCounterHook, SummarySaverHook
 from tfdist.session import recovery
-from tfdist.session.recoverable import RecoverableSession, Trainable
+from tfdist.session.recoverable import RecoverableSession
+from tfdist.session.trainable import Trainable
 from tfdist.training.loop import EndOfInput, FunctionLoop
 
 _log = logging.getLogger(__name__)

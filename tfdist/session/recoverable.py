@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from tfdist.placement.scope import placed_scope
 from tfdist.session import recovery
 from tfdist.session.lockstep import Lockstep
 from tfdist.session.recovery import RecoveryAction, restart_process
+from tfdist.session.trainable import Trainable
 from tfdist.training import optimizers
 from tfdist.training.loop import FunctionLoop, Loop
 
@@ -37,38 +37,6 @@ _log = logging.getLogger(__name__)
 _TERM_SECS = 20.0  # How long the steps under way may take after SIGTERM.
 # How long a checkpoint may take that is under way at a failure or at the end.
 _WRITE_SECS = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainable:
-    """What `build_fn` makes, and can make again.
-
-    Attributes:
-        step: Runs one step, increments `global_step` and returns scalars by
-            name (`{"loss": ...}`), or a `tfdist.training.loop.Loop` that runs
-            many.
-        global_step: Scalar int64 variable that counts applied steps.
-        variables: Name to variable: what a checkpoint holds (see
-            `tfdist.checkpoint.named_variables`). `global_step` is added.
-        iterator: What `step` reads from, saved with each checkpoint. Default:
-            that of the loop.
-        model: The Keras model, for callbacks.
-        min_ps: With how few parameter servers `build_fn` could do.
-
-    >>> tfdist.Trainable(
-    ...     step=lambda: {"loss": 0.0},
-    ...     global_step=tf.Variable(0, dtype=tf.int64),
-    ...     variables={"weight": tf.Variable(1.0)},
-    ... ).model is None
-    True
-    """
-
-    step: Callable[[], Mapping[str, Any]] | Loop
-    global_step: tf.Variable
-    variables: Mapping[str, Saveable]
-    iterator: tf.data.Iterator | None = None
-    model: keras.Model | None = None
-    min_ps: int = 1
 
 
 class RecoverableSession:

@@ -1,0 +1,45 @@
+"""What a session trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf.private_checkpoints import Saveable
+from tfdist.training.loop import Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """What `build_fn` makes, and can make again.
+
+    Attributes:
+        step: Runs one step, increments `global_step` and returns scalars by
+            name (`{"loss": ...}`), or a `tfdist.training.loop.Loop` that runs
+            many.
+        global_step: Scalar int64 variable that counts applied steps.
+        variables: Name to variable: what a checkpoint holds (see
+            `tfdist.checkpoint.named_variables`). `global_step` is added.
+        iterator: What `step` reads from, saved with each checkpoint. Default:
+            that of the loop.
+        model: The Keras model, for callbacks.
+        min_ps: With how few parameter servers `build_fn` could do.
+
+    >>> tfdist.Trainable(
+    ...     step=lambda: {"loss": 0.0},
+    ...     global_step=tf.Variable(0, dtype=tf.int64),
+    ...     variables={"weight": tf.Variable(1.0)},
+    ... ).model is None
+    True
+    """
+
+    step: Callable[[], Mapping[str, Any]] | Loop
+    global_step: tf.Variable
+    variables: Mapping[str, Saveable]
+    iterator: tf.data.Iterator | None = None
+    model: keras.Model | None = None
+    min_ps: int = 1
