@@ -501,6 +501,20 @@ def test_who_is_not_the_chief_waits_for_a_checkpoint(tmp_path):
     assert sorted(tmp_path.iterdir()) == files
 
 
+def test_what_is_being_written_is_removed_by_the_chief_alone(tmp_path):
+    """Who else restores would have the chief's save fail."""
+    train(counted(), 3, checkpoint_dir=str(tmp_path))
+    part = tmp_path / "model.ckpt-9_temp" / "part-0"
+    part.parent.mkdir()
+    part.touch()
+    train(counted(), 5, checkpoint_dir=str(tmp_path), is_chief=False)
+    variables = {"w": tf.Variable(0.0), "global_step": tf.Variable(np.int64())}
+    assert checkpoints.Checkpoints(str(tmp_path), variables).restore()
+    assert part.exists()
+    train(counted(), 5, checkpoint_dir=str(tmp_path))
+    assert not part.parent.exists()
+
+
 # --- Exact resumption --------------------------------------------------------
 
 

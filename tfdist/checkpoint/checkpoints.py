@@ -240,6 +240,12 @@ class Checkpoints:
                 "`check_numerics=False` saves what is there."
             )
 
+    def remove_unfinished(self) -> None:
+        """Removes what saves that were killed have left; none may run."""
+        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
+        for path in tf.io.gfile.glob(pattern):
+            storage.remove_tree(path)
+
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.
 
@@ -252,10 +258,6 @@ class Checkpoints:
             ValueError: it holds other variables, or every checkpoint is
                 damaged, or their list is, or is missing.
         """
-        # What saves that were killed have left.
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
         paths = listed(self._directory)
         if not paths:
             _check_there_is_none(self._directory)
