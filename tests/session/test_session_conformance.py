@@ -7,6 +7,8 @@ what exists only with a graph: `Scaffold`, feeds, `graph.pbtxt` and `.meta`
 files, and the error for a missing global step.
 """
 
+import threading
+
 import pytest
 import tensorflow as tf
 from both_sessions import (
@@ -20,6 +22,7 @@ from both_sessions import (
     v1,
 )
 
+from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
@@ -113,6 +116,50 @@ def test_calls_errors_and_checkpoints(name, tmp_path):
     steps = [checkpoint_steps(directory) for directory in directories]
     assert steps[1] == steps[0]
     assert bool(steps[0]) == (with_checkpoints and name != "Aborted in begin")
+
+
+class Thread(v1.train.SessionRunHook):
+    """Starts one with each session; it may stay until `released`."""
+
+    def __init__(self, log, released=None):
+        self._log, self._released = log, released
+
+    def after_create_session(self, session, coord):
+        number = len(self._log)
+        self._log.append(f"begin {number}")
+
+        def run():
+            coord.wait_for_stop()
+            self._log.append(f"end {number}")
+            if self._released:
+                self._released.wait()
+
+        thread = threading.Thread(target=run)
+        coord.register_thread(thread)
+        thread.start()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("boom"), aborted], ids=str)
+@pytest.mark.parametrize("stays", [False, True])
+def test_threads_of_hooks(error, stays):
+    """They end with their session, well or not, or are left alone."""
+    logs, before = [], threading.active_count()
+    for play in (tf1, ours):
+        released = threading.Event() if stays else None
+
+        def hooks(library, log, released=released):
+            scripts = scripted({("after_run", 1): error}, stop=2)
+            return [Thread(log, released), *scripts(library, log)]
+
+        session = {"stop_grace_period_secs": 0.1 if stays else 120}
+        logs.append(play(Training(hooks, session=session)))
+        if released:
+            released.set()
+        wait_for(lambda: threading.active_count() <= before, 10, 0.01)
+    assert logs[1] == logs[0]
+    ended = [call for call in logs[0] if call.startswith("end ")]
+    assert len(ended) == (2 if error is aborted else 1)
+    assert threading.active_count() <= before
 
 
 def test_run_after_a_requested_stop(tmp_path):

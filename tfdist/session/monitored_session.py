@@ -197,6 +197,7 @@ class MonitoredTrainingSession(RecoverableSession):
             all_hooks,
             is_chief=is_chief,
             checkpoint_dir=checkpoint_dir,
+            stop_grace_period_secs=stop_grace_period_secs,
             max_wait_secs=max_wait_secs,
             check_numerics=check_numerics,
             cluster=cluster,
@@ -204,7 +205,6 @@ class MonitoredTrainingSession(RecoverableSession):
         )
         self.secs_in_steps = 0.0
         self.input_secs = np.zeros(2)
-        self._grace_secs = stop_grace_period_secs
         self._stop = self._closed = False
         self._steps_per_sec = 0.0
         self._refused = ""  # What change, if it is still asked for.
@@ -270,8 +270,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 key=lambda h: not getattr(h, "sets_variables", False),
             ):
                 hook.end(self)
-            self._coord.request_stop()
-            self._coord.join(stop_grace_period_secs=self._grace_secs)
+            self._end_threads()
             if self._lockstep:
                 self._lockstep.end()
         except Exception as error:
@@ -437,6 +436,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self._size.stop()
         self._have_saved()
         self._disconnect()
+        self._end_threads()
 
 
 def _cadence(secs: Any, steps: Any, **default: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,7 @@ class RecoverableSession:
         *,
         is_chief: bool,
         checkpoint_dir: str | None,
+        stop_grace_period_secs: float,
         max_wait_secs: float,
         check_numerics: bool,
         cluster: Cluster | None,
@@ -69,6 +71,7 @@ class RecoverableSession:
         self._takes_strategy = takes_argument(
             build_fn, "build_fn", "the strategy"
         )
+        self._grace_secs = stop_grace_period_secs
         self._max_wait_secs = max_wait_secs
         self._check_numerics = check_numerics
         self._cluster = cluster
@@ -248,6 +251,9 @@ class RecoverableSession:
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
             restart_process(reason)
+        with contextlib.suppress(*recovery.FAILURES):  # Of the same, perhaps.
+            self._end_threads()
+        self._coord = tf.train.Coordinator(recovery.END_OF_INPUT)
         self._disconnect()
         self._keeps = self._can_keep(lost)
         self._built = False
@@ -272,6 +278,12 @@ class RecoverableSession:
         if not ended:
             _log.warning("A checkpoint has not been written: it is given up.")
         return ended
+
+    def _end_threads(self) -> None:
+        """Has the threads of hooks end; raises what one of them has."""
+        self._coord.request_stop()
+        secs = self._grace_secs
+        self._coord.join(stop_grace_period_secs=secs, ignore_live_threads=True)
 
     def _disconnect(self) -> None:
         """Ends the threads that work for the loop."""
