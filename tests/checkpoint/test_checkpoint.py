@@ -120,6 +120,38 @@ def test_nothing_is_assigned_when_something_is_wrong(trained):
         np.testing.assert_array_equal(old, variable.numpy())
 
 
+def test_another_dtype_is_no_damage(tmp_path):
+    Checkpoints(str(tmp_path), {"w": tf.Variable([1, 2])}).save(1)
+    other = Checkpoints(str(tmp_path), {"w": tf.Variable([0.0, 0.0])})
+    message = r"not fit the model:\n  w: float32 in the model, int32 saved"
+    with pytest.raises(ValueError, match=message):
+        other.restore()
+
+
+@pytest.mark.parametrize("shape", [[None], tf.TensorShape(None)], ids=str)
+def test_a_variable_whose_shape_changes(tmp_path, shape):
+    def build():
+        step = tf.Variable(np.int64(0))
+        seen = tf.Variable([0.0], shape=shape)
+
+        def run():
+            seen.assign(tf.range(float(step.assign_add(1))))
+            return {}
+
+        return tfdist.Trainable(run, step, {"seen": seen})
+
+    for last_step in (3, 5):
+        stop = tfdist.StopAtStepHook(last_step=last_step)
+        with tfdist.MonitoredTrainingSession(
+            build, checkpoint_dir=str(tmp_path), hooks=[stop]
+        ) as session:
+            before = session.variables["seen"].numpy().tolist()
+            while not session.should_stop():
+                session.run()
+    assert before == [0, 1, 2]
+    assert session.variables["seen"].numpy().tolist() == [0, 1, 2, 3, 4]
+
+
 class Twice(keras.layers.Layer):
     """Keras lets a layer have two variables of one name."""
 

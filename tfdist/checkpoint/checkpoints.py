@@ -23,7 +23,7 @@ from tfdist._tf.private_positions import (
 from tfdist.checkpoint.held import HeldValues, can_hold
 from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
-from tfdist.checkpoint.names import of_optimizers, saved_shapes
+from tfdist.checkpoint.names import of_optimizers, saved_dtypes, saved_shapes
 from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
@@ -410,11 +410,17 @@ def restore(
     variables = {n: v for n, v in variables.items() if n not in others}
     saved = {n: shape for n, shape in saved.items() if n not in others}
     problems = [
-        f"  {name}: shape {tuple(v.shape)} in the model, "
+        f"  {name}: shape {v.shape} in the model, "
         + (f"{tuple(saved[name])}" if name in saved else "missing")
         + " in the checkpoint"
         for name, v in variables.items()
-        if saved.get(name) != list(v.shape)
+        if name not in saved or not v.shape.is_compatible_with(saved[name])
+    ]
+    dtypes = saved_dtypes(path)
+    problems += [
+        f"  {name}: {v.dtype.name} in the model, {dtypes[name].name} saved"
+        for name, v in variables.items()
+        if dtypes.get(name, v.dtype) != v.dtype
     ]
     if exact:
         problems += [

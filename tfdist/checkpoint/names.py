@@ -140,6 +140,12 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     }
 
 
+def saved_dtypes(path: str) -> dict[str, tf.DType]:
+    """As `saved_shapes`, of their dtypes."""
+    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    return {name_of(key): dtype for key, dtype in dtypes.items()}
+
+
 def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:
     """As `saved_shapes`; raises unless there are such growing tables."""
     shapes = saved_shapes(path)

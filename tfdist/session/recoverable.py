@@ -374,7 +374,7 @@ class RecoverableSession:
                 f"{trainable!r}."
             )
         variables = trainable.variables.items()
-        after = {name: (tuple(v.shape), v.dtype) for name, v in variables}
+        after = {name: (v.shape, v.dtype) for name, v in variables}
         before = self._shapes = self._shapes or after
         differences = [
             f"  {name}: {before.get(name, 'missing')}, then "
