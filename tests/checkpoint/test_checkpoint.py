@@ -352,6 +352,8 @@ def test_a_directory_in_whose_name_tensorflow_sees_a_pattern(tmp_path, name):
             tfdist.RunConfig(path)
         with pytest.raises(ValueError, match="takes for a pattern"):
             tfdist.MonitoredTrainingSession(lambda: None, checkpoint_dir=path)
+        with pytest.raises(ValueError, match="takes for a pattern"):
+            tfdist.CheckpointSaverHook(path, save_steps=1)
     assert not list(tmp_path.iterdir())
 
 

@@ -515,6 +515,14 @@ def test_what_is_being_written_is_removed_by_the_chief_alone(tmp_path):
     assert not part.parent.exists()
 
 
+def test_a_directory_may_be_a_path(tmp_path):
+    for last_step in (2, 4):
+        session = train(
+            counted(), last_step, checkpoint_dir=tmp_path, summary_dir=tmp_path
+        )
+    assert session.restored_from == str(tmp_path / "model.ckpt-2")
+
+
 # --- Exact resumption --------------------------------------------------------
 
 

@@ -112,18 +112,23 @@ def make_directory(path: str) -> None:
     tf.io.gfile.makedirs(path)
 
 
-def check_no_pattern(directory: str) -> None:
+def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     """Refuses a directory whose name TensorFlow takes for a pattern.
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
     those of `job*` those of `job2`.
+
+    Returns:
+        Its path as a string.
     """
+    directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):
         raise ValueError(
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
             "which TensorFlow takes for a pattern: checkpoints there could not "
             "be found, or others be deleted."
         )
+    return directory
 
 
 def read_text(path: str) -> str | None:

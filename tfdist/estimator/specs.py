@@ -409,10 +409,9 @@ class EvalSpec:
 def _set_directory(config: RunConfig, name: str) -> None:
     """Makes a directory what `os.path.join` needs, and checks it."""
     check_type(name, getattr(config, name), str | os.PathLike)
-    path = os.fspath(getattr(config, name))
+    path = storage.check_no_pattern(getattr(config, name))
     if not path:
         raise ValueError(f"Argument `{name}` must not be empty.")
-    storage.check_no_pattern(path)
     # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
     # sets ends in a slash.
     object.__setattr__(config, name, path.rstrip("/") or "/")

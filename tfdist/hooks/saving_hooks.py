@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from os import PathLike
 from os.path import normpath
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tfdist._tf import storage
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
     Logs,
@@ -85,7 +87,7 @@ class CheckpointSaverHook(TimedHook):
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | PathLike[str],
         save_secs: float | None = None,
         save_steps: int | None = None,
         *,
@@ -94,8 +96,8 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
         super().__init__(save_secs=save_secs, save_steps=save_steps)
-        self._directory, self._save_steps = checkpoint_dir, save_steps
-        self._save_secs = save_secs
+        self._directory = storage.check_no_pattern(checkpoint_dir)
+        self._save_secs, self._save_steps = save_secs, save_steps
         self._listeners = list(listeners or ())
         self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints

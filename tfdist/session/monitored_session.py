@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -141,7 +142,7 @@ class MonitoredTrainingSession(RecoverableSession):
         build_fn: Callable[..., Trainable],
         *,
         is_chief: bool = True,
-        checkpoint_dir: str | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         hooks: Iterable[Hook] | None = None,
         chief_only_hooks: Iterable[Hook] | None = None,
         save_checkpoint_secs: float | None = USE_DEFAULT,
@@ -151,7 +152,7 @@ class MonitoredTrainingSession(RecoverableSession):
         stop_grace_period_secs: float = 120,
         log_step_count_steps: int | None = 100,
         max_wait_secs: float = 7200,
-        summary_dir: str | None = None,
+        summary_dir: str | os.PathLike[str] | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
         check_numerics: bool = True,
@@ -165,11 +166,11 @@ class MonitoredTrainingSession(RecoverableSession):
         elif cluster:
             is_chief = cluster.is_chief
         if checkpoint_dir:
-            storage.check_no_pattern(checkpoint_dir)
+            checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         all_hooks: list[Hook] = []
         if is_chief:  # In TF1's order.
             all_hooks += chief_only_hooks or ()
-            summary_dir = summary_dir or checkpoint_dir
+            summary_dir = os.fspath(summary_dir or checkpoint_dir or "")
             summaries = _cadence(
                 save_summaries_secs, save_summaries_steps, save_steps=100
             )
