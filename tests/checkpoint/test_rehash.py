@@ -176,6 +176,15 @@ def test_the_last_variable_is_a_large_one(old, tmp_path, monkeypatch):
     assert after["table/embeddings"][0] == 3 * SEGMENT
 
 
+def test_the_output_may_be_moved(old, tmp_path):
+    rehash(old, tmp_path / "made", 3 * SEGMENT)
+    (tmp_path / "made").rename(tmp_path / "moved")
+    wanted = [str(tmp_path / "moved/model.ckpt-12")]
+    assert checkpoints.listed(str(tmp_path / "moved")) == wanted
+    state = tf.train.get_checkpoint_state(str(tmp_path / "moved"))
+    assert [*state.all_model_checkpoint_paths] == wanted
+
+
 def test_no_room():
     keys = mixed(tf.range(SEGMENT + 100, dtype=tf.int64)).numpy()
     with pytest.raises(

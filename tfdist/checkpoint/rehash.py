@@ -43,7 +43,8 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
         raise ValueError(f"There are checkpoints in {output!r} already.")
     tables_in(path, capacities)
     moves = {name: _move(path, name, n) for name, n in capacities.items()}
-    found = os.path.join(output, os.path.basename(path))
+    basename = os.path.basename(path)
+    found = os.path.join(output, basename)
     temporary = f"{found}_temp"
     parts: list[str] = []
     values: dict[str, tf.Tensor] = {}
@@ -85,7 +86,10 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
             checkpoint_prefixes=parts, destination_prefix=found
         )
     storage.remove_tree(temporary)
-    tf.compat.v1.train.update_checkpoint_state(output, found)
+    # As a `CheckpointManager` does: `output` may be moved.
+    kinds = "model_checkpoint_path", "all_model_checkpoint_paths"
+    text = "".join(f'{kind}: "{basename}"\n' for kind in kinds)
+    storage.write_text(os.path.join(output, "checkpoint"), text)
     return found
 
 
