@@ -266,6 +266,29 @@ def test_a_hook_asks_for_what_is_not_there():
         train(counted(), hooks=[Asking()])
 
 
+@pytest.mark.parametrize("fetches", [None, [], {}])
+def test_a_hook_asks_for_nothing(fetches):
+    seen = []
+
+    class Asking(SessionRunHook):
+        def before_run(self, run_context):
+            return SessionRunArgs(fetches)
+
+        def after_run(self, run_context, run_values):
+            seen.append(run_values.results)
+
+    train(counted(), 1, [Asking()])
+    assert seen == [fetches]
+
+
+def test_a_hook_feeds():
+    hook = tf.compat.v1.train.FeedFnHook(lambda: {"x": 1.0})
+    with pytest.raises(
+        ValueError, match=r"FeedFnHook feeds \['x'\], and there"
+    ):
+        train(counted(), 1, [hook])
+
+
 def test_evaluates_in_this_process():
     build = make(metrics=["mse"])
     with MonitoredTrainingSession(

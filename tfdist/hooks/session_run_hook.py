@@ -71,7 +71,7 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
 
     When `before_run` returns None, `run_values.results` are the logs of the
     steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
-    each leaf replaced by its value.
+    each leaf replaced by its value. A `feed_dict` is a `ValueError`.
 
     Attributes:
         wants_none_under_way: Whether, after the steps that `steps_until_next`
@@ -235,6 +235,13 @@ class HookRunner:
     def __init__(self, hooks: Iterable[Hook], session: Any) -> None:
         self.context = SessionRunContext(SessionRunArgs(None), session)
         self._asked = [(hook, hook.before_run(self.context)) for hook in hooks]
+        for hook, args in self._asked:
+            if args and args.feed_dict:
+                raise ValueError(
+                    f"{type(hook).__name__} feeds {[*args.feed_dict]}, and "
+                    "there is no graph to feed. Assign to a variable that the "
+                    "step reads."
+                )
 
     def end(self, logs: Mapping[str, float]) -> None:
         """Calls `after_run` with what each hook asked for; default: `logs`."""
@@ -260,6 +267,8 @@ def resolve(
     """
 
     def value(fetch: Any) -> Any:
+        if fetch is None:
+            return None
         if isinstance(fetch, str):
             if fetch in logs:
                 return logs[fetch]
