@@ -242,6 +242,28 @@ def test_a_layer_of_any_name_restores(tmp_path):
     restore(Checkpoints(str(tmp_path), variables).save(1), variables, True)
 
 
+def test_an_optimizer_that_is_not_built():
+    made = logistic("adagrad")
+    assert not made.optimizer.built
+    assert any(n.endswith("/accumulator") for n in named_variables(made))
+
+
+class Counting(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.global_step = keras.Variable(0.0, name="global_step")
+
+    def call(self, x):
+        return x
+
+
+def test_a_layer_that_has_a_global_step():
+    made = logistic(hidden=[Counting()])
+    assert "global_step" in named_variables(made)
+    with pytest.raises(ValueError, match="'global_step' as the job's step"):
+        named_variables(made, tf.Variable(np.int64(0)))
+
+
 @pytest.mark.parametrize("name", ["a/b", "a.b", "a.b/c.d", "a_b"])
 def test_any_name_survives(tmp_path, name):
     path = Checkpoints(str(tmp_path), {name: tf.Variable(2.0)}).save(0)

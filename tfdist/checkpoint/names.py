@@ -42,10 +42,11 @@ def named_variables(
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included.
+        optimizer: Whether the optimizer's variables are included; it is built
+            if it is not yet.
 
     Raises:
-        ValueError: two variables have one name.
+        ValueError: two variables have one name, or one that of the counter.
     """
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
     metrics = {id(v) for v in model.metrics_variables}
@@ -53,6 +54,7 @@ def named_variables(
         if id(variable) not in metrics:
             grouped[logical_path(variable)].append(variable)
     if optimizer and getattr(model, "optimizer", None) is not None:
+        optimizers.build(model.optimizer, model.trainable_variables)
         _add_optimizer(grouped, model)
     named: dict[str, Saveable] = {}
     for name, variables in grouped.items():
@@ -69,6 +71,11 @@ def named_variables(
                 "their layers different names."
             )
     if global_step is not None:
+        if GLOBAL_STEP in named:
+            raise ValueError(
+                f"A variable of model {model.name!r} is called {GLOBAL_STEP!r} "
+                "as the job's step counter is. Give it another name."
+            )
         named[GLOBAL_STEP] = global_step
     return named
 
