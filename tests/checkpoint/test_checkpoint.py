@@ -152,6 +152,13 @@ def test_a_variable_whose_shape_changes(tmp_path, shape):
     assert session.variables["seen"].numpy().tolist() == [0, 1, 2, 3, 4]
 
 
+def test_variables_of_keras(tmp_path):
+    saved, empty = keras.Variable([1.0, 2.0]), keras.Variable([0.0, 0.0])
+    path = Checkpoints(str(tmp_path), {"w": saved}).save(1)
+    assert restore(path, {"w": empty})
+    assert empty.numpy().tolist() == [1, 2]
+
+
 class Twice(keras.layers.Layer):
     """Keras lets a layer have two variables of one name."""
 

@@ -546,6 +546,21 @@ def test_a_directory_may_be_a_path(tmp_path):
     assert session.restored_from == str(tmp_path / "model.ckpt-2")
 
 
+def test_variables_of_keras(tmp_path):
+    def build():
+        step, weight = tf.Variable(np.int64(0)), keras.Variable(0.0)
+
+        def run():
+            step.assign_add(1)
+            weight.assign(weight + 2)
+
+        return Trainable(run, step, {"weight": weight})
+
+    for last_step in (2, 3):
+        session = train(build, last_step, checkpoint_dir=str(tmp_path))
+    assert session.variables["weight"].numpy() == 6
+
+
 # --- Exact resumption --------------------------------------------------------
 
 

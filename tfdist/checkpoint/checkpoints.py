@@ -23,7 +23,12 @@ from tfdist._tf.private_positions import (
 from tfdist.checkpoint.held import HeldValues, can_hold
 from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
-from tfdist.checkpoint.names import of_optimizers, saved_dtypes, saved_shapes
+from tfdist.checkpoint.names import (
+    of_optimizers,
+    other_dtypes,
+    saved_shapes,
+    values_of,
+)
 from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
@@ -66,7 +71,7 @@ class Checkpoints:
 
     Args:
         directory: Where the checkpoints are.
-        variables: Name to variable, from `named_variables`.
+        variables: Name to variable, as from `named_variables`.
         max_to_keep: Most recent checkpoints kept; `None` or 0 keeps all.
         keep_every_n_hours: In addition keeps one per so many hours.
         iterator_fn: Returns the iterator of the input, whose position is
@@ -93,7 +98,7 @@ class Checkpoints:
     ) -> None:
         _newest(directory)  # Or raises.
         self._directory = directory
-        self._variables = dict(variables)
+        self._variables = variables = values_of(variables)
         self._keep = {
             "max_to_keep": max_to_keep or None,
             "keep_checkpoint_every_n_hours": keep_every_n_hours,
@@ -405,7 +410,7 @@ def restore(
     >>> float(empty)
     1.0
     """
-    saved = saved_shapes(path)
+    saved, variables = saved_shapes(path), values_of(variables)
     others = of_optimizers(saved, variables) if exact else set()
     variables = {n: v for n, v in variables.items() if n not in others}
     saved = {n: shape for n, shape in saved.items() if n not in others}
@@ -416,12 +421,7 @@ def restore(
         for name, v in variables.items()
         if name not in saved or not v.shape.is_compatible_with(saved[name])
     ]
-    dtypes = saved_dtypes(path)
-    problems += [
-        f"  {name}: {v.dtype.name} in the model, {dtypes[name].name} saved"
-        for name, v in variables.items()
-        if dtypes.get(name, v.dtype) != v.dtype
-    ]
+    problems += other_dtypes(path, variables)
     if exact:
         problems += [
             f"  {name}: missing in the model, shape {tuple(shape)} in the "
@@ -431,13 +431,12 @@ def restore(
         ]
     if problems:
         grown = any("/seen: shape" in problem for problem in problems)
+        rehash = _REHASH.format(path) if grown else ""
         raise ValueError(
             f"Checkpoint {path} does not fit the model:\n"
             + "\n".join(problems)
             + "\nIt was written by another model function. Restore the "
-            "matching code, or choose another model_dir."
-            + grown
-            * _REHASH.format(path)
+            "matching code, or choose another model_dir." + rehash
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -80,6 +81,14 @@ def named_variables(
     return named
 
 
+def values_of(variables: Mapping[str, Any]) -> dict[str, Saveable]:
+    """Name to variable; of one of Keras what holds its value."""
+    return {
+        name: v.value if isinstance(v, keras.Variable) else v
+        for name, v in variables.items()
+    }
+
+
 def _is_whole(shards: Sequence[keras.Variable]) -> bool:
     """Whether they are the shards of one table: none has rows of another."""
     if any(shard_of(shard) is None for shard in shards):
@@ -147,10 +156,15 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     }
 
 
-def saved_dtypes(path: str) -> dict[str, tf.DType]:
-    """As `saved_shapes`, of their dtypes."""
+def other_dtypes(path: str, variables: Mapping[str, Saveable]) -> list[str]:
+    """Lines about the variables that checkpoint `path` has in another dtype."""
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
-    return {name_of(key): dtype for key, dtype in dtypes.items()}
+    saved = {name_of(key): dtype for key, dtype in dtypes.items()}
+    return [
+        f"  {name}: {v.dtype.name} in the model, {saved[name].name} saved"
+        for name, v in variables.items()
+        if saved.get(name, v.dtype) != v.dtype
+    ]
 
 
 def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:

@@ -18,6 +18,7 @@ from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
+from tfdist.checkpoint.names import values_of
 from tfdist.cluster import probing, servers, strategies
 from tfdist.cluster.health import HealthMonitor, ServerFailure, ServerLostError
 from tfdist.cluster.size import ClusterSize
@@ -110,7 +111,8 @@ class RecoverableSession:
     @property
     def variables(self) -> dict[str, Saveable]:
         """What a checkpoint holds, by name."""
-        return {**self._trainable.variables, "global_step": self.global_step}
+        variables = values_of(self._trainable.variables)
+        return {**variables, "global_step": self.global_step}
 
     @property
     def model(self) -> keras.Model | None:
