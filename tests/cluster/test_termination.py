@@ -47,3 +47,17 @@ def test_sigterm_in_the_meantime_is_heard():
     finally:
         faulthandler.unregister(signal.SIGTERM)
         sigterm.restore()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_may_end_in_any_order(first):
+    before = signal.getsignal(signal.SIGTERM)
+    both = [termination.Sigterm(), termination.Sigterm()]
+    other = both.pop(1 - first)
+    both[0].restore()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert other.received
+    finally:
+        other.restore()
+    assert signal.getsignal(signal.SIGTERM) == before

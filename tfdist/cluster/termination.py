@@ -47,10 +47,16 @@ class Sigterm:
             self.leave()
 
     def restore(self) -> None:
-        """Puts the handler of before back."""
+        """Puts the handler of before back, once later ones have done so."""
         if self._enabled:
-            signal.signal(signal.SIGTERM, self._before)
             self._enabled = False
+            handler = signal.getsignal(signal.SIGTERM) or self._before
+            while (
+                isinstance(owner := getattr(handler, "__self__", None), Sigterm)
+                and not owner._enabled
+            ):
+                handler = owner._before
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
