@@ -198,6 +198,27 @@ def test_two_tables_of_one_name():
         named_variables(made)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tables_of_other_dtypes(tmp_path, dtype):
+    """TensorFlow cannot read what it writes of a table of float16."""
+
+    def named(num_shards):
+        table = tfdist.PartitionedEmbedding(
+            40, 2, num_shards=num_shards, dtype=dtype, name="table"
+        )
+        made = keras.Sequential([keras.Input([3], dtype="int64"), table])
+        name, variable = named_variables(made).popitem()
+        return {name.rpartition("/")[-1]: variable}
+
+    if dtype == "float16":
+        with pytest.raises(ValueError, match="float16 in 2 shards"):
+            named(2)
+        return
+    saved, other = named(2), named(3)
+    restore(Checkpoints(str(tmp_path), saved).save(1), other, exact=True)
+    assert (saved["embeddings"].numpy() == other["embeddings"].numpy()).all()
+
+
 def test_keeps_the_newest(tmp_path):
     variable = {"v": tf.Variable(1.0)}
     checkpoints = Checkpoints(str(tmp_path), variable, max_to_keep=2)

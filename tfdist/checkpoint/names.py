@@ -21,6 +21,8 @@ from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
 
 GLOBAL_STEP = "global_step"
+# Of these TensorFlow writes slices, and reads them in the same ones alone.
+_NO_SLICES = {"float16", "uint16", "uint32", "uint64"}
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
@@ -47,7 +49,8 @@ def named_variables(
             if it is not yet.
 
     Raises:
-        ValueError: two variables have one name, or one that of the counter.
+        ValueError: two variables have one name, or one that of the counter; a
+            table in shards is of float16.
     """
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
     metrics = {id(v) for v in model.metrics_variables}
@@ -62,6 +65,13 @@ def named_variables(
         if len(variables) == 1:
             named[name] = variables[0].value
         elif _is_whole(variables):
+            if (dtype := variables[0].dtype) in _NO_SLICES:
+                raise ValueError(
+                    f"{name!r} is a table of {dtype} in {len(variables)} "
+                    "shards, which TensorFlow could restore into no other "
+                    "number of them. Give the layer another `dtype`, for "
+                    "example 'bfloat16', or `num_shards=1`."
+                )
             named[name] = PartitionedVariable(
                 [v.value for v in variables], list(map(runs_of, variables))
             )
