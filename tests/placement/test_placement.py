@@ -1,5 +1,6 @@
 """Strategies and load functions, against what contrib did."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -96,6 +97,17 @@ def test_random_is_the_hash_of_name_and_seed():
     tasks = [RandomStrategy(5, seed=s)(V) for s in range(40)]
     assert set(tasks) == set(range(5))
     assert tasks[0] == RandomStrategy(5)(VariableSpec("v", (9,)))
+
+
+def test_random_takes_variables_for_what_they_are_called():
+    """And not all kernels for one."""
+    layers = [keras.layers.Dense(1, name=f"layer{i}") for i in range(9)]
+    kernels = keras.Sequential([keras.Input([1]), *layers]).weights[::2]
+    own = [tf.Variable(0.0, name=v.path) for v in kernels]
+    strategy = RandomStrategy(5)
+    tasks = [strategy(VariableSpec(v.path, ())) for v in kernels]
+    assert len({*tasks}) > 2
+    assert [*map(strategy, kernels)] == [*map(strategy, own)] == tasks
 
 
 def test_bytes_count_slots_and_what_they_add():

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable, check_positive, check_type
-from tfdist.placement.variables import VariableSpec, variable_spec
+from tfdist.placement.variables import VariableSpec, full_name, variable_spec
 
 PlacementStrategy = Callable[[Any], int]
 LoadFn = Callable[[Any], float]
@@ -119,7 +119,7 @@ class RandomStrategy:
 
     def __call__(self, variable: Any) -> int:
         """Returns the task for the variable's name."""
-        key = f"{variable.name}_{self._seed}".encode()
+        key = f"{full_name(variable)}_{self._seed}".encode()
         digest = hashlib.md5(key, usedforsecurity=False).hexdigest()
         return int(digest, 16) % self._num_tasks
 

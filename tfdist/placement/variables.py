@@ -87,6 +87,12 @@ def kind_of(spec: VariableSpec) -> tuple[str, Any, str]:
     return spec.name.rsplit("/", 1)[-1], spec.shape, spec.dtype
 
 
+def full_name(variable: Any) -> str:
+    """Of a variable, a description of one, or a TF1 op."""
+    name = getattr(variable, "path", None) or variable.name
+    return name.removesuffix(":0")
+
+
 def variable_spec(variable: Any) -> VariableSpec:
     """Describes a variable or the TF1 op that makes one, without slots."""
     if isinstance(variable, VariableSpec):
@@ -94,9 +100,8 @@ def variable_spec(variable: Any) -> VariableSpec:
     if hasattr(variable, "node_def") and hasattr(variable, "outputs"):
         return _op_spec(variable)
     if hasattr(variable, "shape") and hasattr(variable, "dtype"):
-        name = getattr(variable, "path", None) or variable.name
         return VariableSpec(
-            name.removesuffix(":0"),
+            full_name(variable),
             variable.shape,
             variable.dtype,
             trainable=bool(getattr(variable, "trainable", True)),
