@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -57,7 +58,7 @@ class Lockstep:
     def save_positions(self, step: int) -> None:
         """The leader has all save theirs, and waits for the others."""
         self._peers.tell(save=step)
-        self._positions(self._directory()).save_position(step)
+        self._saved.save_position(step)
         self._peers.wait_for_others(f"saved/{step}", self._watch)
 
     def leaving(self) -> str | None:
@@ -96,7 +97,7 @@ class Lockstep:
                 )
             if "save" in command:
                 step = command["save"]
-                self._positions(self._directory()).save_position(step)
+                self._saved.save_position(step)
                 self._peers.announce(f"saved/{step}")
             elif "regroup" in command:
                 self._peers.announce("regroup")
@@ -114,6 +115,11 @@ class Lockstep:
     def own_position(self, path: str) -> str:
         """Where this process saved its position beside checkpoint `path`."""
         return os.path.join(self._directory(), os.path.basename(path))
+
+    @functools.cached_property
+    def _saved(self) -> Checkpoints:
+        """The positions of this process."""
+        return self._positions(self._directory())
 
     def _directory(self) -> str:
         assert self._checkpoint_dir is not None  # The leader saves.
