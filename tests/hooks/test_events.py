@@ -1,3 +1,6 @@
+import gc
+import glob
+import os
 import shutil
 
 import numpy as np
@@ -134,3 +137,17 @@ def test_tensorboard_forgets_what_is_void(tmp_path):
     shown = EventAccumulator(str(tmp_path)).Reload().Tensors("loss")
     values = [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in shown]
     assert values == [(1, 1.0), (4, 1.0), (7, 2.0)]
+
+
+def test_few_files_stay_open(tmp_path):
+    """Of a process that trains many models, each in a directory."""
+    for trial in range(40):
+        event_file(str(tmp_path / str(trial))).write(1, SCALARS)
+    gc.collect()
+    links = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
+    assert (
+        0
+        < sum(link.startswith(os.path.realpath(tmp_path)) for link in links)
+        <= 32
+    )
+    assert len([*tmp_path.glob("*/events*")]) == 40

@@ -83,7 +83,7 @@ def _append(writer: tf.io.TFRecordWriter, **event: Any) -> None:
     writer.write(record.SerializeToString())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=32)  # Files that are open, of many trials.
 def event_file(directory: str) -> EventFile:
     """This process's, for all hooks: TensorBoard follows only the newest."""
     return EventFile(directory)
