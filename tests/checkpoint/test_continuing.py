@@ -173,6 +173,19 @@ def test_every_difference_is_listed(tmp_path, change):
     assert_equal(all_values(made), before)
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.5])
+def test_another_learning_rate_is_told(tmp_path, caplog, rate):
+    """As with Keras, that of the checkpoint goes on, which may have changed."""
+    for value in (0.01, rate):
+        made = estimator(
+            tmp_path, lambda rate=value: logistic(keras.optimizers.SGD(rate))
+        )
+        made.train(endless, steps=2)
+    saved = made.get_variable_value("sgd/learning_rate")
+    assert saved == pytest.approx(0.01)
+    assert ("Learning rates go on as saved" in caplog.text) == (rate != 0.01)
+
+
 def test_weights_alone_may_be_fewer(tmp_path):
     """To evaluate and to predict take no more than they need."""
     made = estimator(tmp_path).train(endless, steps=2)

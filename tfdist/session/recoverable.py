@@ -396,9 +396,18 @@ class RecoverableSession:
             self._loop = FunctionLoop(trainable.step, trainable.global_step)
         self._built = True
 
+    def _rates(self) -> dict[str, str]:
+        """The learning rates that are variables."""
+        return {
+            name: f"{float(tf.convert_to_tensor(variable)):g}"
+            for name, variable in self.variables.items()
+            if name.endswith("/learning_rate") and variable.shape.rank == 0
+        }
+
     def _restore(self) -> None:
         """Restores the newest checkpoint, or as a follower the leader's."""
         directory, saved = self.checkpoint_dir, None
+        rates = {} if self._keeps else self._rates()
         position_of: Callable[[str], str] = str  # Beside the checkpoint.
         if self._lockstep and self._loop.own_batches:
             position_of = self._lockstep.own_position
@@ -430,5 +439,12 @@ class RecoverableSession:
                 raise tf.errors.AbortedError(None, None, "No checkpoint of all")
             if model is not None and not whole:
                 optimizers.begin(model.optimizer, model.trainable_variables)
+            if rates and rates != (now := self._rates()):
+                _log.warning(
+                    "Learning rates go on as saved, %s, where the program says "
+                    "%s. To change one, let a callback assign it.",
+                    now,
+                    rates,
+                )
         if self._lockstep:
             self._lockstep.tell(restored=self.restored_from)
