@@ -13,7 +13,7 @@ from small_models import batches, logistic
 
 import tfdist
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables
-from tfdist.estimator import results
+from tfdist.estimator import evaluation, results
 from tfdist.estimator.evaluation import DamagedCheckpointError
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.exporters import Exporter, FinalExporter
@@ -446,6 +446,21 @@ def test_threads_of_hooks_are_joined(job):
     hook = Thread()
     evaluator_of(job, hooks=[hook]).evaluate(job.save_after(1))
     assert not hook.thread.is_alive()
+
+
+def test_a_thread_of_a_hook_that_stays_is_left_alone(job, monkeypatch):
+    """As in TF1, and as when training ends."""
+    monkeypatch.setattr(evaluation, "_GRACE_SECS", 0.1)
+    released = threading.Event()
+
+    class Thread(SessionRunHook):
+        def after_create_session(self, session, coord):
+            thread = threading.Thread(target=released.wait, daemon=True)
+            coord.register_thread(thread)
+            thread.start()
+
+    evaluator_of(job, hooks=[Thread()]).evaluate(job.save_after(1))
+    released.set()
 
 
 # --- The evaluator task ------------------------------------------------------

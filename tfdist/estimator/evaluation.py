@@ -121,7 +121,10 @@ class Evaluation:
                 hook.end(session)
         finally:
             session.request_stop()
-        session.coord.join(stop_grace_period_secs=_GRACE_SECS)
+        secs = _GRACE_SECS
+        session.coord.join(
+            stop_grace_period_secs=secs, ignore_live_threads=True
+        )
         return metrics(), int(session.global_step)
 
     def _load(
