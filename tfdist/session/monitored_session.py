@@ -165,7 +165,7 @@ class MonitoredTrainingSession(RecoverableSession):
             check_is_chief(cluster)
         elif cluster:
             is_chief = cluster.is_chief
-        if checkpoint_dir:
+        if checkpoint_dir is not None:
             checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         all_hooks: list[Hook] = []
         if is_chief:  # In TF1's order.
