@@ -13,7 +13,7 @@ from tfdist.data.input_fns import untuned
 with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
     import grpc
 
-    grpc.insecure_channel("").close()
+    grpc.insecure_channel("localhost:1").close()
 
 # Read first, so that no process is left alone with one of them at the end.
 LONGEST = ("test_notebooks.py", "test_cases.py", "test_canned.py")
