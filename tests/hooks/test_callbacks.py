@@ -71,26 +71,31 @@ def fit(these, epochs):
 
 
 class Recorder(callbacks.Callback):
-    """Writes down all calls that it may expect."""
+    """Writes down all calls that it may expect, with all arguments."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs):
+        assert logs == {}
         self.calls.append("train begins")
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch, logs):
+        assert logs == {}
         self.calls.append(f"epoch {epoch} begins")
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_begin(self, batch, logs):
+        assert logs == {}
+
+    def on_train_batch_end(self, batch, logs):
         assert logs.keys() == {"loss", "mse"}
         self.calls.append(batch)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch, logs):
         self.calls.append(f"epoch {epoch} ends")
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs):
         self.calls.append("train ends")
 
 
@@ -192,7 +197,8 @@ def test_a_callback_that_counts_batches_sees_those_of_fit(caplog):
     train([KerasCallbackHook([ours], STEPS)], 2 * STEPS)
     assert ours.calls == theirs.calls
     assert (
-        "Recorder.on_train_batch_end is called after every step" in caplog.text
+        "Recorder.on_train_batch_begin is called after every step"
+        in caplog.text
     )
 
 

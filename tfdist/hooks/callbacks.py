@@ -193,7 +193,7 @@ class KerasCallbackHook(SessionRunHook):
             callback.set_params(self._params)
             callback.set_model(model)
         if not self._begun:
-            self._call("on_train_begin")
+            self._call("on_train_begin", {})
             self._begun = True
         self._step, self._epoch = session.step, -1
 
@@ -207,11 +207,11 @@ class KerasCallbackHook(SessionRunHook):
         if self._epoch < 0:
             self._epoch = epoch
             self._so_far = None
-            self._call("on_epoch_begin", epoch)
+            self._call("on_epoch_begin", epoch, {})
         elif self._so_far is not None:
             self._so_far.go_on()
         if self.single_steps:
-            self._call("on_train_batch_begin", batch)
+            self._call("on_train_batch_begin", batch, {})
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Reports the run, and the epoch if it is over."""
@@ -253,7 +253,7 @@ class KerasCallbackHook(SessionRunHook):
         if results:
             self._evaluated_step = evaluated
             self._logs |= {f"val_{k}": v for k, v in results.items()}
-            self._call("on_test_begin")
+            self._call("on_test_begin", {})
             self._call("on_test_end", results)
         for callback in self._callbacks:
             if evaluated == self._step or not _keeps_the_best(callback):
