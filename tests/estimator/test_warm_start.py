@@ -81,6 +81,15 @@ def test_a_job_that_goes_on_keeps_its_own(old, tmp_path):
     assert np.array_equal(made.get_variable_value(KERNEL), before)
 
 
+def test_evaluated_and_asked_before_it_trains(old, tmp_path):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config, warm_start_from=old.model_dir)
+    expected = old.evaluate(batches)
+    assert made.evaluate(batches) == {**expected, "global_step": 0}
+    outputs = next(old.predict(batches))
+    assert np.array_equal(next(made.predict(batches)), outputs)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

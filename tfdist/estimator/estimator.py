@@ -7,6 +7,7 @@ its variables from a checkpoint: what is in the directory is the state.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -239,7 +240,7 @@ class Estimator:
             steps: Batches to read at most; None for all.
             hooks: See there.
             checkpoint_path: Default: the latest; without any, the model as it
-                is initialized.
+                is initialized, or as it starts warm.
             name: See there.
 
         Returns:
@@ -247,13 +248,21 @@ class Estimator:
         """
         spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
         evaluator = Evaluator(
-            self.model_fn, self.model_dir, spec, self.config.summary_dir
+            self.model_fn,
+            self.model_dir,
+            spec,
+            self.config.summary_dir,
+            self._warm_start,
         )
         path = checkpoint_path or self.latest_checkpoint()
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             with step_on_workers(
-                self.model_fn, self.config, path, batches, metrics=True
+                self.model_fn,
+                self.config,
+                functools.partial(self._fill, path=path),
+                batches,
+                metrics=True,
             ) as (step, on_each_batch):
                 if overrides(step.model, "test_step"):
                     return {}
@@ -301,8 +310,9 @@ class Estimator:
     def _outputs(self, dataset: tf.data.Dataset, path: str | None) -> Iterator:
         """What the model returns for each batch, as arrays."""
         if self.config.strategy_name == "ps":
+            fill = functools.partial(self._fill, path=path)
             with step_on_workers(
-                self.model_fn, self.config, path, dataset, metrics=False
+                self.model_fn, self.config, fill, dataset, metrics=False
             ) as (step, on_each_batch):
                 yield from on_each_batch(step.predict)
             return
@@ -383,10 +393,16 @@ class Estimator:
             element_spec = trained_element_spec(self.model_dir)
         reset_object_names()
         model = checked_model(self.model_fn(), element_spec, targets)
-        if path:
-            variables = checkpoints.named_variables(model, optimizer=False)
-            checkpoints.restore(path, variables)
+        self._fill(model, path)
         return model
+
+    def _fill(self, model: keras.Model, path: str | None) -> None:
+        """Assigns the weights in a checkpoint, else those of a warm start."""
+        variables = checkpoints.named_variables(model, optimizer=False)
+        if path:
+            checkpoints.restore(path, variables)
+        elif self._warm_start:
+            self._warm_start.assign(model, variables)
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.

@@ -15,6 +15,7 @@ from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
 from tfdist.estimator.specs import EvalSpec, ModelFn
+from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.session_run_hook import Hook, HookRunner
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
@@ -69,8 +70,14 @@ class EvaluationSession:
 class Evaluation:
     """Evaluates a model, made once, with one checkpoint after another."""
 
-    def __init__(self, model_fn: ModelFn, spec: EvalSpec) -> None:
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        spec: EvalSpec,
+        warm_start: WarmStartHook | None = None,
+    ) -> None:
         self._model_fn, self._spec = model_fn, spec
+        self._warm_start = warm_start
         self._element_spec: Any = None  # Until somebody has made the data.
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
@@ -155,6 +162,8 @@ class Evaluation:
                     f"Checkpoint {path} is damaged or gone. TensorFlow says: "
                     + str(error).partition("\n")[0]
                 ) from error
+        elif self._warm_start:
+            self._warm_start.assign(model, variables)
         session = EvaluationSession(model, variables, global_step, path)
         self._session = session
         return self._step, session

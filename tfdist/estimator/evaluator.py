@@ -36,6 +36,7 @@ from tfdist.data.input_fns import without_context
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
 from tfdist.estimator.specs import EvalSpec, ModelFn
+from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.events import event_file
 
 _log = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ class Evaluator:
         model_dir: str,
         spec: EvalSpec,
         summary_dir: str | None = None,
+        warm_start: WarmStartHook | None = None,
     ) -> None:
         self.spec = spec
         self._model_dir = model_dir
-        self._evaluation = Evaluation(model_fn, spec)
+        self._evaluation = Evaluation(model_fn, spec, warm_start)
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)

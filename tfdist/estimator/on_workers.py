@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import checkpoints
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.strategies import parameter_server_strategy
@@ -25,11 +25,14 @@ from tfdist.training.workers import Workers
 def step_on_workers(
     model_fn: ModelFn,
     config: RunConfig,
-    path: str | None,
+    fill: Callable[[keras.Model], None],
     dataset: tf.data.Dataset,
     metrics: bool,
 ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-    """A step, and what yields a function's value for each batch."""
+    """A step, and what yields a function's value for each batch.
+
+    `fill` assigns the model's weights.
+    """
     wait_secs = config.session_creation_timeout_secs
     cluster = ClusterSize(config.cluster, config.model_dir).now
     strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
@@ -37,9 +40,7 @@ def step_on_workers(
     global_step, model = create_variables(
         model_fn, config, strategy, spec, metrics
     )
-    if path:
-        variables = checkpoints.named_variables(model, optimizer=False)
-        checkpoints.restore(path, variables)
+    fill(model)
     step = ModelStep(
         model, spec, global_step=global_step, remote=True, metrics=metrics
     )

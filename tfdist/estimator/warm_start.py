@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist.checkpoint import checkpoints
 from tfdist.embeddings.filling import fill
 from tfdist.embeddings.growing import growing_of
@@ -77,10 +78,17 @@ class WarmStartHook(SessionRunHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Assigns the weights, unless the session was restored."""
-        if session.restored_from is not None:
-            return
-        settings, model = self._settings, session.model
-        assert model is not None  # An `Estimator` always has one.
+        if session.restored_from is None:
+            model = session.model
+            assert model is not None  # An `Estimator` always has one.
+            self.assign(model, session.variables)
+            optimizers.begin(model.optimizer, model.trainable_variables)
+
+    def assign(
+        self, model: keras.Model, variables: Mapping[str, Saveable]
+    ) -> None:
+        """Assigns the weights of a new model; `variables` are those it has."""
+        settings = self._settings
         given = settings.ckpt_to_initialize_from
         path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
         if not (path and tf.io.gfile.exists(f"{path}.index")):
@@ -100,8 +108,7 @@ class WarmStartHook(SessionRunHook):
         for name in filled.keys() & tables.keys():
             chosen -= {*map(logical_path, tables[name].pieces)}
         _check_whole(model, chosen)
-        variables, wanted = session.variables, sorted(chosen)
-        taken = {renamed.get(name, name): variables[name] for name in wanted}
+        taken = {renamed.get(n, n): variables[n] for n in sorted(chosen)}
         unknown = (renamed.keys() - names) | (filled.keys() - tables.keys())
         if unknown or not (taken or filled):
             raise ValueError(
@@ -124,7 +131,6 @@ class WarmStartHook(SessionRunHook):
         for growing in filter(None, map(growing_of, model.weights)):
             # It was seen in steps of the other job.
             growing.seen.value.assign(tf.zeros_like(growing.seen.value))
-        optimizers.begin(model.optimizer, model.trainable_variables)
         number = len(taken) + len(filled)
         _log.info("Warm start: %d variables from %s.", number, path)
 
