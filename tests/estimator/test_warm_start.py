@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def started(path, warm_start_from, model_fn=model_fn, input_fn=endless):
 
 
 def test_all_weights_and_nothing_else(old, tmp_path):
-    values = started(tmp_path, old.model_dir)
+    values = started(tmp_path, Path(old.model_dir))
     for name in (KERNEL, BIAS):
         assert np.array_equal(values[name], old.get_variable_value(name))
     assert values["global_step"] == 0
@@ -95,6 +97,7 @@ def test_evaluated_and_asked_before_it_trains(old, tmp_path):
     [
         (lambda d: f"{d}/nothing", "no checkpoint to start warm from"),
         (lambda d: WarmStartSettings(d, "nothing"), "must name variables"),
+        (lambda d: WarmStartSettings(d, None), "must name variables"),
         (
             lambda d: WarmStartSettings(
                 d, var_name_to_prev_var_name={"nothing": KERNEL}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ class Estimator:
         self,
         model_fn: ModelFn,
         config: RunConfig,
-        warm_start_from: WarmStartSettings | str | None = None,
+        warm_start_from: WarmStartSettings | str | os.PathLike | None = None,
     ) -> None:
         check_callable("model_fn", model_fn)
         if isinstance(model_fn, keras.Model):

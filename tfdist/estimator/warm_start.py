@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from tfdist.training.layout import is_seed
 
 _log = logging.getLogger(__name__)
 
+_Path = str | os.PathLike[str]
+
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
@@ -39,7 +42,8 @@ class WarmStartSettings:
         ckpt_to_initialize_from: A checkpoint, or a directory with some.
         vars_to_warm_start: Regular expression that a weight's name must match
             somewhere, or a list of such; not trained ones too, unlike in TF.
-            Slots and counters are never taken. Default: all.
+            Slots and counters are never taken. Default: all. None: those of
+            `var_name_to_ids` alone.
         var_name_to_prev_var_name: Names in the checkpoint, of variables that
             had another name there.
         var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
@@ -51,8 +55,8 @@ class WarmStartSettings:
         ValueError: `ckpt_to_initialize_from` is empty.
     """
 
-    ckpt_to_initialize_from: str
-    vars_to_warm_start: str | list[str] = ".*"
+    ckpt_to_initialize_from: _Path
+    vars_to_warm_start: str | list[str] | None = ".*"
     var_name_to_prev_var_name: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )
@@ -61,18 +65,20 @@ class WarmStartSettings:
     )
 
     def __post_init__(self) -> None:
-        if not self.ckpt_to_initialize_from:
+        path = os.fspath(self.ckpt_to_initialize_from)
+        object.__setattr__(self, "ckpt_to_initialize_from", path)
+        if not path:
             raise ValueError(
                 "Argument `ckpt_to_initialize_from` must be the path of a "
-                f"checkpoint. Received: {self.ckpt_to_initialize_from!r}."
+                f"checkpoint. Received: {path!r}."
             )
 
 
 class WarmStartHook(SessionRunHook):
     """Takes the weights when a job begins; a job that goes on has its own."""
 
-    def __init__(self, settings: WarmStartSettings | str) -> None:
-        if isinstance(settings, str):
+    def __init__(self, settings: WarmStartSettings | _Path) -> None:
+        if not isinstance(settings, WarmStartSettings):
             settings = WarmStartSettings(settings)
         self._settings = settings
 
@@ -95,7 +101,7 @@ class WarmStartHook(SessionRunHook):
             raise ValueError(
                 f"There is no checkpoint to start warm from at {given!r}."
             )
-        patterns = settings.vars_to_warm_start
+        patterns = settings.vars_to_warm_start or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         names = {logical_path(v) for v in model.weights if not is_seed(v)}
         renamed = settings.var_name_to_prev_var_name
