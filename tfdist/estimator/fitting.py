@@ -19,7 +19,7 @@ from tfdist.data.input_fns import InputFn, takes_context, without_context
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
-from tfdist.hooks.callbacks import KerasCallbackHook
+from tfdist.hooks.callbacks import Callback, KerasCallbackHook
 from tfdist.hooks.session_run_hook import SessionRunHook
 
 # Arguments of Keras' `fit`, and what is given here instead.
@@ -41,12 +41,12 @@ def fit(
     validation_data: Any = None,
     epochs: int = 1,
     steps_per_epoch: int | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
+    callbacks: Sequence[Callback] | Callback | None = None,
     *,
     batch_size: int | None = None,
     shuffle: bool = True,
     validation_steps: int | None = None,
-    hooks: Iterable[SessionRunHook] = (),
+    hooks: Iterable[SessionRunHook] | None = None,
     model_dir: str | None = None,
     **config: Any,
 ) -> tuple[keras.Model | None, keras.callbacks.History | None]:
@@ -165,8 +165,9 @@ def fit(
                 fit_data.check_ends(dataset, name, "validation_steps")
             eval_spec = EvalSpec(eval_fn, validation_steps, throttle_secs=0)
         eval_dir = estimator.eval_dir() if eval_spec else None
-        hook = KerasCallbackHook([*callbacks, history], steps, eval_dir, epochs)
-        train_spec = TrainSpec(endless, epochs * steps, (*hooks, hook))
+        given = keras.tree.flatten(callbacks or [])
+        hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
+        train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
         train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
     history.set_model(model)
