@@ -108,6 +108,7 @@ def test_replace():
         ({"evaluator_timeout_secs": float("nan")}, ValueError),
         ({"log_step_count_steps": "100"}, TypeError),
         ({"log_step_count_steps": True}, TypeError),
+        ({"save_checkpoints_steps": 1e3}, TypeError),
         ({"tf_random_seed": "1"}, TypeError),
         ({"audit_input": "yes"}, TypeError),
         ({"train_distribute": "a strategy"}, ValueError),
@@ -164,6 +165,7 @@ def test_run_config_reads_the_environment(monkeypatch):
         ({"input_fn": 3}, TypeError, "`input_fn` must be callable"),
         ({"max_steps": 0}, ValueError, "`max_steps` must be at least 1"),
         ({"max_steps": -5}, ValueError, "max_steps=-5"),
+        ({"max_steps": 1e5}, TypeError, "`max_steps` must be an integer"),
         ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
         ({"hooks": 1}, TypeError, "`hooks` must be a sequence"),
     ],
@@ -178,6 +180,7 @@ def test_bad_train_spec(kwargs, error, message):
     [
         ({"input_fn": None}, TypeError, "`input_fn` must be callable"),
         ({"steps": 0}, ValueError, "`steps` must be at least 1"),
+        ({"steps": 1e2}, TypeError, "`steps` must be an integer"),
         ({"start_delay_secs": -1}, ValueError, "must not be negative"),
         ({"throttle_secs": -1}, ValueError, "must not be negative"),
         ({"name": 3}, TypeError, "`name` must be a str"),

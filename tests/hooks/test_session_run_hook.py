@@ -131,10 +131,11 @@ def test_seconds_start_anew_after_going_back():
         ),
         ({"every_steps": 0}, "must be positive"),
         ({"every_secs": -1}, "must be positive"),
+        ({"every_steps": 1e3}, "`every_steps` must be an integer"),
     ],
 )
 def test_bad_timer(kwargs, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         SecondOrStepTimer(**kwargs)
 
 

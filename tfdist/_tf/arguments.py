@@ -34,6 +34,8 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
 def check_at_least(argument: str, value: Any, least: float) -> None:
     """Raises unless `value` is None or a number of at least `least`.
 
+    What counts, as 1 for `least` and a name in "steps" say, must be an integer.
+
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):
     ValueError: Argument `steps` must be at least 1. Received: steps=0.
@@ -41,8 +43,11 @@ def check_at_least(argument: str, value: Any, least: float) -> None:
     if value is None:
         return
     received = f"Received: {argument}={value!r}."
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"Argument `{argument}` must be a number. {received}")
+    counts = least >= 1 or argument.endswith("steps")
+    kind = numbers.Integral if counts else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        wanted = "an integer" if counts else "a number"
+        raise TypeError(f"Argument `{argument}` must be {wanted}. {received}")
     if not float(value) >= least:
         wanted = f"be at least {least}" if least >= 1 else "be positive"
         wanted = "not be negative" if least == 0 else wanted

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_at_least
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist.checkpoint.checkpoints import Checkpoints
 
@@ -181,6 +182,8 @@ def check_exactly_one(**arguments: float | None) -> None:
             f"Exactly one of `{'` and `'.join(arguments)}` must be given; "
             f"it must be positive. Received: {received}."
         )
+    for name, value in arguments.items():
+        check_at_least(name, value, 0 if name.endswith("secs") else 1)
 
 
 class TimedHook(SessionRunHook):
