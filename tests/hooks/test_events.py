@@ -2,6 +2,7 @@ import gc
 import glob
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,8 +62,8 @@ def test_no_file_without_an_event(tmp_path):
 
 
 def test_one_file_for_a_directory(tmp_path):
-    for step in (1, 2):
-        file = event_file(str(tmp_path))
+    for step, kind in enumerate((str, Path), 1):
+        file = event_file(kind(tmp_path))
         file.write(step, SCALARS)
     assert len(list(tmp_path.iterdir())) == 1
     assert read_scalars(str(tmp_path)) == {1: SCALARS, 2: SCALARS}

@@ -83,10 +83,13 @@ def _append(writer: tf.io.TFRecordWriter, **event: Any) -> None:
     writer.write(record.SerializeToString())
 
 
-@functools.lru_cache(maxsize=32)  # Files that are open, of many trials.
-def event_file(directory: str) -> EventFile:
+# Files that are open, of many trials.
+_event_file = functools.lru_cache(maxsize=32)(EventFile)
+
+
+def event_file(directory: str | os.PathLike[str]) -> EventFile:
     """This process's, for all hooks: TensorBoard follows only the newest."""
-    return EventFile(directory)
+    return _event_file(os.fspath(directory))
 
 
 def _value(
