@@ -221,7 +221,7 @@ def test_training_ends_with_the_error_of_an_exporter(tmp_path):
 # Arguments.
 
 
-@pytest.mark.parametrize("name", ["", None, "a/b", "a b", 3])
+@pytest.mark.parametrize("name", ["", None, "a/b", "a b", "..", 3])
 def test_bad_name(name):
     with pytest.raises(ValueError, match="`name` must be a directory name"):
         FinalExporter(name)

@@ -71,7 +71,7 @@ class Exporter:
         assets_extra: Mapping[str, str] | None = None,
         format: str = "saved_model",
     ) -> None:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]*[\w-]", name):
             raise ValueError(
                 "Argument `name` must be a directory name: letters, digits, "
                 f"'_', '-', '.'. Received: name={name!r}."
