@@ -34,7 +34,7 @@ def input_fn():
 
 
 class Recorder(Exporter):
-    """Writes down what it is called with."""
+    """Writes down what it is called with; returns a path object."""
 
     def __init__(self, name="recorder", fail_at=None):
         super().__init__(name)
@@ -45,7 +45,7 @@ class Recorder(Exporter):
         self.calls.append((eval_result["global_step"], is_the_final_export))
         if eval_result["global_step"] == self._fail_at:
             raise RuntimeError("as a user's exporter may")
-        return f"{export_path}/{len(self.calls)}"
+        return Path(export_path, str(len(self.calls)))
 
 
 class Job:

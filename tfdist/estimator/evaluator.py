@@ -147,7 +147,7 @@ class Evaluator:
                 is_the_final_export,
             )
             if path:
-                self.result["exports"][i] = path
+                self.result["exports"][i] = os.fsdecode(path)
         self.result["final"] = is_the_final_export
         results.write_json(self._result_path, self.result)
 
