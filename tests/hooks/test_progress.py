@@ -124,7 +124,7 @@ def test_a_recovery_does_not_spoil_the_speed(tmp_path):
     assert [line.split(",")[0] for line in lines] == [
         "step 10",
         "step 20",
-        "step 25",
+        "step 20",
         "step 30",
     ]
     assert all(SPEED in line for line in lines)

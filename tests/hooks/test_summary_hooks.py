@@ -36,6 +36,11 @@ def test_summaries(tmp_path, kwargs, steps):
     )
 
 
+def test_multiples_stay_so_when_a_job_goes_on_between_two(tmp_path):
+    hook = SummarySaverHook(4, output_dir=str(tmp_path), at_first_step=False)
+    assert count([hook], 14, start=6) == [8, 12, 14]
+
+
 def test_summaries_of_redone_steps(tmp_path):
     hook = SummarySaverHook(4, output_dir=str(tmp_path / "summaries"))
     count(

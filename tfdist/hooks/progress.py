@@ -64,7 +64,7 @@ class ProgressHook(TimedHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Starts the first interval, again after a recovery."""
-        self._timer.update_last_triggered_step(session.step)
+        self._timer.start(session.step)
         self._marks = [_mark(session)]
         self._traces = True
 
@@ -75,7 +75,7 @@ class ProgressHook(TimedHook):
 
     def end(self, session: Session) -> None:
         """Writes the last step's line, if it has none, and leaves the line."""
-        if session.step != self._timer.last_triggered_step():
+        if session.step != self._marks[-1][0]:
             self._write(session, with_time_left=False)
         if self._lines and self._stream.isatty():
             self._stream.write("\n")

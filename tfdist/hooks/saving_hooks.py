@@ -122,9 +122,7 @@ class CheckpointSaverHook(TimedHook):
             self._checkpoints.prepare()
         else:
             self._save(session)
-        # Multiples of an interval stay so when a job goes on between two.
-        begun = session.step - session.step % (self._save_steps or 1)
-        self._timer.update_last_triggered_step(begun)
+        self._timer.start(session.step)
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Saves; if training ends, and nobody evaluates, `end` does."""

@@ -161,6 +161,13 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
             return None
         return max(1, last + self._steps - step)
 
+    def start(self, step: int) -> None:
+        """Starts an interval; of steps, the one of multiples that holds `step`.
+
+        They stay multiples when a job goes on between two.
+        """
+        self.update_last_triggered_step(step - step % (self._steps or 1))
+
     def go_back_to(self, step: int) -> None:
         """Undoes the triggers after `step`, whose steps will run again.
 
@@ -213,7 +220,7 @@ class TimedHook(SessionRunHook):
         self._timer.go_back_to(session.step)
         begun = self._timer.last_triggered_step() is not None
         if not (self._at_first_step or begun):
-            self._timer.update_last_triggered_step(session.step)
+            self._timer.start(session.step)
 
     def steps_until_next(self, step: int) -> int | None:
         """Steps until the timer triggers."""
