@@ -238,10 +238,11 @@ class KerasCallbackHook(SessionRunHook):
     def _found(self) -> tuple[int, dict[str, float], dict[str, float]]:
         """Step and metrics of the newest evaluation, and the epoch's logs.
 
-        No metrics where an epoch has had them.
+        No metrics where an epoch has had them. Those of later steps are left by
+        a job that has gone back to an earlier checkpoint since.
         """
         results = read_scalars(self._eval_dir) if self._eval_dir else {}
-        newest = max(results, default=-1)
+        newest = max((s for s in results if s <= self._step), default=-1)
         new = results[newest] if newest > self._evaluated_step else {}
         return newest, new, dict(self._so_far or {})
 
