@@ -128,6 +128,12 @@ def test_assets_extra_that_does_not_exist(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_no_loader_would_find(model, tmp_path):
+    with pytest.raises(ValueError, match="takes for a pattern"):
+        export_saved_model(model, tmp_path / "run[1]")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_serving_of_the_model_is_the_default(model, tmp_path):
     class Knows(keras.Model):
         def serving(self):

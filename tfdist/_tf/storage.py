@@ -125,8 +125,8 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     if set(directory) & set("*?[\\"):
         raise ValueError(
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
-            "which TensorFlow takes for a pattern: checkpoints there could not "
-            "be found, or others be deleted."
+            "which TensorFlow takes for a pattern: what is saved there could "
+            "not be found, or others be deleted."
         )
     return directory
 

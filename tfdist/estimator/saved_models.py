@@ -56,9 +56,11 @@ def export_saved_model(
     Raises:
         FileNotFoundError: a source of `assets_extra` does not exist.
         TypeError: `serving_model_fn` returned something else.
+        ValueError: TensorFlow takes the name of the directory for a pattern.
     """
     if serving_model_fn is not None:
         check_callable("serving_model_fn", serving_model_fn)
+    storage.check_no_pattern(os.fspath(export_dir_base))
     assets_extra = checked_assets(assets_extra)
     for source in assets_extra.values():
         if not tf.io.gfile.exists(source):
