@@ -107,6 +107,23 @@ def test_tables_strings_and_the_classify_and_regress_apis(tmp_path):
         np.testing.assert_allclose(outputs["p"], expected, rtol=1e-5)
 
 
+def test_a_tensor_is_called_by_the_name_of_its_input(tmp_path):
+    """Also if its spec has no name, or it is one that TensorFlow refuses."""
+    names = {"plain": "plain", "hours per week": "hours_per_week"}
+    names |= {"_id": "input_id", "größe": "gr__e"}
+    model = logistic()
+    serving = Serving(
+        model,
+        {name: tf.TensorSpec([None]) for name in names},
+        lambda tensors: {f"out_{names[n]}": tensors[n] for n in names},
+    )
+    path = export_saved_model(model, str(tmp_path), lambda _: serving)
+    serve = tf.saved_model.load(path).signatures["serve"]
+    given = {n: tf.constant([float(i)]) for i, n in enumerate(names.values())}
+    found = {n.removeprefix("out_"): t for n, t in serve(**given).items()}
+    assert found == given
+
+
 def test_inputs_of_unknown_length_are_read_from_examples():
     ids = keras.Input([None], dtype="int32", name="ids")
     (parse,) = Serving.of(keras.Model(ids, ids + 1)).examples.values()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
@@ -48,7 +49,8 @@ class Serving:
 
     Attributes:
         model: What holds the variables and tables that `predict` uses.
-        inputs: Name to `tf.TypeSpec`, the batch first.
+        inputs: Name to `tf.TypeSpec`, the batch first. `serve` takes them by
+            these names, with "_" for a space or what else TensorFlow refuses.
         predict: From tensors by name to outputs by name.
         examples: How to parse `tf.Example`s, as `tf.io.parse_example` takes
             it; its keys are those of `inputs`. None: they cannot be parsed,
@@ -235,13 +237,26 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
         add("classification", classes=classes, scores=scores)
     if serving.regression:
         add("regression", outputs=serving.regression)
-    endpoints["serve"] = serve, dict(serving.inputs)
+    inputs = serving.inputs.items()
+    endpoints["serve"] = serve, {n: _argument(n, spec) for n, spec in inputs}
     if serving.examples:
         strings = tf.TensorSpec([None], tf.string, "examples")
         endpoints["predict"] = predict, strings
     else:
         warn_of_no_examples(serving.model, "its inputs have unknown dimensions")
     return endpoints
+
+
+def _argument(name: str, spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of an input that a signature calls by its name.
+
+    Of which it has letters, digits and few other characters.
+    """
+    if not isinstance(spec, tf.TensorSpec):
+        return spec
+    name = re.sub(r"[^\w./-]", "_", spec.name or name, flags=re.ASCII)
+    name = name if re.match("[A-Za-z0-9.]", name) else f"input{name}"
+    return tf.TensorSpec(spec.shape, spec.dtype, name)
 
 
 def warn_of_no_examples(model: keras.Model, reason: str) -> None:
