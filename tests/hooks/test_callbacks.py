@@ -286,6 +286,15 @@ def test_evaluations_are_val_logs(tmp_path):
     assert seen == pytest.approx({0: 0.0, 1: None, 2: 0.2})
 
 
+def test_a_callback_of_ones_own_may_keep_the_best_of_what_it_likes():
+    class KeepsBest(Recorder):
+        restore_best_weights = True
+
+    recorder = KeepsBest()
+    train([KerasCallbackHook([recorder], 4)], 4)
+    assert recorder.calls[-2:] == ["epoch 0 ends", "train ends"]
+
+
 def test_a_hook_may_serve_a_second_session():
     recorder = Recorder()
     hook = KerasCallbackHook([recorder], 4)

@@ -282,7 +282,12 @@ def _keeps_the_best(callback: Callback) -> bool:
     """Whether it keeps weights for what an evaluation has found of them."""
     options = "save_best_only", "restore_best_weights"
     keeps = any(getattr(callback, option, False) for option in options)
-    return keeps and callback.monitor.startswith("val_")
+    return keeps and _monitored(callback).startswith("val_")
+
+
+def _monitored(callback: Callback) -> str:
+    """What it monitors, if it is one that does; else ""."""
+    return getattr(callback, "monitor", None) or ""
 
 
 def _reason_against(callback: Callback, with_evaluations: bool) -> str | None:
@@ -298,7 +303,7 @@ def _reason_against(callback: Callback, with_evaluations: bool) -> str | None:
                 f"update_freq={callback.update_freq!r} counts batches. "
                 "SummarySaverHook writes by steps."
             )
-    monitor = getattr(callback, "monitor", None) or ""
+    monitor = _monitored(callback)
     monitors = getattr(callback, "save_best_only", True)
     if monitors and monitor.startswith("val_") and not with_evaluations:
         return (
