@@ -1,11 +1,12 @@
 import logging
+import shutil
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small_models import batches, logistic
+from small_models import batches, examples, logistic
 
 import tfdist
 from tfdist.checkpoint import checkpoints
@@ -167,6 +168,25 @@ def test_summaries_elsewhere(tmp_path):
     events = {path.parent for path in tmp_path.rglob("*tfevents*")}
     assert events == {tmp_path / "logs", tmp_path / "logs" / "eval"}
     assert (tmp_path / "job" / "model.ckpt-4.index").exists()
+
+
+def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
+    """Though nobody has set a seed: each example comes once an epoch."""
+    monkeypatch.setattr(tf.compat.v1, "get_seed", lambda _: (None, None))
+    weights = []
+    for stops in ([3, 99], [99]):
+        for last_step in stops:
+            model, _ = tfdist.fit(
+                model_fn,
+                examples(24),
+                epochs=2,
+                batch_size=4,
+                hooks=[tfdist.StopAtStepHook(last_step=last_step)],
+                model_dir=str(tmp_path / "job"),
+            )
+        weights.append(np.concatenate([*map(np.ravel, model.get_weights())]))
+        shutil.rmtree(tmp_path / "job")
+    assert np.array_equal(*weights)
 
 
 def test_steps_per_second(tmp_path):

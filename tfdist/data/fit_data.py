@@ -30,12 +30,14 @@ def input_fns(
     *,
     batch_size: int | None = None,
     shuffle: bool = False,
+    seed: int = 0,
     on_ps: bool = False,
 ) -> tuple[InputFn, InputFn]:
     """One function of all batches in order, and one of pass after pass.
 
     `data` is argument `name` of `tfdist.fit`. With `shuffle` each pass is in
-    another order. Arrays are dealt to workers (`on_ps`) again in each pass.
+    another order, by TensorFlow's seed if it is set, else by `seed`. Arrays are
+    dealt to workers (`on_ps`) again in each pass.
     """
     if on_ps and isinstance(data, _DATASETS):
         raise ValueError(
@@ -59,7 +61,6 @@ def input_fns(
         length = -(-len(tf.nest.flatten(arrays)[0]) // batch_size)
         passes = functools.partial(_dealt, arrays, batch_size)
     alone = tf.distribute.InputContext()
-    default = random.SystemRandom().getrandbits(31)
 
     def once() -> tf.data.Dataset:
         dataset = passes(alone, None)(tf.constant(0, tf.int64))
@@ -68,10 +69,10 @@ def input_fns(
 
     def endless(context: tf.distribute.InputContext) -> tf.data.Dataset:
         read_by_all(context)
-        seed = tf.compat.v1.get_seed(None)[0]  # Of `tf.random.set_seed`.
-        seed = (default if seed is None else seed) if shuffle else None
+        set_seed = tf.compat.v1.get_seed(None)[0]  # By `tf.random.set_seed`.
+        own = seed if set_seed is None else set_seed
         numbers = tf.data.Dataset.counter(tf.cast(first_pass(context), "int64"))
-        dataset = numbers.flat_map(passes(context, seed))
+        dataset = numbers.flat_map(passes(context, own if shuffle else None))
         return dataset.repeat()  # TensorFlow knows that this has no end.
 
     return once, endless if on_ps else lambda: endless(alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -139,7 +140,13 @@ def fit(
         run = RunConfig(model_dir, cluster=cluster, **config)
         on_ps = run.strategy_name == "ps"
         once, endless = fit_data.input_fns(
-            train, "train", batch_size=batch_size, shuffle=shuffle, on_ps=on_ps
+            train,
+            "train",
+            batch_size=batch_size,
+            shuffle=shuffle,
+            # Of the job: one that is started again goes on in its order.
+            seed=zlib.crc32(run.model_dir.encode()),
+            on_ps=on_ps,
         )
         if not cluster.trains or (on_ps and not cluster.is_chief):
             serving = Estimator(model_fn, run)
