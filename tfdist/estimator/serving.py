@@ -243,7 +243,8 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
         strings = tf.TensorSpec([None], tf.string, "examples")
         endpoints["predict"] = predict, strings
     else:
-        warn_of_no_examples(serving.model, "its inputs have unknown dimensions")
+        reason = "its inputs have unknown dimensions, or `examples` is None"
+        warn_of_no_examples(serving.model, reason)
     return endpoints
 
 
