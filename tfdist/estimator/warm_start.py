@@ -65,12 +65,10 @@ class WarmStartSettings:
     )
 
     def __post_init__(self) -> None:
-        path = os.fspath(self.ckpt_to_initialize_from)
-        object.__setattr__(self, "ckpt_to_initialize_from", path)
-        if not path:
+        if not self.ckpt_to_initialize_from:
             raise ValueError(
                 "Argument `ckpt_to_initialize_from` must be the path of a "
-                f"checkpoint. Received: {path!r}."
+                f"checkpoint. Received: {self.ckpt_to_initialize_from!r}."
             )
 
 
@@ -95,7 +93,7 @@ class WarmStartHook(SessionRunHook):
     ) -> None:
         """Assigns the weights of a new model; `variables` are those it has."""
         settings = self._settings
-        given = settings.ckpt_to_initialize_from
+        given = os.fspath(settings.ckpt_to_initialize_from)
         path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
         if not (path and tf.io.gfile.exists(f"{path}.index")):
             raise ValueError(
