@@ -58,7 +58,8 @@ def named_variables(
         if id(variable) not in metrics:
             grouped[logical_path(variable)].append(variable)
     if optimizer and getattr(model, "optimizer", None) is not None:
-        optimizers.build(model.optimizer, model.trainable_variables)
+        if not model.optimizer.built:
+            optimizers.build(model.optimizer, model.trainable_variables)
         _add_optimizer(grouped, model)
     named: dict[str, Saveable] = {}
     for name, variables in grouped.items():
