@@ -140,6 +140,7 @@ NO_EXAMPLE = {
     "read_array_records",
     "read_estimator_checkpoint",
     "read_tfds",
+    "release",
     "serve",
 }
 

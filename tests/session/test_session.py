@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 
 import keras
 import numpy as np
@@ -9,10 +10,12 @@ from both_sessions import Training, tf1
 from counting import CountingLoop, count
 from small_models import batches, local_loop, logistic
 
+from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import StopAtStepHook
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.launch.testing import LocalCluster
 from tfdist.session import recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
@@ -258,6 +261,45 @@ def test_a_step_function_runs_once_a_run():
     assert seen == [{"a": 1.5, "b": [1.5]}, {"a": 1.0, "b": [1.0]}]
     with pytest.raises(RuntimeError, match="closed already"):
         session.close()
+
+
+FUNCTION_ON_A_CLUSTER = """
+import tensorflow as tf
+import tfdist
+
+cluster = tfdist.Cluster.from_env()
+
+
+def build():
+    step = tf.Variable(0, dtype=tf.int64)
+    return tfdist.Trainable(lambda: step.assign_add(1) and {}, step, {})
+
+
+if cluster.role != "chief":
+    tfdist.cluster.serve(cluster)
+else:
+    hooks = [tfdist.StopAtStepHook(last_step=2)]
+    with tfdist.MonitoredTrainingSession(
+        build, hooks=hooks, cluster=cluster
+    ) as session:
+        while not session.should_stop():
+            session.run()
+    print("at step", session.step, flush=True)
+    tfdist.cluster.release(cluster)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_function_on_parameter_servers_runs_on_the_chief(tmp_path):
+    (tmp_path / "job.py").write_text(FUNCTION_ON_A_CLUSTER)
+    job = [sys.executable, "job.py"]
+    with LocalCluster(job, ps=1, workers=1, cwd=tmp_path) as tasks:
+        assert tasks.wait(timeout_secs=120) == 0
+        output = tasks.output("chief:0")
+        assert wait_for(lambda: all(tasks.exit_codes().values()), 60)
+        assert set(map(tuple, tasks.exit_codes().values())) == {(0,)}
+    assert "at step 2" in output
+    assert "workers train nothing" in output
 
 
 def test_a_hook_asks_for_what_is_not_there():

@@ -98,6 +98,8 @@ def serve(
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
+    It does so by `release`, which `train_and_evaluate` calls.
+
     So does a task that the chief does without (see `tfdist.cluster.size`).
 
     Told to end by SIGTERM, it serves on for at most 20 seconds as long as the

@@ -76,7 +76,9 @@ class MonitoredTrainingSession(RecoverableSession):
     * If a server is lost in `end`, this process restarts itself.
     * No `graph.pbtxt` and no `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
-      `servers.serve`. For all-reduce each process has one, runs its `hooks` at
+      `tfdist.cluster.serve`, until the chief calls `release`. A function as
+      `step` runs on the chief: workers train in an `Estimator`'s loop.
+      For all-reduce each process has one, runs its `hooks` at
       the same steps, and stops when the leader's hooks say so: a hook that
       writes files must ask `session.is_chief`.
 
@@ -216,6 +218,9 @@ class MonitoredTrainingSession(RecoverableSession):
             self._release()
             raise
         runs_many = not isinstance(self._loop, FunctionLoop)
+        if cluster and cluster.num_ps and not runs_many:
+            what = "The step function runs on the chief: workers train nothing."
+            _log.warning("%s Those of a tfdist.Estimator do.", what)
         if runs_many and not self._follows and not self._stop:
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
