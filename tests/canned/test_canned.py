@@ -12,6 +12,7 @@ import tensorflow as tf
 from serving_checks import example, serve
 from small_models import local_loop
 
+import tfdist
 from tfdist.canned import estimators
 from tfdist.checkpoint.estimator_checkpoint import read_estimator_checkpoint
 from tfdist.estimator.saved_models import export_saved_model, list_exports
@@ -329,6 +330,31 @@ def test_bad_type(options, message):
     options = {"feature_columns": linear_columns(), **options}
     with pytest.raises(TypeError, match=message):
         estimators.LinearClassifier(model_dir="m", **options)
+
+
+def test_metrics_may_be_added(tmp_path):
+    """As by `tf.estimator.add_metrics`."""
+    canned = estimators.LinearClassifier(
+        linear_columns(), "m", label_vocabulary=["no", "yes"]
+    )
+
+    def model_fn():
+        model = canned.model_fn()
+        auc = keras.metrics.AUC(from_logits=True, name="added")
+        model.compile(model.optimizer, metrics=[auc])
+        return model
+
+    def input_fn():
+        x = np.linspace(-1, 1, 64, dtype="float32")
+        y = np.where(x + np.sin(40 * x) > 0, "yes", "no")
+        features = {"x": x, "f": np.where(x > 0.3, "a", "b")}
+        return tf.data.Dataset.from_tensor_slices((features, y)).batch(8)
+
+    config = tfdist.RunConfig(str(tmp_path), log_step_count_steps=None)
+    estimator = tfdist.Estimator(model_fn, config).train(input_fn)
+    metrics = estimator.evaluate(input_fn)
+    assert metrics["added"] == pytest.approx(metrics["auc"], abs=0.01)
+    assert metrics["auc"] > 0.6
 
 
 def test_features_that_are_no_dictionary():

@@ -77,11 +77,11 @@ class CannedModel(keras.Model):
         y_pred: tf.Tensor,
         sample_weight: tf.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Updates the head's metrics and returns them."""
-        values = self._head.values(self._head.labels(y), y_pred)
-        weights = self._weights(x, sample_weight)
+        """Updates the head's metrics, and compiled ones by logits."""
+        labels, weights = self._head.labels(y), self._weights(x, sample_weight)
+        values = self._head.values(labels, y_pred)
         heads.update(self._metrics_of_head, values, weights)
-        return self.get_metrics_result()
+        return super().compute_metrics(x, labels, y_pred, weights)
 
     def predict_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Predictions of a batch: features, alone or with labels."""
