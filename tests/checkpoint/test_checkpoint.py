@@ -111,6 +111,23 @@ def test_all_mismatches_are_listed(trained):
     assert "another model_dir" in message
 
 
+def test_a_checkpoint_of_tf1_is_named_as_such(tmp_path):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.compat.v1.train.get_or_create_global_step()
+        session.run(tf.compat.v1.global_variables_initializer())
+        saver = tf.compat.v1.train.Saver()
+        saver.save(session, str(tmp_path / "model.ckpt"), global_step=5)
+    made = tfdist.Estimator(model, tfdist.RunConfig(str(tmp_path)))
+    for call in (
+        lambda: made.train(batches, steps=1),
+        lambda: made.train(batches, max_steps=9),
+        lambda: made.evaluate(batches),
+        made.get_variable_names,
+    ):
+        with pytest.raises(ValueError, match=r"none of tfdist's.*MIGRATION"):
+            call()
+
+
 def test_nothing_is_assigned_when_something_is_wrong(trained):
     other = model(units=5)
     before = [v.numpy() for v in other.weights]

@@ -368,7 +368,7 @@ def test_wrong_types(tmp_path, position):
 
 def test_model_fn_must_be_callable(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
-    for wrong in ("model", model_fn()):
+    for wrong in ("model", model_fn(), lambda features, labels, mode: None):
         with pytest.raises(TypeError, match="`model_fn` must be"):
             tfdist.Estimator(wrong, config)
     with pytest.raises(TypeError, match="`config` must be a"):

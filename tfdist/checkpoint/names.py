@@ -159,12 +159,23 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
-    """Name to shape of every variable in checkpoint `path`."""
-    return {
+    """Name to shape of every variable in checkpoint `path`.
+
+    Raises:
+        ValueError: it is one of another library.
+    """
+    shapes = {
         name: shape
         for key, shape in tf.train.list_variables(path)
         if (name := name_of(key))
     }
+    if not shapes:
+        raise ValueError(
+            f"Checkpoint {path} is none of tfdist's. If it is one of TF1 or of "
+            "its Estimator, choose another model_dir: tfdist/MIGRATION.md says "
+            "how a model takes the weights."
+        )
+    return shapes
 
 
 def other_dtypes(path: str, variables: Mapping[str, Saveable]) -> list[str]:
@@ -263,4 +274,5 @@ def step_of(path: str) -> int:
     >>> tfdist.checkpoint.step_of(path)
     7
     """
+    saved_shapes(path)  # Raises if nobody knows what it holds.
     return int(load_variable(path, GLOBAL_STEP))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_callable
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import leave_strategy, reset_object_names
 from tfdist.checkpoint import checkpoints
@@ -41,6 +43,28 @@ _log = logging.getLogger(__name__)
 _ELEMENT_SPEC = "element_spec"
 # Types of an optimizer's hyperparameters.
 _PLAIN = bool | int | float | str | None
+
+
+def check_model_fn(model_fn: ModelFn) -> None:
+    """Raises `TypeError` for a model, and for TF1's function of features."""
+    check_callable("model_fn", model_fn)
+    if isinstance(model_fn, keras.Model):
+        raise TypeError(
+            "Argument `model_fn` must be a function that returns a compiled "
+            "model, since each task builds its own. Received: the model "
+            f"{model_fn.name!r}."
+        )
+    signature = inspect.signature(model_fn)
+    try:
+        signature.bind()
+    except TypeError:
+        raise TypeError(
+            "Argument `model_fn` must be a function without arguments that "
+            "returns a compiled Keras model. Received one that takes "
+            f"{signature}. Bind parameters by `functools.partial`; features, "
+            "labels and mode of TF1 have no counterpart: see "
+            "tfdist/MIGRATION.md."
+        ) from None
 
 
 def build(

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.arguments import check_at_least, check_callable, check_type
+from tfdist._tf.arguments import check_at_least, check_type
 from tfdist._tf.private_keras import reset_object_names
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
@@ -28,7 +28,11 @@ from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit, input_fns
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator import results
-from tfdist.estimator.building import build, trained_element_spec
+from tfdist.estimator.building import (
+    build,
+    check_model_fn,
+    trained_element_spec,
+)
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import step_on_workers
@@ -81,13 +85,7 @@ class Estimator:
         config: RunConfig,
         warm_start_from: WarmStartSettings | str | os.PathLike | None = None,
     ) -> None:
-        check_callable("model_fn", model_fn)
-        if isinstance(model_fn, keras.Model):
-            raise TypeError(
-                "Argument `model_fn` must be a function that returns a "
-                "compiled model, since each task builds its own. Received: "
-                f"the model {model_fn.name!r}."
-            )
+        check_model_fn(model_fn)
         check_type("config", config, RunConfig)
         self._warm_start = (
             WarmStartHook(warm_start_from) if warm_start_from else None

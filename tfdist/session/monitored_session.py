@@ -77,10 +77,9 @@ class MonitoredTrainingSession(RecoverableSession):
     * No `graph.pbtxt` and no `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
       `tfdist.cluster.serve`, until the chief calls `release`. A function as
-      `step` runs on the chief: workers train in an `Estimator`'s loop.
-      For all-reduce each process has one, runs its `hooks` at
-      the same steps, and stops when the leader's hooks say so: a hook that
-      writes files must ask `session.is_chief`.
+      `step` runs on the chief: workers train in an `Estimator`'s loop. For
+      all-reduce each process has one, runs its `hooks` at the same steps, and
+      stops when the leader's do: one that writes files asks `is_chief`.
 
     Args:
         build_fn: Returns a `Trainable`. Called without an argument inside the
@@ -219,8 +218,7 @@ class MonitoredTrainingSession(RecoverableSession):
             raise
         runs_many = not isinstance(self._loop, FunctionLoop)
         if cluster and cluster.num_ps and not runs_many:
-            what = "The step function runs on the chief: workers train nothing."
-            _log.warning("%s Those of a tfdist.Estimator do.", what)
+            _log.warning("The step function runs here: workers train nothing.")
         if runs_many and not self._follows and not self._stop:
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
