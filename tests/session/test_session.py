@@ -169,13 +169,10 @@ class Steps(tf.compat.v1.train.SessionRunHook):
 
 
 class OurSteps(SessionRunHook):
-    """The same, as one of tfdist's, which asks for nothing."""
+    """The same, as one of tfdist's."""
 
     def __init__(self, library):
         self.losses = []
-
-    def before_run(self, run_context):
-        return SessionRunArgs(None)
 
     def after_run(self, run_context, run_values):
         self.losses.append(float(run_values.results["loss"]))

@@ -257,9 +257,7 @@ class HookRunner:
         """Calls `after_run` with what each hook asked for; default: `logs`."""
         variables = self.context.session.variables
         for hook, args in self._asked:
-            results = logs
-            if args and args.fetches is not None:
-                results = resolve(args.fetches, logs, variables)
+            results = resolve(args.fetches, logs, variables) if args else logs
             hook.after_run(self.context, SessionRunValues(results, None, None))
 
 
