@@ -98,3 +98,25 @@ def test_what_cannot_be_read_is_said_and_the_rest_read(tmp_path, capsys):
     assert "b.py:2: tf.Session" in out
     assert re.search(r"none.py: not read: .*No such file", out)
     assert "a.ipynb: not read: first run `jupyter nbconvert" in out
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        "tf.estimator.add_metrics",
+        "tf.estimator.BinaryClassHead",
+        "tf.estimator.VocabInfo",
+        "tf.contrib.estimator.forward_features",
+        "tf.contrib.estimator.stop_if_no_decrease_hook",
+        "tf.contrib.predictor.from_saved_model",
+        "tf.contrib.opt.LazyAdamOptimizer",
+        "tf.losses.mean_squared_error",
+        "tf.train.piecewise_constant_decay",
+        "tf.nn.dynamic_rnn",
+    ],
+)
+def test_what_estimator_programs_use_has_an_answer(tmp_path, capsys, symbol):
+    program = f"import tensorflow as tf\n{symbol}()"
+    _, lines = run(tmp_path, capsys, "a.py", program)
+    assert "unknown" not in lines[0]
+    assert "tf.compat.v1" not in lines[0]
