@@ -2,8 +2,8 @@
 
     python -m tests.inference_job --model_dir=DIRECTORY
 
-Trains a little; then the cluster evaluates, and predicts at a slow pace, so
-that a worker can be killed meanwhile.
+The cluster evaluates what is there, and trains a little; then it evaluates, and
+predicts at a slow pace, so that a worker can be killed meanwhile.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def main():
     if cluster.role != "chief":
         servers.serve(cluster)
         return
+    before = job.evaluate(recovery_job.eval_input_fn, steps=5)
     job.train(train_input_fn, max_steps=40)
     metrics = job.evaluate(recovery_job.eval_input_fn, steps=5)
     outputs = []
@@ -58,7 +59,7 @@ def main():
     path = os.path.join(args.model_dir, "found")
     np.save(path, np.concatenate(outputs))
     with open(f"{path}.json", "w") as file:
-        json.dump(metrics, file)
+        json.dump([before, metrics], file)
     servers.release(cluster)
 
 

@@ -21,6 +21,8 @@ CHIEF = "chief:0"
 def model_dir(tmp_path_factory):
     """Where a job has been that lost a worker while it predicted."""
     directory = tmp_path_factory.mktemp("inference")
+    begun = inference_job.estimator(str(directory))
+    begun.train(inference_job.train_input_fn, max_steps=20)
     command = [
         *[sys.executable, "-m", "tests.inference_job"],
         f"--model_dir={directory}",
@@ -39,11 +41,16 @@ def model_dir(tmp_path_factory):
 
 
 def test_metrics_are_exact(model_dir):
-    found = json.loads((model_dir / "found.json").read_text())
     job = inference_job.estimator(str(model_dir))
-    expected = job.evaluate(recovery_job.eval_input_fn, steps=5)
-    assert found["global_step"] == 40
-    assert found == pytest.approx(expected, rel=1e-5)
+    found = json.loads((model_dir / "found.json").read_text())
+    for metrics, step in zip(found, (20, 40), strict=True):
+        expected = job.evaluate(
+            recovery_job.eval_input_fn,
+            steps=5,
+            checkpoint_path=f"{model_dir}/model.ckpt-{step}",
+        )
+        assert metrics["global_step"] == step
+        assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_predictions_are_whole_and_in_order(model_dir):

@@ -35,7 +35,7 @@ from tfdist.estimator.building import (
 )
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
-from tfdist.estimator.on_workers import step_on_workers
+from tfdist.estimator.on_workers import OnWorkers
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
 from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
@@ -256,20 +256,15 @@ class Estimator:
         path = checkpoint_path or self.latest_checkpoint()
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
-            with step_on_workers(
-                self.model_fn,
-                self.config,
-                functools.partial(self._fill, path=path),
-                batches,
-                metrics=True,
-            ) as (step, on_each_batch):
+            assert connected is not None
+            with connected.step(batches, metrics=True) as (step, on_each_batch):
                 if overrides(step.model, "test_step"):
                     return {}
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)
 
-        remote = path is not None and self.config.strategy_name == "ps"
-        return evaluator.evaluate(path, on_workers if remote else None)
+        connected = self._on_workers(path) if path and not hooks else None
+        return evaluator.evaluate(path, on_workers if connected else None)
 
     def predict(
         self,
@@ -295,9 +290,8 @@ class Estimator:
         Raises:
             ValueError: the output has no such key.
         """
-        dataset = input_fns.without_context(input_fn)()
         path = checkpoint_path or self.latest_checkpoint()
-        for outputs in self._outputs(dataset, path):
+        for outputs in self._outputs(input_fn, path):
             if predict_keys is not None:
                 outputs = _chosen(outputs, predict_keys)
             if not yield_single_examples:
@@ -306,14 +300,20 @@ class Estimator:
             for i in range(len(tf.nest.flatten(outputs)[0])):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
-    def _outputs(self, dataset: tf.data.Dataset, path: str | None) -> Iterator:
+    def _on_workers(self, path: str | None) -> OnWorkers | None:
+        """Workers that compute with a checkpoint's weights, on a cluster."""
+        if self.config.strategy_name != "ps":
+            return None
+        fill = functools.partial(self._fill, path=path)
+        return OnWorkers(self.model_fn, self.config, fill)
+
+    def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
         """What the model returns for each batch, as arrays."""
-        if self.config.strategy_name == "ps":
-            fill = functools.partial(self._fill, path=path)
-            with step_on_workers(
-                self.model_fn, self.config, fill, dataset, metrics=False
-            ) as (step, on_each_batch):
-                yield from on_each_batch(step.predict)
+        connected = self._on_workers(path)
+        dataset = input_fns.without_context(input_fn)()
+        if connected:
+            with connected.step(dataset, metrics=False) as (step, on_each):
+                yield from on_each(step.predict)
             return
         model = self._restored(path, dataset.element_spec, targets=False)
         input_fns.check_batches(model, dataset.element_spec, targets=False)

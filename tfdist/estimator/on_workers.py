@@ -21,37 +21,46 @@ from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
 
-@contextlib.contextmanager
-def step_on_workers(
-    model_fn: ModelFn,
-    config: RunConfig,
-    fill: Callable[[keras.Model], None],
-    dataset: tf.data.Dataset,
-    metrics: bool,
-) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-    """A step, and what yields a function's value for each batch.
+class OnWorkers:
+    """The cluster, which it joins: datasets made before then are no more.
 
-    `fill` assigns the model's weights.
+    `fill` assigns the weights of a model.
     """
-    wait_secs = config.session_creation_timeout_secs
-    cluster = ClusterSize(config.cluster, config.model_dir).now
-    strategy = parameter_server_strategy(cluster, start_timeout_secs=wait_secs)
-    spec = dataset.element_spec
-    global_step, model = create_variables(
-        model_fn, config, strategy, spec, metrics
-    )
-    fill(model)
-    step = ModelStep(
-        model, spec, global_step=global_step, remote=True, metrics=metrics
-    )
-    with contextlib.ExitStack() as started:
-        health = HealthMonitor(cluster)
-        started.callback(health.stop)
-        workers = Workers(strategy, cluster.num_workers)
-        started.callback(workers.close)
 
-        def on_each_batch(function: Callable) -> Iterator[Any]:
-            traced = tf.function(function, autograph=False)
-            return workers.map(traced, dataset, health.check)
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        config: RunConfig,
+        fill: Callable[[keras.Model], None],
+    ) -> None:
+        self._model_fn, self._config, self._fill = model_fn, config, fill
+        self._cluster = ClusterSize(config.cluster, config.model_dir).now
+        self._strategy = parameter_server_strategy(
+            self._cluster,
+            start_timeout_secs=config.session_creation_timeout_secs,
+        )
 
-        yield step, on_each_batch
+    @contextlib.contextmanager
+    def step(
+        self, dataset: tf.data.Dataset, metrics: bool
+    ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
+        """A step, and what yields a function's value for each batch."""
+        spec = dataset.element_spec
+        global_step, model = create_variables(
+            self._model_fn, self._config, self._strategy, spec, metrics
+        )
+        self._fill(model)
+        step = ModelStep(
+            model, spec, global_step=global_step, remote=True, metrics=metrics
+        )
+        with contextlib.ExitStack() as started:
+            health = HealthMonitor(self._cluster)
+            started.callback(health.stop)
+            workers = Workers(self._strategy, self._cluster.num_workers)
+            started.callback(workers.close)
+
+            def on_each_batch(function: Callable) -> Iterator[Any]:
+                traced = tf.function(function, autograph=False)
+                return workers.map(traced, dataset, health.check)
+
+            yield step, on_each_batch
