@@ -200,3 +200,37 @@ def test_ragged_and_sparse_inputs_are_read_from_examples():
     parsed = tf.io.parse_example(strings, serving.examples)
     outputs = serving.predict(parsed)["output_0"]
     assert outputs.numpy().tolist() == [[8], [7]]
+
+
+def test_an_export_pads_no_ragged_and_no_sparse_input(tmp_path):
+    """Padding is id 0 to a table."""
+    inputs = {
+        "few": keras.Input([None], dtype="int64", ragged=True, name="few"),
+        "ids": keras.Input([None], dtype="int64", sparse=True, name="ids"),
+    }
+    rows = [
+        tfdist.PartitionedEmbedding(9, 2, combiner="sum")(ids)
+        for ids in inputs.values()
+    ]
+    model = keras.Model(inputs, {"sum": keras.layers.Add()(rows)})
+    path = export_saved_model(model, str(tmp_path))
+    strings = [example(few=[1, 2], ids=[3]), example(ids=[4, 5, 6])]
+    tensors = {
+        "few": tf.RaggedTensor.from_row_splits([1, 2], np.array([0, 2, 2])),
+        "ids": tf.sparse.from_dense(np.array([[3, 0, 0], [4, 5, 6]])),
+    }
+    tensors["few"] = tf.cast(tensors["few"], tf.int64)
+    expected = model(tensors)["sum"]
+    parts = {
+        "few": tensors["few"].values,
+        "few_1": tensors["few"].row_splits,
+        "ids": tensors["ids"].indices,
+        "ids_1": tensors["ids"].values,
+        "ids_2": tensors["ids"].dense_shape,
+    }
+    signatures = tf.saved_model.load(path).signatures
+    for outputs in (
+        signatures["predict"](examples=tf.constant(strings)),
+        signatures["serve"](**parts),
+    ):
+        np.testing.assert_allclose(outputs["sum"], expected, rtol=1e-5)

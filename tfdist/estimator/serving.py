@@ -7,8 +7,9 @@
     regression      inputs: (batch,)      outputs           regress
     serving_default is the first there is of classification, regression, serve
 
-`examples` and `inputs` are strings: serialized `tf.Example`s. The names are
-those of `tf.estimator`, but for `serve`, which is Keras'; the APIs are those of
+A ragged or sparse tensor `x` is its parts there: `x`, `x_1`, `x_2`. `examples`
+and `inputs` are strings: serialized `tf.Example`s. The names are those of
+`tf.estimator`, but for `serve`, which is Keras'; the APIs are those of
 TensorFlow Serving.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import keyword
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -140,11 +142,12 @@ def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
             if isinstance(part, keras.KerasTensor):
                 names = [part.name]
         name, shape = "_".join(names), [None, *part.shape[1:]]
-        if isinstance(part, tf.RaggedTensorSpec):
+        if getattr(part, "ragged", isinstance(part, tf.RaggedTensorSpec)):
+            rank, splits = part.ragged_rank or 1, part.row_splits_dtype
             inputs[name] = tf.RaggedTensorSpec(
-                shape, part.dtype, part.ragged_rank, part.row_splits_dtype
+                shape, part.dtype, rank, splits or tf.int64
             )
-        elif isinstance(part, tf.SparseTensorSpec):
+        elif getattr(part, "sparse", isinstance(part, tf.SparseTensorSpec)):
             inputs[name] = tf.SparseTensorSpec(shape, part.dtype)
         else:
             inputs[name] = tf.TensorSpec(shape, part.dtype, name)
@@ -198,8 +201,12 @@ def write(serving: Serving, path: str) -> None:
     with answered_by(tables):
         for name, (function, spec) in endpoints.items():
             # Keras itself would take no specs of ragged or sparse tensors.
-            traced = tf.function(function, [spec], autograph=False)
-            traced.get_concrete_function()
+            if isinstance(spec, dict) and _need_keywords(spec):
+                traced = tf.function(_by_keyword(function), autograph=False)
+                traced.get_concrete_function(**spec)
+            else:
+                traced = tf.function(function, [spec], autograph=False)
+                traced.get_concrete_function()
             archive.add_endpoint(name, traced)
         # Keras lets `serving_default` be the first of them.
         archive.write_out(path, verbose=False)
@@ -212,6 +219,17 @@ def write(serving: Serving, path: str) -> None:
         for name, method in methods.items():
             updater.replace_method_name(name, method, tags="serve")
         updater.save()
+
+
+def _need_keywords(specs: Mapping[str, tf.TypeSpec]) -> bool:
+    """Whether only arguments give their names to the parts of tensors."""
+    dense = all(isinstance(spec, tf.TensorSpec) for spec in specs.values())
+    names = all(n.isidentifier() and not keyword.iskeyword(n) for n in specs)
+    return names and not dense
+
+
+def _by_keyword(function: Callable) -> Callable[..., Any]:
+    return lambda **tensors: function(tensors)
 
 
 def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
