@@ -208,8 +208,6 @@ class KerasCallbackHook(SessionRunHook):
             self._epoch = epoch
             self._so_far = None
             self._call("on_epoch_begin", epoch, {})
-            # A callback may have evaluated.
-            run_context.session.model.reset_metrics()
         elif self._so_far is not None:
             self._so_far.go_on()
         if self.single_steps:
