@@ -26,6 +26,7 @@ from tfdist.training import exchange, optimizers
 from tfdist.training.exchange import Request, StepGradients
 from tfdist.training.fence import Fence
 from tfdist.training.layout import Server
+from tfdist.training.replicas import as_dtype
 from tfdist.training.updates import Update
 
 
@@ -144,9 +145,10 @@ class Accumulators:
             ]
             parts = iter(zip(*each, strict=True))
             for i in updates:
-                mean.whole[i] = exchange.as_difference(
-                    tf.add_n(next(parts)), self._layout.reads[i].dtype
-                )
+                dtype = tf.as_dtype(self._layout.reads[i].dtype)
+                # As `exchange.difference` has it.
+                dtype = tf.int32 if dtype.is_bool else dtype
+                mean.whole[i] = as_dtype(tf.add_n(next(parts)), dtype)
             for g, shards in server.trained.items():
                 pieces = [_by_id(next(parts), next(parts)) for _ in shards]
                 ids = [own for own, _ in pieces]

@@ -379,16 +379,6 @@ def difference(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
     return new - old
 
 
-def as_difference(mean: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The mean of differences for a variable of a dtype.
-
-    A whole number, as one that counts steps, stays one.
-    """
-    if tf.as_dtype(dtype).is_floating:
-        return mean
-    return tf.cast(tf.round(mean), "int32" if dtype == "bool" else dtype)
-
-
 def add(variable: tf.Variable, value: tf.Tensor) -> None:
     """Adds a `difference`, or a mean of several."""
     if variable.dtype.is_bool:

@@ -66,12 +66,8 @@ class Replicas:
         *sums, total = self.sum([*(mean_to_sum(t, size) for t in wide), size])
         self._traced.total = total
         means = [t / tf.cast(total, t.dtype) for t in sums]
-        # A whole number, as one that counts steps, stays one.
-        means = [
-            tf.cast(tf.round(mean) if t.dtype.is_integer else mean, t.dtype)
-            for mean, t in zip(means, tensors, strict=True)
-        ]
-        return means, total
+        pairs = zip(means, tensors, strict=True)
+        return [as_dtype(mean, t.dtype) for mean, t in pairs], total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensors of all replicas, one after the other along axis 0."""
@@ -112,6 +108,11 @@ class Replicas:
             strategy.extended.update(self._anchor, update_one, args=args)
 
         _context().merge_call(update_all, args=(self._traced.total, args))
+
+
+def as_dtype(mean: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """A mean; a whole number, as one that counts steps, stays one."""
+    return tf.cast(tf.round(mean) if dtype.is_integer else mean, dtype)
 
 
 def mean_to_sum(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
