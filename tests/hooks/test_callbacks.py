@@ -11,7 +11,7 @@ from counting import counting_session
 from small_models import batches, local_loop, logistic
 
 import tfdist
-from tests.cases import all_cases
+from tests.cases import Job, all_cases, outcome
 from tfdist._tf import versions
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
@@ -121,6 +121,12 @@ def test_logs_are_those_of_fit(tmp_path):
     assert len(expected) == 3
     for ours, theirs in zip(rows(tmp_path / "ours.csv"), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["a metric that is", "metrics of a train"])
+def test_what_a_callback_evaluates_is_not_in_the_logs(name, tmp_path):
+    (case,) = (c for c in all_cases() if c.name.startswith(name))
+    outcome(case, Job("one process", tmp_path))
 
 
 def learning_rates(these, make):

@@ -208,6 +208,9 @@ class KerasCallbackHook(SessionRunHook):
             self._epoch = epoch
             self._so_far = None
             self._call("on_epoch_begin", epoch, {})
+            # A callback may have evaluated; nobody waits for it in a cluster.
+            if not run_context.session.num_workers:
+                run_context.session.model.reset_metrics()
         elif self._so_far is not None:
             self._so_far.go_on()
         if self.single_steps:
