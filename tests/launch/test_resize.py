@@ -26,7 +26,11 @@ time.sleep(300)
 def resized(number, launcher):
     command = ["-m", "tfdist", "resize", str(number), f"--launcher={launcher}"]
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
     )
 
 

@@ -101,6 +101,7 @@ def test_learns_and_exports(command, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout
     reached = re.findall(rf"{label}([\d.]+)", done.stdout)[-1]

@@ -106,6 +106,7 @@ def test_readme_begins_with_a_program_that_runs(installed, tmp_path):
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     *_, printed, path = done.stdout.splitlines()

@@ -46,9 +46,8 @@ class Resizable(Launched):
     def resize(self, *numbers):
         command = ["-m", "tfdist", "resize", *map(str, numbers)]
         launcher = f"--launcher={self._process.pid}"
-        subprocess.run(
-            [sys.executable, *command, launcher], check=True, cwd=ROOT
-        )
+        command = [sys.executable, *command, launcher]
+        subprocess.run(command, check=True, cwd=ROOT, timeout=120)
 
     def goes_on(self, lines=3):
         """Waits for progress beyond now."""

@@ -52,7 +52,7 @@ def replayed(model_dir, steps):
     """What one process has saved, without a fault, at each of some steps."""
     flags = f"--save_at={[*steps]}", f"--max_steps={max(steps)}"
     alone = command(model_dir, *flags, "--step_secs=0", "--save_secs=9999")
-    done = subprocess.run(alone, cwd=ROOT, capture_output=True, check=False)
+    done = subprocess.run(alone, cwd=ROOT, capture_output=True, timeout=900)
     assert not done.returncode, done.stderr[-3000:]
     return {step: tensors(f"{model_dir}/model.ckpt-{step}") for step in steps}
 
