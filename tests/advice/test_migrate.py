@@ -71,6 +71,7 @@ def test_every_note_is_told_once(tmp_path, capsys):
         ("import tensorflow.compat.v1 as tf\ntf.log(1.0)", False),
         ("import tensorflow as tf\ntf.compat.v1.log(1.0)", False),
         ("import tensorflow as tf\ntf.nn.embedding_lookup(1, 2)", False),
+        ("import tensorflow as tf\ntf.summary.scalar('a', 1)", True),
         (
             "import tensorflow as tf\ntf.feature_column.numeric_column('x')",
             False,

@@ -96,7 +96,7 @@ def test_what_tensorflow_still_has(row):
     for name in (name.removeprefix("tf.") for name in names):
         found = "v1" if has(tf.compat.v1, name) else "no"
         found = "yes" if has(tf, name) else found
-        assert row[1] == found, name
+        assert row[1] == found or (row[1], found) == ("other", "yes"), name
 
 
 @rows

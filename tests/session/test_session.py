@@ -260,6 +260,13 @@ def test_a_step_function_runs_once_a_run():
         session.close()
 
 
+def test_another_variable_called_global_step_is_refused():
+    step, other = (tf.Variable(0, dtype=tf.int64) for _ in range(2))
+    Trainable(dict, step, {"global_step": step})
+    with pytest.raises(ValueError, match="'global_step' that is not the"):
+        Trainable(dict, step, {"global_step": other})
+
+
 FUNCTION_ON_A_CLUSTER = """
 import tensorflow as tf
 import tfdist

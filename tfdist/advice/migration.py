@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """What `tfdist/MIGRATION.md` says of some symbols, one cell each."""
 
     symbols: str
-    remains: str  # In TF 2.21: "yes", "v1" (as `tf.compat.v1.`) or "no".
+    remains: str  # In TF 2.21: "yes", "v1" (`tf.compat.v1.`), "no", "other".
     replacement: str
     differs: str
 
@@ -104,7 +104,8 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
     name = symbol
     while name and name not in rows:
         name = name.rpartition(".")[0]
-    if name and (".compat.v1." in full or not stays):
+    other = name and rows[name].remains == "other"
+    if name and (".compat.v1." in full or not stays or other):
         return name, rows[name]
     if stays or any(row.startswith(f"{symbol}.") for row in rows):
         return "", None

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
+from tfdist.checkpoint.names import values_of
 from tfdist.training.loop import Loop
 
 
@@ -23,7 +24,8 @@ class Trainable:
             many.
         global_step: Scalar int64 variable that counts applied steps.
         variables: Name to variable: what a checkpoint holds (see
-            `tfdist.checkpoint.named_variables`). `global_step` is added.
+            `tfdist.checkpoint.named_variables`). `global_step` is added; a
+            `ValueError`, if another is called so.
         iterator: What `step` reads from, saved with each checkpoint. Default:
             that of the loop.
         model: The Keras model, for callbacks.
@@ -43,3 +45,12 @@ class Trainable:
     iterator: tf.data.Iterator | None = None
     model: keras.Model | None = None
     min_ps: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the names."""
+        named = values_of(self.variables).get("global_step", self.global_step)
+        if named is not self.global_step:
+            raise ValueError(
+                "`variables` has a 'global_step' that is not the `global_step` "
+                "given, under which the session saves that. Rename it."
+            )
