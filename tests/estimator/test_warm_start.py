@@ -74,6 +74,21 @@ def test_renamed(old, tmp_path):
         assert np.array_equal(values[new], old.get_variable_value(before))
 
 
+def test_two_of_one(old, tmp_path):
+    def towers():
+        kernels = [keras.layers.Dense(1, use_bias=False, name=n) for n in "ab"]
+        x = keras.Input([4])
+        model = keras.Model(x, kernels[0](x) + kernels[1](x), name="towers")
+        model.compile("sgd", "mse")
+        return model
+
+    names = dict.fromkeys(["a/kernel", "b/kernel"], KERNEL)
+    settings = WarmStartSettings(old.model_dir, var_name_to_prev_var_name=names)
+    values = started(tmp_path, settings, towers)
+    for new in names:
+        assert np.array_equal(values[new], old.get_variable_value(KERNEL))
+
+
 def test_a_job_that_goes_on_keeps_its_own(old, tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     made = tfdist.Estimator(model_fn, config, warm_start_from=old.model_dir)
@@ -103,6 +118,12 @@ def test_evaluated_and_asked_before_it_trains(old, tmp_path):
                 d, var_name_to_prev_var_name={"nothing": KERNEL}
             ),
             "must name variables",
+        ),
+        (
+            lambda d: WarmStartSettings(
+                d, "bias", var_name_to_prev_var_name={KERNEL: KERNEL}
+            ),
+            "rename those alone",
         ),
     ],
 )

@@ -112,17 +112,24 @@ class WarmStartHook(SessionRunHook):
         for name in filled.keys() & tables.keys():
             chosen -= {*map(logical_path, tables[name].pieces)}
         _check_whole(model, chosen)
-        taken = {renamed.get(n, n): variables[n] for n in sorted(chosen)}
-        unknown = (renamed.keys() - names) | (filled.keys() - tables.keys())
-        if unknown or not (taken or filled):
+        unknown = filled.keys() - tables.keys()
+        unknown |= renamed.keys() - chosen - filled.keys()
+        if unknown or not (chosen or filled):
             raise ValueError(
-                "A warm start must name variables of the model. Received: "
+                "A warm start must name variables of the model, and rename "
+                "those alone that it takes. Received: "
                 f"vars_to_warm_start={settings.vars_to_warm_start!r}, "
                 f"var_name_to_prev_var_name={dict(renamed)}, var_name_to_ids "
                 f"of {[*filled]}; the model has "
                 f"{sorted(names)}, of growing tables {sorted(tables)}."
             )
-        checkpoints.restore(path, taken)
+        left = sorted(chosen)
+        while left:
+            # Some may be given the same.
+            taken = {renamed.get(n, n): n for n in left}
+            values = {before: variables[n] for before, n in taken.items()}
+            checkpoints.restore(path, values)
+            left = [n for n in left if n not in taken.values()]
         for name, ids in filled.items():
             before = renamed.get(name, name)
             if before not in checkpoints.saved_shapes(path):
@@ -135,7 +142,7 @@ class WarmStartHook(SessionRunHook):
         for growing in filter(None, map(growing_of, model.weights)):
             # It was seen in steps of the other job.
             growing.seen.value.assign(tf.zeros_like(growing.seen.value))
-        number = len(taken) + len(filled)
+        number = len(chosen) + len(filled)
         _log.info("Warm start: %d variables from %s.", number, path)
 
 
