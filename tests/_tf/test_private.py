@@ -649,6 +649,25 @@ def test_seen_alone_changes_what_keras_asks_for():
     assert strategy.run(run)
 
 
+def test_each_thread_has_its_own_losses():
+    """A call begins while that of another thread goes on."""
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.layers[0].activity_regularizer = keras.regularizers.L2(1.0)
+    private_keras.keep_losses_apart(model)
+
+    def losses(x):
+        with keras.StatelessScope(collect_losses=True):
+            model(x)
+            if thread:
+                assert thread.pop().submit(losses, 2 * x).result() > 0
+            assert len(model.losses) == 1
+            return float(model.losses[0])
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        thread = [pool]
+        assert losses(tf.ones([1, 3])) > 0
+
+
 def test_trained():
     model = small_model()
     found = private_keras.trained(model.optimizer)

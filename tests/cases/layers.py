@@ -159,6 +159,16 @@ def synchronized_and_own_loss(job):
     job.trains_as_fit(model_fn)
 
 
+@case("BatchNormalization after a layer with an activity regularizer")
+def synchronized_and_added_losses(job):
+    def model_fn():
+        before = layers.Dense(3, activity_regularizer="l2")
+        norm = layers.BatchNormalization(synchronized=True)
+        return compiled(before, norm, layers.Dense(1))
+
+    job.trains_as_fit(model_fn)
+
+
 _add("RMSNormalization", _one(layers.RMSNormalization))
 _add("UnitNormalization", _one(layers.UnitNormalization))
 _add(

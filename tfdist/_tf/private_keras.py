@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,28 @@ def is_synchronized(model: keras.Model) -> bool:
     """Whether a layer, also in another one, looks at all replicas' batches."""
     layers = model._flatten_layers()
     return any(getattr(layer, "synchronized", False) for layer in layers)
+
+
+class _OwnIds(threading.local):
+    """A set, another one for each thread."""
+
+    def __init__(self) -> None:
+        ids: set[int] = set()
+        self.add, self.clear = ids.add, ids.clear
+        self.__contains = ids.__contains__
+
+    def __contains__(self, value: int) -> bool:
+        return self.__contains(value)
+
+
+def keep_losses_apart(model: keras.Model) -> None:
+    """Has each thread keep what its own call of the model has added as losses.
+
+    Replicas take turns where they wait for each other, in the midst of a call;
+    and a call begins with forgetting what the one before has added.
+    """
+    for layer in model._flatten_layers():
+        vars(layer)["_loss_ids"] = _OwnIds()
 
 
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:

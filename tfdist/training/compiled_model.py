@@ -274,6 +274,7 @@ def compiled_computation(
             reason,
         )
     if waits:
+        private_keras.keep_losses_apart(model)
         # No function may wait for the other replicas of this process.
         return seen_alone()(function)
     traced = tf.function(
