@@ -436,13 +436,18 @@ def test_profiles():
     assert private_keras.profiles(callback)
 
 
-def test_local_state_kept():
+def test_local_state_kept(monkeypatch):
     """What `StaticHashTable` and `tf.Variable` have to be made again from."""
     table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer(["a"], [7]), -1
     )
     variable = tf.Variable([1.0, 2.0])
     before = table.resource_handle, variable.handle
+    with private.local_state_kept():
+        pass
+    assert (table.resource_handle, variable.handle) == before
+    devices = [variable.handle.device, "/job:chief/replica:0/task:0"]
+    monkeypatch.setattr(private, "_here", lambda: devices.pop(0))
     with private.local_state_kept():
         variable.assign([0.0, 0.0])  # As it were lost.
     assert table.resource_handle is not before[0]

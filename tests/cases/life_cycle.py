@@ -201,6 +201,21 @@ def weights_of_a_table_load_with_other_shards(job):
 
 
 @case()
+def a_model_of_ones_own_between_two_runs(job):
+    """What Keras has traced for it goes on with its variables."""
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1
+    )
+    look_up, model = tf.function(table.lookup), seeded(model_fn)
+    for steps in (2, 4):
+        trained(job, steps=steps)
+        if job.is_chief:
+            model.fit(for_training(job)(), steps_per_epoch=2, verbose=0)
+            assert look_up(tf.constant([2, 5])).numpy().tolist() == [4, -1]
+            assert int(model.optimizer.iterations) == steps
+
+
+@case()
 def training_goes_on_to_max_steps(job):
     """A second call trains the rest; a third has nothing to do."""
     for _ in range(2):

@@ -119,21 +119,29 @@ def trace(
 def local_state_kept() -> Iterator[None]:
     """Keeps this process's lookup tables and variables while it connects.
 
-    Its devices are others then, and what was on those of before is lost:
-    preprocessing layers that were made before training.
+    The first time its devices are others then, and what was on those of before
+    is lost: preprocessing layers that were made before training. Later it
+    stays, and functions that were traced with it are not to part from it.
     """
-    here, kind = tf.constant(0).device, type(tf.Variable(0))
+    here, kind = _here(), type(tf.Variable(0))
     objects = gc.get_objects()
     tables = [o for o in objects if type(o) is tf.lookup.StaticHashTable]
     variables = [o for o in objects if type(o) is kind]
     values = [(v, v.numpy()) for v in variables if v.handle.device == here]
     yield
+    if _here() == here:
+        return
     for table in tables:
         table._resource_handle = table._create_resource()
         table._initialize()
     for variable, value in values:
         made = tf.Variable(value, dtype=variable.dtype, shape=variable.shape)
         variable._handle = made.handle
+
+
+def _here() -> str:
+    """The device on which what Python makes is."""
+    return tf.constant(0).device
 
 
 def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:
