@@ -500,6 +500,19 @@ def test_variables_that_are_not_in_a_checkpoint_are_found(on_servers):
     assert private_renewal.is_known([table, b], [])
 
 
+def test_there_is_no_time_where_ops_are_deterministic(monkeypatch):
+    assert private.now() > 1.7e9
+    monkeypatch.setattr(
+        private.config, "is_op_determinism_enabled", lambda: True
+    )
+    assert private.now() == 0
+
+
+def test_the_loss_tracker_is_that_of_compile():
+    model = small_model()
+    assert private_keras.loss_tracker(model) is model.metrics[0]
+
+
 def test_copy_tables():
     """A function that was traced with a table looks up a copy of it."""
     table = tf.lookup.StaticHashTable(

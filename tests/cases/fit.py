@@ -407,6 +407,54 @@ def metrics_of_a_train_step_of_its_own(job):
     _logs_are_of_the_epoch(job, OwnStep, Sum)
 
 
+class OlderLoss(keras.Sequential):
+    """As in Keras' guides of before, and with a metric called as Keras'."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def compute_loss(self, x, y, y_pred, sample_weight, allow_empty=False):
+        error = keras.ops.mean(keras.ops.square(y - y_pred))
+        self.tracker.update_state(error)
+        return error + 10.0
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
+@case()
+def a_loss_without_training_and_a_metric_called_loss(job):
+    def make():
+        model = OlderLoss([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd")
+        return model
+
+    train = data if is_one(job) else whole
+    found = fit(job, train, make, validation_data=whole)
+    assert_same(found, keras_fit(train, make, validation_data=whole()))
+
+
+@case()
+def an_optimizer_made_beforehand(job):
+    """Each model that the function makes gets one like it."""
+    optimizers = iter([keras.optimizers.Adam(0.01) for _ in range(2)])
+
+    def make_with(optimizer):
+        def make():
+            layers = [keras.Input([4]), keras.layers.Dense(1)]
+            model = keras.Sequential(layers)
+            model.compile(optimizer, "mse")
+            return model
+
+        return make
+
+    train = data if is_in_order(job) else whole
+    found = fit(job, train, make_with(next(optimizers)), epochs=2)
+    assert_same(found, keras_fit(train, make_with(next(optimizers)), epochs=2))
+
+
 @case()
 def a_second_call_goes_on(job):
     train = data if is_in_order(job) else whole

@@ -294,3 +294,9 @@ _of_two(
     (X, BOTH),
     loss={"number": "mse", "flag": None},
 )
+
+
+@case(refused=r"must be a scalar|has reduction=None, but between replicas")
+def a_loss_of_each_example(job):
+    loss = keras.losses.MeanSquaredError(reduction=None)
+    job.trains_as_fit(lambda: compiled(keras.layers.Dense(1), loss=loss))

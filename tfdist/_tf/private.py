@@ -37,6 +37,9 @@ from tensorflow.python.distribute.coordinator import (
 # What a `tf.GradientTape` knows of variables, for `accessed`.
 from tensorflow.python.eager import context, tape
 
+# Whether ops are to be deterministic, for `now`.
+from tensorflow.python.framework import config
+
 # A variable without memory: to describe a model with, or to hold a value in.
 from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
@@ -142,6 +145,13 @@ def local_state_kept() -> Iterator[None]:
 def _here() -> str:
     """The device on which what Python makes is."""
     return tf.constant(0).device
+
+
+def now() -> tf.Tensor:
+    """Seconds, a float64; always 0 where all ops shall be deterministic."""
+    if config.is_op_determinism_enabled():
+        return tf.zeros([], tf.float64)
+    return tf.timestamp()
 
 
 def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:

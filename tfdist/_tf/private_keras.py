@@ -218,6 +218,14 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return optimizer._trainable_variables
 
 
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """The metric that `compile` makes for the loss.
+
+    A model may have one of its own that is called so.
+    """
+    return model._loss_tracker
+
+
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
     """The mask that a Keras layer has given to its output, for a loss."""
     return getattr(tensor, "_keras_mask", None)

@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf.errors import summarize_error
+from tfdist._tf.tracing import traced
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster.memory import tell_free_bytes
 from tfdist.cluster.probing import SERVER_JOBS, TaskState, ask, probe
@@ -307,7 +308,7 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
     """
     devices = [_device(task) for task in cluster.addresses("ps")]
 
-    @tf.function(autograph=False)
+    @traced
     def exists() -> list[tf.Tensor]:
         found = []
         for device in devices:

@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.private import now
+
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +31,7 @@ class TimedIterator:
 
     def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
         self._iterator = iterator
-        self._start = tf.timestamp()
+        self._start = now()
         self._there: list[tf.Tensor] = []
         self._first_step = first_step
         self._awaited = _awaited()
@@ -40,7 +42,7 @@ class TimedIterator:
         batch = next(self._iterator)
         self._parts = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(self._parts):
-            self._there.append(tf.timestamp())
+            self._there.append(now())
             self._awaits(self._first_step + len(self._there) + 1)
         return batch
 
@@ -57,7 +59,7 @@ class TimedIterator:
         with tf.control_dependencies(self._parts):
             self._awaits(tf.zeros([], tf.int64))
         with tf.control_dependencies([results]):
-            total = tf.timestamp() - self._start
+            total = now() - self._start
         reads = tf.stack(self._there) - self._start
         last_reads = tf.reshape(reads, [num_steps, -1])[:, -1]
         return tf.stack([total - computing(last_reads, total), total])

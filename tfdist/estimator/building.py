@@ -145,6 +145,10 @@ def create_variables(
                     "and which is not where the strategy needs it. Make the "
                     "model, and all of its layers, inside the model function."
                 )
+        made_here = strategy.extended.variable_created_in_scope
+        if not all(made_here(v.value) for v in model.optimizer.variables):
+            # The program has made it, before the strategy.
+            compiled_model.renew_optimizer(model)
         optimizers.build(model.optimizer, model.trainable_variables)
     leave_strategy(model)
     return global_step, model

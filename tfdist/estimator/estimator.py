@@ -302,10 +302,11 @@ class Estimator:
 
     def _on_workers(self, path: str | None) -> OnWorkers | None:
         """Workers that compute with a checkpoint's weights, on a cluster."""
-        if self.config.strategy_name != "ps":
+        config = self.config
+        if config.strategy_name != "ps" or not config.cluster.is_chief:
             return None
         fill = functools.partial(self._fill, path=path)
-        return OnWorkers(self.model_fn, self.config, fill)
+        return OnWorkers(self.model_fn, config, fill)
 
     def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
         """What the model returns for each batch, as arrays."""

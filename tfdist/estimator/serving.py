@@ -275,6 +275,7 @@ def _argument(name: str, spec: tf.TypeSpec) -> tf.TypeSpec:
         return spec
     name = re.sub(r"[^\w./-]", "_", spec.name or name, flags=re.ASCII)
     name = name if re.match("[A-Za-z0-9.]", name) else f"input{name}"
+    name = f"input_{name}" if keyword.iskeyword(name) else name
     return tf.TensorSpec(spec.shape, spec.dtype, name)
 
 

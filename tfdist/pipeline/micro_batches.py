@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from tfdist._tf.private import now
 from tfdist._tf.private_keras import SEED_STATE_NAME, mask_of, set_mask
 from tfdist.pipeline.stages import Stage
 from tfdist.training.forward import TapedScope
@@ -84,7 +85,7 @@ class DeviceSchedule:
         if not self._timed:
             return []
         with tf.control_dependencies(_tensors(needed)):
-            self.times.append(tf.timestamp())
+            self.times.append(now())
         return self.times[-1:]
 
 

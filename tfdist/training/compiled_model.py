@@ -115,6 +115,7 @@ def checked_model(
             "loss. Call `model.compile(optimizer=..., loss=...)` in the model "
             "function."
         )
+    _use_optimizer_of_its_own(model)
     if model.run_eagerly:
         raise ValueError(
             f"Model {model.name!r} is compiled with run_eagerly=True, but "
@@ -141,6 +142,24 @@ def checked_model(
     return model
 
 
+def _use_optimizer_of_its_own(model: keras.Model) -> None:
+    """Gives it a new one, where an earlier model has its optimizer.
+
+    A program makes one, and its model function compiles each model with it.
+    """
+    own = {id(v) for v in model.variables}
+    optimizer = model.optimizer
+    others = private_keras.trained(optimizer) if optimizer.built else []
+    if others and not any(id(v) in own for v in others):
+        renew_optimizer(model)
+
+
+def renew_optimizer(model: keras.Model) -> None:
+    """Gives a model an optimizer like its own, made here and now."""
+    optimizer = model.optimizer
+    model.optimizer = type(optimizer).from_config(optimizer.get_config())
+
+
 def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     """Has layers make their variables, as Keras' `fit` does."""
     own_step = overrides(model, "train_step")
@@ -156,11 +175,9 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         # A loss may have layers too: the other tower, a projection.
         for training in (True, False) if targets else (False,):
-            y_pred = model(x, **training_of(model, training))
+            y_pred = model(x, **training_of(model.call, training))
             if targets and not own_step and (own_loss or y is not None):
-                model.compute_loss(
-                    x, y, y_pred, sample_weight, training=training
-                )
+                loss_of(model, x, y, y_pred, sample_weight, training)
 
     try:
         look_at(run, element_spec)
@@ -190,10 +207,34 @@ def element_spec_of(model: keras.Model) -> Any:
     return vars(model).get(_ELEMENT_SPEC)
 
 
-def training_of(model: keras.Model, training: bool) -> dict[str, bool]:
-    """The argument of `call` that says so, where a model has it."""
-    has = "training" in inspect.signature(model.call).parameters
+def training_of(function: Callable, training: bool) -> dict[str, bool]:
+    """The argument of a model's method that says so, where it has that."""
+    has = "training" in inspect.signature(function).parameters
     return {"training": training} if has else {}
+
+
+def loss_of(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    training: bool,
+) -> tf.Tensor:
+    """What `compute_loss` returns.
+
+    Raises:
+        ValueError: it is no scalar.
+    """
+    options = training_of(model.compute_loss, training)
+    loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
+    if tf.convert_to_tensor(loss).shape.rank:
+        raise ValueError(
+            f"The loss of model {model.name!r} must be a scalar. Received one "
+            f"of shape {loss.shape}. Leave out reduction=None of a loss, and "
+            "take the mean of what `compute_loss` or `add_loss` computes."
+        )
+    return loss
 
 
 def forward_pass(
@@ -204,8 +245,8 @@ def forward_pass(
 ) -> tuple[tf.Tensor, Mapping[str, Any]]:
     """Loss, and results of the metrics, which are updated `aside`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    y_pred = model(x, **training_of(model, training))
-    loss = model.compute_loss(x, y, y_pred, sample_weight, training=training)
+    y_pred = model(x, **training_of(model.call, training))
+    loss = loss_of(model, x, y, y_pred, sample_weight, training)
     with aside or contextlib.nullcontext():
         results = model.compute_metrics(x, y, y_pred, sample_weight)
     return loss, results

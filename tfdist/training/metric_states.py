@@ -87,8 +87,14 @@ class MetricStates:
         known, own = {}, {}
         if self._has_loss:
             own = {"loss": loss.item() / weight.item()}
-            if tracker := loss_tracker(self.model):
+            tracker = loss_tracker(self.model)
+            if tracker:
                 known = {id(tracker.total): loss, id(tracker.count): weight}
+            if any(
+                m.name == "loss" and m is not tracker
+                for m in self.model.metrics
+            ):
+                own = {}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
             for v, value in zip(self._metrics, rest, strict=True)

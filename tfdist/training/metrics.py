@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist._tf import private_keras
 from tfdist.training.compiled_model import forward_pass, look_at
 from tfdist.training.forward import Forward
 
@@ -23,10 +24,8 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     """The metric that Keras has for the loss; a step counts by itself."""
-    for metric in model.metrics:
-        if type(metric) is keras.metrics.Mean and metric.name == "loss":
-            return metric
-    return None
+    tracker = private_keras.loss_tracker(model)
+    return tracker if any(m is tracker for m in model.metrics) else None
 
 
 def no_sums(
