@@ -4,8 +4,10 @@ import functools
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import losses
 
+import tfdist
 from tests.cases import BATCH, case, compiled, examples
 
 X, Y = examples()
@@ -300,3 +302,61 @@ _of_two(
 def a_loss_of_each_example(job):
     loss = keras.losses.MeanSquaredError(reduction=None)
     job.trains_as_fit(lambda: compiled(keras.layers.Dense(1), loss=loss))
+
+
+class Sampled(keras.Sequential):
+    """Its loss draws; a metric adds up what, and its square."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        drawn = tf.random.uniform([], seed=self.seed)
+        self.drawn.update_state(drawn)
+        self.squared.update_state(drawn**2)
+        return keras.ops.mean(y_pred * drawn)
+
+
+def _draws(job, seed):
+    def model_fn():
+        model = Sampled([keras.Input([4]), keras.layers.Dense(1)])
+        model.seed = seed
+        model.drawn = keras.metrics.Mean(name="drawn")
+        model.squared = keras.metrics.Mean(name="squared")
+        model.compile("sgd")
+        return model
+
+    logs = []
+
+    class Logged(tfdist.SessionRunHook):
+        def steps_until_next(self, step):
+            return 20 - step % 20
+
+        def after_run(self, run_context, run_values):
+            logs.append(run_values.results)
+
+    def input_fn():
+        return tf.data.Dataset.from_tensors(examples()).repeat()
+
+    tf.random.set_seed(3)
+    try:
+        job.estimator(model_fn, steps_per_dispatch=10).train(
+            input_fn, hooks=[Logged()], max_steps=40
+        )
+    finally:
+        tf.random.set_seed(None)
+    if job.is_chief:
+        # The variance of a uniform number, had each step drawn its own.
+        # On parameter servers the first run is of one step.
+        spread = [each["squared"] - each["drawn"] ** 2 for each in logs[1:]]
+        assert all(0.03 < each < 0.15 for each in spread), spread
+
+
+@case()
+def draws_of_tensorflow_with_a_global_seed(job):
+    _draws(job, None)
+
+
+SAME = "all workers would draw the same numbers"
+
+
+@case(refused=dict.fromkeys(("mirrored", "all-reduce", "ps"), SAME))
+def draws_of_tensorflow_with_a_seed(job):
+    _draws(job, 5)

@@ -1,6 +1,8 @@
+import functools
 import os
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -304,6 +306,59 @@ def test_a_step_function_on_parameter_servers_runs_on_the_chief(tmp_path):
         assert set(map(tuple, tasks.exit_codes().values())) == {(0,)}
     assert "at step 2" in output
     assert "runs here: workers train nothing" in output
+
+
+TWO_JOBS = """
+import time
+import keras
+import numpy as np
+import tfdist
+
+
+class Slow(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(1)
+
+
+def model_fn():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+for job in ("first", "second", "third"):
+    x = np.ones([8, 3], "float32")
+    _, history = tfdist.fit(
+        model_fn,
+        (x, x[:, :1]),
+        epochs=8,
+        callbacks=[Slow()],
+        model_dir=job,
+    )
+    print(job, history and len(history.epoch), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_jobs_of_one_program(tmp_path):
+    """Servers serve one after the other, also one that is started again."""
+    (tmp_path / "job.py").write_text(TWO_JOBS)
+    job = [sys.executable, "job.py"]
+    cluster = LocalCluster(job, ps=1, workers=1, cwd=tmp_path, restart_secs=1.0)
+    with cluster as tasks:
+        printed = functools.partial(tasks.output, "chief:0")
+        assert wait_for(lambda: "first 8" in printed(), 120)
+        time.sleep(3)
+        tasks.kill("worker:0")
+        assert tasks.wait(timeout_secs=200) == 0, printed()
+        assert wait_for(lambda: all(tasks.exit_codes().values()), 60)
+        assert tasks.exit_codes() == {
+            "chief:0": [0],
+            "worker:0": [-signal.SIGKILL, 0],
+            "ps:0": [0],
+        }
+        assert "third None" in tasks.output("ps:0")
+        assert "third 8" in printed()
 
 
 def test_a_hook_asks_for_what_is_not_there():

@@ -14,6 +14,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,10 +32,9 @@ from tfdist.cluster.termination import Sigterm
 
 _log = logging.getLogger(__name__)
 
-_DONE = "ram://tfdist/chief_is_done"
 _CHIEF = "ram://tfdist/chief"
 _LET_GO = "ram://tfdist/let_go"
-_CONNECTIONS = "ram://tfdist/connections"
+_SAID, _CONNECTED = "ram://tfdist/said", "."
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
 # TensorFlow keeps the functions, 4 MB of a small model, that were running when
@@ -49,6 +49,11 @@ _LET_GO_SECS = 5.0
 _TERM_SECS = 20.0
 # Where this process has been the chief.
 _held: set[str] = set()
+# For each job, of several in one program, that this process has released.
+_released: list[Cluster] = []
+# This process's server, and how often it was told to serve.
+_servers: list[tf.distribute.Server] = []
+_serves: list[Cluster] = []
 # gRPC's own settings leave a server that came back alone for up to two minutes.
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
@@ -99,9 +104,13 @@ def serve(
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
-    It does so by `release`, which `train_and_evaluate` calls.
+    It does so by `release`, which `train_and_evaluate` calls. As long as the
+    chief's process is there it may go on: for a minute, and once it has
+    connected again, as for another job of the same program, until that is done
+    or the chief is gone. A second call serves the second job, and so on, on the
+    same server.
 
-    So does a task that the chief does without (see `tfdist.cluster.size`).
+    A task that the chief does without (see `tfdist.cluster.size`) returns, too.
 
     Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
     chief is there, since the whole job may be told so at once and the chief
@@ -126,21 +135,27 @@ def serve(
     # Threads that spin between two messages of a step take the CPU from the
     # computation: steps were 8 to 18 % slower where five tasks share two cores.
     config.experimental.disable_thread_spinning = True
-    with starting(cluster):
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec(cluster.training_spec()),
-            job_name=cluster.task_type,
-            task_index=cluster.task_index,
-            protocol="grpc",
-            config=config,
-        )
-    _log.info("Task %s serves on %s.", cluster.task, server.target)
+    if cluster not in _serves:  # A server cannot be stopped.
+        with starting(cluster):
+            server = tf.distribute.Server(
+                tf.train.ClusterSpec(cluster.training_spec()),
+                job_name=cluster.task_type,
+                task_index=cluster.task_index,
+                protocol="grpc",
+                config=config,
+            )
+        _servers.append(server)
+    _serves.append(cluster)
+    _log.info("Task %s serves on %s.", cluster.task, _servers[-1].target)
     chief, chief_state = cluster.tasks["chief"][0], TaskState.DEAD
     next_round = 0.0
-    while not tf.io.gfile.exists(_DONE):
+    while True:
+        said = _said()
+        if _is_done(said) and _stays(said, chief, sigterm):
+            break
         if sigterm.received:
             wait_until_gone(chief, _TERM_SECS)
-            if tf.io.gfile.exists(_DONE):
+            if _is_done(_said()):
                 break
             sigterm.leave()
         if time.monotonic() >= next_round:
@@ -150,16 +165,30 @@ def serve(
             before, chief_state = chief_state, probe(chief)
             if chief_state is not before:
                 _log.info("The chief at %s is %s.", chief, chief_state.value)
-        if restart and _num_connections() >= _MOST_CONNECTIONS:
+        if restart and said.count(_CONNECTED) >= _MOST_CONNECTIONS:
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         if tf.io.gfile.exists(_LET_GO):
             time.sleep(_LET_GO_SECS)
             _log.info("Task %s ends: the job goes on without it.", cluster.task)
             return
         time.sleep(_POLL_SECS)
-    # The chief's process still frees what it holds here; let it leave first.
-    wait_until_gone(chief, _GOODBYE_SECS)
     _log.info("Task %s ends: the chief is done.", cluster.task)
+
+
+def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
+    """Whether all that chiefs have said stays all, for a minute at most.
+
+    The chief's process still frees what it holds here; let it leave first.
+    """
+    wait_for(
+        lambda: (
+            sigterm.received
+            or _said() != said
+            or probe(chief) is not TaskState.LIVE
+        ),
+        _GOODBYE_SECS,
+    )
+    return _said() == said
 
 
 def _trim_memory() -> None:
@@ -174,11 +203,22 @@ def _trim_memory() -> None:
         libc.malloc_trim(0)
 
 
-def _num_connections() -> int:
-    """How often chiefs have connected to this server."""
-    if not tf.io.gfile.exists(_CONNECTIONS):
-        return 0
-    return tf.io.gfile.stat(_CONNECTIONS).length
+def _said() -> str:
+    """What chiefs have said here: that one connects, that its n-th job is done.
+
+    Such as "..1;.2;": in the first job it has connected again.
+    """
+    if not tf.io.gfile.exists(_SAID):
+        return ""
+    with tf.io.gfile.GFile(_SAID) as file:
+        return file.read()
+
+
+def _is_done(said: str) -> bool:
+    """Whether the job is that this call serves, and no other goes on."""
+    jobs = map(int, re.findall(r"\d+", said))
+    goes_on = said.endswith(_CONNECTED)
+    return not goes_on and max(jobs, default=0) >= len(_serves)
 
 
 def wait_until_gone(address: str, timeout_secs: float) -> None:
@@ -191,6 +231,7 @@ def release(cluster: Cluster) -> None:
 
     One that is gone or does not answer is reported and skipped.
     """
+    _released.append(cluster)
     tasks = cluster.addresses(*SERVER_JOBS)
     if num_connected("worker"):  # Others do not train now.
         connected = _connected()
@@ -200,7 +241,7 @@ def release(cluster: Cluster) -> None:
         problem = answer.state.value
         if answer.state is TaskState.LIVE:
             try:
-                _write(task, _DONE, "")
+                _write(task, _SAID, f"{len(_released)};")
                 continue
             except tf.errors.OpError as error:
                 problem = summarize_error(error)
@@ -225,7 +266,7 @@ def let_go(tasks: Iterable[str]) -> None:
 def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
     """Counts the connection to new workers, and waits until they reach all."""
     for task in tasks:
-        _write(task, _CONNECTIONS, ".")
+        _write(task, _SAID, _CONNECTED)
     wait_until_connected(cluster, _ROUND_SECS)
 
 
@@ -293,7 +334,7 @@ def hold(cluster: Cluster) -> None:
         _write("ps:0", _CHIEF, json.dumps(own) + "\n")
     _held.add(address)
     for task in cluster.addresses(*SERVER_JOBS):
-        _write(task, _CONNECTIONS, ".")
+        _write(task, _SAID, _CONNECTED)
 
 
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
@@ -313,7 +354,7 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
         found = []
         for device in devices:
             with tf.device(device):
-                found.append(tf.io.matching_files(_CONNECTIONS))
+                found.append(tf.io.matching_files(_SAID))
         return found
 
     deadline = time.monotonic() + timeout_secs

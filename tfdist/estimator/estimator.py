@@ -202,7 +202,7 @@ class Estimator:
             )
         _log.warning(
             "No step was run: the input had been read to its end when %s was "
-            "saved.",
+            "saved. To train on it again, `repeat` it in the input function.",
             session.restored_from,
         )
 

@@ -296,8 +296,14 @@ def compiled_computation(
     has_tables: bool,
     has_replicas: bool,
     at_once: bool,
+    keeps_seed: bool,
 ) -> Callable:
-    """`function`, compiled by XLA if the model says so and it can be."""
+    """`function`, compiled by XLA if the model says so and it can be.
+
+    Unless it `keeps_seed`, `tf.random.set_seed` counts for nothing in it: each
+    step, on each worker, would draw the same.
+    """
+    function = function if keeps_seed else _without_seed(function)
     reason = None
     waits = has_replicas and private_keras.is_synchronized(model)
     if waits or at_once:
@@ -330,6 +336,14 @@ def compiled_computation(
         return on_own_thread(trace, *specs(args))(*args)
 
     return traced_alone if has_replicas else traced
+
+
+def _without_seed(function: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        tf.compat.v1.get_default_graph().seed = None
+        return function(*args)
+
+    return call
 
 
 def specs(values: Any) -> Any:

@@ -43,6 +43,21 @@ _SHAPED_BY_VALUES = re.compile(
 )
 
 
+def draws(graph: tf.Graph) -> dict[str, bool]:
+    """Ops that count what they have drawn: whether one has a seed.
+
+    One of its own, where the graph has none (`tf.random.set_seed`).
+    """
+    whole = graph.as_graph_def()
+    found: dict[str, bool] = {}
+    for part in [whole.node, *(f.node_def for f in whole.library.function)]:
+        for node in part:
+            if "seed2" in node.attr:
+                is_seeded = bool(node.attr["seed2"].i)
+                found[node.op] = found.get(node.op, False) or is_seeded
+    return found
+
+
 class Forward:
     """The graph of one forward pass.
 
@@ -66,6 +81,7 @@ class Forward:
         flat = tf.nest.flatten(spec, expand_composites=True)
 
         def traced(*given: tf.Tensor) -> None:
+            tf.compat.v1.get_default_graph().seed = None
             batch = tf.nest.pack_sequence_as(
                 spec, given[: len(flat)], expand_composites=True
             )
@@ -179,6 +195,21 @@ class Forward:
             value.op.name: f"variable {v.path!r}"
             for v, value in self._stand_ins
         } | dict.fromkeys(self._collector.answers, "the rows of a table")
+
+    def draws(self) -> dict[str, bool]:
+        """See the function."""
+        return draws(self._graph.graph)
+
+    def check_draws(self) -> None:
+        """Raises `ValueError` if steps and workers would draw the same."""
+        found = self.draws()
+        if seeded := [op for op, is_seeded in found.items() if is_seeded]:
+            raise ValueError(
+                f"The model draws by {', '.join(seeded)} of TensorFlow with a "
+                "seed: all workers would draw the same numbers, and each again "
+                "in every step of a dispatch. Leave out the seed, or draw by "
+                "`keras.random` with a `keras.random.SeedGenerator`."
+            )
 
     def check_stand_ins(self) -> None:
         """Raises `ValueError` if a variable is used past its stand-in."""

@@ -22,6 +22,7 @@ from tfdist.training.compiled_model import (
     refuse_unlisted,
 )
 from tfdist.training.fence import Fence
+from tfdist.training.forward import draws
 from tfdist.training.metric_states import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
 from tfdist.training.step import Batch
@@ -58,6 +59,7 @@ class KerasStep:
         global_step: tf.Variable | None = None,
     ) -> None:
         self.model = checked_model(model)
+        self.single_steps = False
         self._global_step = global_step
         self._shapes: Any = {}
         function = tf.function(autograph=False, jit_compile=model.jit_compile)
@@ -67,7 +69,10 @@ class KerasStep:
             before = len(model.trainable_variables)
             # Makes what the first step would: metrics, slots of optimizers.
             trial = function(functools.partial(self._logs, "train_step"))
-            self._used = trial.get_concrete_function(element_spec).variables
+            traced = trial.get_concrete_function(element_spec)
+            self._used = traced.variables
+            # Those of one dispatch might draw the same.
+            self.single_steps = bool(draws(traced.graph))
             refuse_new_variables(model, before)
             own = {id(v.value) for v in model.variables}
             others = [v for v in self._used if v.trainable]

@@ -273,6 +273,8 @@ class LocalLoop(Loop):
     ) -> None:
         super().__init__(global_step)
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+        if step.single_steps:
+            steps_per_dispatch = 1
         self._full = dispatch_size(step.model, steps_per_dispatch)
         asked = steps_per_dispatch or step.model.steps_per_execution > 1
         self._secs_alone = 0.0 if asked else math.inf

@@ -110,6 +110,7 @@ class ModelStep(MetricStates):
         metrics: bool = True,
     ) -> None:
         self.model = compiled_model.checked_model(model)
+        self.single_steps = False
         trains = global_step is not None and metrics
         own = trains and overrides(model, "train_step")
         self._own = OwnStep(model) if own else None
@@ -163,6 +164,11 @@ class ModelStep(MetricStates):
             TRAINING, element_spec, self._counters.reads
         )
         forward.check_stand_ins()
+        many = self._remote or bool(replicas)
+        if many:
+            forward.check_draws()
+        # Those of one dispatch might draw the same.
+        self.single_steps = bool(forward.draws()) and not many
         compiled_model.refuse_unlisted(model, *forward.unlisted())
         self._layout.check_read(forward.read)
         self._layout.check_updated(forward.updated)
@@ -179,6 +185,7 @@ class ModelStep(MetricStates):
             has_tables=bool(self.tables),
             has_replicas=bool(replicas),
             at_once=bool(self._at_once),
+            keeps_seed=not many,
         )
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
