@@ -510,6 +510,26 @@ def saved_model():
     return model
 
 
+@pytest.mark.parametrize(
+    ("ids", "weights", "message"),
+    [
+        (tf.constant([[1, 2, 3]]), tf.ones([1, 1]), "a weight for each id"),
+        (tf.ragged.constant([[1], [2]]), tf.ones([2, 1]), "a weight for each"),
+        (
+            tf.ragged.constant([[1, 2], [3]]),
+            tf.ragged.constant([[1.0], [2.0, 3.0]]),
+            "Weights and ids",
+        ),
+    ],
+)
+def test_weights_of_other_ids_are_refused(ids, weights, message):
+    layer = PartitionedEmbedding(10, 2, combiner="mean")
+    with pytest.raises(
+        (ValueError, tf.errors.InvalidArgumentError), match=message
+    ):
+        layer(ids, weights)
+
+
 def test_weights_are_one_table():
     table = np.arange(40.0).reshape([20, 2])
     for number, strategy in itertools.product([1, 3, 7], ["balanced", "div"]):

@@ -247,8 +247,8 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def call(self, ids: Any, weights: Any = None) -> Any:
         """Looks up `ids`; see the class."""
-        if self.combiner is None and weights is not None:
-            raise ValueError("Argument `weights` needs a `combiner`.")
+        if weights is not None:
+            weights = lookups.checked_weights(weights, ids, self.combiner)
         if isinstance(ids, tf.SparseTensor):
             if self.combiner is None:
                 raise ValueError("Sparse ids need a `combiner`.")

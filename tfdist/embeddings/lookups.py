@@ -22,6 +22,30 @@ def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
     )
 
 
+def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
+    """The weights of ids, one for each, if they are that.
+
+    Raises:
+        ValueError: they are not, as far as is known before a step.
+        InvalidArgumentError: in a step: the rows have other lengths.
+    """
+    if combiner is None:
+        raise ValueError("Argument `weights` needs a `combiner`.")
+    if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
+        ids, weights = tf.convert_to_tensor(ids), tf.convert_to_tensor(weights)
+    if type(ids) is not type(weights) or not (
+        ids.shape.is_compatible_with(weights.shape)
+    ):
+        raise ValueError(
+            "There must be a weight for each id, in a tensor of the same kind "
+            f"and shape. Received: ids={ids}, weights={weights}."
+        )
+    if isinstance(ids, tf.RaggedTensor):
+        splits = weights.with_row_splits_dtype(ids.row_splits.dtype).row_splits
+        tf.debugging.assert_equal(ids.row_splits, splits, "Weights and ids")
+    return weights
+
+
 class Collector:
     """Writes down the ids of each lookup and answers with zeros.
 
