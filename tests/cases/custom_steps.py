@@ -644,3 +644,39 @@ class OwnFunction(keras.Model):
 @case("make_train_function", refused="Override `train_step` instead")
 def own_function(job):
     job.trains_as_fit(lambda: compiled(OwnFunction))
+
+
+class ByParts(keras.Model):
+    """Its batch is what its network takes; it is never called itself."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            near, far = self.network(batch)
+            loss = keras.ops.mean(keras.ops.relu(near - far + 0.5))
+        weights = self.network.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"distance": loss}
+
+
+@case()
+def a_batch_that_is_not_called_by_its_features(job):
+    def model_fn():
+        inputs = [keras.Input([4]) for _ in range(3)]
+        embed = keras.layers.Dense(2)
+        one, like, other = map(embed, inputs)
+        pairs = (one - like, one - other)
+        outputs = [keras.ops.sum(each**2, -1) for each in pairs]
+        model = ByParts(keras.Model(inputs, outputs))
+        model.compile("sgd")
+        return model
+
+    triple = tuple(examples(seed=i)[0] for i in range(3))
+    job.trains_as_fit(model_fn, triple)

@@ -91,9 +91,9 @@ def leave_strategy(model: keras.Model) -> None:
             each._distribute_strategy = None
 
 
-def is_built(model: keras.Model) -> bool:
-    """Whether a model is built, and every layer in it, also in other layers."""
-    return all(layer.built for layer in model._flatten_layers())
+def is_built(model: keras.Model, itself: bool = True) -> bool:
+    """Whether every layer in a model is built, also in others, and `itself`."""
+    return all(layer.built for layer in model._flatten_layers(itself))
 
 
 def is_synchronized(model: keras.Model) -> bool:

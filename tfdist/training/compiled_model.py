@@ -184,6 +184,16 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     except AttributeError:
         # A loss may take gradients by variables, which have handles by now.
         look_at(run, element_spec)
+    except Exception as error:
+        if not own_step:
+            raise
+        # Its step may call it, or its parts alone, with something else.
+        if not private_keras.is_built(model, itself=False):
+            raise ValueError(
+                f"Model {model.name!r} cannot be built by a call with the "
+                "features of a batch, which its own `train_step` may do "
+                "otherwise. Call it in the model function as that does."
+            ) from error
 
 
 def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
