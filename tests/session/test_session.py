@@ -312,6 +312,7 @@ TWO_JOBS = """
 import time
 import keras
 import numpy as np
+import tensorflow as tf
 import tfdist
 
 
@@ -336,6 +337,10 @@ for job in ("first", "second", "third"):
         model_dir=job,
     )
     print(job, history and len(history.epoch), flush=True)
+if history:
+    estimator = tfdist.Estimator(model_fn, tfdist.RunConfig("third"))
+    dataset = tf.data.Dataset.from_tensors(x)
+    print("predicted", len([*estimator.predict(lambda: dataset)]), flush=True)
 """
 
 
@@ -359,6 +364,7 @@ def test_the_jobs_of_one_program(tmp_path):
         }
         assert "third None" in tasks.output("ps:0")
         assert "third 8" in printed()
+        assert "predicted 8" in printed()
 
 
 def test_a_hook_asks_for_what_is_not_there():

@@ -232,6 +232,13 @@ def release(cluster: Cluster) -> None:
     One that is gone or does not answer is reported and skipped.
     """
     _released.append(cluster)
+    release_again(cluster)
+
+
+def release_again(cluster: Cluster) -> None:
+    """As `release`, if this process has done that, and connected since."""
+    if not _released:
+        return
     tasks = cluster.addresses(*SERVER_JOBS)
     if num_connected("worker"):  # Others do not train now.
         connected = _connected()

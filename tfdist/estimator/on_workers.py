@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.cluster import servers
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.strategies import parameter_server_strategy
@@ -45,15 +46,20 @@ class OnWorkers:
         self, dataset: tf.data.Dataset, metrics: bool
     ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
         """A step, and what yields a function's value for each batch."""
-        spec = dataset.element_spec
-        global_step, model = create_variables(
-            self._model_fn, self._config, self._strategy, spec, metrics
-        )
-        self._fill(model)
-        step = ModelStep(
-            model, spec, global_step=global_step, remote=True, metrics=metrics
-        )
         with contextlib.ExitStack() as started:
+            started.callback(servers.release_again, self._cluster)
+            spec = dataset.element_spec
+            global_step, model = create_variables(
+                self._model_fn, self._config, self._strategy, spec, metrics
+            )
+            self._fill(model)
+            step = ModelStep(
+                model,
+                spec,
+                global_step=global_step,
+                remote=True,
+                metrics=metrics,
+            )
             health = HealthMonitor(self._cluster)
             started.callback(health.stop)
             workers = Workers(self._strategy, self._cluster.num_workers)
