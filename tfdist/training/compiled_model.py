@@ -148,8 +148,8 @@ def _use_optimizer_of_its_own(model: keras.Model) -> None:
     A program makes one, and its model function compiles each model with it.
     """
     own = {id(v) for v in model.variables}
-    optimizer = model.optimizer
-    others = private_keras.trained(optimizer) if optimizer.built else []
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    others = private_keras.trained(inner) if inner.built else []
     if others and not any(id(v) in own for v in others):
         renew_optimizer(model)
 
@@ -157,7 +157,15 @@ def _use_optimizer_of_its_own(model: keras.Model) -> None:
 def renew_optimizer(model: keras.Model) -> None:
     """Gives a model an optimizer like its own, made here and now."""
     optimizer = model.optimizer
-    model.optimizer = type(optimizer).from_config(optimizer.get_config())
+    try:
+        model.optimizer = type(optimizer).from_config(optimizer.get_config())
+    except (TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"Model {model.name!r} is compiled with a "
+            f"{type(optimizer).__name__} that was made outside of the model "
+            "function, and has no config of which to make another. Make it "
+            "inside."
+        ) from error
 
 
 def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
