@@ -2,7 +2,6 @@ import functools
 import os
 import signal
 import sys
-import time
 
 import keras
 import numpy as np
@@ -308,7 +307,7 @@ def test_a_step_function_on_parameter_servers_runs_on_the_chief(tmp_path):
     assert "runs here: workers train nothing" in output
 
 
-TWO_JOBS = """
+JOBS = """
 import time
 import keras
 import numpy as np
@@ -347,13 +346,14 @@ if history:
 @pytest.mark.slow
 def test_the_jobs_of_one_program(tmp_path):
     """Servers serve one after the other, also one that is started again."""
-    (tmp_path / "job.py").write_text(TWO_JOBS)
+    (tmp_path / "job.py").write_text(JOBS)
     job = [sys.executable, "job.py"]
     cluster = LocalCluster(job, ps=1, workers=1, cwd=tmp_path, restart_secs=1.0)
     with cluster as tasks:
         printed = functools.partial(tasks.output, "chief:0")
         assert wait_for(lambda: "first 8" in printed(), 120)
-        time.sleep(3)
+        begun = (tmp_path / "second" / "checkpoint").exists
+        assert wait_for(begun, 60)
         tasks.kill("worker:0")
         assert tasks.wait(timeout_secs=200) == 0, printed()
         assert wait_for(lambda: all(tasks.exit_codes().values()), 60)

@@ -167,8 +167,8 @@ class ModelStep(MetricStates):
         many = self._remote or bool(replicas)
         if many:
             forward.check_draws()
-        # Those of one dispatch might draw the same.
-        self.single_steps = bool(forward.draws()) and not many
+        else:  # Those of one dispatch might draw the same.
+            self.single_steps = bool(forward.draws())
         compiled_model.refuse_unlisted(model, *forward.unlisted())
         self._layout.check_read(forward.read)
         self._layout.check_updated(forward.updated)
