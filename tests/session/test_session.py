@@ -356,12 +356,9 @@ def test_the_jobs_of_one_program(tmp_path):
         assert wait_for(begun, 60)
         tasks.kill("worker:0")
         assert tasks.wait(timeout_secs=200) == 0, printed()
-        assert wait_for(lambda: all(tasks.exit_codes().values()), 60)
-        assert tasks.exit_codes() == {
-            "chief:0": [0],
-            "worker:0": [-signal.SIGKILL, 0],
-            "ps:0": [0],
-        }
+        killed = [-signal.SIGKILL, 0]
+        codes = {"chief:0": [0], "worker:0": killed, "ps:0": [0]}
+        assert wait_for(lambda: tasks.exit_codes() == codes, 60), codes
         assert "third None" in tasks.output("ps:0")
         assert "third 8" in printed()
         assert "predicted 8" in printed()
