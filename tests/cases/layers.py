@@ -188,7 +188,7 @@ def spectral_normalization(job):
 
 
 class Settling(layers.Layer):
-    """Counts its calls in training, and remembers that there was one."""
+    """Counts its calls and examples in training, and remembers that it did."""
 
     def build(self, shape):
         def weight(name, **arguments):
@@ -199,10 +199,14 @@ class Settling(layers.Layer):
         self.scale = weight("scale")
         self.calls = weight("calls", dtype="int64", trainable=False)
         self.begun = weight("begun", dtype="bool", trainable=False)
+        self.seen = self.add_weight(
+            (), "zeros", "int32", aggregation="sum", trainable=False
+        )
 
     def call(self, x, training=False):
         if training:
             self.calls.assign_add(1)
+            self.seen.assign_add(keras.ops.shape(x)[0])
             x = keras.ops.where(self.begun, 0.5 * x, x)
             self.begun.assign(True)
         return x * (1 + self.scale)

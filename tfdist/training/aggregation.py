@@ -186,7 +186,10 @@ class Accumulators:
 
         def taken() -> list[tf.Tensor]:
             values = [kept.whole[i].read_value() for i in updates]
-            values = [v * tf.cast(share, v.dtype) for v in values]
+            values = [
+                v if i in self._layout.sums else v * tf.cast(share, v.dtype)
+                for i, v in zip(updates, values, strict=True)
+            ]
             for g, shards in server.trained.items():
                 ids, counts, rows = [v.read_value() for v in kept.rows[g]]
                 counts = tf.ensure_shape(counts, [len(shards)])

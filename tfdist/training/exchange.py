@@ -193,9 +193,11 @@ def over_replicas(
     `size` is how many of its examples this one has, a scalar float32.
     """
     every = [*found.dense, *found.deltas]
-    means, total = replicas.mean([g for g in every if g is not None], size)
-    mean = iter(means)
-    every = [g if g is None else next(mean) for g in every]
+    changed = [i for i, change in enumerate(every) if change is not None]
+    sums = {place for place, i in enumerate(changed) if i in layout.sums}
+    means, total = replicas.mean([every[i] for i in changed], size, sums)
+    for i, mean in zip(changed, means, strict=True):
+        every[i] = mean
     num = len(found.dense)
     # Every replica has looked up other rows; those of a frozen table stay.
     routes, rows = [], []

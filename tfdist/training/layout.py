@@ -52,6 +52,8 @@ class Layout:
         dense: Trainable variables that are read as a whole.
         moving: What else is read, and changed (moving averages).
         reads: All that is read as a whole: `dense`, `moving`, rates.
+        sums: Indices in `reads` of what counts (`aggregation="sum"`): what
+            several find adds up.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
         servers: What each server holds.
@@ -95,6 +97,10 @@ class Layout:
         fixed = [v for v in model.non_trainable_variables if id(v) not in held]
         self.moving = [v for v in fixed if not is_seed(v)]
         self.reads = [*self.dense, *self.moving, *rates]
+        counts = [v.aggregation == "sum" for v in self.moving]
+        self.sums = {
+            i for i, is_sum in enumerate(counts, len(self.dense)) if is_sum
+        }
         shards = [s for group in self.groups for s in group.shards]
         devices = sorted({self.device_of(v) for v in [*self.reads, *shards]})
         self.servers = [self._server(device) for device in devices]

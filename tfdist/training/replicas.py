@@ -8,7 +8,7 @@ the global batch, and learns the mean over all shares: so all copies stay equal
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,18 +54,26 @@ class Replicas:
         return sums
 
     def mean(
-        self, tensors: Sequence[tf.Tensor], size: tf.Tensor
+        self,
+        tensors: Sequence[tf.Tensor],
+        size: tf.Tensor,
+        counts: Collection[int] = (),
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Means over all examples, and how many these are.
 
         From those over this replica's `size` examples: a scalar float32,
-        maybe 0.
+        maybe 0. Those of the tensors with the indices `counts` just add up.
         """
         # Sums may be too large for what has two bytes.
         wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in tensors]
-        *sums, total = self.sum([*(mean_to_sum(t, size) for t in wide), size])
+        any_here = tf.cast(size > 0, size.dtype)
+        sizes = [any_here if i in counts else size for i in range(len(wide))]
+        *sums, total = self.sum([*map(mean_to_sum, wide, sizes), size])
         self._traced.total = total
-        means = [t / tf.cast(total, t.dtype) for t in sums]
+        means = [
+            t if i in counts else t / tf.cast(total, t.dtype)
+            for i, t in enumerate(sums)
+        ]
         pairs = zip(means, tensors, strict=True)
         return [as_dtype(mean, t.dtype) for mean, t in pairs], total
 

@@ -4,7 +4,8 @@ Each replica gets a share of the global batch and the mean of what all of them
 found (`replicas.py`), so the weights are those of one device that had the whole
 batch. Layers that look at their whole batch see their replica's share alone:
 `BatchNormalization` normalizes by it, unless it is `synchronized`, and moves
-its averages by the mean over replicas.
+its averages by the mean over replicas. What layers add to weights with
+`aggregation="sum"` adds up.
 """
 
 from __future__ import annotations

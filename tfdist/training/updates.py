@@ -130,10 +130,12 @@ class UpdatesAtOnce:
     def end_step(
         self, deltas: Sequence[tf.Tensor | None], size: tf.Tensor
     ) -> None:
-        """Adds to `moving` the means of what replicas found, and counts."""
+        """Adds to `moving` what replicas found, as `mean` does, and counts."""
         pairs = zip(self._moving, deltas, strict=True)
         changed = [(v, delta) for v, delta in pairs if delta is not None]
-        means, _ = self._replicas.mean([delta for _, delta in changed], size)
+        sums = {i for i, (v, _) in enumerate(changed) if v.aggregation == "sum"}
+        found = [delta for _, delta in changed]
+        means, _ = self._replicas.mean(found, size, sums)
 
         def end(means: list[tf.Tensor]) -> None:
             for (variable, _), delta in zip(changed, means, strict=True):
