@@ -1,3 +1,5 @@
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -328,6 +330,24 @@ def saved_until(directory, last):
     for number in range(last + 1):
         step.assign(number)
         checkpoints.save(number)
+
+
+def test_too_many_open_files_are_no_damage(tmp_path):
+    variable = tf.Variable(0.0)
+    saved = Checkpoints(str(tmp_path), {"variable": variable})
+    for step in (1, 2):
+        variable.assign(step)
+        saved.save(step)
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    try:
+        with pytest.raises(tf.errors.OpError, match="Too many open files"):
+            saved.restore()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert saved.restore() == str(tmp_path / "model.ckpt-2")
 
 
 def test_a_list_that_is_missing(tmp_path):

@@ -13,6 +13,7 @@ then raises `AbortedError`. It does not hide that
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -58,6 +59,16 @@ _ADVICE = (
     ),
 )
 
+# Errors in reading that say nothing about the file.
+_NO_DAMAGE = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.FailedPreconditionError,  # The store's host is not found.
+    tf.errors.PermissionDeniedError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnavailableError,
+)
+
 
 def is_object_store(path: str) -> bool:
     """Whether `path` is in an object store, which has no folders to rename.
@@ -80,6 +91,20 @@ def advice(path: str, error: tf.errors.OpError) -> str:
             if isinstance(error, kind) and sign in error.message:
                 return text
     return ""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error in reading a checkpoint says that it is damaged.
+
+    TensorFlow has a dozen for files that are cut, missing or overwritten,
+    IndexError among them. Those of its reader have a class for few others.
+
+    >>> is_damage(tf.errors.OpError(None, None, "Too many open files", 2))
+    False
+    """
+    numbers = errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM
+    texts = (os.strerror(number) in str(error) for number in numbers)
+    return not (isinstance(error, _NO_DAMAGE) or any(texts))
 
 
 def check_writable(directory: str) -> None:

@@ -47,15 +47,6 @@ _REHASH = (
 BASENAME = "model.ckpt"
 # What it takes from steps that go on meanwhile, at most.
 _COST_BEHIND = 0.1
-# Errors in reading that say nothing about the file. TensorFlow has a dozen for
-# files that are cut, missing or overwritten, IndexError among them.
-NO_DAMAGE = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.FailedPreconditionError,  # The store's host is not found.
-    tf.errors.PermissionDeniedError,
-    tf.errors.UnavailableError,
-)
 
 
 class Checkpoints:
@@ -271,7 +262,7 @@ class Checkpoints:
                 self.restore_from(path, position_of(path))
                 return path
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
-                if isinstance(error, NO_DAMAGE):
+                if not storage.is_damage(error):
                     raise
                 if older is None:
                     raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import storage
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import reset_object_names
 from tfdist._tf.tracing import traced
@@ -156,7 +157,7 @@ class Evaluation:
                 checkpoints.restore(path, variables)
                 global_step = checkpoints.step_of(path)
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
-                if isinstance(error, checkpoints.NO_DAMAGE):
+                if not storage.is_damage(error):
                     raise
                 raise DamagedCheckpointError(
                     f"Checkpoint {path} is damaged or gone. TensorFlow says: "
