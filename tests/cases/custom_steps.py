@@ -608,6 +608,25 @@ class OwnLoss(keras.Model):
         return {**results, "double": 2 * results["mae"]}
 
 
+class OwnMetric(keras.Model):
+    """The example of `compute_metrics`: a result from before its update."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.custom_metric = keras.metrics.MeanAbsoluteError(name="custom")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.custom_metric.update_state(y, y_pred, sample_weight)
+        results["custom_metric_name"] = self.custom_metric.result()
+        return results
+
+
+@case("a metric that compute_metrics updates last")
+def own_metric(job):
+    job.trains_as_fit(lambda: compiled(OwnMetric, metrics=["mae"]))
+
+
 @case("compute_loss and compute_metrics")
 def own_loss(job):
     job.trains_as_fit(lambda: compiled(OwnLoss, metrics=["mae"]))

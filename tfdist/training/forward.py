@@ -141,7 +141,10 @@ class Forward:
     def results(
         self, states: Sequence[keras.Variable], what: str
     ) -> Callable[..., Any]:
-        """From the values of `states` to the results; no others may matter."""
+        """From the values of `states` to the results; no others may matter.
+
+        Keras' own example takes those of a metric before it updates it.
+        """
         for name, other in self.no_results(states).items():
             raise ValueError(
                 f"{what} returns {name!r}, which depends on {other}, so it is "
@@ -149,14 +152,26 @@ class Forward:
                 "`keras.metrics.Mean`, update it there and return its "
                 "`result()`."
             )
-        values = [self._scope.get_current_value(v) for v in states]
-        return self._graph.prune(values, self._results)
+        after, before = self._values_of(states)
+        changed = [i for i, t in enumerate(before) if t is not after[i]]
+        given = [*after, *(before[i] for i in changed)]
+        results = self._graph.prune(given, self._results)
+        return lambda *values: results(*values, *(values[i] for i in changed))
+
+    def _values_of(
+        self, states: Sequence[keras.Variable]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """What they are after the pass, and before."""
+        stand_ins = {id(v): value for v, value in self._stand_ins}
+        after = [self._scope.get_current_value(v) for v in states]
+        return after, [stand_ins[id(v)] for v in states]
 
     def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
         """On what the results depend that depend not on `states` alone."""
         batch = dict.fromkeys((t.op.name for t in self._given), "the batch")
         others = self._others() | batch
-        values = [self._scope.get_current_value(v) for v in states]
+        after, before = self._values_of(states)
+        values = [*after, *before]
         return {
             name: others[op.name]
             for name, result in self._results.items()
