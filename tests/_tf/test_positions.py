@@ -19,7 +19,7 @@ Data = tf.data.Dataset
 
 def pipelines(csv):
     """Of each kind two that differ in one thing."""
-    drawn = tf.random.uniform([], maxval=1 << 40, dtype=tf.int64)
+    drawn = tf.random.uniform([], 1 << 48, 1 << 60, dtype=tf.int64)
     lookup = keras.layers.StringLookup
     return {
         "constants": [Data.range(n).map(lambda i: i + 1) for n in (3, 4)],
@@ -49,6 +49,14 @@ def pipelines(csv):
         "a seed that is given": [
             Data.range(n).map(lambda i: i + drawn) for n in (5, 6)
         ],
+        "a number that is given": [
+            Data.range(9).map(lambda i, day=day: i + day)
+            for day in tf.constant([1, 20261124], tf.int64)
+        ],
+        "shuffled in a function": [
+            Data.range(n).flat_map(lambda i: Data.range(i).shuffle(2))
+            for n in (5, 6)
+        ],
         "files": [read_csv(csv, n, label_name="y") for n in (4, 5)],
     }
 
@@ -76,6 +84,34 @@ def test_the_same_dataset_made_again(csv):
     first = digests(csv)
     iter(tf.data.Dataset.range(3).shuffle(2))
     assert digests(csv) == first
+
+
+def test_a_function_that_shuffles(csv):
+    digests = set()
+    for seed in (1, 2, 3):
+        tf.random.set_seed(seed)
+        shuffled = Data.range(9).flat_map(lambda i: Data.range(i).shuffle(2))
+        digests.add(digest_of(shuffled.shuffle(3)))
+    assert len(digests) == 1
+
+
+def test_a_file_that_is_replaced(tmp_path):
+    path, log = tmp_path / "day.csv", tmp_path / "log.txt"
+    log.write_text("a line\n" * 1000)
+
+    def digest(path):
+        files = Data.from_tensors(str(path))
+        return digest_of(files.flat_map(tf.data.TextLineDataset).repeat())
+
+    found = []
+    for day in (1, 2, 2):
+        path.write_text(f"day,x\n{day},0\n")
+        found.append(digest(path))
+    assert found[0] != found[1] == found[2]
+    before = digest(log)
+    with log.open("a") as file:
+        file.write("another line\n")
+    assert digest(log) == before
 
 
 @pytest.mark.slow

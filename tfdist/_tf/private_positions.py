@@ -9,10 +9,13 @@ Private names of TensorFlow, as in `private`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import itertools
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,12 +23,16 @@ import tensorflow as tf
 # What a checkpoint writes and reads for one variable.
 from tensorflow.python.training.saving import saveable_object
 
+from tfdist._tf import storage
 from tfdist._tf.private import UninitializedVariable
 
 _STATE, _DATASET = "ITERATOR_STATE", "DATASET"
 # Attributes of a dataset's ops that differ where a program runs again.
 _DIFFER = "seed", "seed2", "metadata", "shared_name"
 _IGNORE = 1  # What a dataset refers to, as the state of a table.
+# A number that a function is given is a seed if it is that large.
+LEAST_SEED = 1 << 48
+_MOST_FILES, _MOST_BYTES = 8, 4096
 
 
 class OtherDatasetError(ValueError):
@@ -105,10 +112,11 @@ def _digest(iterator: Any) -> str:
 def digest_of(dataset: tf.data.Dataset) -> str:
     """What tells a dataset from another one: its ops, functions and constants.
 
-    Neither its random seeds, nor the int64 scalars that its functions are
-    given, which may be seeds, nor what files hold. It is the same in each
-    process; `tf.raw_ops.DatasetFingerprint` is not, where a function has
-    several side effects.
+    Not its random seeds, nor the int64 scalars from `LEAST_SEED` on that its
+    functions are given, which are taken for seeds. Of its first files what they
+    begin with, so that a file may grow. It is the same in each process;
+    `tf.raw_ops.DatasetFingerprint` is not, where a function has several side
+    effects.
 
     >>> ranges = [tf.data.Dataset.range(n) for n in (1, 1, 2)]
     >>> first, same, other = map(digest_of, ranges)
@@ -123,6 +131,7 @@ def digest_of(dataset: tf.data.Dataset) -> str:
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.
+    texts: list[bytes] = []  # Paths of files among them.
     digest = hashlib.sha256()
 
     def add(nodes: Iterable[Any], names: Collection[str]) -> None:
@@ -146,6 +155,7 @@ def digest_of(dataset: tf.data.Dataset) -> str:
                     node.attr.pop(name)
             if node.op == "Const":
                 value = node.attr["value"].tensor
+                texts.extend(value.string_val[:_MOST_FILES])
                 # An array may be large; as text it would be thrice that.
                 digest.update(value.tensor_content)
                 value.ClearField("tensor_content")
@@ -154,29 +164,48 @@ def digest_of(dataset: tf.data.Dataset) -> str:
             text = re.sub('"(\\^?)([^":]*)([^"]*)"', number, str(node))
             digest.update(text.encode())
 
-    nodes = {node.name: node for node in graph.node}
-    seeds = {name for node in graph.node for name in _seeds_of(node, nodes)}
-    add([node for name, node in nodes.items() if name not in seeds], nodes)
+    add(_without_seeds(graph.node), [node.name for node in graph.node])
     for name in met:  # Which grows by the functions that a function calls.
         own = functions[name]
         arguments = [each.name for each in own.signature.input_arg]
-        add(own.node_def, {*arguments, *(node.name for node in own.node_def)})
+        nodes = [node.name for node in own.node_def]
+        add(_without_seeds(own.node_def), {*arguments, *nodes})
+    beginnings = filter(None, map(_beginning, dict.fromkeys(texts)))
+    for beginning in itertools.islice(beginnings, _MOST_FILES):
+        digest.update(beginning)
     return digest.hexdigest()
 
 
-def _seeds_of(node: Any, nodes: Mapping[str, Any]) -> list[str]:
-    """Those of the nodes from which an op takes what may be its seeds."""
-    op = getattr(tf.raw_ops, node.op, None)
-    arguments = [*inspect.signature(op).parameters] if op else []
-    if any(name.endswith("other_arguments") for name in arguments):
-        return [name for name in node.input if _is_number(nodes.get(name))]
-    pairs = zip(arguments, node.input, strict=False)
-    return [name for argument, name in pairs if argument in _DIFFER]
+def _beginning(path: bytes) -> bytes:
+    """Of a file that may be read again; of what is none, nothing."""
+    name = os.fsdecode(path)
+    if storage.is_object_store(name) or os.path.isfile(name):
+        file = tf.io.gfile.GFile(name, "rb")
+        with contextlib.suppress(tf.errors.OpError), file:
+            return file.read(_MOST_BYTES)
+    return b""
 
 
-def _is_number(node: Any) -> bool:
-    if node is None or node.op != "Const":
-        return False
+def _without_seeds(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Nodes, but for those from which an op takes what may be its seeds."""
+    numbers = {node.name for node in nodes if _is_large(node)}
+    seeds = set()
+    for node in nodes:
+        op = getattr(tf.raw_ops, node.op, None)
+        arguments = [*inspect.signature(op).parameters] if op else []
+        # In a function an output has two more names.
+        inputs = [name.partition(":")[0] for name in node.input]
+        if any(name.endswith("other_arguments") for name in arguments):
+            seeds |= numbers.intersection(inputs)
+        else:
+            pairs = zip(arguments, inputs, strict=False)
+            seeds |= {name for argument, name in pairs if argument in _DIFFER}
+    return (node for node in nodes if node.name not in seeds)
+
+
+def _is_large(node: Any) -> bool:
     value = node.attr["value"].tensor
-    is_scalar = not value.tensor_shape.dim
-    return is_scalar and value.dtype == tf.int64.as_datatype_enum
+    is_number = value.dtype == tf.int64.as_datatype_enum
+    if not is_number or value.tensor_shape.dim:
+        return False
+    return abs(tf.make_ndarray(value)) >= LEAST_SEED

@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_at_least
+from tfdist._tf.private_positions import LEAST_SEED
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
 from tfdist.data.worker_context import first_pass, read_by_all
@@ -214,12 +215,14 @@ def _passes(
     if options.num_epochs is not None:
         passes = passes.take(options.num_epochs)
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
-    own_seed = seed + 1_000_003 * worker
+    # As large as what no position depends on.
+    large_seed = LEAST_SEED + seed + 1_000_003 * worker
     default = min(_BUFFER_RECORDS, 1 + _BUFFER_BYTES // size)
     buffer = options.shuffle_buffer_size or default
     read_by_all(context)
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
+        own_seed = large_seed - LEAST_SEED
         blocks = _dealt(files, options, size, worker, own_seed, number)
         if not options.shuffle:
             return blocks.unbatch()
