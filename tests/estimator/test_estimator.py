@@ -196,6 +196,15 @@ def test_steps_per_second(tmp_path):
     assert all(rates[step]["global_step/sec"] > 0 for step in rates)
 
 
+class Listener(tfdist.CheckpointSaverListener):
+    """Writes down of which steps it is told."""
+
+    steps = ()
+
+    def after_save(self, session, global_step_value):
+        self.steps += (global_step_value,)
+
+
 def test_hooks_and_listeners(tmp_path):
     class Stop(tfdist.SessionRunHook):
         def steps_until_next(self, step):
@@ -205,12 +214,6 @@ def test_hooks_and_listeners(tmp_path):
             if run_context.session.step == 4:
                 run_context.request_stop()
 
-    class Listener(tfdist.CheckpointSaverListener):
-        steps = ()
-
-        def after_save(self, session, global_step_value):
-            self.steps += (global_step_value,)
-
     listener = Listener()
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     made = tfdist.Estimator(model_fn, config).train(
@@ -218,6 +221,30 @@ def test_hooks_and_listeners(tmp_path):
     )
     assert checkpoints.step_of(made.latest_checkpoint()) == 4
     assert listener.steps == (0, 4)
+
+
+def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
+    own, others = Listener(), [Listener(), Listener()]
+    model_dir = str(tmp_path / "job")
+    hooks = [
+        tfdist.CheckpointSaverHook(str(tmp_path / "copies"), save_steps=7),
+        tfdist.CheckpointSaverHook(
+            f"{model_dir}/", save_steps=4, listeners=[own], max_to_keep=None
+        ),
+    ]
+    config = tfdist.RunConfig(
+        model_dir, cluster=Cluster(), keep_checkpoint_max=1
+    )
+    made = tfdist.Estimator(model_fn, config)
+    for listener in others:
+        made.train(endless, hooks, steps=6, saving_listeners=[listener])
+    assert own.steps == (0, 4, 6, 8, 12)
+    assert [other.steps for other in others] == [(0, 4, 6), (8, 12)]
+    paths = checkpoints.listed(model_dir)
+    assert [*map(checkpoints.step_of, paths)] == [12, 8, 6, 4, 0]
+    assert all(tf.io.gfile.exists(f"{path}.index") for path in paths)
+    copies = checkpoints.latest(str(tmp_path / "copies"))
+    assert checkpoints.step_of(copies) == 12
 
 
 def test_input_fn_may_take_a_context(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from os.path import normpath
 from typing import Any
 
 from tfdist.data.input_fns import InputFn
@@ -25,8 +26,12 @@ def chief_hooks(
     input_fn: InputFn,
     max_steps: int | None,
     listeners: Sequence[CheckpointSaverListener],
+    hooks_of_user: Sequence[SessionRunHook] = (),
 ) -> list[SessionRunHook]:
     """All of the chief's own hooks, the one that saves at the end.
+
+    As in TF1 that gives way to one of the user's, which tells its listeners.
+    Not so one that saves elsewhere, for then no job could go on.
 
     They act at multiples of their intervals, where TF1 began at step 1: so
     they cut the steps into the same pieces as the checkpoints.
@@ -50,7 +55,10 @@ def chief_hooks(
             hooks.append(summary_hooks.StalenessHook(directory, every))
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
-    if config.saves_checkpoints:
+    saver = _saver_of(config.model_dir, hooks_of_user)
+    if saver:
+        saver.tell_also(listeners)
+    elif config.saves_checkpoints:
         steps = config.save_checkpoints_steps or None
         secs = config.save_checkpoints_secs or None
         hours = config.keep_checkpoint_every_n_hours
@@ -71,6 +79,18 @@ def chief_hooks(
             "`save_checkpoints_secs` of the RunConfig."
         )
     return hooks
+
+
+def _saver_of(
+    model_dir: str, hooks: Sequence[SessionRunHook]
+) -> CheckpointSaverHook | None:
+    """The first one that saves there."""
+    for hook in hooks:
+        if isinstance(hook, CheckpointSaverHook) and normpath(
+            hook.checkpoint_dir
+        ) == normpath(model_dir):
+            return hook
+    return None
 
 
 class _LogStart(SessionRunHook):

@@ -161,13 +161,13 @@ class Estimator:
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
-        listeners = tuple(saving_listeners or ())
+        listeners, hooks = tuple(saving_listeners or ()), tuple(hooks or ())
         own: list[SessionRunHook] = []
         if self._warm_start:  # In each process of an all-reduce.
             own.append(self._warm_start)
         if config.cluster.is_chief:
-            own += chief_hooks(config, input_fn, max_steps, listeners)
-        hooks = [*own, *(hooks or ())]
+            own += chief_hooks(config, input_fn, max_steps, listeners, hooks)
+        hooks = [*own, *hooks]
         session = MonitoredTrainingSession(
             lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,

@@ -72,6 +72,7 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
 
     Attributes:
+        checkpoint_dir: As given.
         last_path: Path of the last checkpoint that this hook wrote, or None.
 
     >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
@@ -96,14 +97,19 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> None:
         super().__init__(save_secs=save_secs, save_steps=save_steps)
-        self._directory = storage.check_no_pattern(checkpoint_dir)
+        self.checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         self._save_secs, self._save_steps = save_secs, save_steps
-        self._listeners = list(listeners or ())
+        self._own_listeners = list(listeners or ())
+        self._listeners = self._own_listeners
         self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
         self._begun: tuple[int, Future[str]] | None = None
         self.last_path: str | None = None
+
+    def tell_also(self, listeners: Sequence[CheckpointSaverListener]) -> None:
+        """Has it tell these, too, in place of those of an earlier call."""
+        self._listeners = [*self._own_listeners, *listeners]
 
     def begin(self) -> None:
         """Begins the listeners."""
@@ -115,7 +121,9 @@ class CheckpointSaverHook(TimedHook):
         """Saves the state, unless it is that of the newest checkpoint."""
         self._forget_failure(wait=False)  # Which the session recovers from.
         self._tell(session, wait=False)
-        self._checkpoints = session.checkpoints(self._directory, *self._keep)
+        self._checkpoints = session.checkpoints(
+            self.checkpoint_dir, *self._keep
+        )
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and normpath(restored) == normpath(latest):
             self._saved_step = session.step
