@@ -223,6 +223,33 @@ def test_hooks_and_listeners(tmp_path):
     assert listener.steps == (0, 4)
 
 
+def test_steps_on_data_that_were_read_to_their_end(tmp_path, caplog):
+    ids = tf.data.Dataset.range(6).map(lambda i: ([[i]], [[i]]))
+
+    def summing():
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        metric = keras.metrics.MeanMetricWrapper(lambda y, _: y, name="y")
+        model.compile("sgd", "mse", metrics=[metric])
+        return model
+
+    class Read(tfdist.SessionRunHook):
+        ids = ()
+
+        def after_run(self, run_context, run_values):
+            self.ids += (run_values.results["y"],)
+
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made, read = tfdist.Estimator(summing, config), Read()
+    for _ in range(5):
+        made.train(lambda: ids, [read], steps=3)
+    assert read.ids == (*range(6), *range(6), 0, 1, 2)
+    assert "No step was run" not in caplog.text
+    made.train(lambda: ids, [read], max_steps=18)
+    made.train(lambda: ids, [read], max_steps=19)
+    assert len(read.ids) == 18
+    assert "No step was run" in caplog.text
+
+
 def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
     own, others = Listener(), [Listener(), Listener()]
     model_dir = str(tmp_path / "job")

@@ -131,7 +131,8 @@ class Estimator:
                 ended; another one begins, with a warning (in TF, each did).
             hooks: See there.
             steps: Steps to run from the latest checkpoint on, also in a process
-                that is started again: jobs that may be use `max_steps`.
+                that is started again (such jobs use `max_steps`), and in one
+                process also on a dataset that was read to its end.
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
             saving_listeners: Told of each checkpoint.
@@ -162,34 +163,37 @@ class Estimator:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
         listeners, hooks = tuple(saving_listeners or ()), tuple(hooks or ())
-        own: list[SessionRunHook] = []
-        if self._warm_start:  # In each process of an all-reduce.
-            own.append(self._warm_start)
+        # In each process of an all-reduce.
+        own: list[SessionRunHook] = [*filter(None, [self._warm_start])]
         if config.cluster.is_chief:
             own += chief_hooks(config, input_fn, max_steps, listeners, hooks)
-        hooks = [*own, *hooks]
+        local = self._local_strategy()
+        rereads = bool(steps and local and config.saves_checkpoints)
         session = MonitoredTrainingSession(
             lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,
-            hooks=hooks,
+            hooks=[*own, *hooks],
             save_checkpoint_secs=None,
             save_summaries_secs=None,
             log_step_count_steps=None,
             max_wait_secs=config.session_creation_timeout_secs,
             check_numerics=config.check_numerics,
             cluster=config.cluster,
-            strategy=self._local_strategy(),
+            strategy=local,
         )
         with input_fns.named(input_fn), session:
-            first_step = session.step
+            first_step, again = session.step, False
             while not session.should_stop():
                 session.run()
                 if session.input_ended and session.step == first_step:
-                    self._check_was_read(session, input_fn)
+                    self._check_was_read(session, input_fn, warns=not rereads)
+                    session.unsaved = again = rereads
+        if again:  # Without the position.
+            self.train(input_fn, hooks, steps, saving_listeners=listeners)
         return self
 
     def _check_was_read(
-        self, session: MonitoredTrainingSession, input_fn: InputFn
+        self, session: MonitoredTrainingSession, input_fn: InputFn, warns: bool
     ) -> None:
         """Raises if an input had no batch, not even before a restart."""
         one_pass = session.restored_from and self.config.cluster.dispatcher
@@ -200,11 +204,13 @@ class Estimator:
                 "run, and nothing is exported. Are its files empty, or smaller "
                 "than one batch with drop_remainder=True?"
             )
-        _log.warning(
-            "No step was run: the input had been read to its end when %s was "
-            "saved. To train on it again, `repeat` it in the input function.",
-            session.restored_from,
-        )
+        if warns:
+            _log.warning(
+                "No step was run: the input had been read to its end when %s "
+                "was saved. To train on it again, `repeat` it in the input "
+                "function.",
+                session.restored_from,
+            )
 
     def _audit(self, input_fn: InputFn) -> None:
         """Warns if two workers would read the same."""
