@@ -49,6 +49,15 @@ def test_reset_object_names_repeats_paths():
     assert paths() == paths()
 
 
+def test_own_object_names_leave_those_outside_alone():
+    private_keras.reset_object_names()
+    names = [keras.layers.Dense(1).name]
+    with private_keras.own_object_names():
+        names += [keras.layers.Dense(1).name for _ in range(2)]
+    names.append(keras.layers.Dense(1).name)
+    assert names == ["dense", "dense", "dense_1", "dense_1"]
+
+
 def test_reset_object_names_keeps_the_dtype_policy():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:

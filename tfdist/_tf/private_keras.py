@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ METHODS_OF_ALL_GRADIENTS = (
 """What an optimizer does for all variables together, around `update_step`."""
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
+_OBJECT_NAMES = "object_name_uids"
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:
@@ -53,6 +55,17 @@ def reset_object_names() -> None:
     `keras.utils.clear_session()` also drops the user's dtype policy.
     """
     naming.reset_uids()
+
+
+@contextlib.contextmanager
+def own_object_names() -> Iterator[None]:
+    """Numbers unnamed layers from the start; those outside go on after it."""
+    before = global_state.get_global_attribute(_OBJECT_NAMES)
+    reset_object_names()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_OBJECT_NAMES, before)
 
 
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import leave_strategy, reset_object_names
+from tfdist._tf.private_keras import leave_strategy, own_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
@@ -132,10 +132,10 @@ def create_variables(
             name="global_step",
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-    reset_object_names()
-    with placed_scope(
+    scope = placed_scope(
         strategy, num_ps=num_ps, placement=placement, specs=specs
-    ):
+    )
+    with own_object_names(), scope:
         model = made()
         for variable in model.variables:
             if not strategy.extended.variable_created_in_scope(variable.value):

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_type
-from tfdist._tf.private_keras import reset_object_names
+from tfdist._tf.private_keras import own_object_names
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
@@ -397,8 +397,8 @@ class Estimator:
         """
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
-        reset_object_names()
-        model = checked_model(self.model_fn(), element_spec, targets)
+        with own_object_names():
+            model = checked_model(self.model_fn(), element_spec, targets)
         self._fill(model, path)
         return model
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import reset_object_names
+from tfdist._tf.private_keras import own_object_names
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
@@ -140,8 +140,8 @@ class Evaluation:
     ) -> tuple[ModelStep | KerasStep, EvaluationSession]:
         """The step, with the weights of `path`, and a new session."""
         if self._step is None:
-            reset_object_names()
-            model = checked_model(self._model_fn(), self._element_spec)
+            with own_object_names():
+                model = checked_model(self._model_fn(), self._element_spec)
             own = overrides(model, "test_step")
             kind = KerasStep if own else ModelStep
             self._step = kind(model, self._element_spec)
