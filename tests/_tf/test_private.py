@@ -49,6 +49,13 @@ def test_reset_object_names_repeats_paths():
     assert paths() == paths()
 
 
+def test_models_have_a_default_signature_but_within():
+    model = small_model()
+    with private_keras.without_default_signatures():
+        assert model._default_save_signature is None
+    assert callable(model._default_save_signature)
+
+
 def test_own_object_names_leave_those_outside_alone():
     private_keras.reset_object_names()
     names = [keras.layers.Dense(1).name]

@@ -202,6 +202,23 @@ def test_ragged_and_sparse_inputs_are_read_from_examples():
     assert outputs.numpy().tolist() == [[8], [7]]
 
 
+def test_a_string_that_keras_takes_for_a_float(tmp_path):
+    column = tf.feature_column
+    word = column.categorical_column_with_vocabulary_list("word", ["a", "b"])
+    columns = column.numeric_column("size"), column.indicator_column(word)
+    dense = keras.layers.Dense(1)
+    model = keras.Sequential([tfdist.canned.DenseFeatures(columns), dense])
+    features = {
+        "size": tf.TensorSpec([4]),
+        "word": tf.TensorSpec([4], tf.string),
+    }
+    model = checked_model(compiled(model), (features, tf.TensorSpec([4, 1])))
+    path = export_saved_model(model, str(tmp_path))
+    tensors = {"size": tf.constant([1.0, 2.0]), "word": tf.constant(["a", "c"])}
+    served = tf.saved_model.load(path).signatures["serve"](**tensors)
+    np.testing.assert_allclose(served["output_0"], model(tensors))
+
+
 def test_an_export_pads_no_ragged_and_no_sparse_input(tmp_path):
     """Padding is id 0 to a table."""
     inputs = {

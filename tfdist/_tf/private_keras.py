@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.trainers import data_adapters
 from keras.src.utils import naming
 
@@ -66,6 +67,20 @@ def own_object_names() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute(_OBJECT_NAMES, before)
+
+
+@contextlib.contextmanager
+def without_default_signatures() -> Iterator[None]:
+    """Has a SavedModel hold none that Keras adds for each model within.
+
+    It guesses their dtypes: a float for a string, say, which fails.
+    """
+    added = TFLayer._default_save_signature
+    TFLayer._default_save_signature = None
+    try:
+        yield
+    finally:
+        TFLayer._default_save_signature = added
 
 
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:

@@ -27,6 +27,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.private_keras import without_default_signatures
 from tfdist.embeddings.lookups import answered_by
 from tfdist.embeddings.static import StaticTables
 from tfdist.training.compiled_model import element_spec_of
@@ -198,7 +199,7 @@ def write(serving: Serving, path: str) -> None:
         kept = [v for v in variables if id(v) not in tables.replaced]
         archive.add_variable_collection(kind, kept)
     # TensorFlow traces when it writes, too.
-    with answered_by(tables):
+    with answered_by(tables), without_default_signatures():
         for name, (function, spec) in endpoints.items():
             # Keras itself would take no specs of ragged or sparse tensors.
             if isinstance(spec, dict) and _need_keywords(spec):
