@@ -226,6 +226,13 @@ def test_numeric_column_that_gets_a_sparse_tensor():
         dense(column, f=feature)
 
 
+def test_numeric_column_that_gets_strings():
+    column = fc.numeric_column("f")
+    for feature in (tf.constant(["1"]), tf.sparse.from_dense([["1"]])):
+        with pytest.raises(ValueError, match="'f' takes numbers"):
+            dense(column, f=feature)
+
+
 @pytest.mark.parametrize("shape", [[4, 2], [4, 2, 1]])
 def test_numeric_column_that_gets_another_shape(shape):
     column = fc.numeric_column("f", shape=(3,))

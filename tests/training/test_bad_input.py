@@ -98,6 +98,13 @@ def test_no_dataset(tmp_path, input_fn, message):
     assert not list(tmp_path.glob("model.ckpt*"))
 
 
+def test_no_function(tmp_path):
+    made = estimator(tmp_path)
+    for use in (made.train, made.evaluate, lambda d: list(made.predict(d))):
+        with pytest.raises(TypeError, match="`input_fn` must be callable"):
+            use(batches())
+
+
 # --- No batch ----------------------------------------------------------------
 
 

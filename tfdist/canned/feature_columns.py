@@ -242,8 +242,11 @@ class Batch:
             elif _class(key) == "WeightedCategoricalColumn":
                 self._known[key] = self._weighted(key)
             else:
+                is_numeric = _class(key) == "NumericColumn"
+                if is_numeric:
+                    _check_numbers(key, self.get(key.key))
                 self._known[key] = key.transform_feature(self, self)
-                if _class(key) == "NumericColumn":
+                if is_numeric:
                     _check_shape(key, self._known[key])
         return self._known[key]
 
@@ -291,6 +294,15 @@ class Batch:
         )
         with tf.control_dependencies([check]):
             return ids, ids.with_values(tf.cast(values, tf.float32))
+
+
+def _check_numbers(column: Column, values: tf.Tensor | Sparse) -> None:
+    if values.dtype == tf.string:
+        raise ValueError(
+            f"Numeric column {column.key!r} takes numbers. Received strings: "
+            "`tf.strings.to_number` in the input function makes numbers of "
+            "them."
+        )
 
 
 def _check_shape(column: Column, values: tf.Tensor) -> None:

@@ -261,6 +261,11 @@ def total_loss(
 
 def _column(y: Any, size: int) -> tf.Tensor:
     """Labels of rank 2."""
+    if y is None:
+        raise ValueError(
+            "A canned estimator learns (features, labels). Received features "
+            "alone."
+        )
     if isinstance(y, tf.SparseTensor | tf.RaggedTensor):
         raise ValueError("Labels must be a dense tensor.")
     y = tf.convert_to_tensor(y)

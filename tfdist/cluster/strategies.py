@@ -209,8 +209,9 @@ def multi_worker_strategy(
     except RuntimeError as error:
         raise ValueError(
             "An all-reduce job is joined before TensorFlow computes anything, "
-            "which it has here. Make layers, tables, tensors and datasets in "
-            "the model function or the input function."
+            "which it has here. Make layers, optimizers, tables, tensors and "
+            "datasets in the model function or the input function; canned "
+            "estimators take a function that makes an optimizer."
         ) from error
     return _joined[cluster]
 

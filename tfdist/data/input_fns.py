@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import private
+from tfdist._tf.arguments import check_callable
 from tfdist._tf.versions import NoneTensorSpec
 from tfdist.data.input_wait import InputWatch
 from tfdist.data.worker_context import WorkerContext, read_by_all
@@ -40,6 +41,7 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
     `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, do not
     count. A `ValueError` says that argument `name` is called with `given`.
     """
+    check_callable(name, function)
     signature = inspect.signature(function)
     for takes, args in ((False, ()), (True, (given,))):
         with contextlib.suppress(TypeError):
