@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import keras
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf.private_positions import digest_of
+from tfdist._tf.private_positions import (
+    HeldPosition,
+    digest_of,
+    restore_position,
+)
 from tfdist.data import read_csv
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +24,7 @@ Data = tf.data.Dataset
 
 def pipelines(csv):
     """Of each kind two that differ in one thing."""
-    drawn = tf.random.uniform([], 1 << 48, 1 << 60, dtype=tf.int64)
+    drawn = tf.random.uniform([], 1 << 61, 1 << 62, dtype=tf.int64)
     lookup = keras.layers.StringLookup
     return {
         "constants": [Data.range(n).map(lambda i: i + 1) for n in (3, 4)],
@@ -112,6 +117,92 @@ def test_a_file_that_is_replaced(tmp_path):
     with log.open("a") as file:
         file.write("another line\n")
     assert digest(log) == before
+
+
+def restored(make, num):
+    """What a dataset has, `num` of it before its position was restored."""
+    iterator = iter(make())
+    found = [next(iterator) for _ in range(num)]
+    checkpoint = tf.train.Checkpoint(iterator=iterator)
+    with tempfile.TemporaryDirectory() as directory:
+        path = checkpoint.write(f"{directory}/position")
+        iterator = iter(make())
+        tf.train.Checkpoint(iterator=iterator).read(path)
+        return np.ravel([*found, *iterator]).tolist()
+
+
+def test_what_tensorflow_restores_with_rows_missing(tmp_path):
+    """A canary; such positions are not saved."""
+    path = tmp_path / "a.csv"
+    path.write_text("".join(f"{i}\n" for i in range(10)))
+
+    def make(header):
+        csv = tf.data.experimental.CsvDataset
+        return csv([str(path)], [tf.int64], header=header)
+
+    assert restored(lambda: make(False), 2) == [*range(10)]
+    HeldPosition(iter(make(False))).hold()
+    assert restored(lambda: make(True), 2) == [1, 2]
+    position = HeldPosition(iter(make(True).batch(2)))
+    with pytest.raises(tf.errors.UnimplementedError, match="loses rows"):
+        position.hold()
+
+
+def mixed(other, **options):
+    datasets = [Data.range(2), other]
+    return Data.sample_from_datasets(datasets, [0.5, 0.5], 3, **options)
+
+
+def test_what_tensorflow_restores_without_an_end():
+    """A canary; such positions are not saved."""
+    cases = {
+        "ends": mixed(Data.range(3)).repeat(),
+        "in a function": Data.range(3).flat_map(lambda _: mixed(Data.range(3))),
+        "taken": mixed(Data.range(3).repeat().take(5)),
+        "repeated": mixed(Data.range(3).repeat(2)),
+    }
+    for name, dataset in cases.items():
+        position = HeldPosition(iter(dataset))
+        with pytest.raises(tf.errors.UnimplementedError, match="end of all"):
+            position.hold()
+        print(name)
+    for dataset in (
+        mixed(Data.range(3).shuffle(2).repeat().map(lambda i: i).prefetch(1)),
+        mixed(Data.range(3), stop_on_empty_dataset=True).repeat(),
+    ):
+        HeldPosition(iter(dataset)).hold()
+
+
+@pytest.mark.parametrize("again", ["repeat first", "repeat last"])
+def test_an_order_that_tensorflow_does_not_save(again, tmp_path, caplog):
+    """Also a canary: it saves none at the end of a pass."""
+
+    def make():
+        shuffled = Data.range(10).shuffle(10, seed=3)
+        if again == "repeat first":
+            return shuffled.repeat(3).batch(5)
+        return shuffled.batch(4).repeat(3)
+
+    num = 2 if again == "repeat first" else 3
+    exact = again == "repeat first"
+    iterator = iter(make())
+    for _ in range(num):
+        next(iterator)
+    position = HeldPosition(iterator)
+    position.hold()
+    saved = tf.train.Checkpoint(iterator=position)
+    path = saved.write(str(tmp_path / "position"))
+    other = iter(make())
+    assert restore_position(other, path)
+    rest = [np.concatenate([*each]).tolist() for each in (iterator, other)]
+    assert (rest[0] == rest[1]) is exact
+    assert ("have come before" not in caplog.text) is exact
+
+
+def test_a_snapshot_that_is_being_written(tmp_path):
+    snapshot = Data.range(9).snapshot(str(tmp_path)).repeat()
+    with pytest.raises(tf.errors.UnimplementedError, match="snapshot"):
+        HeldPosition(iter(snapshot)).hold()
 
 
 @pytest.mark.slow

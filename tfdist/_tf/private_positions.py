@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import itertools
+import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,13 +26,20 @@ from tensorflow.python.training.saving import saveable_object
 from tfdist._tf import storage
 from tfdist._tf.private import UninitializedVariable
 
+_log = logging.getLogger(__name__)
+
 _STATE, _DATASET = "ITERATOR_STATE", "DATASET"
 # Attributes of a dataset's ops that differ where a program runs again.
 _DIFFER = "seed", "seed2", "metadata", "shared_name"
+# What a state has for each op that has begun to shuffle.
+_ORDERS = b"epoch_num_random_samples"
+_CSV_HEADER = 3  # Which of its inputs says whether there is one.
+_REPEATS = "RepeatDataset", "AssertCardinalityDataset"
 _IGNORE = 1  # What a dataset refers to, as the state of a table.
-# A number that a function is given is a seed if it is that large.
-LEAST_SEED = 1 << 48
-_MOST_FILES, _MOST_BYTES = 8, 4096
+# A number that a function is given is a seed if it is that large; what a clock
+# says is less.
+LEAST_SEED = 1 << 61
+_MOST_FILES, _MOST_REMOTE_FILES, _MOST_BYTES = 1000, 8, 4096
 
 
 class OtherDatasetError(ValueError):
@@ -45,10 +52,12 @@ class HeldPosition(UninitializedVariable):
     def __init__(self, iterator: Any) -> None:
         super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
         self._iterator = iterator
-        self._digest = _digest(iterator)
+        self._digest, self._lost, _ = _looked_at(iterator)
 
     def hold(self) -> None:
         """Takes the position of now, or raises what saving it would."""
+        if self._lost:
+            raise tf.errors.UnimplementedError(None, None, self._lost)
         (state,) = self._iterator._serialize_to_tensors().values()
         self.assign(state, read_value=False)
 
@@ -87,9 +96,11 @@ def restore_position(iterator: Any, path: str) -> bool:
         shape_and_slices=[""] * len(found),
         dtypes=[tf.variant, tf.string][: len(found)],
     )
-    own = _digest(iterator).encode()
-    if any(each.numpy() != own for each in digest):
+    own, lost, num_orders = _looked_at(iterator)
+    if any(each.numpy() != own.encode() for each in digest):
         raise OtherDatasetError("Its files, constants or functions differ.")
+    if lost:
+        raise OtherDatasetError(lost)
     try:
         iterator._restore_from_tensors({"_STATE": state})
     except tf.errors.OpError as error:
@@ -99,14 +110,93 @@ def restore_position(iterator: Any, path: str) -> bool:
             iterator=iterator._iterator_resource,
         )
         raise OtherDatasetError(error.message.partition("\n")[0]) from error
+    if tf.io.serialize_tensor(state).numpy().count(_ORDERS) < num_orders:
+        _log.warning(
+            "%s is of the end of a pass over data that are shuffled by a seed, "
+            "and TensorFlow does not save how often they were: from the next "
+            "pass on they come in orders in which they have come before. With "
+            "`repeat` right after `shuffle` they would not.",
+            path,
+        )
     return True
 
 
-def _digest(iterator: Any) -> str:
-    """Of its dataset; taken once, since that may hold large arrays."""
-    if not hasattr(iterator, "_tfdist_digest"):
-        iterator._tfdist_digest = digest_of(iterator._dataset)
-    return iterator._tfdist_digest
+def _looked_at(iterator: Any) -> tuple[str, str, int]:
+    """Digest of its dataset, what is lost with it, and how often it shuffles.
+
+    Done once, since it may hold large arrays.
+    """
+    if not hasattr(iterator, "_tfdist_looked_at"):
+        graph = _graph_of(iterator._dataset)
+        lost, num_orders = _lost(graph), _num_orders(graph)
+        iterator._tfdist_looked_at = _digest(graph), lost, num_orders
+    return iterator._tfdist_looked_at
+
+
+def _graph_of(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef:
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor,
+        external_state_policy=_IGNORE,
+        strip_device_assignment=True,
+    )
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def _lost(graph: tf.compat.v1.GraphDef) -> str:
+    """What TensorFlow loses where it restores a position; else empty."""
+    for nodes in (graph.node, *(f.node_def for f in graph.library.function)):
+        by_name = {node.name: node for node in nodes}
+        for node in nodes:
+            if node.op.startswith("SnapshotDataset"):
+                return "TensorFlow cannot go on writing a `snapshot`."
+            is_csv = node.op.startswith("CSVDataset")
+            if is_csv and _constant(by_name, node.input[_CSV_HEADER]) != 0:
+                return (
+                    "Where TensorFlow restores a CsvDataset with a header it "
+                    "loses rows; `tfdist.data.read_csv` loses none."
+                )
+            ends = node.op == "DirectedInterleaveDataset" and not (
+                node.attr["stop_on_empty_dataset"].b
+                or any(_is_endless(by_name, name) for name in node.input[1:])
+            )
+            if ends:
+                return (
+                    "Where TensorFlow restores sample_from_datasets or "
+                    "choose_from_datasets, and one of the datasets had ended, "
+                    "it misses the end of all. `repeat` one of them, or give "
+                    "stop_on_empty_dataset=True."
+                )
+    return ""
+
+
+def _num_orders(graph: tf.compat.v1.GraphDef) -> int:
+    """How many ops draw, by a seed, another order in each pass."""
+    nodes = {node.name: node for node in graph.node}
+    return sum(
+        node.op == "ShuffleDatasetV3"
+        and node.attr["reshuffle_each_iteration"].b
+        and any(_constant(nodes, name) for name in node.input[2:4])
+        for node in graph.node
+    )
+
+
+def _is_endless(nodes: Mapping[str, Any], name: str) -> bool:
+    """Whether a dataset repeats for ever, as far as can be told."""
+    while node := nodes.get(name.partition(":")[0]):
+        if node.op in _REPEATS:
+            return (_constant(nodes, node.input[1]) or 0) < 0
+        if "Take" in node.op or not node.input:
+            return False
+        name = node.input[0]
+    return False
+
+
+def _constant(nodes: Mapping[str, Any], name: str) -> Any:
+    """The scalar that is the input of an op, if it is known."""
+    node = nodes.get(name.partition(":")[0])
+    if node is None or node.op != "Const":
+        return None
+    return tf.make_ndarray(node.attr["value"].tensor).item()
 
 
 def digest_of(dataset: tf.data.Dataset) -> str:
@@ -123,12 +213,11 @@ def digest_of(dataset: tf.data.Dataset) -> str:
     >>> first == same != other
     True
     """
-    serialized = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=dataset._variant_tensor,
-        external_state_policy=_IGNORE,
-        strip_device_assignment=True,
-    )
-    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    return _digest(_graph_of(dataset))
+
+
+def _digest(graph: tf.compat.v1.GraphDef) -> str:
+    """See `digest_of`; takes from the graph what does not count."""
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.
     texts: list[bytes] = []  # Paths of files among them.
@@ -170,20 +259,14 @@ def digest_of(dataset: tf.data.Dataset) -> str:
         arguments = [each.name for each in own.signature.input_arg]
         nodes = [node.name for node in own.node_def]
         add(_without_seeds(own.node_def), {*arguments, *nodes})
-    beginnings = filter(None, map(_beginning, dict.fromkeys(texts)))
-    for beginning in itertools.islice(beginnings, _MOST_FILES):
-        digest.update(beginning)
-    return digest.hexdigest()
-
-
-def _beginning(path: bytes) -> bytes:
-    """Of a file that may be read again; of what is none, nothing."""
-    name = os.fsdecode(path)
-    if storage.is_object_store(name) or os.path.isfile(name):
+    names = [os.fsdecode(text) for text in dict.fromkeys(texts)]
+    remote = [*filter(storage.is_object_store, names)]
+    local = [name for name in names if os.path.isfile(name)]
+    for name in (*remote[:_MOST_REMOTE_FILES], *local[:_MOST_FILES]):
         file = tf.io.gfile.GFile(name, "rb")
         with contextlib.suppress(tf.errors.OpError), file:
-            return file.read(_MOST_BYTES)
-    return b""
+            digest.update(file.read(_MOST_BYTES))
+    return digest.hexdigest()
 
 
 def _without_seeds(nodes: Sequence[Any]) -> Iterator[Any]:
