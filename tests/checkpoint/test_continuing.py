@@ -186,6 +186,20 @@ def test_another_learning_rate_is_told(tmp_path, caplog, rate):
     assert ("Learning rates go on as saved" in caplog.text) == (rate != 0.01)
 
 
+@pytest.mark.parametrize("first", ["rate", "schedule"])
+def test_a_schedule_in_the_place_of_a_learning_rate(tmp_path, first):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 4, 0.1)
+    rates = [0.01, schedule] if first == "rate" else [schedule, 0.01]
+    for rate in rates:
+        made = estimator(
+            tmp_path, lambda rate=rate: logistic(keras.optimizers.SGD(rate))
+        )
+        made.train(endless, steps=2)
+    assert made.get_variable_value("sgd/iteration") == 4
+    saved = made.get_variable_names()
+    assert ("sgd/learning_rate" in saved) == (first == "schedule")
+
+
 def test_weights_alone_may_be_fewer(tmp_path):
     """To evaluate and to predict take no more than they need."""
     made = estimator(tmp_path).train(endless, steps=2)

@@ -1,4 +1,5 @@
 import logging
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -256,7 +257,10 @@ def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
     hooks = [
         tfdist.CheckpointSaverHook(str(tmp_path / "copies"), save_steps=7),
         tfdist.CheckpointSaverHook(
-            f"{model_dir}/", save_steps=4, listeners=[own], max_to_keep=None
+            os.path.relpath(model_dir),
+            save_steps=4,
+            listeners=[own],
+            max_to_keep=None,
         ),
     ]
     config = tfdist.RunConfig(
@@ -272,6 +276,21 @@ def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
     assert all(tf.io.gfile.exists(f"{path}.index") for path in paths)
     copies = checkpoints.latest(str(tmp_path / "copies"))
     assert checkpoints.step_of(copies) == 12
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hooks": [keras.callbacks.EarlyStopping("loss")]},
+        {"hooks": tfdist.StopAtStepHook(last_step=1)},
+        {"saving_listeners": [tfdist.StopAtStepHook(last_step=1)]},
+    ],
+)
+def test_what_is_no_hook(tmp_path, arguments):
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    (name,) = arguments
+    with pytest.raises(TypeError, match=f"Argument `{name}`"):
+        tfdist.Estimator(model_fn, config).train(endless, **arguments)
 
 
 def test_input_fn_may_take_a_context(tmp_path):

@@ -79,6 +79,21 @@ def is_object_store(path: str) -> bool:
     return "://" in path
 
 
+def same_path(path: str, other: str) -> bool:
+    """Whether two paths are of one file or directory.
+
+    >>> same_path("job/", os.path.abspath("job"))
+    True
+    >>> same_path("gs://bucket/job", "gs://bucket/job/")
+    True
+    """
+    paths = [
+        p.rstrip("/") if is_object_store(p) else os.path.realpath(p)
+        for p in (path, other)
+    ]
+    return paths[0] == paths[1]
+
+
 def advice(path: str, error: tf.errors.OpError) -> str:
     """What to do about an error at `path`; empty if that is not known.
 

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import keras
+import numpy as np
 
 from tfdist.canned.canned_model import CannedModel, check_loss
 from tfdist.canned.feature_columns import Column, Partitioner, checked_columns
@@ -375,8 +376,9 @@ def _dnn_part(
 ) -> _Part:
     """A deep part; the names of its arguments begin with `prefix`."""
     checked = checked_columns(f"{prefix}feature_columns", columns, dense=True)
-    sizes = list(hidden_units or ())
-    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+    sizes = list(() if hidden_units is None else hidden_units)
+    are_sizes = (isinstance(n, int | np.integer) and n > 0 for n in sizes)
+    if not sizes or not all(are_sizes):
         raise ValueError(
             f"Argument `{prefix}hidden_units` must have positive integers. "
             f"Received: {prefix}hidden_units={hidden_units}."

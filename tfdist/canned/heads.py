@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
@@ -213,7 +214,7 @@ def class_head(
     n_classes: int = 2, label_vocabulary: Sequence[str] | None = None
 ) -> Head:
     """The head of a classifier."""
-    if not isinstance(n_classes, int) or n_classes < 2:
+    if not isinstance(n_classes, int | np.integer) or n_classes < 2:
         raise ValueError(
             "Argument `n_classes` must be an integer of at least 2. Received: "
             f"n_classes={n_classes!r}."

@@ -27,6 +27,7 @@ from tfdist.checkpoint.names import (
     of_optimizers,
     other_dtypes,
     saved_shapes,
+    scheduled_rates,
     values_of,
 )
 from tfdist.checkpoint.names import step_of as step_of
@@ -385,7 +386,8 @@ def restore(
         variables: Name to variable.
         exact: Whether the checkpoint must hold nothing but `variables`. Where
             other variables were trained then, so that slots differ, no value
-            of an optimizer is restored.
+            of an optimizer is restored. A learning rate may be missing on
+            either side, where there is a schedule.
 
     Returns:
         Whether the values of optimizers, if there are any, were restored.
@@ -403,8 +405,9 @@ def restore(
     """
     saved, variables = saved_shapes(path), values_of(variables)
     others = of_optimizers(saved, variables) if exact else set()
-    variables = {n: v for n, v in variables.items() if n not in others}
-    saved = {n: shape for n, shape in saved.items() if n not in others}
+    left = others | (scheduled_rates(saved, variables) if exact else set())
+    variables = {n: v for n, v in variables.items() if n not in left}
+    saved = {n: shape for n, shape in saved.items() if n not in left}
     problems = [
         f"  {name}: shape {v.shape} in the model, "
         + (f"{tuple(saved[name])}" if name in saved else "missing")

@@ -158,6 +158,22 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     }
 
 
+def scheduled_rates(saved: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Learning rates that only one has, since the other has a schedule.
+
+    >>> scheduled_rates(["sgd/iteration", "sgd/learning_rate"],
+    ...                 ["sgd/iteration"])
+    {'sgd/learning_rate'}
+    """
+    one, both = {*saved} ^ {*names}, {*saved} & {*names}
+    end = "/learning_rate"
+    return {
+        name
+        for name in one
+        if name.endswith(end) and f"{name.removesuffix(end)}/iteration" in both
+    }
+
+
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     """Name to shape of every variable in checkpoint `path`.
 

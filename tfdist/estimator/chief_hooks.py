@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from os.path import normpath
 from typing import Any
 
+from tfdist._tf import storage
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.hooks import summary_hooks
@@ -85,11 +85,10 @@ def _saver_of(
     model_dir: str, hooks: Sequence[SessionRunHook]
 ) -> CheckpointSaverHook | None:
     """The first one that saves there."""
-    for hook in hooks:
-        if isinstance(hook, CheckpointSaverHook) and normpath(
-            hook.checkpoint_dir
-        ) == normpath(model_dir):
-            return hook
+    savers = (hook for hook in hooks if isinstance(hook, CheckpointSaverHook))
+    for saver in savers:
+        if storage.same_path(saver.checkpoint_dir, model_dir):
+            return saver
     return None
 
 

@@ -37,7 +37,7 @@ from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import OnWorkers
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
-from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig
+from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.hooks.session_run_hook import SessionRunHook
@@ -154,15 +154,15 @@ class Estimator:
                 f"steps={steps}, max_steps={max_steps}."
             )
         check_at_least("steps", steps, 1)
-        check_at_least("max_steps", max_steps, 1)
-        config = self.config
+        given: Any = hooks, saving_listeners
+        spec, config = TrainSpec(input_fn, max_steps, *given), self.config
         self._seed()
         storage.check_writable(self.model_dir)
         self._audit(input_fn)
         if steps is not None:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
-        listeners, hooks = tuple(saving_listeners or ()), tuple(hooks or ())
+        listeners, hooks = spec.saving_listeners, spec.hooks
         # In each process of an all-reduce.
         own: list[SessionRunHook] = [*filter(None, [self._warm_start])]
         if config.cluster.is_chief:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from os import PathLike
-from os.path import normpath
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -125,7 +124,7 @@ class CheckpointSaverHook(TimedHook):
             self.checkpoint_dir, *self._keep
         )
         restored, latest = session.restored_from, self._checkpoints.latest
-        if restored and latest and normpath(restored) == normpath(latest):
+        if restored and latest and storage.same_path(restored, latest):
             self._saved_step = session.step
             self._checkpoints.prepare()
         else:
