@@ -119,7 +119,7 @@ def test_data_that_had_been_read_to_their_end(tmp_path, caplog):
     made = estimator(tmp_path).train(batches, max_steps=8)
     before = all_values(made)
     with caplog.at_level(logging.WARNING, "tfdist"):
-        made.train(batches, max_steps=9)
+        estimator(tmp_path).train(batches, max_steps=9)
     assert "read to its end when" in caplog.text
     assert_equal(all_values(made), before)
 

@@ -244,10 +244,16 @@ def test_steps_on_data_that_were_read_to_their_end(tmp_path, caplog):
     for _ in range(5):
         made.train(lambda: ids, [read], steps=3)
     assert read.ids == (*range(6), *range(6), 0, 1, 2)
+    for _ in range(2):
+        made.train(lambda: ids, [read], max_steps=18)
+    made.train(lambda: ids, [read], max_steps=20)
+    made.train(lambda: ids, [read])
+    assert read.ids[15:] == (3, 4, 5, *range(6))
     assert "No step was run" not in caplog.text
-    made.train(lambda: ids, [read], max_steps=18)
-    made.train(lambda: ids, [read], max_steps=19)
-    assert len(read.ids) == 18
+    made.train(lambda: ids, [read], steps=6)
+    again = tfdist.Estimator(summing, config)  # As a job started again.
+    again.train(lambda: ids, [read], max_steps=99)
+    assert len(read.ids) == 30
     assert "No step was run" in caplog.text
 
 

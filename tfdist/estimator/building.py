@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable
@@ -104,6 +105,17 @@ def trained_element_spec(model_dir: str) -> Any:
     path = os.path.join(model_dir, _ELEMENT_SPEC)
     exists = tf.io.gfile.exists(path)
     return tf.data.Dataset.load(path).element_spec if exists else None
+
+
+def seed_initializers(config: RunConfig) -> None:
+    """Seeds what initializes the model."""
+    seed = config.tf_random_seed
+    if seed is not None and config.cluster.role == "local":
+        keras.utils.set_random_seed(seed)
+    elif seed is not None:
+        # TensorFlow's would give every worker the same shuffling.
+        random.seed(seed)
+        np.random.seed(seed)
 
 
 def create_variables(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from tfdist.estimator import results
 from tfdist.estimator.building import (
     build,
     check_model_fn,
+    seed_initializers,
     trained_element_spec,
 )
 from tfdist.estimator.chief_hooks import chief_hooks
@@ -92,6 +92,7 @@ class Estimator:
         )
         self.model_fn = model_fn
         self.config = config
+        self._trained_to = -1  # Where a call of this process has ended.
 
     @property
     def model_dir(self) -> str:
@@ -127,12 +128,13 @@ class Estimator:
 
         Args:
             input_fn: As for `TrainSpec`, as are `hooks`. In one process the
-                dataset of the checkpoint goes on where it was, if it had not
-                ended; another one begins, with a warning (in TF, each did).
+                dataset of the checkpoint goes on where it was, or begins again
+                at its end; another one begins, with a warning (in TF, each
+                did). A process that is started again begins none again that
+                ended with the last step saved, unless by `steps`.
             hooks: See there.
             steps: Steps to run from the latest checkpoint on, also in a process
-                that is started again (such jobs use `max_steps`), and in one
-                process also on a dataset that was read to its end.
+                that is started again: such jobs use `max_steps`.
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
             saving_listeners: Told of each checkpoint.
@@ -156,7 +158,7 @@ class Estimator:
         check_at_least("steps", steps, 1)
         given: Any = hooks, saving_listeners
         spec, config = TrainSpec(input_fn, max_steps, *given), self.config
-        self._seed()
+        seed_initializers(config)
         storage.check_writable(self.model_dir)
         self._audit(input_fn)
         if steps is not None:
@@ -168,7 +170,6 @@ class Estimator:
         if config.cluster.is_chief:
             own += chief_hooks(config, input_fn, max_steps, listeners, hooks)
         local = self._local_strategy()
-        rereads = bool(steps and local and config.saves_checkpoints)
         session = MonitoredTrainingSession(
             lambda strategy: build(self.model_fn, config, strategy, input_fn),
             checkpoint_dir=self.model_dir,
@@ -183,13 +184,18 @@ class Estimator:
         )
         with input_fns.named(input_fn), session:
             first_step, again = session.step, False
+            # No job that was started again reads data again.
+            knows = steps or (first_step == self._trained_to and not listeners)
+            rereads = bool(knows and local and config.saves_checkpoints)
             while not session.should_stop():
                 session.run()
                 if session.input_ended and session.step == first_step:
                     self._check_was_read(session, input_fn, warns=not rereads)
                     session.unsaved = again = rereads
+        self._trained_to = session.step
         if again:  # Without the position.
-            self.train(input_fn, hooks, steps, saving_listeners=listeners)
+            max_steps = None if steps else max_steps
+            self.train(input_fn, hooks, steps, max_steps, listeners)
         return self
 
     def _check_was_read(
@@ -426,16 +432,6 @@ class Estimator:
         if config.strategy_name in ("ps", "multi_worker_mirrored"):
             return None
         return local_strategy(config.strategy_name)
-
-    def _seed(self) -> None:
-        """Seeds what initializes the model."""
-        seed = self.config.tf_random_seed
-        if seed is not None and self.config.cluster.role == "local":
-            keras.utils.set_random_seed(seed)
-        elif seed is not None:
-            # TensorFlow's would give every worker the same shuffling.
-            random.seed(seed)
-            np.random.seed(seed)
 
 
 def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
