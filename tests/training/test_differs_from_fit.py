@@ -190,6 +190,33 @@ def test_data_are_read_in_the_order_of_the_dataset():
         assert (np.array(mine) != np.array(third)).any()
 
 
+def test_orders_of_shuffling_are_those_of_the_dataset(tmp_path):
+    """`fit` begins one iterator more, before the second epoch."""
+
+    def shuffled():
+        return tf.data.Dataset.from_tensor_slices(examples(24)).shuffle(24, 3)
+
+    def passes(dataset, *numbers):
+        model, batched = logistic("sgd"), dataset.batch(8)
+        read = [[*batched] for _ in range(max(numbers) + 1)]
+        for batch in (batch for number in numbers for batch in read[number]):
+            model.train_on_batch(*batch)
+        return model
+
+    theirs = fitted(logistic("sgd"), shuffled().batch(8), epochs=2)
+    ours, _ = tfdist.fit(
+        lambda: logistic("sgd"),
+        lambda: shuffled().batch(8),
+        epochs=2,
+        steps_per_epoch=3,
+        model_dir=tmp_path,
+    )
+    for model, numbers in ((ours, (0, 1)), (theirs, (0, 2))):
+        expected = passes(shuffled(), *numbers)
+        for mine, wanted in zip(model.weights, expected.weights, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=1e-5)
+
+
 # --- Logs, metrics, callbacks ------------------------------------------------
 
 
