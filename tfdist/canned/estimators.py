@@ -223,8 +223,8 @@ class LinearClassifier(_Linear):
             a `numeric_column`. Default: all are 1.
         optimizer: A name ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD"), with
             a learning rate of 0.2; a Keras optimizer; or a function that
-            returns one, which alone an all-reduce job takes. None for Ftrl with `min(0.2, 1/sqrt(columns))`.
-            Default: "Ftrl".
+            returns one, which alone an all-reduce job takes. None for Ftrl
+            with `min(0.2, 1/sqrt(columns))`. Default: "Ftrl".
         config: The configuration.
         warm_start_from: As for `tfdist.Estimator`.
         loss_reduction: "sum_over_batch_size", the default, or "sum", that of
