@@ -107,7 +107,10 @@ alive: that is the user's own error.
 In one process a restored session goes on with the weights, the random seeds
 and the batch of one that was never interrupted, if the loop's iterator can be
 saved; a warning says where it cannot. An input that is another one by then
-(other files, constants or functions) is read from its start, with a warning.
+(other files, constants or functions, or files that begin otherwise) is read
+from its start, with a warning. In a dataset that shuffles by a seed before it
+batches and repeats, a position at the end of a pass has no order: later passes
+come in those of earlier ones, with a warning.
 """
 
 import lazy_loader
