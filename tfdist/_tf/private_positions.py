@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ def restore_position(iterator: Any, path: str) -> bool:
             iterator=iterator._iterator_resource,
         )
         raise OtherDatasetError(error.message.partition("\n")[0]) from error
-    if tf.io.serialize_tensor(state).numpy().count(_ORDERS) < num_orders:
+    if num_orders and _saved_orders(state, path) < num_orders:
         _log.warning(
             "%s is of the end of a pass over data that are shuffled by a seed, "
             "and TensorFlow does not save how often they were: from the next "
@@ -119,6 +120,17 @@ def restore_position(iterator: Any, path: str) -> bool:
             path,
         )
     return True
+
+
+def _saved_orders(state: tf.Tensor, path: str) -> float:
+    """Of how many ops that shuffle a state has the order; of a large one inf.
+
+    From 2 GB on, as buffers may hold, TensorFlow would die by SIGSEGV.
+    """
+    files = tf.io.gfile.glob(f"{path}.data-*")
+    if sum(tf.io.gfile.stat(file).length for file in files) >= 1 << 30:
+        return math.inf
+    return tf.io.serialize_tensor(state).numpy().count(_ORDERS)
 
 
 def _looked_at(iterator: Any) -> tuple[str, str, int]:
