@@ -114,9 +114,9 @@ def restore_position(iterator: Any, path: str) -> bool:
     if num_orders and _saved_orders(state, path) < num_orders:
         _log.warning(
             "%s is of the end of a pass over data that are shuffled by a seed, "
-            "and TensorFlow does not save how often they were: from the next "
-            "pass on they come in orders in which they have come before. With "
-            "`repeat` right after `shuffle` they would not.",
+            "and TensorFlow does not save how often they were: after each such "
+            "restart the same orders come again. With `repeat` right after "
+            "`shuffle` they are those of a job that went on.",
             path,
         )
     return True

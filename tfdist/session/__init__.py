@@ -109,8 +109,8 @@ and the batch of one that was never interrupted, if the loop's iterator can be
 saved; a warning says where it cannot. An input that is another one by then
 (other files, constants or functions, or files that begin otherwise) is read
 from its start, with a warning. In a dataset that shuffles by a seed before it
-batches and repeats, a position at the end of a pass has no order: later passes
-come in those of earlier ones, with a warning.
+batches and repeats, a position at the end of a pass has no order: after each
+such restart the same ones come again, with a warning.
 """
 
 import lazy_loader
