@@ -305,6 +305,48 @@ def test_a_hook_may_serve_a_second_session():
     assert "epoch 0 ends" in recorder.calls
 
 
+def test_a_step_function_of_ones_own():
+    """Its logs are those of its last step, as of a `train_step` in `fit`."""
+    losses = [4.0, 3.0, 2.0, 5.0, 6.0, float("nan")]
+
+    def build():
+        model, global_step = logistic(), tf.Variable(0, dtype=tf.int64)
+
+        def step():
+            global_step.assign_add(1)
+            return {"loss": losses[int(global_step) - 1]}
+
+        variables = checkpoints.named_variables(model)
+        return Trainable(step, global_step, variables, model=model)
+
+    class Epochs(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            batches.append((batch, logs["loss"]))
+
+    batches, history = [], callbacks.History()
+    hook = KerasCallbackHook([Epochs(), history], 2)
+    stop = StopAtStepHook(last_step=5)
+    with MonitoredTrainingSession(build, hooks=[hook, stop]) as session:
+        while not session.should_stop():
+            session.run()
+    assert batches == [(0, 4.0), (1, 3.0), (0, 2.0), (1, 5.0), (0, 6.0)]
+    assert history.history == {"loss": [3.0, 5.0, 6.0]}
+    hook = KerasCallbackHook([callbacks.TerminateOnNaN()], 9)
+    with MonitoredTrainingSession(build, hooks=[hook]) as session:
+        while not session.should_stop():
+            session.run()
+    assert session.step == 6
+
+
+def test_a_checkpoint_callback_of_ones_own_may_set_what_is_saved_last():
+    class BestAtEnd(callbacks.ModelCheckpoint):
+        pass
+
+    assert KerasCallbackHook([BestAtEnd("best.keras")], 1).sets_variables
+    plain = callbacks.ModelCheckpoint("best.keras")
+    assert not KerasCallbackHook([plain], 1).sets_variables
+
+
 def test_terminate_on_nan():
     """It sees the NaN in the logs of a dispatch."""
     hook = KerasCallbackHook([callbacks.TerminateOnNaN()], STEPS)

@@ -1,6 +1,7 @@
 import logging
 import math
 
+import keras
 import pytest
 import tensorflow as tf
 from both_sessions import Training, ours, tf1
@@ -75,6 +76,15 @@ def test_logs_names_and_variables(caplog):
     assert lines[1].startswith("w = 2.0, loss = 0.2 (0.")
     assert lines[1].endswith(" sec)")
     assert len(lines) == 3
+
+
+def test_variables_of_keras_are_called_by_their_paths(caplog):
+    layers = [keras.layers.Dense(1, name=name) for name in "ab"]
+    for layer in layers:
+        layer.build([2])
+    hook = basic.LoggingTensorHook([layer.bias for layer in layers], 9)
+    (line,) = logged(caplog, hook, 1)
+    assert line == "a/bias = [0.], b/bias = [0.]"
 
 
 def test_tags_are_sorted_and_values_not_in_scientific_notation(caplog):

@@ -112,7 +112,11 @@ class LoggingTensorHook(TimedHook):
         if isinstance(tensors, Mapping):
             self._tensors = dict(sorted(tensors.items()))
         else:
-            self._tensors = {getattr(t, "name", t): t for t in tensors}
+            self._tensors = {
+                # Keras' names are the last part of their paths.
+                getattr(t, "path", getattr(t, "name", t)): t
+                for t in tensors
+            }
         self._at_end = at_end
         self._formatter = formatter
 

@@ -112,7 +112,7 @@ class KerasCallbackHook(SessionRunHook):
     """
 
     wants_none_under_way = True
-    _so_far: Logs | None  # The logs of the epoch under way.
+    _so_far: Any  # The logs of the epoch under way, if there are any.
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class KerasCallbackHook(SessionRunHook):
                 "Let it act at the end of an epoch instead, if that is enough.",
             )
         self._given.append(callback)
-        if not isinstance(callback, _SET_NOTHING):
+        if type(callback) not in _SET_NOTHING:  # A subclass may.
             sets = getattr(callback, "restore_best_weights", True)
             self.sets_variables |= sets
         if isinstance(every := getattr(callback, "save_freq", None), int):
@@ -211,7 +211,7 @@ class KerasCallbackHook(SessionRunHook):
             # A callback may have evaluated; nobody waits for it in a cluster.
             if not run_context.session.num_workers:
                 run_context.session.model.reset_metrics()
-        elif self._so_far is not None:
+        elif isinstance(self._so_far, Logs):
             self._so_far.go_on()
         if self.single_steps:
             self._call("on_train_batch_begin", batch, {})
@@ -220,8 +220,11 @@ class KerasCallbackHook(SessionRunHook):
         """Reports the run, and the epoch if it is over."""
         session = run_context.session
         before, self._step = self._step, session.step
-        if isinstance(logs := run_values.results, Logs) and before < self._step:
-            self._so_far = logs.after(self._so_far)
+        logs = run_values.results
+        if isinstance(logs, dict) and before < self._step:
+            # A plain step function's are those of its last step, as in `fit`.
+            together = getattr(logs, "after", lambda earlier: logs)
+            self._so_far = together(self._so_far)
             batch = (session.step - 1) % self._steps_per_epoch
             self._call("on_train_batch_end", batch, dict(logs))
         if session.step // self._steps_per_epoch > self._epoch:
