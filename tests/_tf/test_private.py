@@ -49,6 +49,21 @@ def test_reset_object_names_repeats_paths():
     assert paths() == paths()
 
 
+def test_what_sets_variables_assigns_them():
+    model = small_model()
+    kernel, rate = model.weights[0], model.optimizer.learning_rate
+    for act, variable in (
+        (lambda: model.set_weights(model.get_weights()), kernel),
+        (lambda: setattr(model.optimizer, "learning_rate", 0.5), rate),
+        (lambda: kernel.assign_add(kernel), kernel),
+    ):
+        with private_keras.assigned() as variables:
+            act()
+        assert any(v is variable for v in variables)
+    kernel.assign(kernel)
+    assert not any(v is kernel for v in variables[1:])
+
+
 def test_models_have_a_default_signature_but_within():
     model = small_model()
     with private_keras.without_default_signatures():

@@ -257,11 +257,72 @@ def test_a_recovery_ends_no_epoch_twice(tmp_path):
         "epoch 0 ends",
         "epoch 1 begins",
         "epoch 1 ends",
-        "epoch 2 begins",
-        "epoch 1 begins",
-        "epoch 2 begins",
+        *["epoch 2 begins"] * 2,
         "epoch 2 ends",
     ]
+
+
+class Setting(callbacks.Callback):
+    """Sets rates where an epoch begins and ends, and weights."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate *= 0.5
+
+    def on_epoch_end(self, epoch, logs=None):
+        rate = self.model.optimizer.learning_rate
+        self.model.optimizer.learning_rate = rate + 0.1 * epoch
+        if self.shift:
+            shifted = [weight + epoch for weight in self.model.get_weights()]
+            self.model.set_weights(shifted)
+
+
+@pytest.mark.parametrize("saves", [3, 4])
+@pytest.mark.parametrize("fail_at", [5, 7, 8, 9])
+def test_a_recovery_loses_and_repeats_nothing_set(saves, fail_at, tmp_path):
+    """With one checkpoint at the end of an epoch, or some in its midst."""
+    found = []
+    ends_again = saves == 3 and fail_at in (7, 8)
+    for failures in ([], [fail_at]):
+        model, _ = train(
+            [KerasCallbackHook([Setting(shift=not ends_again)], 4)],
+            16,
+            failures,
+            lambda: keras.optimizers.SGD(0.5),
+            checkpoint_dir=str(tmp_path / str(len(failures))),
+            save_checkpoint_steps=saves,
+        )
+        rate = float(model.optimizer.learning_rate)
+        found.append([rate, *map(np.ravel, model.get_weights())])
+    np.testing.assert_allclose(*map(np.hstack, found), rtol=1e-6)
+
+
+def test_weights_that_are_not_set_again(tmp_path, caplog):
+    train(
+        [KerasCallbackHook([Setting(shift=True)], 4)],
+        9,
+        [8],
+        checkpoint_dir=str(tmp_path),
+        save_checkpoint_steps=3,
+    )
+    assert caplog.text.count("is not set again") == 2
+
+
+def test_training_that_stops_where_an_epoch_begins():
+    """After a batch, as in `fit`."""
+
+    class Stops(callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    steps = [
+        train([KerasCallbackHook([Stops()], STEPS)], 99)[1],
+        int(fit([Stops()], epochs=3).optimizer.iterations),
+    ]
+    assert steps == [STEPS + 1] * 2
 
 
 def test_evaluations_are_val_logs(tmp_path):

@@ -422,6 +422,23 @@ def test_a_step_function_has_nothing_to_evaluate():
         session.evaluate(batches())
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0], r"logs by name. Received: \[1.0\]"),
+        ({"loss": "low"}, "Log 'loss' .* Received: 'low'"),
+        ({"loss": np.ones([2])}, "Log 'loss' .* must be a number"),
+    ],
+)
+def test_what_a_step_function_returns(returned, message):
+    trainable = Trainable(lambda: returned, tf.Variable(0, dtype=tf.int64), {})
+    with (
+        MonitoredTrainingSession(lambda: trainable) as session,
+        pytest.raises(TypeError, match=message),
+    ):
+        session.run()
+
+
 # --- Errors ------------------------------------------------------------------
 
 

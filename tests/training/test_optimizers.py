@@ -553,6 +553,8 @@ def test_first_pattern_found_owns_a_variable():
 
 def test_a_variable_that_no_pattern_matches():
     optimizer = MultiOptimizer([("wide", K.Ftrl())])
+    with pytest.raises(ValueError, match=r"Set that of `parts\[i\]`"):
+        optimizer.learning_rate = 0.1
     with pytest.raises(
         ValueError, match=r"matches variable 'deep/bias'.*empty"
     ):

@@ -70,6 +70,23 @@ def own_object_names() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def assigned() -> Iterator[list[Any]]:
+    """Notes the variables that are assigned to, by whatever of Keras."""
+    found: list[Any] = []
+    own = keras.Variable.assign
+
+    def assign(self: keras.Variable, value: Any) -> Any:
+        found.append(self)
+        return own(self, value)
+
+    keras.Variable.assign = assign
+    try:
+        yield found
+    finally:
+        keras.Variable.assign = own
+
+
+@contextlib.contextmanager
 def without_default_signatures() -> Iterator[None]:
     """Has a SavedModel hold none that Keras adds for each model within.
 

@@ -15,7 +15,7 @@ import keras
 
 from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
-from tfdist._tf.private_keras import profiles
+from tfdist._tf.private_keras import assigned, profiles
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import (
     RunContext,
@@ -85,7 +85,14 @@ class KerasCallbackHook(SessionRunHook):
       with the chief's logs; the chief alone runs those of Keras that write.
     * After a recovery the steps since the last checkpoint run again, but no
       epoch is reported a second time. After a restart of the process callbacks
-      start over, at the epoch where the job is.
+      start over, at the epoch where the job is. An epoch that was cut so has
+      logs of the steps since.
+    * A checkpoint of an epoch's end is written again if a callback then sets
+      what it holds. What one sets after a batch is in the next checkpoint, and
+      evaluations are of checkpoints. If an epoch runs again, its end sets rates
+      again, but no weights, which a warning tells.
+    * In all-reduce a subclass of a callback that writes runs on the chief
+      alone, too, and so must set nothing.
 
     `model.stop_training = True` requests a stop. A learning rate that a
     callback sets reaches the optimizer's variable, weights the model's, also on
@@ -159,18 +166,24 @@ class KerasCallbackHook(SessionRunHook):
                 "Let it act at the end of an epoch instead, if that is enough.",
             )
         self._given.append(callback)
-        if type(callback) not in _SET_NOTHING:  # A subclass may.
+        if not type(callback).__module__.startswith("keras."):
+            self.sets_variables = True
+        elif not isinstance(callback, _SET_NOTHING):
             sets = getattr(callback, "restore_best_weights", True)
             self.sets_variables |= sets
-        if isinstance(every := getattr(callback, "save_freq", None), int):
-            self._cadences.append(every)
+        is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+        if is_checkpoint and callback.save_freq != "epoch":
+            self._cadences.append(callback.save_freq)
 
     def begin(self) -> None:
         """Forgets an earlier session."""
         self._begun = False
         self._step = 0
+        self._callbacks: list[Callback] = []
         self._epoch = -1  # The one under way, or -1 between two.
         self._ended_epoch = -1
+        # What callbacks have set at the end of an epoch; None of no number.
+        self._set: dict[int, dict[str, float | None]] = {}
         self._evaluated_step = -1
         self._logs: dict[str, float] = {}  # Of the epoch that ended last.
         self._so_far = None
@@ -192,13 +205,18 @@ class KerasCallbackHook(SessionRunHook):
             _check_model(callback, model)
             callback.set_params(self._params)
             callback.set_model(model)
+        self._step, self._epoch = session.step, -1
+        epoch, done = divmod(session.step, self._steps_per_epoch)
         if not self._begun:
             self._call("on_train_begin", {})
             self._begun = True
-        self._step, self._epoch = session.step, -1
+        elif done:  # They have begun it before the recovery.
+            self._epoch, self._so_far = epoch, None
 
     def steps_until_next(self, step: int) -> int:
         """Steps until the epoch ends, or a callback saves."""
+        if self._callbacks and self._callbacks[0].model.stop_training:
+            return 1  # As `fit`, which looks after a batch.
         return min(every - step % every for every in self._cadences)
 
     def before_run(self, run_context: RunContext) -> None:
@@ -255,6 +273,7 @@ class KerasCallbackHook(SessionRunHook):
         # All processes of an all-reduce job decide by what its chief has found.
         evaluated, results, self._logs = session.agreed(self._found)
         if epoch <= self._ended_epoch:
+            self._set_again(session, epoch)
             return
         self._ended_epoch = epoch
         if results:
@@ -262,6 +281,31 @@ class KerasCallbackHook(SessionRunHook):
             self._logs |= {f"val_{k}": v for k, v in results.items()}
             self._call("on_test_begin", {})
             self._call("on_test_end", results)
+        with assigned() as given:
+            self._call_at_end(epoch, evaluated)
+        held = _held(session.model)
+        for path in {v.path for v in given if held.get(v.path) is v}:
+            session.unsaved = True
+            value: Any = held[path]
+            number = None if len(value.shape) else float(value)
+            self._set.setdefault(epoch, {})[path] = number
+
+    def _set_again(self, session: Session, epoch: int) -> None:
+        """Sets the numbers that callbacks have, before a recovery."""
+        held = _held(session.model)
+        for path, value in self._set.get(epoch, {}).items():
+            if value is None:
+                _log.warning(
+                    "Epoch %d has ended again after a recovery, and %r is not "
+                    "set again, as a callback had at its end.",
+                    epoch,
+                    path,
+                )
+            else:
+                session.unsaved = True
+                held[path].assign(value)
+
+    def _call_at_end(self, epoch: int, evaluated: int) -> None:
         for callback in self._callbacks:
             if evaluated == self._step or not _keeps_the_best(callback):
                 callback.on_epoch_end(epoch, self._logs)
@@ -280,6 +324,12 @@ class KerasCallbackHook(SessionRunHook):
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*args)
+
+
+def _held(model: Any) -> dict[str, Any]:
+    """By their paths, the variables that a checkpoint of a model holds."""
+    slots = model.optimizer.variables if model.optimizer else []
+    return {variable.path: variable for variable in (*model.weights, *slots)}
 
 
 def _keeps_the_best(callback: Callback) -> bool:
@@ -312,7 +362,8 @@ def _reason_against(callback: Callback, with_evaluations: bool) -> str | None:
     if monitors and monitor.startswith("val_") and not with_evaluations:
         return (
             f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
-            "the evaluations write, or let it monitor 'loss'."
+            "the evaluations write (of `fit`: validation_data), or let it "
+            "monitor 'loss'."
         )
     if never := _overrides(callback, *_NEVER_CALLED):
         return (
@@ -342,7 +393,9 @@ def _check_model(callback: Callback, model: keras.Model) -> None:
             f"{type(callback).__name__} with histogram_freq or embeddings_freq "
             "would pull whole tables from the parameter servers. Set both to 0."
         )
-    several = isinstance(model.optimizer, MultiOptimizer)
+    optimizer = model.optimizer  # Or a LossScaleOptimizer of it.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    several = isinstance(optimizer, MultiOptimizer)
     if several and isinstance(callback, _SETS_RATE):
         raise ValueError(
             f"{type(callback).__name__} sets one learning rate, but the parts "

@@ -143,6 +143,16 @@ class CheckpointSaverHook(TimedHook):
         if self._save(session, wait=ends):
             context.request_stop()
 
+    def before_run(self, run_context: RunContext) -> None:
+        """Saves a step again if a callback has set something since."""
+        session = run_context.session
+        step = self._begun[0] if self._begun else self._saved_step
+        if session.unsaved and session.step == step:
+            if self._tell(session):
+                run_context.request_stop()
+            self._begin(session)
+            self._complete()
+
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Tells of what has been written, and saves if it is time to."""
         if self._tell(run_context.session, wait=False):
@@ -163,7 +173,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves this step, if it is not saved."""
         self._forget_failure()
         self._complete()
-        if self._saved_step != session.step:
+        if session.unsaved or self._saved_step != session.step:
             self._begin(session)
             self._complete()
 

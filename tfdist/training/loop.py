@@ -396,7 +396,22 @@ class FunctionLoop(Loop):
         logs: Mapping[str, Any] = {}
         for _ in range(num_steps):
             logs = self._function() or {}
-        return {name: float(value) for name, value in logs.items()}
+        if not isinstance(logs, Mapping):
+            raise TypeError(
+                "A step function must return its logs by name. Received: "
+                f"{logs!r}."
+            )
+        return {name: _number(name, value) for name, value in logs.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Log {name!r} of the step function must be a number. Received: "
+            f"{value!r}."
+        ) from error
 
 
 class Logs(dict[str, float]):

@@ -54,6 +54,18 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         self.patterns = [pattern for pattern, _ in optimizers]
         self.parts = [keras.optimizers.get(part) for _, part in optimizers]
 
+    @property
+    def learning_rate(self) -> Any:
+        """0.0: that of no part. To set it is an error."""
+        return super().learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        raise ValueError(
+            "Each part of a MultiOptimizer has a learning rate of its own. Set "
+            "that of `parts[i]`, or give it a schedule."
+        )
+
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Builds each part for the variables that belong to it."""
         super().build(variables)
