@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
@@ -284,11 +285,12 @@ class KerasCallbackHook(SessionRunHook):
         with assigned() as given:
             self._call_at_end(epoch, evaluated)
         held = _held(session.model)
-        for path in {v.path for v in given if held.get(v.path) is v}:
-            session.unsaved = True
-            value: Any = held[path]
-            number = None if len(value.shape) else float(value)
-            self._set.setdefault(epoch, {})[path] = number
+        paths = {v.path for v in given if v.path in held and held[v.path] is v}
+        for path in paths:
+            session.unsaved, value = True, None
+            if not len(held[path].shape):  # Whole tables are not read.
+                value = float(tf.convert_to_tensor(held[path]))
+            self._set.setdefault(epoch, {})[path] = value
 
     def _set_again(self, session: Session, epoch: int) -> None:
         """Sets the numbers that callbacks have, before a recovery."""
