@@ -171,6 +171,17 @@ def _(job):
         assert_same_logs(ours[0].history, theirs[0].history)
 
 
+@case("weights and a rate set at the end of an epoch")
+def _(job):
+    class Sets(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            weights = [np.clip(w, -0.1, 0.1) for w in self.model.get_weights()]
+            self.model.set_weights(weights)
+            self.model.optimizer.learning_rate *= 0.5
+
+    learns_as_fit(job, lambda _: [Sets()])
+
+
 @case("RemoteMonitor")
 def _(job):
     posts = {}
