@@ -649,6 +649,12 @@ def test_a_py_dataset_is_read_as_by_fit():
         int(x[0, 0]) for x, _ in private_keras.py_dataset_batches(data, False)
     ]
     assert (read, data.ended) == ([0, 1, 2], 1)
+    batches = private_keras.py_dataset_batches(data, False)
+    for _ in range(3):  # Nor is the last epoch of a job asked for more.
+        next(batches)
+    assert data.ended == 2
+    batches.close()
+    assert data.ended == 2
     x, _ = private_keras.py_dataset_spec(data)
     assert x.shape.as_list() == [None, 1]
 

@@ -287,10 +287,16 @@ def py_dataset_batches(
     """A pass over a `PyDataset`, whose own workers load it, as for `fit`."""
     adapter = data_adapters.get_data_adapter(data, shuffle=shuffle)
     adapter.on_epoch_begin()
+    ended = False
     try:
-        yield from adapter.get_numpy_iterator()
+        for number, batch in enumerate(adapter.get_numpy_iterator(), 1):
+            if number == adapter.num_batches:  # Nobody may ask for more.
+                ended = True
+                adapter.on_epoch_end()
+            yield batch
     finally:
-        adapter.on_epoch_end()
+        if not ended:
+            adapter.on_epoch_end()
 
 
 def py_dataset_spec(data: keras.utils.PyDataset) -> Any:

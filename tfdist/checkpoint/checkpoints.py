@@ -219,7 +219,7 @@ class Checkpoints:
     def _give_position_up(self, error: tf.errors.OpError) -> None:
         _log.warning(
             "The position of the input cannot be saved: a restored job will "
-            "not go on from there. %s",
+            "not go on from there. The reason: %s",
             summarize_error(error),
         )
         self._iterator_fn = lambda: None
