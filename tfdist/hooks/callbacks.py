@@ -182,7 +182,7 @@ class KerasCallbackHook(SessionRunHook):
         self._step = 0
         self._callbacks: list[Callback] = []
         self._epoch = -1  # The one under way, or -1 between two.
-        self._ended_epoch = -1
+        self._begun_epoch = self._ended_epoch = -1
         # What callbacks have set at the end of an epoch; None of no number.
         self._set: dict[int, dict[str, float | None]] = {}
         self._evaluated_step = -1
@@ -211,7 +211,7 @@ class KerasCallbackHook(SessionRunHook):
         if not self._begun:
             self._call("on_train_begin", {})
             self._begun = True
-        elif done:  # They have begun it before the recovery.
+        elif done and epoch <= self._begun_epoch:  # Before the recovery.
             self._epoch, self._so_far = epoch, None
 
     def steps_until_next(self, step: int) -> int:
@@ -227,6 +227,7 @@ class KerasCallbackHook(SessionRunHook):
             self._epoch = epoch
             self._so_far = None
             self._call("on_epoch_begin", epoch, {})
+            self._begun_epoch = max(epoch, self._begun_epoch)
             # A callback may have evaluated; nobody waits for it in a cluster.
             if not run_context.session.num_workers:
                 run_context.session.model.reset_metrics()
