@@ -165,8 +165,9 @@ class Estimator:
             path = self.latest_checkpoint()
             max_steps = steps + (checkpoints.step_of(path) if path else 0)
         listeners, hooks = spec.saving_listeners, spec.hooks
-        # In each process of an all-reduce.
-        own: list[SessionRunHook] = [*filter(None, [self._warm_start])]
+        own: list[SessionRunHook] = []
+        if self._warm_start:  # In each process of an all-reduce.
+            own.append(self._warm_start)
         if config.cluster.is_chief:
             own += chief_hooks(config, input_fn, max_steps, listeners, hooks)
         local = self._local_strategy()

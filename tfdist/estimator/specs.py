@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.arguments import check_at_least, check_callable, check_type
+from tfdist._tf.arguments import check_at_least, check_type
 from tfdist.cluster import strategies as strategy_lib
 from tfdist.cluster.spec import Cluster
 from tfdist.data.input_fns import InputFn, takes_context
@@ -343,7 +343,6 @@ class TrainSpec:
     saving_listeners: tuple[CheckpointSaverListener, ...] = ()
 
     def __post_init__(self) -> None:
-        check_callable("input_fn", self.input_fn)
         takes_context(self.input_fn)
         check_at_least("max_steps", self.max_steps, 1)
         _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
@@ -387,7 +386,6 @@ class EvalSpec:
     throttle_secs: float = 600
 
     def __post_init__(self) -> None:
-        check_callable("input_fn", self.input_fn)
         takes_context(self.input_fn)
         check_at_least("steps", self.steps, 1)
         check_type("name", self.name, str | None)
