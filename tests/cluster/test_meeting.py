@@ -131,6 +131,7 @@ def rendezvous(tmp_path):
     return meet
 
 
+@pytest.mark.slow
 def test_those_who_are_there_go_on(rendezvous):
     """Numbered anew; what comes later waits, and can be seen to do so."""
     tasks = clusters(4)

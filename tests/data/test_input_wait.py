@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import slow
 from small_models import batches, local_loop
 
 from tfdist.data import input_fns, input_wait
@@ -114,7 +115,7 @@ def said(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize("may_end", [False, True])
+@pytest.mark.parametrize("may_end", [*slow(False), True])
 def test_a_process_that_waits_for_its_input_says_so(said, may_end):
     data = slow_input(1.2).take(50) if may_end else slow_input(1.2)
     loop, global_step = local_loop(slow_model(0.0), data, 2)

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import slow
 from small_models import local_loop
 
 from tfdist import PartitionedEmbedding
@@ -117,7 +118,7 @@ def test_ragged_ids_without_combiner(data):
 
 @pytest.mark.parametrize("combiner", COMBINERS)
 @pytest.mark.parametrize("form", ["ragged", "sparse"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data(), st.booleans())
 def test_combiners(form, combiner, data, weighted):
     layer = drawn_layer(data, combiner)
@@ -217,7 +218,7 @@ def trained(model, batch, steps=1):
     return model
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("num_shards", [*slow(1), 3])
 @pytest.mark.parametrize(
     ("form", "combiner"),
     [("dense", None)]

@@ -1,5 +1,6 @@
 import contextlib
 import csv
+import itertools
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from counting import counting_session
+from pace import slow_but
 from small_models import batches, local_loop, logistic
 
 import tfdist
@@ -280,8 +282,10 @@ class Setting(callbacks.Callback):
             self.model.set_weights(shifted)
 
 
-@pytest.mark.parametrize("saves", [3, 4])
-@pytest.mark.parametrize("fail_at", [5, 7, 8, 9])
+@pytest.mark.parametrize(
+    ("saves", "fail_at"),
+    slow_but([(3, 8), (4, 5)], itertools.product([3, 4], [5, 7, 8, 9])),
+)
 def test_a_recovery_loses_and_repeats_nothing_set(saves, fail_at, tmp_path):
     """With one checkpoint at the end of an epoch, or some in its midst."""
     found = []

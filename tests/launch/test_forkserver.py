@@ -163,6 +163,7 @@ print(before)
     assert run_forked("sets.py") == ("True\n", 0)
 
 
+@pytest.mark.slow
 def test_a_restart_of_itself_runs_the_same_command(folder):
     (folder / "again.py").write_text("""
 import os, sys

@@ -271,6 +271,7 @@ def test_every_task_gets_its_place(tmp_path):
     assert sorted(job.pids) == sorted(names)
 
 
+@pytest.mark.slow
 def test_a_module_and_its_flags(tmp_path):
     (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:])")
     done = subprocess.run(

@@ -205,7 +205,9 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", slow_but(("mask", "keras.remat", "structures"), FEATURES)
+)
 @pytest.mark.parametrize("devices", [*slow(ONE_ROW), TWO_ROWS])
 def test_features_are_those_of_one_device(name, devices):
     stages, fit = FEATURES[name]
