@@ -708,3 +708,26 @@ def _(job):
         (ours,), (theirs,) = ours, theirs
         for mine, other in zip(ours.found, theirs.found, strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+class Reads(callbacks.CSVLogger):
+    """Reads the model's metrics, on the chief alone: it writes a file."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        results = self.model.get_metrics_result()
+        self.found.append([float(results[name]) for name in ("loss", "mae")])
+
+    def on_test_begin(self, logs=None):
+        """Where `fit` has not yet begun to evaluate with the same metrics."""
+        self.on_train_batch_end(-1)
+
+
+@case("Metrics that a callback reads")
+def _(job):
+    ours, theirs = learns_as_fit(job, lambda d: [Reads(f"{d}/log.csv")])
+    if job.is_chief:
+        np.testing.assert_allclose(ours[0].found, theirs[0].found, rtol=1e-4)

@@ -7,6 +7,7 @@ does its work instead. `CALLBACKS.md` is the table of all.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -75,7 +76,8 @@ class KerasCallbackHook(SessionRunHook):
 
     * Callbacks of batches have the logs of their step alone (of metrics that
       do not add up, and with a `train_step` of its own, those since the epoch
-      began), and have steps dispatched one by one, which a warning tells.
+      began), and have steps dispatched one by one, which a warning tells. The
+      model's metrics are of the epoch so far, also where it was evaluated.
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it, with `on_test_begin` and `on_test_end`;
       epochs without a new one have none. What keeps the best weights skips an
@@ -246,7 +248,8 @@ class KerasCallbackHook(SessionRunHook):
             together = getattr(logs, "after", lambda earlier: logs)
             self._so_far = together(self._so_far)
             batch = (session.step - 1) % self._steps_per_epoch
-            self._call("on_train_batch_end", batch, dict(logs))
+            with self._metrics():
+                self._call("on_train_batch_end", batch, dict(logs))
         if session.step // self._steps_per_epoch > self._epoch:
             self._end_epoch(session)
         if session.model.stop_training:
@@ -256,7 +259,8 @@ class KerasCallbackHook(SessionRunHook):
         """Ends an epoch that was begun, as `fit` does, and training."""
         if self._epoch >= 0 and self._so_far is not None:
             self._end_epoch(session)
-        self._call("on_train_end", self._logs)
+        with self._metrics():
+            self._call("on_train_end", self._logs)
         session.unsaved |= self.sets_variables
 
     def _found(self) -> tuple[int, dict[str, float], dict[str, float]]:
@@ -278,12 +282,12 @@ class KerasCallbackHook(SessionRunHook):
             self._set_again(session, epoch)
             return
         self._ended_epoch = epoch
-        if results:
-            self._evaluated_step = evaluated
-            self._logs |= {f"val_{k}": v for k, v in results.items()}
-            self._call("on_test_begin", {})
-            self._call("on_test_end", results)
-        with assigned() as given:
+        with self._metrics(), assigned() as given:
+            if results:
+                self._evaluated_step = evaluated
+                self._logs |= {f"val_{k}": v for k, v in results.items()}
+                self._call("on_test_begin", {})
+                self._call("on_test_end", results)
             self._call_at_end(epoch, evaluated)
         held = _held(session.model)
         paths = {v.path for v in given if v.path in held and held[v.path] is v}
@@ -323,6 +327,10 @@ class KerasCallbackHook(SessionRunHook):
                 self._step,
                 self._steps_per_epoch,
             )
+
+    def _metrics(self) -> contextlib.AbstractContextManager[None]:
+        """In it the model's metrics are those of the epoch so far."""
+        return getattr(self._so_far, "shown", contextlib.nullcontext)()
 
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:

@@ -43,7 +43,7 @@ def placed_scope(
             not exist; at its end, when not every one of `specs` was created.
     """
     if not num_ps:
-        with tf.variable_creator_scope(_unsynchronized), strategy.scope():
+        with strategy.scope(), tf.variable_creator_scope(_unsynchronized):
             yield
         return
     placement = placement or strategies.RoundRobinStrategy(num_ps)

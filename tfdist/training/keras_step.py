@@ -7,8 +7,9 @@ a `train_step` where they are not, see `own_step.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -159,6 +160,15 @@ class KerasStep:
         variables = self.model.metrics_variables
         self._before = [(v, v.numpy()) for v in variables]
         self.model.reset_metrics()
+
+    @contextlib.contextmanager
+    def shown(self, packed: np.ndarray) -> Iterator[None]:
+        """In it they are what they were at the last `reset`."""
+        try:
+            self.go_on(packed)
+            yield
+        finally:
+            self.model.reset_metrics()
 
     def go_on(self, packed: np.ndarray) -> None:
         """Has them go on from what they were at the last `reset`."""

@@ -428,6 +428,10 @@ class Logs(dict[str, float]):
         total = self._step.joined(earlier._total, self._total)
         return Logs(total, self._step)
 
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """In it the model's metrics are those of these steps."""
+        return self._step.shown(self._total)
+
     def go_on(self) -> None:
         """Has the next steps go on with metrics that do not add up."""
         self._step.go_on(self._total)

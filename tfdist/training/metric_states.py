@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -81,24 +82,15 @@ class MetricStates:
 
         `loss` is the mean over examples. Empty if there was no example.
         """
-        loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
-        if not weight.item():
+        loss, weight, *values = self._unpacked(packed)
+        if not weight:
             return {}
-        known, own = {}, {}
+        own = {}
         if self._has_loss:
-            own = {"loss": loss.item() / weight.item()}
             tracker = loss_tracker(self.model)
-            if tracker:
-                known = {id(tracker.total): loss, id(tracker.count): weight}
-            if any(
-                m.name == "loss" and m is not tracker
-                for m in self.model.metrics
-            ):
-                own = {}
-        values = [
-            tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
-            for v, value in zip(self._metrics, rest, strict=True)
-        ]
+            others = (m.name for m in self.model.metrics if m is not tracker)
+            if "loss" not in others:
+                own = {"loss": loss / weight}
         if self._results:
             results = flat_floats(self._results(*values))
         else:
@@ -107,17 +99,40 @@ class MetricStates:
                 results = flat_floats(self.model.get_metrics_result())
         return results | own
 
+    @contextlib.contextmanager
+    def shown(self, packed: np.ndarray) -> Iterator[None]:
+        """In it the model's metrics, which are not read else, have states."""
+        try:
+            self._assign_all(self._unpacked(packed)[2:])
+            yield
+        finally:
+            self._assign_all(self._start)
+
+    def _assign_all(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._metrics, values, strict=True):
+            variable.assign(value)
+
+    def _unpacked(self, packed: np.ndarray) -> list[Any]:
+        """Sum of losses, weight, and values of the metrics' variables."""
+        loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
+        tracker = loss_tracker(self.model) if self._has_loss else None
+        known = {}
+        if tracker:
+            known = {id(tracker.total): loss, id(tracker.count): weight}
+        values = [
+            tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
+            for v, value in zip(self._metrics, rest, strict=True)
+        ]
+        return [loss.item(), weight.item(), *values]
+
     def reset(self) -> None:
         """Has states begin anew that the metrics' variables keep."""
         self._assign(self._start)
 
     def go_on(self, packed: np.ndarray) -> None:
         """Has those go on from packed states."""
-        if not any(self._stays):
-            return
-        parts = np.split(packed, np.cumsum(self._sizes)[:-1])[2:]
-        starts = zip(parts, self._start, strict=True)
-        self._assign([p.reshape(s.shape).astype(s.dtype) for p, s in starts])
+        if any(self._stays):
+            self._assign(self._unpacked(packed)[2:])
 
     def _scope(
         self,
