@@ -1,5 +1,6 @@
 import json
 
+import keras
 import pytest
 import table_checks
 import tensorflow as tf
@@ -84,3 +85,14 @@ def test_specs_of_variables_that_were_not_made():
         scope,
     ):
         pass
+
+
+def test_metrics_of_replicas_are_read_where_they_are():
+    """Else a process that reads one waits for all others."""
+    strategy, found = tf.distribute.MirroredStrategy(["CPU:0"]), []
+    for scope in (strategy.scope(), placed_scope(strategy)):
+        with scope:
+            total = keras.metrics.Mean().total.value
+        found.append(total.synchronization)
+    on_read = tf.VariableSynchronization.ON_READ
+    assert found[0] == on_read != found[1]
