@@ -1,5 +1,6 @@
 """Processes of all-reduce at the same step, without other processes."""
 
+import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint.checkpoints import Checkpoints
@@ -28,25 +29,35 @@ class Told:
         return next(self._commands)
 
 
-def test_positions_are_saved_by_one_object(tmp_path, monkeypatch):
+@pytest.fixture
+def follower(tmp_path, monkeypatch):
+    """Makes what a worker has in the place of its session's."""
+
+    def make(commands, positions=None):
+        peers = Told(commands)
+        monkeypatch.setattr(lockstep, "Peers", lambda cluster: peers)
+        jobs = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
+        return lockstep.Lockstep(
+            Cluster.from_jobs(jobs, "worker", 0),
+            str(tmp_path),
+            sigterm=type("Sigterm", (), {"received": False}),
+            watch=lambda: None,
+            positions=positions,
+        )
+
+    return make
+
+
+def test_positions_are_saved_by_one_object(tmp_path, follower):
     """A session keeps all that it makes, to wait for what they write."""
-    saves = [{"save": step} for step in range(1, 8)]
-    peers = Told([*saves, {"run": 3}])
-    monkeypatch.setattr(lockstep, "Peers", lambda cluster: peers)
     made, data = [], iter(tf.data.Dataset.range(9))
 
     def positions(directory):
         made.append(Checkpoints(directory, {}, iterator_fn=lambda: data))
         return made[-1]
 
-    jobs = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
-    group = lockstep.Lockstep(
-        Cluster.from_jobs(jobs, "worker", 0),
-        str(tmp_path),
-        sigterm=type("Sigterm", (), {"received": False}),
-        watch=lambda: None,
-        positions=positions,
-    )
+    saves = [{"save": step} for step in range(1, 8)]
+    group = follower([*saves, {"run": 3}], positions)
     assert group.next("run") == 3
     group.save_positions(8)
     assert len(made) == 1
@@ -54,3 +65,12 @@ def test_positions_are_saved_by_one_object(tmp_path, monkeypatch):
     assert sorted(path.stem for path in found) == [
         f"model.ckpt-{step}" for step in range(4, 9)
     ]
+
+
+@pytest.mark.parametrize("command", [{"run": 3}, {"end": True}])
+def test_a_hook_that_the_leader_has_not(command, follower):
+    """It would take what the next steps wait for."""
+    group = follower([{"agreed": 1}, command])
+    assert group.next("agreed") == 1
+    with pytest.raises(RuntimeError, match="must have the same hooks"):
+        group.next("agreed")

@@ -82,7 +82,7 @@ class Lockstep:
             what: "restored", a path; "run", so many steps; or "agreed".
 
         Raises:
-            RuntimeError: it has failed, and no more will come.
+            RuntimeError: it has failed, or has other hooks than this one.
         """
         if what == "agreed" and self._agreed:
             return self._agreed.pop(0)
@@ -107,10 +107,18 @@ class Lockstep:
                 _log.info("The job goes on without this process.")
                 self._left = True
                 return None
-            elif what in command or "end" in command:
-                return command.get(what)
+            elif what in command:
+                return command[what]
             elif "agreed" in command:  # While it ended, before it said so.
                 self._agreed.append(command["agreed"])
+            elif what == "agreed":
+                raise RuntimeError(
+                    "A hook of this process waits for what the job's leader "
+                    "has found, whose hooks are others. In all-reduce each "
+                    "process must have the same hooks, in the same order."
+                )
+            elif "end" in command:
+                return None
 
     def own_position(self, path: str) -> str:
         """Where this process saved its position beside checkpoint `path`."""
