@@ -356,7 +356,9 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
     ):
         size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))
         with tfdist.MonitoredTrainingSession(
-            build_fn, checkpoint_dir=checkpoint_dir
+            build_fn,
+            checkpoint_dir=checkpoint_dir,
+            hooks=[tfdist.StopAtStepHook(last_step=9)],  # Which saves nothing.
         ) as session:
             session._size, session._health = size, mock.Mock()
             size.wanted_ps = 1

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist._tf import storage
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.hooks import summary_hooks
@@ -15,6 +14,7 @@ from tfdist.hooks.progress import ProgressHook, UnreadDataHook
 from tfdist.hooks.saving_hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
+    saver_of,
 )
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 
@@ -55,7 +55,7 @@ def chief_hooks(
             hooks.append(summary_hooks.StalenessHook(directory, every))
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
-    saver = _saver_of(config.model_dir, hooks_of_user)
+    saver = saver_of(config.model_dir, hooks_of_user)
     if saver:
         saver.tell_also(listeners)
     elif config.saves_checkpoints:
@@ -79,17 +79,6 @@ def chief_hooks(
             "`save_checkpoints_secs` of the RunConfig."
         )
     return hooks
-
-
-def _saver_of(
-    model_dir: str, hooks: Sequence[SessionRunHook]
-) -> CheckpointSaverHook | None:
-    """The first one that saves there."""
-    savers = (hook for hook in hooks if isinstance(hook, CheckpointSaverHook))
-    for saver in savers:
-        if storage.same_path(saver.checkpoint_dir, model_dir):
-            return saver
-    return None
 
 
 class _LogStart(SessionRunHook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from os import PathLike
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
+    Hook,
     Logs,
     RunContext,
     RunValues,
@@ -220,3 +221,14 @@ class CheckpointSaverHook(TimedHook):
             self._timer = SecondOrStepTimer(every_secs=secs)
             self._timer.update_last_triggered_step(step)
         return True
+
+
+def saver_of(
+    directory: str | None, hooks: Iterable[Hook]
+) -> CheckpointSaverHook | None:
+    """The first of `hooks` that saves in `directory`."""
+    savers = [h for h in hooks if isinstance(h, CheckpointSaverHook)]
+    for saver in savers if directory else ():
+        if storage.same_path(saver.checkpoint_dir, str(directory)):
+            return saver
+    return None

@@ -23,6 +23,7 @@ from tfdist.hooks.saving_hooks import (
     DEFAULT_SAVE_SECS,
     USE_DEFAULT,
     CheckpointSaverHook,
+    saver_of,
 )
 from tfdist.hooks.session_run_hook import (
     Hook,
@@ -250,10 +251,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self._stop = True
 
     def run(self) -> dict[str, float]:
-        """Runs a step, or as many as the hooks allow; returns loss and metrics.
-
-        Not to be called once `should_stop()` is true.
-        """
+        """Runs a step, or as many as hooks allow; returns loss and metrics."""
         if self.should_stop():
             raise RuntimeError(
                 "`run` was called after the session was told to stop. Ask "
@@ -315,7 +313,7 @@ class MonitoredTrainingSession(RecoverableSession):
         return logs
 
     def _saves(self) -> bool:
-        return any(hasattr(hook, "on_preemption") for hook in self.hooks)
+        return saver_of(self.checkpoint_dir, self.hooks) is not None
 
     def _save_all(self) -> None:
         """Has the hooks save, before this process ends or restarts itself."""
