@@ -241,13 +241,10 @@ class Batch:
                 self._known[key] = self._feature(key)
             elif _class(key) == "WeightedCategoricalColumn":
                 self._known[key] = self._weighted(key)
+            elif _class(key) == "NumericColumn":
+                self._known[key] = self._numbers(key)
             else:
-                is_numeric = _class(key) == "NumericColumn"
-                if is_numeric:
-                    _check_numbers(key, self.get(key.key))
                 self._known[key] = key.transform_feature(self, self)
-                if is_numeric:
-                    _check_shape(key, self._known[key])
         return self._known[key]
 
     def has_resource(self, column: Column, name: str) -> bool:
@@ -278,6 +275,21 @@ class Batch:
             )
         return value
 
+    def _numbers(self, column: Column) -> tf.Tensor:
+        if self.get(column.key).dtype == tf.string:
+            raise ValueError(
+                f"Numeric column {column.key!r} takes numbers. Received "
+                "strings: `tf.strings.to_number` in the input function makes "
+                "numbers of them."
+            )
+        values = column.transform_feature(self, self)
+        if values.shape[1:].num_elements() not in (None, dense_size(column)):
+            raise ValueError(
+                f"Numeric column {column.key!r} takes examples of the shape "
+                f"{column.shape}. Received a batch of the shape {values.shape}."
+            )
+        return values
+
     def _weighted(self, column: Column) -> tuple[Sparse, Sparse]:
         """Ids and weights; TF lost a dense weight of 0, but not its id."""
         ids, _ = column.categorical_column.get_sparse_tensors(self, self)
@@ -294,23 +306,6 @@ class Batch:
         )
         with tf.control_dependencies([check]):
             return ids, ids.with_values(tf.cast(values, tf.float32))
-
-
-def _check_numbers(column: Column, values: tf.Tensor | Sparse) -> None:
-    if values.dtype == tf.string:
-        raise ValueError(
-            f"Numeric column {column.key!r} takes numbers. Received strings: "
-            "`tf.strings.to_number` in the input function makes numbers of "
-            "them."
-        )
-
-
-def _check_shape(column: Column, values: tf.Tensor) -> None:
-    if values.shape[1:].num_elements() not in (None, math.prod(column.shape)):
-        raise ValueError(
-            f"Numeric column {column.key!r} takes examples of the shape "
-            f"{column.shape}. Received a batch of the shape {values.shape}."
-        )
 
 
 def look_up(

@@ -254,10 +254,8 @@ def total_loss(
 ) -> tf.Tensor:
     """The loss of a batch: the sum, or that over the number of losses."""
     weighted = losses if weights is None else losses * weights
-    total = tf.reduce_sum(weighted)
-    if reduction == "sum":
-        return total
-    return total / tf.cast(tf.size(losses), total.dtype)
+    reduce = tf.reduce_sum if reduction == "sum" else tf.reduce_mean
+    return reduce(weighted)
 
 
 def _column(y: Any, size: int) -> tf.Tensor:
