@@ -190,7 +190,8 @@ def test_no_staleness(tmp_path, counts):
 # --- DynamicEmbeddingHook ----------------------------------------------------
 
 
-def test_how_full_growing_tables_are(tmp_path):
+@pytest.mark.parametrize("own_saver", [False, True])
+def test_how_full_growing_tables_are(tmp_path, own_saver):
     """An Estimator tells as often as it saves; each step has two new ids."""
 
     def model_fn():
@@ -206,9 +207,13 @@ def test_how_full_growing_tables_are(tmp_path):
         return data.batch(1)
 
     config = tfdist.RunConfig(
-        tmp_path, save_checkpoints_steps=2, cluster=tfdist.Cluster()
+        tmp_path,
+        save_checkpoints_steps=100 if own_saver else 2,
+        cluster=tfdist.Cluster(),
     )
-    tfdist.Estimator(model_fn, config).train(input_fn)
+    saver = tfdist.CheckpointSaverHook(str(tmp_path), save_steps=2)
+    hooks = [saver] if own_saver else []
+    tfdist.Estimator(model_fn, config).train(input_fn, hooks)
     every = read_scalars(str(tmp_path))
     for step in (2, 4, 5):
         assert every[step]["table/num_ids"] == 2 * step

@@ -28,10 +28,10 @@ def chief_hooks(
     listeners: Sequence[CheckpointSaverListener],
     hooks_of_user: Sequence[SessionRunHook] = (),
 ) -> list[SessionRunHook]:
-    """All of the chief's own hooks, the one that saves at the end.
+    """All of the chief's own hooks.
 
-    As in TF1 that gives way to one of the user's, which tells its listeners.
-    Not so one that saves elsewhere, for then no job could go on.
+    As in TF1 the one that saves gives way to one of the user's that saves in
+    the same directory: that tells its listeners.
 
     They act at multiples of their intervals, where TF1 began at step 1: so
     they cut the steps into the same pieces as the checkpoints.
@@ -59,25 +59,24 @@ def chief_hooks(
     if saver:
         saver.tell_also(listeners)
     elif config.saves_checkpoints:
-        steps = config.save_checkpoints_steps or None
-        secs = config.save_checkpoints_secs or None
-        hours = config.keep_checkpoint_every_n_hours
         saver = CheckpointSaverHook(
             config.model_dir,
-            secs,
-            steps,
+            config.save_checkpoints_secs or None,
+            config.save_checkpoints_steps or None,
             listeners=listeners,
             max_to_keep=config.keep_checkpoint_max,
-            keep_checkpoint_every_n_hours=hours,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
         )
-        tables = summary_hooks.DynamicEmbeddingHook(directory, steps, secs)
-        hooks += [tables, saver]
+        hooks.append(saver)
     elif listeners:
         raise ValueError(
             "Argument `saving_listeners` has listeners, and there are no "
             "checkpoints. Set `save_checkpoints_steps` or "
             "`save_checkpoints_secs` of the RunConfig."
         )
+    if saver:
+        cadence = saver.save_steps, saver.save_secs
+        hooks.append(summary_hooks.DynamicEmbeddingHook(directory, *cadence))
     return hooks
 
 

@@ -37,8 +37,9 @@ class StopAtStepHook(SessionRunHook):
     no step (TF1 ran one more).
 
     Args:
-        num_steps: Steps to run from the first session on; a recovery does not
-            start the count again.
+        num_steps: Steps to run from the first session on; a recovery in the
+            same process does not start the count again, one that restarts it
+            does.
         last_step: Global step at which to stop. Exactly one must be given.
 
     >>> hook = tfdist.StopAtStepHook(last_step=1_000)

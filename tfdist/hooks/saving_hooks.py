@@ -72,7 +72,7 @@ class CheckpointSaverHook(TimedHook):
         keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
 
     Attributes:
-        checkpoint_dir: As given.
+        checkpoint_dir, save_secs, save_steps: As given.
         last_path: Path of the last checkpoint that this hook wrote, or None.
 
     >>> saver = tfdist.hooks.CheckpointSaverHook(directory, save_steps=2)
@@ -98,7 +98,7 @@ class CheckpointSaverHook(TimedHook):
     ) -> None:
         super().__init__(save_secs=save_secs, save_steps=save_steps)
         self.checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
-        self._save_secs, self._save_steps = save_secs, save_steps
+        self.save_secs, self.save_steps = save_secs, save_steps
         self._own_listeners = list(listeners or ())
         self._listeners = self._own_listeners
         self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
@@ -158,7 +158,7 @@ class CheckpointSaverHook(TimedHook):
         """Tells of what has been written, and saves if it is time to."""
         if self._tell(run_context.session, wait=False):
             run_context.request_stop()
-        if self._begun is None or self._save_steps:
+        if self._begun is None or self.save_steps:
             super().after_run(run_context, run_values)
 
     def end(self, session: Session) -> None:
@@ -216,8 +216,8 @@ class CheckpointSaverHook(TimedHook):
         self.last_path = written.result()
         is_first, self._saved_step = self._saved_step is None, step
         # The first one is waited for, traces, and tells nothing of the others.
-        if isinstance(self._save_secs, Sparing) and not is_first:
-            secs = max(self._save_secs, 100 * self._checkpoints.cost_secs)
+        if isinstance(self.save_secs, Sparing) and not is_first:
+            secs = max(self.save_secs, 100 * self._checkpoints.cost_secs)
             self._timer = SecondOrStepTimer(every_secs=secs)
             self._timer.update_last_triggered_step(step)
         return True
