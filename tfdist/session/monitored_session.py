@@ -75,6 +75,7 @@ class MonitoredTrainingSession(RecoverableSession):
     * The end of a loop's input ends the session after the hooks have seen the
       last steps.
     * If a server is lost in `end`, this process restarts itself.
+    * A `CheckpointSaverHook` of `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` and no `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
       `tfdist.cluster.serve`, until the chief calls `release`. A function as
@@ -170,8 +171,10 @@ class MonitoredTrainingSession(RecoverableSession):
         if checkpoint_dir is not None:
             checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         all_hooks: list[Hook] = []
+        hooks = [*(hooks or ())]
         if is_chief:  # In TF1's order.
             all_hooks += chief_only_hooks or ()
+            saver = saver_of(checkpoint_dir, [*all_hooks, *hooks])
             summary_dir = os.fspath(summary_dir or checkpoint_dir or "")
             summaries = _cadence(
                 save_summaries_secs, save_summaries_steps, save_steps=100
@@ -184,12 +187,12 @@ class MonitoredTrainingSession(RecoverableSession):
             if summary_dir and any(summaries.values()):
                 summaries["output_dir"] = summary_dir
                 all_hooks.append(SummarySaverHook(**summaries))
-            if checkpoint_dir and any(saves.values()):
+            if checkpoint_dir and any(saves.values()) and not saver:
                 saves["max_to_keep"] = max_to_keep
                 hours = keep_checkpoint_every_n_hours
                 saves["keep_checkpoint_every_n_hours"] = hours
                 all_hooks.append(CheckpointSaverHook(checkpoint_dir, **saves))
-        all_hooks += hooks or ()
+        all_hooks += hooks
         all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
         for hook in all_hooks:
             hook.begin()
@@ -210,6 +213,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self.input_secs = np.zeros(2)
         self._stop = self._closed = False
         self._steps_per_sec = 0.0
+        self._saver = saver_of(checkpoint_dir, all_hooks)
         self._refused = ""  # What change, if it is still asked for.
         try:
             self._recovering(lambda: None)
@@ -312,9 +316,6 @@ class MonitoredTrainingSession(RecoverableSession):
             self._regroup()
         return logs
 
-    def _saves(self) -> bool:
-        return saver_of(self.checkpoint_dir, self.hooks) is not None
-
     def _save_all(self) -> None:
         """Has the hooks save, before this process ends or restarts itself."""
         self.wait_for_steps()
@@ -356,7 +357,7 @@ class MonitoredTrainingSession(RecoverableSession):
         """Begins anew with other processes of all-reduce, or with other ps."""
         size, cluster = self._size, self._cluster
         leaving = self._lockstep.leaving() if self._lockstep else None
-        if leaving and cluster and self._saves():
+        if leaving and cluster and self._saver:
             self._restart(f"{leaving} is told to end (SIGTERM)", cluster)
         if not size or not (change := size.change):
             self._refused = ""
@@ -373,7 +374,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 self._restart(change, size.asked)
 
     def _check_restart(self, size: ClusterSize) -> None:
-        if not self._saves():
+        if not self._saver:
             raise ValueError("The job has no checkpoints to go on from.")
         if self._in_sync:
             self._loop.check_resize(len(size.asked.addresses()))
