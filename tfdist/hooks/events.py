@@ -118,7 +118,10 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     {7: {'accuracy': 0.5}}
     """
     scalars: dict[int, dict[str, float]] = {}
-    for path in sorted(tf.io.gfile.glob(os.path.join(directory, "*tfevents*"))):
+    exists = tf.io.gfile.isdir(directory)
+    names = tf.io.gfile.listdir(directory) if exists else ()
+    for name in sorted(name for name in names if "tfevents" in name):
+        path = os.path.join(directory, name)
         records = tf.data.TFRecordDataset(path).as_numpy_iterator()
         # The record at the end may not be whole yet.
         with contextlib.suppress(tf.errors.DataLossError):
