@@ -88,6 +88,25 @@ def test_an_evaluator_task_sees_the_last_step_as_it_stays(tmp_path, caplog):
     assert caplog.text.count("model.ckpt-6") == 1
 
 
+def test_each_saver_saves_what_was_set_at_the_end(tmp_path):
+    class Sets(SessionRunHook):
+        sets_variables = True
+
+        def end(self, session):
+            session.variables["w"].assign(7.0)
+            session.unsaved = True
+
+    directories = [str(tmp_path / name) for name in ("job", "copies")]
+    savers = [CheckpointSaverHook(d, save_steps=3) for d in directories]
+    with counting_session([*savers, Sets()]) as session:
+        while session.step < 3:
+            session.run()
+    for directory in directories:
+        path = checkpoints.latest(directory)
+        assert checkpoints.step_of(path) == 3
+        assert checkpoints.load_variable(path, "w") == 7.0
+
+
 def test_saves_what_was_restored_from_elsewhere(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     save(str(first), 4)

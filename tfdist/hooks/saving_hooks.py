@@ -104,6 +104,7 @@ class CheckpointSaverHook(TimedHook):
         self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
+        self._stale = False
         self._begun: tuple[int, Future[str]] | None = None
         self.last_path: str | None = None
 
@@ -148,7 +149,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves a step again if a callback has set something since."""
         session = run_context.session
         step = self._begun[0] if self._begun else self._saved_step
-        if session.unsaved and session.step == step:
+        if self._is_stale(session) and session.step == step:
             if self._tell(session):
                 run_context.request_stop()
             self._begin(session)
@@ -165,7 +166,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves the last step, if it is not saved as it is now."""
         self._forget_failure()
         self._tell(session)
-        if session.unsaved or self._saved_step != session.step:
+        if self._is_stale(session) or self._saved_step != session.step:
             self._save(session)
         for listener in self._listeners:
             listener.end(session, session.step)
@@ -174,7 +175,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves this step, if it is not saved."""
         self._forget_failure()
         self._complete()
-        if session.unsaved or self._saved_step != session.step:
+        if self._is_stale(session) or self._saved_step != session.step:
             self._begin(session)
             self._complete()
 
@@ -197,10 +198,18 @@ class CheckpointSaverHook(TimedHook):
                 _log.info("%r requests a stop at step %d.", listener, step)
         return stops
 
-    def _begin(self, session: Session, wait: bool = True) -> None:
-        step = session.step
-        self._begun = step, self._checkpoints.save_behind(step, not wait)
+    def _is_stale(self, session: Session) -> bool:
+        """Whether something was set since it saved; tells all savers so."""
+        for hook in session.hooks if session.unsaved else ():
+            if isinstance(hook, CheckpointSaverHook):
+                hook._stale = True
         session.unsaved = False
+        return self._stale
+
+    def _begin(self, session: Session, wait: bool = True) -> None:
+        self._is_stale(session)
+        step, self._stale = session.step, False
+        self._begun = step, self._checkpoints.save_behind(step, not wait)
 
     def _forget_failure(self, wait: bool = True) -> None:
         """Forgets an error that was logged, since it is saved again."""

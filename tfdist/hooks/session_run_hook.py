@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -38,6 +38,7 @@ Logs: TypeAlias = Mapping[str, float]
 class Session(Protocol):
     """What hooks may ask of a `MonitoredTrainingSession` (see there)."""
 
+    hooks: Sequence[Hook]
     step: int
     is_chief: bool
     unsaved: bool
