@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint that cannot be read."""
 
 
+@dataclasses.dataclass(eq=False)
 class EvaluationSession:
     """What the hooks of an evaluation get as their session.
 
@@ -45,18 +47,14 @@ class EvaluationSession:
             them.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        variables: Mapping[str, Saveable],
-        global_step: int,
-        restored_from: str | None,
-    ) -> None:
-        self.step = 0
-        self.global_step = tf.constant(global_step, tf.int64)
-        self.restored_from = restored_from
-        self.model = model
-        self.variables = {**variables, "global_step": self.global_step}
+    model: keras.Model
+    variables: Mapping[str, Saveable]
+    global_step: tf.Tensor
+    restored_from: str | None
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.variables = {**self.variables, "global_step": self.global_step}
         self.coord = tf.train.Coordinator()
 
     def should_stop(self) -> bool:
@@ -150,12 +148,12 @@ class Evaluation:
             )
         for hook in hooks:
             hook.begin()
-        model, global_step = self._step.model, 0
+        model, global_step = self._step.model, tf.constant(0, tf.int64)
         variables = checkpoints.named_variables(model, optimizer=False)
         if path:
             try:
                 checkpoints.restore(path, variables)
-                global_step = checkpoints.step_of(path)
+                global_step += checkpoints.step_of(path)
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if not storage.is_damage(error):
                     raise

@@ -6,6 +6,7 @@ Which part of the job this process does is read from the environment
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -179,54 +180,52 @@ class _CheckEvaluation(SessionRunHook):
         self._evaluator.check_ends()
 
 
+@dataclasses.dataclass(eq=False)
 class _EvaluateAfterSave(CheckpointSaverListener):
     """Evaluates on the chief, where there is no evaluator task."""
 
-    def __init__(
-        self, evaluator: Evaluator, max_steps: int | None, has_workers: bool
-    ) -> None:
-        self._evaluator = evaluator
-        self._throttle_secs = evaluator.spec.throttle_secs
-        self._max_steps = max_steps
-        self._has_workers = has_workers
-        self._not_before = 0.0
-        self._exported_the_last = self.told_later = False
+    evaluator: Evaluator
+    max_steps: int | None
+    has_workers: bool
+    not_before = 0.0
+    exported_the_last = told_later = False
 
     def before_save(self, session: Session, global_step_value: int) -> None:
         """Training waits for what will be evaluated, of the step it is at."""
-        self.told_later = time.monotonic() < self._not_before
+        self.told_later = time.monotonic() < self.not_before
 
     def after_save(self, session: Session, global_step_value: int) -> None:
         """Evaluates what was saved, but no initial state and not too often."""
         if not session.secs_in_steps:
             return
-        self._exported_the_last = False
-        at_end = session.should_stop() or global_step_value == self._max_steps
+        self.exported_the_last = False
+        at_end = session.should_stop() or global_step_value == self.max_steps
+        secs = self.evaluator.spec.throttle_secs
         if not self.told_later:
-            self._not_before = time.monotonic() + self._throttle_secs
+            self.not_before = time.monotonic() + secs
             self._evaluate(session, is_the_last=at_end)
         elif not at_end:
             _log.info(
                 "The checkpoint of step %d is not evaluated: throttle_secs is "
                 "%g.",
                 global_step_value,
-                self._throttle_secs,
+                secs,
             )
 
     def end(self, session: Session, global_step_value: int) -> None:
         """Evaluates and exports the last checkpoint, unless that is done."""
-        if not self._exported_the_last:
+        if not self.exported_the_last:
             self._evaluate(session, is_the_last=True)
 
     def _evaluate(self, session: Session, is_the_last: bool) -> None:
         assert session.checkpoint_dir is not None
         path = checkpoints.latest(session.checkpoint_dir)
         assert path is not None  # It was just saved.
-        if not self._evaluator.has_evaluated(path):
+        if not self.evaluator.has_evaluated(path):
             # Of its own step only the checkpoints are evaluated.
             methods = "train_step", "test_step"
             own = any(overrides(session.model, name) for name in methods)
-            here = own or not self._has_workers
-            self._evaluator.evaluate(path, None if here else session.evaluate)
-        self._evaluator.export(is_the_final_export=is_the_last)
-        self._exported_the_last = is_the_last
+            here = own or not self.has_workers
+            self.evaluator.evaluate(path, None if here else session.evaluate)
+        self.evaluator.export(is_the_final_export=is_the_last)
+        self.exported_the_last = is_the_last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ from tfdist.session.recovery import restart_process
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class Lockstep:
     """Keeps the sessions of an all-reduce job at the same step.
 
@@ -33,21 +35,15 @@ class Lockstep:
     `PreemptionCheckpointHandler`), and all begin anew.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        checkpoint_dir: str | None,
-        sigterm: Sigterm,
-        watch: Callable[[], None],
-        positions: Callable[[str], Checkpoints],
-    ) -> None:
-        self._peers = Peers(cluster)
-        self._sigterm = sigterm
-        self._watch = watch
-        self._checkpoint_dir = checkpoint_dir
-        self._positions = positions
+    cluster: Cluster
+    checkpoint_dir: str | None
+    sigterm: Sigterm
+    watch: Callable[[], None]
+    positions: Callable[[str], Checkpoints]
+
+    def __post_init__(self) -> None:
+        self._peers = Peers(self.cluster)
         self._agreed: list[Any] = []
-        self._cluster = cluster
         self._left = False
 
     def tell(self, **command: Any) -> None:
@@ -59,7 +55,7 @@ class Lockstep:
         """The leader has all save theirs, and waits for the others."""
         self._peers.tell(save=step)
         self._saved.save_position(step)
-        self._peers.wait_for_others(f"saved/{step}", self._watch)
+        self._peers.wait_for_others(f"saved/{step}", self.watch)
 
     def leaving(self) -> str | None:
         """For the leader: a process that is to end, if one has said so."""
@@ -71,7 +67,7 @@ class Lockstep:
         Each restarts itself, if it is one of them: `next`.
         """
         self._peers.tell(regroup=[*workers])
-        self._peers.wait_for_others("regroup", self._watch)
+        self._peers.wait_for_others("regroup", self.watch)
 
     def next(self, what: str) -> Any:
         """What the leader tells a follower next; None also at the end.
@@ -87,10 +83,10 @@ class Lockstep:
         if what == "agreed" and self._agreed:
             return self._agreed.pop(0)
         while True:
-            if self._sigterm.received:
+            if self.sigterm.received:
                 self._peers.ask_to_leave()
-                self._watch()
-            command = self._peers.next(self._watch)
+                self.watch()
+            command = self._peers.next(self.watch)
             if "failed" in command:
                 raise RuntimeError(
                     f"The leader of the job has failed: {command['failed']}"
@@ -101,8 +97,8 @@ class Lockstep:
                 self._peers.announce(f"saved/{step}")
             elif "regroup" in command:
                 self._peers.announce("regroup")
-                if self._cluster.address in command["regroup"]:
-                    self._sigterm.leave()
+                if self.cluster.address in command["regroup"]:
+                    self.sigterm.leave()
                     restart_process("The group begins again")
                 _log.info("The job goes on without this process.")
                 self._left = True
@@ -127,13 +123,13 @@ class Lockstep:
     @functools.cached_property
     def _saved(self) -> Checkpoints:
         """The positions of this process."""
-        return self._positions(self._directory())
+        return self.positions(self._directory())
 
     def _directory(self) -> str:
-        assert self._checkpoint_dir is not None  # The leader saves.
+        assert self.checkpoint_dir is not None  # The leader saves.
         task = self._peers.name.replace(":", "-")
-        task += f"-of-{len(self._cluster.addresses())}"
-        return os.path.join(self._checkpoint_dir, "inputs", task)
+        task += f"-of-{len(self.cluster.addresses())}"
+        return os.path.join(self.checkpoint_dir, "inputs", task)
 
     def end(self) -> None:
         """Ends together: the leader's process keeps what all others read."""
@@ -142,7 +138,7 @@ class Lockstep:
         try:
             if self._peers.leads:
                 self._peers.tell(end=True)
-                self._peers.wait_for_others("end", self._watch)
+                self._peers.wait_for_others("end", self.watch)
             else:
                 self._peers.announce("end")
         except tf.errors.OpError as error:
