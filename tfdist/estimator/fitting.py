@@ -16,7 +16,7 @@ from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
 from tfdist.data import fit_data
-from tfdist.data.input_fns import InputFn, takes_context, without_context
+from tfdist.data.input_fns import takes_context, without_context
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
@@ -157,7 +157,13 @@ def fit(
             size = ClusterSize(cluster, model_dir)
             secs = run.session_creation_timeout_secs
             multi_worker_strategy(cluster, secs, size=size)
-        steps = steps_per_epoch or _num_batches(once)
+        if steps_per_epoch is None and takes_context(once):
+            raise ValueError(
+                "Argument `steps_per_epoch` must be given, since `train` takes "
+                "an InputContext: no process knows how many batches all others "
+                "read."
+            )
+        steps = steps_per_epoch or fit_data.num_batches(without_context(once)())
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
             run = run.replace(save_checkpoints_steps=steps)
         estimator = Estimator(model_fn, run)
@@ -179,13 +185,3 @@ def fit(
         model = estimator.restored_model()
     history.set_model(model)
     return model, history
-
-
-def _num_batches(input_fn: InputFn) -> int:
-    """Steps of an epoch that is one pass over the data."""
-    if takes_context(input_fn):
-        raise ValueError(
-            "Argument `steps_per_epoch` must be given, since `train` takes an "
-            "InputContext: no process knows how many batches all others read."
-        )
-    return fit_data.num_batches(without_context(input_fn)())

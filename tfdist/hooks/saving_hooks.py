@@ -184,7 +184,6 @@ class CheckpointSaverHook(TimedHook):
         stops = self._tell(session)
         for listener in self._listeners:
             listener.before_save(session, session.step)
-        for listener in self._listeners:
             wait |= not getattr(listener, "told_later", False)
         self._begin(session, wait)
         return self._tell(session, wait) or stops
