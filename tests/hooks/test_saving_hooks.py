@@ -116,7 +116,7 @@ def test_saves_what_was_restored_from_elsewhere(tmp_path):
     assert hook.last_path == str(second / "model.ckpt-5")
 
 
-def test_takes_the_place_of_the_sessions_own(tmp_path):
+def test_takes_the_place_of_the_sessions_own(tmp_path, caplog):
     """Two would each keep a list, and delete what the other one lists."""
     hook = CheckpointSaverHook(str(tmp_path), save_steps=2)
     options = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 3}
@@ -124,6 +124,7 @@ def test_takes_the_place_of_the_sessions_own(tmp_path):
     listed = tf.train.get_checkpoint_state(tmp_path).all_model_checkpoint_paths
     assert [int(path.rpartition("-")[2]) for path in listed] == [0, 2, 4, 6, 7]
     assert checkpoint_steps(tmp_path) == [0, 2, 4, 6, 7]
+    assert caplog.text.count("save_checkpoint_steps are not used") == 1
 
 
 def test_saves_each_second(tmp_path, monkeypatch):

@@ -112,6 +112,15 @@ class CheckpointSaverHook(TimedHook):
         """Has it tell these, too, in place of those of an earlier call."""
         self._listeners = [*self._own_listeners, *listeners]
 
+    def replaces(self, *cadence: float | None) -> None:
+        """Warns if the session that it saves for was given a cadence, too."""
+        if {*cadence} - {USE_DEFAULT, None, 0}:
+            _log.warning(
+                "The session's save_checkpoint_secs and save_checkpoint_steps "
+                "are not used: its hooks have a CheckpointSaverHook of %r.",
+                self.checkpoint_dir,
+            )
+
     def begin(self) -> None:
         """Begins the listeners."""
         super().begin()

@@ -106,8 +106,7 @@ class MonitoredTrainingSession(RecoverableSession):
         log_step_count_steps: Steps between measurements of steps per second;
             None for none.
         max_wait_secs: Seconds to wait for tasks that are missing, at the start
-            and after a failure, and for the first checkpoint where this is not
-            the chief.
+            and after a failure, and elsewhere for the chief's first checkpoint.
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
@@ -187,7 +186,9 @@ class MonitoredTrainingSession(RecoverableSession):
             if summary_dir and any(summaries.values()):
                 summaries["output_dir"] = summary_dir
                 all_hooks.append(SummarySaverHook(**summaries))
-            if checkpoint_dir and any(saves.values()) and not saver:
+            if saver:
+                saver.replaces(secs, steps)
+            elif checkpoint_dir and any(saves.values()):
                 saves["max_to_keep"] = max_to_keep
                 hours = keep_checkpoint_every_n_hours
                 saves["keep_checkpoint_every_n_hours"] = hours
