@@ -124,7 +124,7 @@ def test_a_proxy_is_named(jobs, monkeypatch):
 
 
 UNTIL_A_FILE = """
-import pathlib, time
+import pathlib, signal, time
 from tfdist import cluster
 from tfdist.cluster import servers, strategies
 task = cluster.Cluster.from_env()
@@ -136,6 +136,8 @@ if task.role == "chief":
     servers.release(task)
 else:
     cluster.serve(task)
+    # What this program does afterwards can be ended again.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 """
 
 

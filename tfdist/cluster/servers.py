@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -51,8 +52,7 @@ _TERM_SECS = 20.0
 _held: set[str] = set()
 # For each job, of several in one program, that this process has released.
 _released: list[Cluster] = []
-# This process's server, and how often it was told to serve.
-_servers: list[tf.distribute.Server] = []
+# The jobs that this process was told to serve, and its server still does.
 _serves: list[Cluster] = []
 # gRPC's own settings leave a server that came back alone for up to two minutes.
 _RECONNECT = {
@@ -128,6 +128,18 @@ def serve(
         SystemExit: with code 143, after SIGTERM, unless the job ends first.
     """
     sigterm = Sigterm()
+    try:
+        target = _server(cluster).target
+        _serves.append(cluster)
+        _log.info("Task %s serves on %s.", cluster.task, target)
+        _serve_until_done(cluster, restart, sigterm)
+    finally:
+        sigterm.restore()
+
+
+@functools.cache
+def _server(cluster: Cluster) -> tf.distribute.Server:
+    """This task's server, which is started once: it cannot be stopped."""
     reconnect_quickly()
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=inter_op_threads()
@@ -135,18 +147,19 @@ def serve(
     # Threads that spin between two messages of a step take the CPU from the
     # computation: steps were 8 to 18 % slower where five tasks share two cores.
     config.experimental.disable_thread_spinning = True
-    if cluster not in _serves:  # A server cannot be stopped.
-        with starting(cluster):
-            server = tf.distribute.Server(
-                tf.train.ClusterSpec(cluster.training_spec()),
-                job_name=cluster.task_type,
-                task_index=cluster.task_index,
-                protocol="grpc",
-                config=config,
-            )
-        _servers.append(server)
-    _serves.append(cluster)
-    _log.info("Task %s serves on %s.", cluster.task, _servers[-1].target)
+    with starting(cluster):
+        return tf.distribute.Server(
+            tf.train.ClusterSpec(cluster.training_spec()),
+            job_name=cluster.task_type,
+            task_index=cluster.task_index,
+            protocol="grpc",
+            config=config,
+        )
+
+
+def _serve_until_done(
+    cluster: Cluster, restart: Callable[[str], None] | None, sigterm: Sigterm
+) -> None:
     chief, chief_state = cluster.tasks["chief"][0], TaskState.DEAD
     next_round = 0.0
     while True:
@@ -298,10 +311,8 @@ def _connected() -> set[str]:
 
 def is_other(cluster: Cluster) -> bool:
     """Whether this process is connected to other servers than these."""
-    numbers = {job: num_connected(job) for job in SERVER_JOBS}
-    return any(numbers.values()) and any(
-        number != len(cluster.addresses(job)) for job, number in numbers.items()
-    )
+    tasks = {t for t in _connected() if t.partition(":")[0] in SERVER_JOBS}
+    return bool(tasks) and tasks != {*cluster.addresses(*SERVER_JOBS)}
 
 
 def _device(task: str) -> str:
