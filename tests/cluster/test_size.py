@@ -157,7 +157,7 @@ def test_a_group_has_whoever_is_there(tmp_path, up):
     ask_for(tmp_path, 3, min_workers=2, last_call_timeout=7)
     size = ClusterSize(GROUP, str(tmp_path))
     assert (size.least, size.last_call_timeout) == (2, 7.0)
-    assert size.wanted_workers == ["w:1", "w:2", "w:3"]
+    assert [*size.asked.addresses("worker").values()] == ["w:1", "w:2", "w:3"]
     jobs = {"chief": ["c:1"], "worker": ["w:2", "w:3"]}
     size.follow(Cluster.from_jobs(jobs, "chief", 0))
     assert size.size == 2

@@ -63,9 +63,14 @@ def cut_connections(address: str) -> int:
     """Closes this process's connections to `host:port`; says how many."""
     cut = 0
     for _, connection in connections([address]):
-        connection.shutdown(socket.SHUT_RDWR)
+        _shut_down(connection)
         cut += 1
     return cut
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # The other side has closed it.
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Sentinel:
@@ -120,7 +125,7 @@ class Sentinel:
 
 def _watch(channel: socket.socket, frozen_secs: float) -> None:
     """The sentinel: returns when the process that started it has ended."""
-    held: dict[str, list[int]] = {}
+    held: dict[str, list[socket.socket]] = {}
     silent_since: dict[str, float] = {}
     channel.settimeout(_SILENCE_SECS)
     while True:
@@ -129,29 +134,21 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
                 channel, 1024, _MOST_CONNECTIONS
             )
         except TimeoutError:
-            for address, fds in held.items():
+            for address, sockets in held.items():
                 if not _is_silent(address):
                     silent_since.pop(address, None)
                     continue
                 since = silent_since.setdefault(address, time.monotonic())
                 if time.monotonic() - since >= frozen_secs:
-                    _shut_down(fds)
+                    for connection in sockets:
+                        _shut_down(connection)
             continue
         if not message:
             return
-        for fd in held.get(message.decode(), ()):
-            os.close(fd)
-        held[message.decode()] = fds
+        for connection in held.get(message.decode(), ()):
+            connection.close()
+        held[message.decode()] = [socket.socket(fileno=fd) for fd in fds]
         silent_since.clear()
-
-
-def _shut_down(fds: Iterable[int]) -> None:
-    for fd in fds:
-        with (
-            contextlib.suppress(OSError),  # The other side has closed it.
-            socket.socket(fileno=os.dup(fd)) as connection,
-        ):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_silent(address: str) -> bool:

@@ -158,10 +158,9 @@ class _Meeting:
     def decide(self, size: ClusterSize) -> None:
         """The leader waits for those who are wanted, and says who is there."""
         tasks = size.asked.addresses()
+        del tasks[size.cluster.task]
         # A leader that is a worker is one of the least number.
-        least = size.least - (
-            tasks.pop(size.cluster.task) in size.wanted_workers
-        )
+        least = size.least - (size.cluster.task_type == "worker")
         since = 0.0
 
         def enough() -> list[TaskState]:

@@ -83,11 +83,6 @@ class ClusterSize:
         return self.cluster.with_first(worker=self.size, ps=self.ps)
 
     @property
-    def wanted_workers(self) -> list[str]:
-        """The addresses of those the file asks for."""
-        return self._addresses[: self.wanted]
-
-    @property
     def asked(self) -> Cluster:
         """The cluster with the tasks that the file asks for."""
         return self.cluster.with_first(worker=self.wanted, ps=self.wanted_ps)
@@ -163,7 +158,7 @@ class ClusterSize:
         """
 
         def live() -> int:
-            return _num_live(probing.ask(self.wanted_workers))
+            return _num_live(probing.ask(self._addresses[: self.wanted]))
 
         wait_for(lambda: live() == self.wanted, _TOGETHER_SECS)
         return max(1, live())
