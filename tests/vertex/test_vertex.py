@@ -563,6 +563,10 @@ BAD = {
         ["--image=", "--package=gs://bucket/t.tar.gz"],
         "Argument `packages` needs an `executor_image`",
     ),
+    "an image for packages, and no packages": (
+        ["--executor_image=python:3.11"],
+        "install them in, and `image` needs none",
+    ),
     "a prebuilt image": (
         [
             *["--image=", "--package=gs://bucket/t.tar.gz"],
@@ -916,6 +920,8 @@ def test_copy_export(tmp_path, monkeypatch):
     }
     with tf.io.gfile.GFile(f"{root}/model/saved_model.pb") as file:
         assert file.read() == f"{newer}saved_model.pb"
+    copy_export(newer, newer.rstrip("/"))  # It is there.
+    assert tf.io.gfile.exists(f"{newer}variables/new")
     with pytest.raises(ValueError, match="must be a SavedModel"):
         copy_export(f"{root}/export", directory)
 

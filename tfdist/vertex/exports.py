@@ -39,6 +39,8 @@ def copy_export(export: str, directory: str) -> None:
             f"Argument `export` must be a SavedModel. Received: {export!r}, "
             f"which has no {_LAST}."
         )
+    if storage.same_path(export, directory):
+        return  # Else it would be removed before it is copied.
     export, target = export.rstrip("/"), directory.rstrip("/")
     storage.make_directory(target)
     if tf.io.gfile.exists(os.path.join(target, _LAST)):

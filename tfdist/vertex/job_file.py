@@ -146,19 +146,15 @@ def _quoted(word: str) -> str:
     r"""A word as bash reads it, on one line.
 
     >>> print(_quoted("--a=b"), _quoted("b c"), _quoted("b\nc"))
-    --a=b 'b c' $'b\nc'
+    --a=b 'b c' $'b\x0ac'
     """
     if word.isprintable():
         return shlex.quote(word)
-
-    def escaped(c: str) -> str:
-        if c in "\\'":
-            return f"\\{c}"
-        if c.isascii():
-            return c.encode("unicode_escape").decode()
-        if c.isprintable():
-            return c
-        # Bash writes \u as it is where the locale is no UTF-8.
-        return "".join(rf"\x{byte:02x}" for byte in c.encode())
-
-    return f"$'{''.join(map(escaped, word))}'"
+    # Not \u, which bash leaves as it is where the locale is no UTF-8.
+    escaped = (
+        c
+        if c.isprintable() and c not in "\\'"
+        else "".join(rf"\x{byte:02x}" for byte in c.encode())
+        for c in word
+    )
+    return f"$'{''.join(escaped)}'"

@@ -193,10 +193,10 @@ class Job(Tasks):
                 f"the tasks run. Received: image={self.image!r}, "
                 f"packages={list(self.packages)}."
             )
-        if self.packages and not self.executor_image:
+        if bool(self.packages) != bool(self.executor_image):
             raise ValueError(
                 "Argument `packages` needs an `executor_image` with Python "
-                "3.11 or later to install them in."
+                "3.11 or later to install them in, and `image` needs none."
             )
 
     @property
