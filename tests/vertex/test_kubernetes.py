@@ -366,6 +366,7 @@ def test_tfjob(capsys):
         (["--ps=1"], "Argument `ps` needs `workers`"),
         (["--name=Clicks"], "must be at most 40 small letters"),
         ([f"--name={'a' * 41}"], "must be at most 40 small letters"),
+        (["--namespace=A b"], "`namespace` must be at most 63 small letters"),
         (["--image="], "Argument `image` must name the container image"),
         (["--workers=-1"], "must be an integer from 0 to 1000"),
         (["--kind=job"], "invalid choice: 'job'"),
@@ -404,4 +405,4 @@ def test_tf_config_is_that_of_the_cluster():
     job = Job(name="a", image="i", workers=1, ps=1, evaluator=True)
     address = "a-worker-0.a.default.svc:2222"
     told = json.loads(pods(job.plain())[address]["TF_CONFIG"])
-    assert told == json.loads(job.cluster.tf_config("worker", 0))
+    assert told == json.loads(job.cluster().tf_config("worker", 0))

@@ -25,6 +25,7 @@ from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
 
+# After so long without an answer, on an open connection, a task is frozen.
 FROZEN_SECS = 15.0
 _ROUND_SECS = 1.0
 # However many calls fail, tasks are asked no more often.
@@ -74,7 +75,7 @@ class _Record:
     handled: bool = False  # Whether the chief has cut its connections to it.
 
     def failure(self, frozen_secs: float) -> ServerFailure | None:
-        """What this means for the task's variables, if it had any."""
+        """What this means for the variables there, if it is a ps."""
         if self.replaced:
             return ServerFailure.REPLACED
         if self.state is TaskState.DEAD and self.rounds >= _DEAD_ROUNDS:
@@ -94,8 +95,6 @@ class HealthMonitor:
 
     Args:
         cluster: The cluster; this process is its chief.
-        frozen_secs: Seconds without an answer, on an open connection, after
-            which a task counts as frozen.
         on_stuck: Called from the monitor's thread when the main thread is
             stuck in a call to a frozen server: nobody has stopped this monitor.
     """
@@ -103,12 +102,9 @@ class HealthMonitor:
     def __init__(
         self,
         cluster: Cluster,
-        *,
-        frozen_secs: float = FROZEN_SECS,
         on_stuck: Callable[[ServerLostError], None] | None = None,
     ) -> None:
         self._records: dict[str, _Record] = {}
-        self._frozen_secs = frozen_secs
         self._on_stuck = on_stuck
         self._stopped, self._due = threading.Event(), threading.Event()
         self._asking = threading.Lock()
@@ -116,7 +112,7 @@ class HealthMonitor:
         self._thread = threading.Thread(
             target=self._run, name="tfdist-health", daemon=True
         )
-        self._sentinel = Sentinel(frozen_secs)
+        self._sentinel = Sentinel(FROZEN_SECS)
         self._ask()
         self._thread.start()
 
@@ -140,10 +136,12 @@ class HealthMonitor:
     def _addresses(self) -> list[str]:
         return [record.address for record in self._records.values()]
 
-    def lost(self) -> dict[str, ServerFailure]:
+    def lost(
+        self, frozen_secs: float = FROZEN_SECS
+    ) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
         failures = {
-            task: record.failure(self._frozen_secs)
+            task: record.failure(frozen_secs)
             for task, record in self._of("ps").items()
         }
         return {task: failure for task, failure in failures.items() if failure}
@@ -185,7 +183,6 @@ class HealthMonitor:
         }
 
     def _run(self) -> None:
-        stuck_since = None
         with contextlib.closing(self._sentinel):
             while not self._stopped.wait(_LEAST_SECS):
                 if self._due.wait(_ROUND_SECS) and self._stopped.is_set():
@@ -194,12 +191,8 @@ class HealthMonitor:
                 self._sentinel.tell(self._addresses())
                 self._ask()
                 self._cut_frozen_workers()
-                lost = self.lost()
-                if ServerFailure.FROZEN not in lost.values():
-                    stuck_since = None
-                    continue
-                stuck_since = stuck_since or time.monotonic()
-                stuck = time.monotonic() - stuck_since > _ACT_SECS
+                lost = self.lost(FROZEN_SECS + _ACT_SECS)
+                stuck = ServerFailure.FROZEN in lost.values()
                 if stuck and self._on_stuck and not self._stopped.is_set():
                     self._on_stuck(ServerLostError(lost))
 
@@ -231,7 +224,7 @@ class HealthMonitor:
 
     def _cut_frozen_workers(self) -> None:
         for task, record in self._of("worker").items():
-            failure = record.failure(self._frozen_secs)
+            failure = record.failure(FROZEN_SECS)
             if failure is ServerFailure.FROZEN and not record.handled:
                 _log.warning(
                     "%s does not answer since %.0f s: it is treated as dead, "

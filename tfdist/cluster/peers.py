@@ -65,14 +65,12 @@ class Peers:
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
 
-    def broadcast_from_leader(
-        self, what: str, value: str, watch: Callable[[], None]
-    ) -> str:
+    def broadcast_from_leader(self, what: str, value: str) -> str:
         """The leader's value, whatever this process would have."""
         if self.leads:
             self._write(what, value)
             return value
-        return self._wait_for(what, watch)
+        return self._wait_for(what)
 
     def ask_to_leave(self) -> None:
         """Lets the leader know that this process is to end."""
@@ -91,7 +89,7 @@ class Peers:
         self._write(f"{what}/{self.name}", value)
 
     def wait_for_others(
-        self, what: str, watch: Callable[[], None]
+        self, what: str, watch: Callable[[], None] = lambda: None
     ) -> dict[str, str]:
         """What every other process has announced, by its name.
 
@@ -129,16 +127,14 @@ class Peers:
 
         return look
 
-    def check_same_program(
-        self, program: Mapping[str, str], watch: Callable[[], None]
-    ) -> None:
+    def check_same_program(self, program: Mapping[str, str]) -> None:
         """Raises ValueError if processes are about to run different programs.
 
         They would wait for each other for ever. `program` describes each part,
-        by name; `watch` is as for `next`.
+        by name.
         """
         self.announce("program", json.dumps(program))
-        for name, text in self.wait_for_others("program", watch).items():
+        for name, text in self.wait_for_others("program").items():
             other = json.loads(text)
             differences = [
                 f"  {part}: {program.get(part, 'missing')} in {self.name}, "
@@ -156,7 +152,10 @@ class Peers:
         private.tell_cluster(self._prefix + key, value)
 
     def _wait_for(
-        self, key: str, watch: Callable[[], None], secs: float = math.inf
+        self,
+        key: str,
+        watch: Callable[[], None] = lambda: None,
+        secs: float = math.inf,
     ) -> str:
         def answer() -> str | None:
             value = private.ask_cluster(self._prefix + key, _POLL_SECS)

@@ -222,7 +222,7 @@ def wrong(problem: str, received: object) -> ValueError:
     return ValueError(f"{problem} Received: {_quote(received)}.")
 
 
-def _quote(value: object, limit: int = 160) -> str:
+def _quote(value: object) -> str:
     """JSON text of a value, cut to a readable length."""
     text = json.dumps(value, default=repr)
-    return text if len(text) <= limit else text[:limit] + " ..."
+    return text if len(text) <= 160 else text[:160] + " ..."

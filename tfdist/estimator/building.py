@@ -234,7 +234,7 @@ def _same_as_others(
     seed = config.tf_random_seed
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 30)
-    seed = int(peers.broadcast_from_leader("seed", str(seed), lambda: None))
+    seed = int(peers.broadcast_from_leader("seed", str(seed)))
     keras.utils.set_random_seed(seed)
     if own:
         tf.random.set_seed(seed + index)
@@ -266,7 +266,7 @@ def _same_as_others(
 
     for v in describe(without_slots):
         program[f"variable {v.name}"] = f"{v.dtype} {v.shape}"
-    peers.check_same_program(program, lambda: None)
+    peers.check_same_program(program)
     if not own:
         _warn_of_other_batches(peers, dataset)
     return dataset, context
@@ -301,7 +301,7 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     peers.announce("batch", digest.hexdigest())
     if not peers.leads:
         return
-    others = peers.wait_for_others("batch", lambda: None)
+    others = peers.wait_for_others("batch")
     differ = [n for n, d in others.items() if d != digest.hexdigest()]
     if differ:
         _log.warning(

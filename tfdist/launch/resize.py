@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +149,3 @@ def _resize_in(
     for key, number in asked.items():
         print(f"{path}: {key}: {number}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ _OTHER_TYPE = re.compile(
 
 
 def gcloud_command(
-    spec: Mapping[str, Any], *, region: str, name: str, file: str = "job.yaml"
+    spec: Mapping[str, Any], *, region: str, name: str
 ) -> list[str]:
     """The command that submits a job which a `Job` or `Tuning` made.
 
@@ -33,7 +33,7 @@ def gcloud_command(
     kind = "hp-tuning-jobs" if is_tuning(spec) else "custom-jobs"
     command = [
         *["gcloud", "ai", kind, "create", f"--region={region}"],
-        *[f"--display-name={name}", f"--config={file}"],
+        *[f"--display-name={name}", "--config=job.yaml"],
     ]
     pools = spec.get("workerPoolSpecs", [])
     if all(pools):

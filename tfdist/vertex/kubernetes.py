@@ -51,6 +51,7 @@ _HTTPS = "0.0.0.0/0:443"  # Where gs:// is, and GKE's credentials for it:
 _METADATA = ("169.254.169.254/32:80", "169.254.169.252/32:988")
 _CIDR_PORT = r"[0-9a-f.:]+/\d+:\d+"
 _NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+_NAMESPACE = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _TFJOB_ROLES = {
     "chief": ("Chief", "ExitCode"),
     "worker": ("Worker", "ExitCode"),
@@ -89,6 +90,11 @@ class Job(Tasks):
                 "Argument `name` must be at most 40 small letters, digits and "
                 f"dashes. Received: name={self.name!r}."
             )
+        if not re.fullmatch(_NAMESPACE, self.namespace):
+            raise ValueError(
+                "Argument `namespace` must be at most 63 small letters, digits "
+                f"and dashes. Received: namespace={self.namespace!r}."
+            )
         if self.ps and self.gpus > 1:
             raise ValueError(
                 "Argument `gpus` must be at most 1 with `ps`, where a worker "
@@ -111,13 +117,11 @@ class Job(Tasks):
         }
         return {role: count for role, count in counts.items() if count}
 
-    @property
-    def cluster(self) -> Cluster:
-        """The tasks by their names in the headless Service, as the chief."""
-        return self._cluster()
+    def cluster(self, job: str = "{}") -> Cluster:
+        """The tasks by their names in the headless Service, as the chief.
 
-    def _cluster(self, job: str = "{}") -> Cluster:
-        """The same, where the Job of a role is called `<name>-<job>`."""
+        The Job of a role is called `<name>-<job>`.
+        """
         host = f"{self.name}-{job}-{{}}.{self.name}.{self.namespace}.svc"
         addresses = {
             role: [f"{host.format(role, i)}:{_PORT}" for i in range(count)]
@@ -143,7 +147,7 @@ class Job(Tasks):
             self._object("v1", "Service", service),
             *(
                 self._object("batch/v1", "Job", spec, suffix=f"-{role}")
-                for role, spec in self._jobs(self.cluster)
+                for role, spec in self._jobs(self.cluster())
             ),
         ]
 
@@ -156,7 +160,7 @@ class Job(Tasks):
             "failurePolicy": {"maxRestarts": 0},  # A Job starts pods again.
             "replicatedJobs": [
                 {"name": role, "replicas": 1, "template": {"spec": job}}
-                for role, job in self._jobs(self._cluster("{}-0"))
+                for role, job in self._jobs(self.cluster("{}-0"))
             ],
         }
         jobset = self._object("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
@@ -331,5 +335,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = Job(**options)
     except ValueError as error:
         parser.error(str(error))
-    print(_to_yaml(getattr(job, kind)(), job.cluster.shape), end="")
+    print(_to_yaml(getattr(job, kind)(), job.cluster().shape), end="")
     return 0
