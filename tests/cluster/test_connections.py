@@ -17,10 +17,6 @@ from tfdist.cluster.connections import Sentinel, connections, cut_connections
 pytestmark = [
     # Faults at times of their own, which a busy machine would shift.
     pytest.mark.alone,
-    pytest.mark.skipif(
-        sys.platform != "linux",
-        reason="file descriptors are shared on Linux alone",
-    ),
 ]
 
 # Speaks first, as a gRPC server does.
@@ -112,6 +108,13 @@ def test_sentinel_that_was_killed(task, sentinel, caplog):
     for _ in range(2):
         sentinel.tell([task.address])
     assert caplog.text.count("watches over this one has ended") == 1
+
+
+def test_sentinel_that_is_busy_holds_up_nobody(task, connection, sentinel):
+    sentinel._process.send_signal(signal.SIGSTOP)
+    for _ in range(500):  # More than its channel holds.
+        sentinel.tell([task.address])
+    sentinel._process.send_signal(signal.SIGCONT)
 
 
 def test_sentinel_ends_with_its_process(task):

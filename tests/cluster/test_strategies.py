@@ -5,6 +5,7 @@ The models are alike in all of them, so the weights must be those of one device.
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -260,6 +261,12 @@ for port in (1, 2):
     strategies.multi_worker_strategy(cluster, start_timeout_secs=2.0)
     print("joined", port, flush=True)
 """
+
+
+def test_joining_may_take_for_ever():
+    with strategies._time_limit(math.inf):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 1e8
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ call to a dead one does. While such a call holds Python's lock (TensorFlow's
 does that when it sends a function that was traced to every task), no thread of
 this process can cut anything. So a second process, the sentinel, is handed the
 connections as well. This file is its program: it imports the standard library
-alone, and it can share file descriptors only on Linux.
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_CONNECTIONS = 100
 def connections(
     addresses: Iterable[str],
 ) -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP connections to tasks, by address; none but on Linux.
+    """This process's TCP connections to tasks, by address.
 
     Each is closed after its turn.
     """
@@ -81,12 +81,10 @@ class Sentinel:
     """
 
     def __init__(self, frozen_secs: float) -> None:
-        self._process: subprocess.Popen | None = None
-        if sys.platform != "linux":
-            return
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
         with theirs:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen | None = subprocess.Popen(
                 [sys.executable, "-ISu", __file__, str(frozen_secs)],
                 stdin=theirs.fileno(),
                 start_new_session=True,
@@ -102,10 +100,13 @@ class Sentinel:
             held[address].append(os.dup(connection.fileno()))
         try:
             for address, fds in held.items():
-                socket.send_fds(
-                    self._channel, [address.encode()], fds[:_MOST_CONNECTIONS]
-                )
-        except ConnectionError:
+                with contextlib.suppress(BlockingIOError):  # It is busy.
+                    socket.send_fds(
+                        self._channel,
+                        [address.encode()],
+                        fds[:_MOST_CONNECTIONS],
+                    )
+        except OSError:
             _log.warning(
                 "The process that watches over this one has ended: a task that "
                 "freezes may from now on hold up the job until it wakes up."

@@ -211,9 +211,7 @@ def _trim_memory() -> None:
     threads. A worker that traced a step for each of twelve recoveries held
     260 MB like that, a fourth of all it had. Takes milliseconds.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # musl and macOS have none.
-        libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _said() -> str:

@@ -63,10 +63,8 @@ def parameter_server_strategy(
     probing.wait_until_up(cluster, start_timeout_secs, give_up)
     made = tf.distribute.ParameterServerStrategy
     strategy = again or made.__new__(made)
-    connect = functools.partial(made.__init__, strategy, _resolver(cluster))
-    kept = contextlib.nullcontext() if again else private.local_state_kept()
-    with kept, fail_fast():
-        servers.retried(connect, _CONNECT_SECS)
+    with contextlib.nullcontext() if again else private.local_state_kept():
+        _connect(strategy, _resolver(cluster))
     servers.hold(cluster)
     servers.wait_until_connected(cluster, _CONNECT_SECS)
     return strategy
@@ -241,13 +239,23 @@ def _time_limit(secs: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.register(signal.SIGALRM, file=stderr, chain=True)
-    users_timer = signal.setitimer(signal.ITIMER_REAL, secs)
+    # No timer takes "inf".
+    users_timer = signal.setitimer(signal.ITIMER_REAL, min(secs, 1e9))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *users_timer)
         faulthandler.unregister(signal.SIGALRM)
         signal.signal(signal.SIGALRM, before)
+
+
+def _connect(
+    strategy: tf.distribute.ParameterServerStrategy,
+    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+) -> None:
+    connect = functools.partial(type(strategy).__init__, strategy, resolver)
+    with fail_fast():
+        servers.retried(connect, _CONNECT_SECS)
 
 
 def _resolver(
