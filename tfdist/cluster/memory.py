@@ -46,12 +46,9 @@ def tell_free_bytes() -> None:
 
 
 def free_bytes_on(device: str) -> tuple[str, float]:
-    """A device's host and what is free there.
+    """A device's host and what is free there; else the device and 0.
 
-    Where nobody tells: the device and 0.
-
-    Raises:
-        tf.errors.OpError: The server does not answer.
+    Raises OpError if its server does not answer.
     """
     if device == tf.constant(0).device:
         return socket.gethostname(), free_bytes()

@@ -319,14 +319,12 @@ def _device(task: str) -> str:
 
 
 def hold(cluster: Cluster) -> None:
-    """Leaves this chief's name with the first server; refuses a second chief.
+    """Leaves this chief's name with the first server, and counts at each.
 
-    TensorFlow lets any number of chiefs attach to one cluster, each of which
-    would overwrite what the others train. Two that start within the same
-    milliseconds are not told apart. Every server counts the connection.
-
-    Raises:
-        RuntimeError: another chief that is up holds the job.
+    Raises RuntimeError if another chief that is up holds the job: TensorFlow
+    lets any number attach to one cluster, each of which would overwrite what
+    the others train. Two that start within the same milliseconds are not told
+    apart.
     """
     address = cluster.tasks["chief"][0]
     own = {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
@@ -354,14 +352,10 @@ def hold(cluster: Cluster) -> None:
 
 
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
-    """Waits until every worker reaches every parameter server.
+    """Waits until every worker reaches every parameter server, or raises.
 
-    A worker has connections of its own, and one to a server that was restarted
-    may lie idle for half a second more (`reconnect_quickly`): what the worker
-    is told to read there fails meanwhile.
-
-    Raises:
-        tf.errors.UnavailableError: a worker does not reach one in time.
+    A worker's own connections may be idle, as `retried` says: what the worker
+    is told to read on a server fails meanwhile.
     """
     devices = [_device(task) for task in cluster.addresses("ps")]
 

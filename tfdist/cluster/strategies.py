@@ -45,16 +45,8 @@ def parameter_server_strategy(
     The chief's own address is in the cluster spec: without it the servers
     could not call back after a reconnection.
 
-    Args:
-        cluster: With workers and ps; this process is its chief.
-        start_timeout_secs: Seconds to wait for every task to be up.
-        give_up: Called again and again meanwhile; ends the wait by raising.
-        again: One that is connected anew. Default: another one is made.
-
-    Raises:
-        ValueError: This process is not the chief of a cluster with ps.
-        TimeoutError: A task was not up in time.
-        RuntimeError: Another chief holds the job.
+    Arguments are those of `probing.wait_until_up`, and `again`, a strategy that
+    is connected anew; errors are its, `check_is_chief`'s and `servers.hold`'s.
     """
     check_is_chief(cluster)
     _widen_thread_pool()
@@ -148,10 +140,7 @@ def local_strategy(name: str) -> tf.distribute.Strategy:
 
     Each is made once: TensorFlow would mix up the messages of two. "mirrored"
     is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
-    that `TPU_NAME` names or this machine has.
-
-    Raises:
-        RuntimeError: there is no TPU.
+    that `TPU_NAME` names or this machine has, or RuntimeError.
     """
     if name == "mirrored":
         kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
@@ -183,11 +172,7 @@ def multi_worker_strategy(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Connects this process to the others of an all-reduce job, once.
 
-    Args:
-        cluster: Without ps; each of its tasks calls this.
-        start_timeout_secs: Seconds to wait for every task to be up.
-        give_up: Called again and again meanwhile; ends the wait by raising.
-        size: Who takes part, where that may change (see `group_of`).
+    Arguments are those of `meeting.meet`; `group_of` tells who takes part.
 
     Raises:
         UnavailableError: One that was to take part has gone meanwhile.

@@ -179,14 +179,10 @@ class Size:
 
 
 def parse_size(text: str, path: str) -> Size:
-    """Reads the text of a `cluster.json`.
+    """Reads the text of a `cluster.json`; ValueError if it is malformed.
 
     >>> parse_size('{"workers": 3}', "cluster.json")
     Size(workers=3, ps=None, min_workers=None, last_call_timeout=30.0)
-
-    Raises:
-        ValueError: it says neither how many workers nor how many ps, or a
-            value is not positive.
     """
     given = None
     with contextlib.suppress(ValueError):

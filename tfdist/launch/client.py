@@ -97,8 +97,7 @@ class Client:
     def close(self) -> None:
         """Has all tasks killed, and waits for the end of the process.
 
-        Raises:
-            RuntimeError: It failed.
+        Raises RuntimeError if it failed.
         """
         if self.last_status is None:
             with contextlib.suppress(RuntimeError):  # Its exit code tells.

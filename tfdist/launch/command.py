@@ -277,11 +277,7 @@ class Launcher(Supervisor):
 
 
 def enter_network(mode: str) -> str:
-    """Enters the network of `--network`; says which it is.
-
-    Raises:
-        OSError: The system refuses a private one.
-    """
+    """Enters the network of `--network`, or OSError; says which it is."""
     if mode == "host":
         say(f"The host's network: {network.EXPOSED}.")
         return "the host's"

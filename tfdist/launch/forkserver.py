@@ -131,11 +131,7 @@ class ForkServer:
 
 
 def serve(program: Sequence[str]) -> None:
-    """Imports, and forks whenever it is told to; returns in a fork alone.
-
-    Args:
-        program: `-m MODULE ...` or `FILE.py ...`.
-    """
+    """Imports, and forks whenever it is told to; returns in a fork alone."""
     if program[0] != "-m" and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     for name in _IMPORTED:

@@ -49,10 +49,8 @@ class Injector(Supervisor):
     """Supervises the tasks, and does to them what its caller asks for.
 
     The methods below are the requests; a fault returns a process id and the
-    proof of its effect. What they mean, `LocalCluster` tells.
-
-    Args:
-        caller: Sends (method, arguments), gets the answer.
+    proof of its effect. What they mean, `LocalCluster` tells. `caller` sends
+    (method, arguments), and gets the answer.
     """
 
     def __init__(self, caller: Connection) -> None:

@@ -72,8 +72,6 @@ def _refusal_in_child(flags: int) -> int:
 def _unshare_network(flags: int) -> None:
     """Enters the namespaces of `flags` and brings up loopback there."""
     uid, gid = os.geteuid(), os.getegid()
-    if not hasattr(_libc, "unshare"):
-        raise OSError(errno.ENOSYS, "this system has no network namespaces")
     if _libc.unshare(flags) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     if flags & _CLONE_NEWUSER:

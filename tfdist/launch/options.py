@@ -11,11 +11,7 @@ from tfdist.cluster.tf_config import LAST_CALL_SECS
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; leaves with a usage error if it is wrong.
-
-    Returns:
-        The flags, and `command`: what to run as each task.
-    """
+    """The flags, and `command`, what to run as each task; or a usage error."""
     parser = argparse.ArgumentParser(
         prog="tfdist launch",
         usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",

@@ -43,8 +43,7 @@ def die_with_parent(parent: int) -> None:
     To be called in a forked child, before its exec. The kernel looks at the
     parent's *thread*, so the parent must fork from its main thread.
     """
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the kernel was told.
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -77,14 +76,12 @@ def adopt_orphans(adopt: bool = True) -> None:
 
     So it can find and kill also a daemon that left the session of its task.
     """
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def name_process(name: str) -> None:
     """Has `top` and `ps -o comm` show the name, of at most 15 bytes."""
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_NAME, name.encode())
+    _libc.prctl(_PR_SET_NAME, name.encode())
 
 
 def how_it_ended(exit_code: int) -> str:

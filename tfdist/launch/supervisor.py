@@ -77,8 +77,7 @@ class Supervisor:
     def run(self) -> None:
         """Calls `begin`, runs until `loop.stop()`, and leaves no task behind.
 
-        Raises:
-            Exception: What one of the methods above has raised.
+        Raises what one of the methods above has raised.
         """
         self.loop.set_exception_handler(self._fail)
         self.loop.add_signal_handler(signal.SIGCHLD, self._reap_all)
@@ -187,10 +186,6 @@ class Supervisor:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for the effect of a signal.
-
-    Raises:
-        RuntimeError: It has none.
-    """
+    """Waits for the effect of a signal; a RuntimeError says it has none."""
     if not wait_for(condition, PROOF_SECS, poll_secs=0.002):
         raise RuntimeError(f"Waited {PROOF_SECS:g} s in vain for {what}.")

@@ -25,10 +25,7 @@ def gcloud_command(
     """The command that submits a job which a `Job` or `Tuning` made.
 
     gcloud refuses a `--config` in which a worker pool is left out between two
-    others. It takes such pools as flags, which can say less.
-
-    Raises:
-        ValueError: The flags cannot say what `spec` does.
+    others. It takes such pools as flags; ValueError if they cannot say it all.
     """
     kind = "hp-tuning-jobs" if is_tuning(spec) else "custom-jobs"
     command = [
