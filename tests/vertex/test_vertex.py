@@ -926,6 +926,12 @@ def test_copy_export(tmp_path, monkeypatch):
         copy_export(f"{root}/export", directory)
 
 
+def test_flags_that_are_one_string():
+    """They were taken for as many flags as it has letters."""
+    with pytest.raises(TypeError, match="`args` must be a list"):
+        Job(image=IMAGE, base_output_dir=OUTPUT, args="--max_steps=10")
+
+
 def test_tuning_of_the_library():
     tuning = Tuning(metric="auc", parameters=[parameter("a=int:1:2")])
     with pytest.raises(ValueError, match="must be gs://bucket/folder"):
