@@ -356,8 +356,8 @@ def test_an_iteration_beyond_what_a_float_holds():
     rates = []
     for step in range(start, start + 3):
         counters = loop._step._counters
-        iteration = counters.iteration(tf.constant(step, tf.int64))
-        rates.append(float(counters.learning_rates(iteration, [])[0]))
+        _, (rate,), _ = counters.of_step(tf.constant(step, tf.int64))
+        rates.append(float(rate))
     assert rates == [0.0, 1.0, 0.0]
 
 

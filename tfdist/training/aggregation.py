@@ -112,8 +112,7 @@ class Accumulators:
             step: Scalar int64: the number of the step.
         """
         layout, counters = self._layout, self._counters
-        reads = [tf.convert_to_tensor(v.value) for v in counters.reads]
-        iteration, rates, _ = counters.of_step(step, reads)
+        iteration, rates, _ = counters.of_step(step)
         for part in layout.parts:
             optimizers.begin_step(part, iteration)
         scalars = [*rates, *exchange.as_floats(iteration)]

@@ -36,14 +36,16 @@ class Counters:
         self._ahead: int | None = None
         rates = [part.learning_rate for part in self._parts]
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
-        self._is_scaled = isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        )
         # What a step reads for `of_step`. Where the loss has a scale that
         # adapts, not every step is an update.
         self.reads = list(self._rates)
+        self._is_scaled = isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        )
+        if self._is_scaled or global_step is None:
+            self.reads.append(self._counter)
         if self._is_scaled:
-            self.reads += [self._counter, optimizer.dynamic_scale]
+            self.reads.append(optimizer.dynamic_scale)
 
     def iteration(self, step: tf.Tensor) -> tf.Tensor:
         """Scalar int64: updates before that of a step, if every step is one."""
@@ -56,30 +58,28 @@ class Counters:
                 self._ahead = int(self._counter.numpy()) - before
         return step + self._ahead
 
-    def of_step(self, step: tf.Tensor, values: Sequence[tf.Tensor]) -> Numbers:
-        """Those of a step; `values` are those of `reads`."""
-        counted = values[-2] if self._is_scaled else self.iteration(step)
-        return self._numbers(counted, values)
-
-    def now(self) -> Numbers:
-        """Those of an update that follows the one before it."""
-        values = [tf.convert_to_tensor(v.value) for v in self.reads]
-        return self._numbers(tf.convert_to_tensor(self._counter.value), values)
-
-    def _numbers(
-        self, counted: tf.Tensor, values: Sequence[tf.Tensor]
+    def of_step(
+        self,
+        step: tf.Tensor | None = None,
+        values: Sequence[tf.Tensor] | None = None,
     ) -> Numbers:
-        iteration = tf.cast(counted, tf.int64)
-        rates = self.learning_rates(iteration, values[: len(self._rates)])
-        return iteration, rates, values[-1] if self._is_scaled else None
+        """Those of a step; `values` of `reads`, unless they are read here.
 
-    def learning_rates(
-        self, iteration: tf.Tensor, values: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """The learning rate of each part, from the values of those."""
-        known = list(zip(self._rates, values, strict=True))
-        rate_of = optimizers.learning_rate
-        return [rate_of(part, iteration, known) for part in self._parts]
+        Without a `global_step`, those of the update after the last.
+        """
+        if values is None:
+            values = [tf.convert_to_tensor(v.value) for v in self.reads]
+        num = len(self._rates)
+        known = list(zip(self._rates, values[:num], strict=True))
+        if len(values) > num:
+            iteration = tf.cast(values[num], tf.int64)
+        else:
+            iteration = self.iteration(step)
+        rates = [
+            optimizers.learning_rate(part, iteration, known)
+            for part in self._parts
+        ]
+        return iteration, rates, values[-1] if self._is_scaled else None
 
     def count(
         self,

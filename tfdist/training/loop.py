@@ -27,7 +27,7 @@ from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.metric_states import States
-from tfdist.training.step import Begun, ModelStep, Ready
+from tfdist.training.step import ModelStep
 
 Step: TypeAlias = ModelStep | KerasStep
 Watch: TypeAlias = Callable[[], None]
@@ -244,7 +244,7 @@ def run_steps_ahead(
         step.begin(iterator.get_next(), first_step + i)
         for i in range(num_steps)
     )
-    begun: list[Begun | Ready] = [*itertools.islice(following, 1 + read_ahead)]
+    begun = [*itertools.islice(following, 1 + read_ahead)]
     while begun:
         first, *others = map(step.read, begun)
         states, another = step.end(first, states, fence, following=following)

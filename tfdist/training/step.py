@@ -38,24 +38,15 @@ Batch = Any
 
 
 class Begun(NamedTuple):
-    """A step that has its batch."""
+    """A step that has its batch, and maybe its parameters."""
 
     batch: Batch
     step: tf.Tensor
     seeds: list[tuple[keras.Variable, tf.Tensor]]
     lookups: Lookups
     requests: Requests | None = None  # None: no server knows of them yet.
-
-
-class Ready(NamedTuple):
-    """A step that has its parameters."""
-
-    batch: Batch
-    step: tf.Tensor
-    seeds: list[tuple[keras.Variable, tf.Tensor]]
-    requests: Requests
-    read: Parameters
-    before: tf.Tensor | None  # What `StalenessCounter.read` returned.
+    read: Parameters | None = None
+    before: tf.Tensor | None = None  # What `StalenessCounter.read` returned.
 
 
 class ModelStep(MetricStates):
@@ -241,19 +232,18 @@ class ModelStep(MetricStates):
         found = exchange.looked_up(self._layout, calls)
         return Begun(batch, step, seeds, found)
 
-    def read(self, begun: Begun | Ready) -> Ready:
+    def read(self, begun: Begun) -> Begun:
         """Reads the parameters of a step, unless it has them."""
-        if isinstance(begun, Ready):
+        if begun.read:
             return begun
-        batch, step, seeds, found, requests = begun
-        before = self.staleness and self.staleness.read()
-        requests = requests or exchange.request(self._layout, found.routes)
-        read = exchange.pull(self._layout, found, requests)
-        return Ready(batch, step, seeds, requests, read, before)
+        before, found = self.staleness and self.staleness.read(), begun.lookups
+        asked = begun.requests or exchange.request(self._layout, found.routes)
+        read = exchange.pull(self._layout, found, asked)
+        return begun._replace(requests=asked, read=read, before=before)
 
     def end(
         self,
-        begun: Begun | Ready,
+        begun: Begun,
         states: States,
         fence: Fence | None = None,
         contribution: Contribution | None = None,
@@ -265,7 +255,9 @@ class ModelStep(MetricStates):
         up; returns that, too, as it must be ended.
         """
         layout, replicas = self._layout, self._replicas
-        batch, step, seeds, requests, read, before = self.read(begun)
+        batch, step, seeds, _, requests, read, before = self.read(begun)
+        assert requests
+        assert read
         iteration, rates, scale = self._counters.of_step(
             step, read.values[len(layout.dense) + len(layout.moving) :]
         )

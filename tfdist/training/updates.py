@@ -119,7 +119,7 @@ class UpdatesAtOnce:
             none = Requests([], {s.device: {} for s in layout.servers})
             dense = [own.get(id(v)) for v in layout.dense]
             with keras.StatelessScope():
-                now, rates, scale = update.counters.now()
+                now, rates, scale = update.counters.of_step()
                 found = StepGradients(none, dense, [], [], rates, now, scale)
                 found = unscaled(found)
                 found = exchange.over_replicas(layout, found, replicas, size)
