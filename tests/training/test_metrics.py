@@ -408,7 +408,7 @@ def data_of(name):
 
 
 def flat(logs):
-    """As `metric_states.flat_floats` names them."""
+    """As `metrics.flat_floats` names them."""
     found = {}
     for name, value in logs.items():
         if np.ndim(value):

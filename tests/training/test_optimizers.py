@@ -503,8 +503,7 @@ def test_rules_about_whole_variables_are_refused_for_tables(make):
 def test_check(make, match):
     reset_object_names()
     with pytest.raises(ValueError, match=match):
-        optimizer_checks.check(make(), remote=True)
-    optimizer_checks.check(make(), remote=False)
+        optimizer_checks.check(make())
 
 
 def test_norms_of_accumulated_gradients():
@@ -523,7 +522,7 @@ def test_norms_of_accumulated_gradients():
 
 @pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
 def test_check_accepts(make):
-    optimizer_checks.check(make(), remote=True)
+    optimizer_checks.check(make())
 
 
 # --- MultiOptimizer ----------------------------------------------------------

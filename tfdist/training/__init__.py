@@ -7,9 +7,8 @@ Read in this order: `step` (a compiled model becomes a function), `layout`
 `synchronous_loop` with `aggregation`.
 
 Details of a step: `passes` and `forward` (which graphs a model is, and what of
-them runs before its lookups), `compiled_model`, `own_step`, `metrics` and
-`metric_states`, `optimizer_checks`, `counters`, `updates`, `fence`,
-`staleness`.
+them runs before its lookups), `compiled_model`, `own_step`, `metrics`,
+`optimizer_checks`, `counters`, `updates`, `fence`, `staleness`.
 """
 
 import lazy_loader

@@ -321,7 +321,12 @@ def compiled_computation(
     Unless it `keeps_seed`, `tf.random.set_seed` counts for nothing in it: each
     step, on each worker, would draw the same.
     """
-    function = function if keeps_seed else _without_seed(function)
+
+    def computation(*args: Any) -> Any:
+        if not keeps_seed:
+            tf.compat.v1.get_default_graph().seed = None
+        return function(*args)
+
     reason = None
     waits = has_replicas and private_keras.is_synchronized(model)
     if waits or at_once:
@@ -341,9 +346,9 @@ def compiled_computation(
     if waits:
         private_keras.keep_losses_apart(model)
         # No function may wait for the other replicas of this process.
-        return seen_alone()(function)
+        return seen_alone()(computation)
     traced = tf.function(
-        function, autograph=False, jit_compile=compiled or None
+        computation, autograph=False, jit_compile=compiled or None
     )
 
     def traced_alone(*args: Any) -> Any:
@@ -354,14 +359,6 @@ def compiled_computation(
         return on_own_thread(trace, *specs(args))(*args)
 
     return traced_alone if has_replicas else traced
-
-
-def _without_seed(function: Callable) -> Callable:
-    def call(*args: Any) -> Any:
-        tf.compat.v1.get_default_graph().seed = None
-        return function(*args)
-
-    return call
 
 
 def specs(values: Any) -> Any:

@@ -112,8 +112,8 @@ class Counters:
 
 def step_seeds(
     generators: Sequence[keras.Variable], *numbers: tf.Tensor
-) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Each random generator's state, and its value in a step.
+) -> list[tf.Tensor]:
+    """The state of each random generator in a step.
 
     Keras' generators count in a shared variable, so two workers could draw the
     same dropout mask. Here a seed depends on the step's number alone, and on
@@ -127,5 +127,5 @@ def step_seeds(
         seed = tf.cast(start, tf.int64)
         for number in numbers:
             seed = tf.random.fold_in(seed, number)
-        seeds.append((generator, tf.cast(seed, generator.dtype)))
+        seeds.append(tf.cast(seed, generator.dtype))
     return seeds

@@ -48,13 +48,11 @@ def draws(graph: tf.Graph) -> dict[str, bool]:
 
     One of its own, where the graph has none (`tf.random.set_seed`).
     """
-    whole = graph.as_graph_def()
     found: dict[str, bool] = {}
-    for part in [whole.node, *(f.node_def for f in whole.library.function)]:
-        for node in part:
-            if "seed2" in node.attr:
-                is_seeded = bool(node.attr["seed2"].i)
-                found[node.op] = found.get(node.op, False) or is_seeded
+    for node in _nodes(graph):
+        if "seed2" in node.attr:
+            is_seeded = bool(node.attr["seed2"].i)
+            found[node.op] = found.get(node.op, False) or is_seeded
     return found
 
 
@@ -257,13 +255,7 @@ class Forward:
 
     def _assigns(self) -> bool:
         """Whether an op assigns; what Keras assigns is a value of the scope."""
-        definition = self._graph.graph.as_graph_def()
-        functions = [f.node_def for f in definition.library.function]
-        return any(
-            _ASSIGNS.match(node.op)
-            for nodes in (definition.node, *functions)
-            for node in nodes
-        )
+        return any(_ASSIGNS.match(n.op) for n in _nodes(self._graph.graph))
 
     def _check_ids(self) -> None:
         """Raises `ValueError` if ids might be others where rows are at hand."""
@@ -332,6 +324,14 @@ class _Scope(TapedScope):
         variable, value = update
         self.updated[id(variable)] = variable
         super().add_update((variable, tf.identity(value)))
+
+
+def _nodes(graph: tf.Graph) -> Iterator[Any]:
+    """All ops of a graph and of its functions."""
+    whole = graph.as_graph_def()
+    yield from whole.node
+    for function in whole.library.function:
+        yield from function.node_def
 
 
 def _needed(

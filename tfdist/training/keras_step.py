@@ -24,7 +24,7 @@ from tfdist.training.compiled_model import (
 )
 from tfdist.training.fence import Fence
 from tfdist.training.forward import draws
-from tfdist.training.metric_states import States, flat_floats
+from tfdist.training.metrics import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
 from tfdist.training.step import Batch
 

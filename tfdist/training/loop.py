@@ -26,7 +26,7 @@ from tfdist.data.input_wait import TimedIterator
 from tfdist.training.compiled_model import refuse_evaluation
 from tfdist.training.fence import Fence
 from tfdist.training.keras_step import KerasStep
-from tfdist.training.metric_states import States
+from tfdist.training.metrics import States
 from tfdist.training.step import ModelStep
 
 Step: TypeAlias = ModelStep | KerasStep

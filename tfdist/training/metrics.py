@@ -1,25 +1,47 @@
-"""A model's metrics: built before the first step, refused if no sums."""
+"""A model's metrics, whose states are tensors that add up (decision D3)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist._tf import private_keras
 from tfdist.training.compiled_model import forward_pass, look_at
-from tfdist.training.forward import Forward
+from tfdist.training.forward import Forward, TapedScope
+from tfdist.training.replicas import mean_to_sum
+
+States = list[tf.Tensor]
+"""The weighted sum of losses, the weight, then the metrics' variables."""
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
     """Lets Keras make its loss and metric variables, here on the chief.
 
     Keras makes them when it first sees a target and a prediction.
+
+    Raises:
+        ValueError: a metric is called "loss" or "global_step".
     """
     look_at(lambda batch: forward_pass(model, batch, False), element_spec)
     model.reset_metrics()
+    names: list[str] = []
+    for metric in model.metrics:
+        result = metric.result()
+        names += result if isinstance(result, Mapping) else [metric.name]
+    # One is Keras' own, or replaces it.
+    for name, most in (("loss", 1), ("global_step", 0)):
+        if names.count(name) > most:
+            raise ValueError(
+                f"Model {model.name!r} has a metric called {name!r}. Results "
+                "of training and evaluation use the names 'loss' (the mean "
+                "loss) and 'global_step' themselves. Give the metric another "
+                "`name`."
+            )
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
@@ -96,18 +118,179 @@ def _is_keras(metric: keras.metrics.Metric) -> bool:
     return type(metric).__module__.startswith("keras.")
 
 
-def check_metric_names(model: keras.Model) -> None:
-    """Raises `ValueError` if a metric is called "loss" or "global_step"."""
-    names: list[str] = []
-    for metric in model.metrics:
-        result = metric.result()
-        names += result if isinstance(result, Mapping) else [metric.name]
-    # One is Keras' own, or replaces it.
-    for name, most in (("loss", 1), ("global_step", 0)):
-        if names.count(name) > most:
-            raise ValueError(
-                f"Model {model.name!r} has a metric called {name!r}. Results "
-                "of training and evaluation use the names 'loss' (the mean "
-                "loss) and 'global_step' themselves. Give the metric another "
-                "`name`."
-            )
+class MetricStates:
+    """States of a model's loss and metrics, of which these are the variables.
+
+    Which add up, or are `kept` (by id) in the metric's variable: see
+    `ModelStep`. Those of a step that `trains` go on where they were. `results`
+    follow from values of `variables`, if not as Keras does; where a step
+    `has_loss`, its mean is among them.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        variables: list[keras.Variable],
+        *,
+        kept: set[int],
+        trains: bool,
+        results: Callable[..., Any] | None,
+        has_loss: bool = True,
+    ) -> None:
+        self.model = model
+        self._metrics = variables
+        self._results, self._has_loss = results, has_loss
+        listed = {id(v) for v in model.metrics_variables}
+        self._start = [
+            v.numpy() if id(v) in listed else np.zeros(v.shape, v.dtype)
+            for v in variables
+        ]
+        self._sizes = [1, 1, *(v.size for v in self._start)]
+        self._is_kept = [id(v) in kept for v in variables]
+        self._stays = [trains and is_kept for is_kept in self._is_kept]
+        self.reset()
+
+    def zero_states(self) -> States:
+        """States that have seen no example; those that are kept go on."""
+        scalar = tf.zeros([], tf.float32)
+        states = [scalar, scalar]
+        for v, start, stays in zip(
+            self._metrics, self._start, self._stays, strict=True
+        ):
+            if stays:
+                states.append(tf.convert_to_tensor(v.value))
+            elif np.any(start):
+                states.append(tf.constant(start))
+            else:  # No large constant.
+                states.append(tf.zeros(v.shape, v.dtype))
+        return states
+
+    def pack(self, states: States) -> tf.Tensor:
+        """All states in one float64 vector: one message, one copy."""
+        self._assign(states[2:])
+        return tf.concat(
+            [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
+        )
+
+    def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
+        """Packed states of two dispatches in one; 0.0 is of none."""
+        kept = np.repeat([False, False, *self._is_kept], self._sizes)
+        return np.where(kept, later, earlier + later)
+
+    def result(self, packed: np.ndarray) -> dict[str, float]:
+        """Loss and metrics by name, of (a sum of) packed states.
+
+        `loss` is the mean over examples. Empty if there was no example.
+        """
+        loss, weight, *values = self._unpacked(packed)
+        if not weight:
+            return {}
+        own = {}
+        if self._has_loss:
+            tracker = loss_tracker(self.model)
+            others = (m.name for m in self.model.metrics if m is not tracker)
+            if "loss" not in others:
+                own = {"loss": loss / weight}
+        if self._results:
+            results = flat_floats(self._results(*values))
+        else:
+            # A result may be the variable itself.
+            with self._scope([loss, weight, *values]):
+                results = flat_floats(self.model.get_metrics_result())
+        return results | own
+
+    @contextlib.contextmanager
+    def shown(self, packed: np.ndarray) -> Iterator[None]:
+        """In it the model's metrics, which are not read else, have states."""
+        try:
+            self._assign_all(self._unpacked(packed)[2:])
+            yield
+        finally:
+            self._assign_all(self._start)
+
+    def _assign_all(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._metrics, values, strict=True):
+            variable.assign(value)
+
+    def _unpacked(self, packed: np.ndarray) -> list[Any]:
+        """Sum of losses, weight, and values of the metrics' variables."""
+        loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
+        tracker = loss_tracker(self.model) if self._has_loss else None
+        known = {}
+        if tracker:
+            known = {id(tracker.total): loss, id(tracker.count): weight}
+        values = [
+            tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
+            for v, value in zip(self._metrics, rest, strict=True)
+        ]
+        return [loss.item(), weight.item(), *values]
+
+    def reset(self) -> None:
+        """Has states begin anew that the metrics' variables keep."""
+        self._assign(self._start)
+
+    def go_on(self, packed: np.ndarray) -> None:
+        """Has those go on from packed states."""
+        if any(self._stays):
+            self._assign(self._unpacked(packed)[2:])
+
+    def _scope(
+        self,
+        states: States,
+        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> TapedScope:
+        """In it variables have these states, and others these values."""
+        metrics = zip(self._metrics, states[2:], strict=True)
+        return TapedScope([*metrics, *values])
+
+    def _after(
+        self,
+        scope: keras.StatelessScope,
+        states: States,
+        loss: tf.Tensor,
+        batch: Any,
+    ) -> States:
+        """States after a batch; as for Keras, its examples are its weight."""
+        weight = num_examples(batch)
+        loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
+        metrics = [scope.get_current_value(v) for v in self._metrics]
+        for variable, value in zip(self._metrics, metrics, strict=True):
+            value.set_shape(variable.shape)  # Keras 3.12 loses it.
+        # What a model computes of no example may be no number.
+        pairs = zip(metrics, states[2:], strict=True)
+        metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
+        return [loss_sum, states[1] + weight, *metrics]
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        """Has training go on from these values, where it keeps them."""
+        for variable, value, stays in zip(
+            self._metrics, values, self._stays, strict=True
+        ):
+            if stays:
+                variable.value.assign(value)
+
+
+def num_examples(batch: Any) -> tf.Tensor:
+    """Scalar float32."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+
+
+def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
+    """Results by name, as Keras names them; of an array each number.
+
+    >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
+    {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
+    """
+    flat: dict[str, float] = {}
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            parts = flat_floats(value)
+        elif np.ndim(value):
+            each = {str(i): part for i, part in enumerate(np.array(value))}
+            parts = {f"{name}/{i}": v for i, v in flat_floats(each).items()}
+        else:
+            parts = {name: float(value)}
+        # Of two results of one name Keras would have the last alone.
+        flat |= {f"{name}/{n}" if n in flat else n: v for n, v in parts.items()}
+    return flat

@@ -9,7 +9,7 @@ from tfdist._tf import private_keras
 from tfdist.training.optimizers import parts
 
 
-def check(optimizer: Optimizer, remote: bool) -> None:
+def check(optimizer: Optimizer) -> None:
     """Raises `ValueError` for what workers that share slots cannot do.
 
     Which update is the last of so many is known by their number alone, and of
@@ -17,7 +17,7 @@ def check(optimizer: Optimizer, remote: bool) -> None:
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     for part in parts(optimizer):
-        if scaled and remote and part.gradient_accumulation_steps:
+        if scaled and part.gradient_accumulation_steps:
             raise ValueError(
                 f"Optimizer {part.name!r} accumulates gradients of a loss that "
                 "LossScaleOptimizer has scaled, which updates on parameter "

@@ -382,17 +382,14 @@ def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     return gradients if accumulates else _clip(optimizer, gradients)
 
 
-def _limit(limit: float | None) -> float | None:
-    """None where Keras ignores the limit of a gradient: from zero down."""
-    return limit if limit is not None and limit > 0 else None
-
-
 def _clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    if (norm := _limit(optimizer.clipnorm)) is not None:
+    norm, most = optimizer.clipnorm or 0, optimizer.clipvalue or 0
+    global_norm = optimizer.global_clipnorm or 0
+    if norm > 0:  # From zero down Keras ignores a limit.
         return [tf.clip_by_norm(g, norm) for g in gradients]
-    if (norm := _limit(optimizer.global_clipnorm)) is not None:
-        return tf.clip_by_global_norm(gradients, norm)[0]
-    if (most := _limit(optimizer.clipvalue)) is not None:
+    if global_norm > 0:
+        return tf.clip_by_global_norm(gradients, global_norm)[0]
+    if most > 0:
         return [tf.clip_by_value(g, -most, most) for g in gradients]
     return gradients
 

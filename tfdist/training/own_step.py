@@ -26,7 +26,7 @@ from tfdist.training.compiled_model import refuse_new_variables
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import Forward, TapedScope
 from tfdist.training.layout import Layout
-from tfdist.training.metric_states import num_examples
+from tfdist.training.metrics import num_examples
 from tfdist.training.updates import Gradients, Take
 
 _take: contextvars.ContextVar[Take | None] = contextvars.ContextVar(

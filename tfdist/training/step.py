@@ -26,8 +26,13 @@ from tfdist.training.compiled_model import overrides
 from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.exchange import Lookups, Parameters, Requests
 from tfdist.training.fence import Fence
-from tfdist.training.metric_states import MetricStates, States, num_examples
-from tfdist.training.metrics import build_metrics, check_metric_names, no_sums
+from tfdist.training.metrics import (
+    MetricStates,
+    States,
+    build_metrics,
+    no_sums,
+    num_examples,
+)
 from tfdist.training.own_step import OwnStep, with_others
 from tfdist.training.passes import EVALUATION, PREDICTION, TRAINING, Passes
 from tfdist.training.replicas import Replicas
@@ -42,7 +47,7 @@ class Begun(NamedTuple):
 
     batch: Batch
     step: tf.Tensor
-    seeds: list[tuple[keras.Variable, tf.Tensor]]
+    seeds: list[tf.Tensor]
     lookups: Lookups
     requests: Requests | None = None  # None: no server knows of them yet.
     read: Parameters | None = None
@@ -106,7 +111,8 @@ class ModelStep(MetricStates):
         own = trains and overrides(model, "train_step")
         self._own = OwnStep(model) if own else None
         input_fns.check_batches(model, element_spec, metrics and not own)
-        optimizer_checks.check(model.optimizer, remote)
+        if remote:
+            optimizer_checks.check(model.optimizer)
         if trains:
             optimizer_checks.check_overridden(model.optimizer)
         if trains and replicas and not own:
@@ -116,7 +122,6 @@ class ModelStep(MetricStates):
         self.staleness: StalenessCounter | None = None
         if metrics and not own:
             build_metrics(model, element_spec)
-            check_metric_names(model)
         self._passes = Passes(model, self._own, remote, bool(replicas))
         self._seeds, metric_variables = self._passes.seeds, self._passes.metrics
         method = "train_step" if own else "compute_metrics"
@@ -222,13 +227,12 @@ class ModelStep(MetricStates):
         contribution: Contribution | None = None,
     ) -> Begun:
         """What a step knows before it reads anything; see `train`."""
+        forward = self._passes.forward(TRAINING, batch)
         # No two draw the same numbers.
         one_of = self._replicas or contribution
         own = [one_of.index()] if one_of else []
         seeds = step_seeds(self._seeds, step, *own)
-        forward = self._passes.forward(TRAINING, batch)
-        drawn = [seed for _, seed in seeds]
-        calls = forward.calls(batch, drawn, self._replicas)
+        calls = forward.calls(batch, seeds, self._replicas)
         found = exchange.looked_up(self._layout, calls)
         return Begun(batch, step, seeds, found)
 
@@ -261,8 +265,7 @@ class ModelStep(MetricStates):
         iteration, rates, scale = self._counters.of_step(
             step, read.values[len(layout.dense) + len(layout.moving) :]
         )
-        drawn = [seed for _, seed in seeds]
-        dense, rows, deltas, states = self._compute(batch, drawn, read, states)
+        dense, rows, deltas, states = self._compute(batch, seeds, read, states)
         found = exchange.StepGradients(
             requests, dense, rows, deltas, rates, iteration, scale
         )
@@ -287,7 +290,7 @@ class ModelStep(MetricStates):
     def _train_at_once(
         self,
         batch: Batch,
-        seeds: list[tuple[keras.Variable, tf.Tensor]],
+        seeds: list[tf.Tensor],
         states: States,
     ) -> States:
         """A `train_step` on replicas: each update is before what follows it."""
@@ -296,7 +299,8 @@ class ModelStep(MetricStates):
         self._passes.use_seed_generator()
         before = [tf.convert_to_tensor(v.value) for v in self._layout.moving]
         moving = zip(self._layout.moving, before, strict=True)
-        scope = self._scope(states, [*moving, *seeds])
+        drawn = zip(self._seeds, seeds, strict=True)
+        scope = self._scope(states, [*moving, *drawn])
         for variable in self._layout.dense:
             # Itself: Keras looks for what has a regularizer in the scope alone.
             scope.state_mapping[id(variable)] = variable.value
@@ -416,13 +420,14 @@ class ModelStep(MetricStates):
         layout = self._passes.layout(mode, batch)
         forward = self._passes.forward(mode, batch)
         seeds = step_seeds(self._seeds)
-        calls = forward.calls(batch, [seed for _, seed in seeds])
+        calls = forward.calls(batch, seeds)
         found = exchange.looked_up(layout, calls)
         requests = exchange.request(layout, found.routes)
         read = exchange.pull(layout, found, requests)
         given = exchange.answers(layout, read, forward.tables)
         values = zip(layout.reads, read.values, strict=True)
-        scope = self._scope(states, [*values, *seeds])
+        drawn = zip(self._seeds, seeds, strict=True)
+        scope = self._scope(states, [*values, *drawn])
         with scope, lookups.answered_by(given):
             yield scope
         given.check_all_given()

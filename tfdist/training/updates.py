@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist.embeddings.routing import Route
-from tfdist.training import exchange, optimizer_checks, optimizers
+from tfdist.training import exchange, optimizers
 from tfdist.training.counters import Counters
 from tfdist.training.exchange import Requests, StepGradients
 from tfdist.training.fence import Fence
@@ -103,7 +103,6 @@ class UpdatesAtOnce:
         self._global_step = global_step
         self._updates = {}
         for optimizer, variables in updated.items():
-            optimizer_checks.check(optimizer, remote=False)
             with replicas.strategy.scope(), keras.name_scope(optimizer.name):
                 optimizers.build(optimizer, variables)
             layout = Layout(Updated(optimizer, variables), [], remote=False)
