@@ -12,10 +12,12 @@ from pace import slow, slow_but
 from small_models import batches, local_loop, logistic
 
 from tfdist._tf import private, private_workers
+from tfdist._tf.private_keras import nadam_product
 from tfdist.training.coordinated_loop import CoordinatedLoop, _Dispatch
 from tfdist.training.loop import (
     EndOfInput,
     automatic_steps_per_dispatch,
+    dispatch,
     dispatch_sizes,
 )
 from tfdist.training.staleness import StalenessBound
@@ -34,6 +36,20 @@ def test_number_of_steps_is_exact(steps_per_dispatch):
         total += num_steps
         assert int(global_step.numpy()) == total
         assert int(model.optimizer.iterations.numpy()) == total
+
+
+def test_a_step_without_a_batch_counts_for_nothing():
+    model, data = logistic(keras.optimizers.Nadam()), batches()
+    loop, global_step = local_loop(model, data)
+    run = tf.function(dispatch(loop._steps, 1), autograph=False)
+    iterator, product = iter(data), nadam_product(model.optimizer)
+    for _ in data:
+        run(iterator, tf.constant(0, tf.int64))
+    state = global_step, model.optimizer.iterations, product
+    before = [v.numpy() for v in state]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        run(iterator, tf.constant(0, tf.int64))
+    assert [v.numpy() for v in state] == before
 
 
 @given(*3 * [st.integers(0, 60)])

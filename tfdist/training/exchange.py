@@ -246,11 +246,13 @@ def push(
         For each server a tensor there that depends on the gradients, and the
         `following` requests, which are of what this leaves.
     """
-    for part in layout.parts:
-        optimizers.begin_step(
-            part, found.iteration, found.finite, layout.remote
-        )
     dense, rows = clipped(layout, found)
+    # A step that has failed, or found no batch, begins nothing.
+    known = [g for g in (*dense, *rows) if g is not None]
+    with tf.control_dependencies(tf.identity_n([*known, found.iteration])):
+        iteration = tf.identity(found.iteration)
+    for part in layout.parts:
+        optimizers.begin_step(part, iteration, found.finite, layout.remote)
     found = dataclasses.replace(found, dense=dense, rows=rows)
     scalars = [*found.rates, *as_floats(found.iteration)]
     if found.finite is not None:
@@ -268,8 +270,7 @@ def push(
             arrived[server.device] = tf.identity_n(sent)[-1]
             num, asked = len(scalars), found.requests.at[server.device]
             update = functools.partial(
-                apply,
-                *(layout, server, sent[:num], sent[num:], updates, asked),
+                apply, *(layout, server, sent[:num], sent[num:], updates, asked)
             )
             shards = itertools.chain(*server.shards.values())
             taking_turns(shards, update, after=sent)

@@ -288,10 +288,7 @@ class ModelStep(MetricStates):
         return states, begun_next
 
     def _train_at_once(
-        self,
-        batch: Batch,
-        seeds: list[tf.Tensor],
-        states: States,
+        self, batch: Batch, seeds: list[tf.Tensor], states: States
     ) -> States:
         """A `train_step` on replicas: each update is before what follows it."""
         assert self._own
