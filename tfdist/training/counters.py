@@ -113,11 +113,10 @@ class Counters:
 def step_seeds(
     generators: Sequence[keras.Variable], *numbers: tf.Tensor
 ) -> list[tf.Tensor]:
-    """The state of each random generator in a step.
+    """The state of each random generator in a step, by its number alone.
 
-    Keras' generators count in a shared variable, so two workers could draw the
-    same dropout mask. Here a seed depends on the step's number alone, and on
-    the replica's if there are several.
+    And by the replica's, if there are several. Keras' generators count in a
+    shared variable, so two workers could draw the same dropout mask.
     """
     seeds = []
     for generator in generators:

@@ -161,28 +161,19 @@ def answers(
     ):
         which = [i for i, table in enumerate(tables) if group.holds(table)]
         lengths = stacked([read.lengths[i] for i in which])
-        if rows_of:
-            pieces = [
-                functools.partial(_looked_up, rows_of, group, positions)
-                for positions in tf.split(own, lengths, num=len(which))
-            ]
-        else:
-            # One gather for all, whose gradient is one sum over duplicates.
-            pieces = [
-                functools.partial(accessed, piece)
-                for piece in tf.split(
-                    tf.gather(rows, own), lengths, num=len(which)
-                )
-            ]
-        for i, piece in zip(which, pieces, strict=True):
-            found[i] = piece
+        # One gather for all, whose gradient is one sum over duplicates.
+        every = own if rows_of else tf.gather(rows, own)
+
+        def answer(piece: tf.Tensor, group: Group = group) -> tf.Tensor:
+            return (
+                tf.gather(rows_of(group), piece) if rows_of else accessed(piece)
+            )
+
+        for i, piece in zip(
+            which, tf.split(every, lengths, num=len(which)), strict=True
+        ):
+            found[i] = functools.partial(answer, piece)
     return lookups.Answers(tables, found)
-
-
-def _looked_up(
-    rows_of: Callable[[Group], tf.Tensor], group: Group, positions: tf.Tensor
-) -> tf.Tensor:
-    return tf.gather(rows_of(group), positions)
 
 
 def over_replicas(
@@ -234,17 +225,9 @@ def push(
 ) -> tuple[dict[str, tf.Tensor], Requests]:
     """Clips gradients and updates every variable where it lives.
 
-    Or keeps the gradients there, where they accumulate.
-
-    Args:
-        layout: Where that is.
-        found: What to do.
-        fence: What it must pass.
-        following: What the next step looks up; it travels along.
-
-    Returns:
-        For each server a tensor there that depends on the gradients, and the
-        `following` requests, which are of what this leaves.
+    Or keeps the gradients there, where they accumulate. What the next step
+    looks up (`following`) travels along. Returns for each server a tensor there
+    that depends on the gradients, and the requests of what this leaves.
     """
     dense, rows = clipped(layout, found)
     # A step that has failed, or found no batch, begins nothing.

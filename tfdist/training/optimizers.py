@@ -159,9 +159,6 @@ def update(
 
     `optimizer` is the part that owns `variable`, `rate` is from
     `learning_rate`, `iteration` (int64) counts the updates before this one.
-
-    Where other workers may update the variable, an update that `is_one_op`
-    excludes them itself, any other is to be run alone, as `apply` does.
     """
     target, decay = variable.value, _decay(optimizer, variable)
     rate = tf.cast(rate, variable.dtype)
