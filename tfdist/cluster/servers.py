@@ -251,9 +251,8 @@ def release_again(cluster: Cluster) -> None:
     if not _released:
         return
     tasks = cluster.addresses(*SERVER_JOBS)
-    if num_connected("worker"):  # Others do not train now.
-        connected = _connected()
-        tasks = {t: a for t, a in tasks.items() if t in connected}
+    connected = _connected()  # Others do not train now.
+    tasks = {t: a for t, a in tasks.items() if t in connected} or tasks
     answers = ask(list(tasks.values()))
     for task, answer in zip(tasks, answers, strict=True):
         problem = answer.state.value
