@@ -65,13 +65,21 @@ def tasks() -> dict[str, list[int]]:
         is_task = re.fullmatch(r"[a-z]+:\d+", name) and parent in ancestors
         for line in lines:
             if line.startswith(b"TF_CONFIG="):
-                config = json.loads(line.partition(b"=")[2])
-                task = config["task"]
-                name = f"{task['type']}:{task['index']}"
-                is_task = config["cluster"] == cluster
+                config = _config(line.partition(b"=")[2])
+                if is_task := config.get("cluster") == cluster:
+                    task = config["task"]
+                    name = f"{task['type']}:{task['index']}"
         if is_task:
             found.setdefault(name, []).append(int(process.name))
     return found
+
+
+def _config(text: bytes) -> dict[str, Any]:
+    """A `TF_CONFIG`; of another job it may be anything."""
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        return {}
 
 
 def _stat(pid: int) -> list[str]:
