@@ -73,10 +73,16 @@ def ended(process):
 
 def run_forked(*program, **more):
     with server_for(*program) as server:
-        process = server.fork([sys.executable, *program], environment(**more))
-        assert process is not None
-        with process.stdout:
-            return process.stdout.read().decode(), process.wait()
+        return fork([sys.executable, *program], server, **more)
+
+
+def fork(command, server, **more):
+    """Output and exit code of a fork; None of both if there is none."""
+    read, write = os.pipe()
+    with os.fdopen(read) as output:
+        with os.fdopen(write, "w") as stdout:
+            process = server.fork(command, environment(**more), stdout)
+        return (output.read(), process.wait()) if process else None
 
 
 def run_plainly(*program, **more):
@@ -182,13 +188,12 @@ def test_one_that_has_died_forks_no_more(folder):
     command = [sys.executable, "end.py"]
     (folder / "end.py").touch()
     with server_for("end.py") as server:
-        assert server.fork([*command, "--other"], environment()) is None
-        forked = server.fork(command, environment())
-        assert (forked.stdout.read(), forked.wait()) == (b"", 0)
+        assert fork([*command, "--other"], server) is None
+        assert fork(command, server) == ("", 0)
         (pid,) = children(os.getpid())
         os.kill(pid, signal.SIGKILL)
         assert wait_for(lambda: not is_alive(pid), DEADLINE)
-        assert server.fork(command, environment()) is None
+        assert fork(command, server) is None
         assert not children(os.getpid())
 
 
@@ -202,9 +207,9 @@ print(random.random(), numpy.random.random())
     with server_for("draws.py") as server:
         drawn = set()
         for _ in range(2):
-            process = server.fork(command, environment())
-            drawn |= {*process.stdout.read().split()}
-            assert process.wait() == 0
+            output, code = fork(command, server)
+            drawn |= {*output.split()}
+            assert code == 0
     assert len(drawn) == 4
 
 

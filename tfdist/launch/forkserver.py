@@ -87,31 +87,24 @@ class ForkServer:
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        stdout: int | IO[bytes] = subprocess.PIPE,
+        stdout: IO[bytes],
     ) -> Forked | None:
         """A new process that runs the command; None if it must be spawned."""
         if self._process is None or command != self._command:
             return None
         role = {"parent": os.getpid(), "environment": dict(environment)}
-        with contextlib.ExitStack() as stack:
-            output = None
-            if isinstance(stdout, int):  # A pipe.
-                read, write = os.pipe()
-                output = os.fdopen(read, "rb", buffering=0)
-                stdout = stack.enter_context(os.fdopen(write, "wb"))
-            try:
-                if not self._is_ready:
-                    left = self._ready_by - time.monotonic()
-                    self.channel.settimeout(max(0.0, left))
-                    self._is_ready = bool(self.channel.recv(1))
-                self.channel.settimeout(_FORK_SECS)
-                text = json.dumps(role).encode()
-                socket.send_fds(self.channel, [text], [stdout.fileno()])
-                pid = int(self.channel.recv(16))  # Empty if it has died.
-            except (OSError, ValueError):
-                self.close()
-                return None
-        return Forked(pid, output)
+        try:
+            if not self._is_ready:
+                left = self._ready_by - time.monotonic()
+                self.channel.settimeout(max(0.0, left))
+                self._is_ready = bool(self.channel.recv(1))
+            self.channel.settimeout(_FORK_SECS)
+            text = json.dumps(role).encode()
+            socket.send_fds(self.channel, [text], [stdout.fileno()])
+            return Forked(int(self.channel.recv(16)))  # Empty if it has died.
+        except (OSError, ValueError):
+            self.close()
+            return None
 
     def reap(self) -> bool:
         """Whether it has died; the next `fork` then closes it."""

@@ -144,7 +144,6 @@ class Forked:
     """A child process that this one has not spawned, as a `Popen`."""
 
     pid: int
-    stdout: IO[bytes] | None  # The reading end of its output, if a pipe.
 
     def wait(self) -> int:
         """Waits for its end; returns its exit code, -n for signal n."""
@@ -159,8 +158,8 @@ class Task:
         self.name = f"{job}:{index}"
         self.tf_config = ""  # Of its next start.
         self.port = 0  # Where it listens.
-        # Where both its streams go: an open file, or a pipe to read from.
-        self.stdout: int | IO[bytes] = subprocess.PIPE
+        # Where both its streams go; None: to a pipe that `output` reads from.
+        self.stdout: IO[bytes] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []  # The oldest first.
         self.exit_codes: list[int] = []  # -n for signal n.
@@ -175,17 +174,22 @@ class Task:
     def start(self, fork: Callable[..., Forked | None] | None = None) -> None:
         """Starts the process, from the launcher's main thread.
 
-        `fork` makes it of command, environment and `stdout`; where there is
-        none, or it returns None, the process is spawned.
+        `fork` makes it of command, environment and output; where there is none,
+        or it returns None, the process is spawned.
         """
         environment = task_environment(self.job) | {"TF_CONFIG": self.tf_config}
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
-        how = self._command, environment
-        process = fork(*how, self.stdout) if fork else None
-        self._process = process or spawn(*how, stdout=self.stdout)
-        if self._process.stdout is not None:
-            self.output = self._process.stdout
-            os.set_blocking(self.output.fileno(), False)
+        with contextlib.ExitStack() as stack:
+            stdout = self.stdout
+            if stdout is None:
+                read, write = os.pipe()
+                os.set_blocking(read, False)
+                self.output = os.fdopen(read, "rb", buffering=0)
+                stdout = stack.enter_context(os.fdopen(write, "wb"))
+            process = fork(self._command, environment, stdout) if fork else None
+            self._process = process or spawn(
+                self._command, environment, stdout=stdout
+            )
         self._stopped = False
         self._began_at = time.monotonic()
         self._started_at = self._started_at or self._began_at
