@@ -420,7 +420,7 @@ def test_first_batches_are_compared_by_value(caplog, word):
         name="worker:0",
         leads=True,
         announce=lambda key, value: told.append(value),
-        wait_for_others=lambda key, watch: {"worker:1": told[0]},
+        wait_for_others=lambda key: {"worker:1": told[0]},
     )
     for words in (["one", "two"], ["one", word]):
         dataset = tf.data.Dataset.from_tensors(({"a": words}, [1.0, 2.0]))
