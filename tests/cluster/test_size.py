@@ -58,7 +58,11 @@ def test_all_without_a_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3", "{}", '{"workers": 0}', '{"workers": true}']
+    "text",
+    [
+        *("", "3", "{}", '{"workers": 0}', '{"workers": true}'),
+        '{"workers": 3, "min_worker": 2}',
+    ],
 )
 def test_malformed(tmp_path, text):
     (tmp_path / "cluster.json").write_text(text)

@@ -193,6 +193,7 @@ def parse_size(text: str, path: str) -> Size:
     secs: Any = values.get("last_call_timeout", LAST_CALL_SECS)
     if (
         not {"workers", "ps"} & {*numbers}
+        or values.keys() - {*names, "last_call_timeout"}
         or not all(type(n) is int and n >= 1 for n in numbers.values())
         or type(secs) not in (int, float)
         or not 0 <= secs < float("inf")

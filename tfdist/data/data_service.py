@@ -50,7 +50,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist.cluster.probing import TaskState, wait_for_all
+from tfdist._tf.waiting import wait_for
+from tfdist.cluster.probing import TaskState, probe, wait_for_all
 from tfdist.cluster.servers import starting, wait_until_gone
 from tfdist.cluster.spec import Cluster, current_cluster
 from tfdist.cluster.termination import Sigterm
@@ -155,6 +156,18 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
     code 143. The dispatcher's journal is in `work_dir`.
     """
     sigterm = Sigterm()
+    try:
+        _serve(cluster, work_dir, is_over, sigterm)
+    finally:
+        sigterm.restore()
+
+
+def _serve(
+    cluster: Cluster,
+    work_dir: str,
+    is_over: Callable[[], bool],
+    sigterm: Sigterm,
+) -> None:
     with starting(cluster):
         server = _server(cluster, work_dir)
     _log.info("Task %s serves on %s.", cluster.task, cluster.address)
@@ -166,7 +179,11 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
             wait_until_gone(leader, _TERM_SECS)
             sigterm.leave()
     # Clients still disconnect from the service.
-    wait_until_gone(leader, math.inf)
+    wait_for(
+        lambda: sigterm.received or probe(leader) is not TaskState.LIVE,
+        math.inf,
+        poll_secs=_POLL_SECS,
+    )
     server.stop()
     if cluster.role == "dispatcher":
         tf.io.gfile.rmtree(work_dir)
