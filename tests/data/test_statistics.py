@@ -170,6 +170,10 @@ def test_only_the_chief_computes_and_only_once(tmp_path, monkeypatch):
     assert compute_once(path, refuse, cluster=Cluster()) == first
 
 
+def test_a_path_of_pathlib(tmp_path):
+    assert compute_once(tmp_path / "job" / "found.json", lambda: [1]) == [1]
+
+
 def test_what_goes_wrong(tmp_path):
     path = str(tmp_path / "statistics.json")
     with pytest.raises(TimeoutError, match=r"chief has not written .*worker:0"):

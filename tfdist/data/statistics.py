@@ -27,6 +27,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ _POLL_SECS = 1.0
 
 
 def compute_once(
-    path: str,
+    path: str | os.PathLike[str],
     compute: Callable[[], Any],
     *,
     cluster: Cluster | None = None,
@@ -79,7 +80,7 @@ def compute_once(
         TypeError: JSON cannot represent what `compute` returns.
         ValueError: the file does not contain JSON.
     """
-    cluster = cluster or current_cluster()
+    cluster, path = cluster or current_cluster(), os.fspath(path)
     text = storage.read_text(path)
     if text is None and cluster.is_chief:
         text = json.dumps(compute(), indent=1)
