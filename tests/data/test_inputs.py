@@ -651,6 +651,11 @@ def test_a_long_field_ends_no_inference(tmp_path):
     assert np.isnan(found["n"])
 
 
+def test_digits_that_only_python_reads_are_text(tmp_path):
+    path = write(tmp_path / "0.csv", "n,text\n1,\u0663\n")
+    assert readers.csv_columns(str(path)) == {"n": tf.int64, "text": ""}
+
+
 def test_errors_about_other_bytes_name_the_file(tmp_path):
     """Not `'utf-8' codec can't decode byte`."""
     write(tmp_path / "0.csv", "a,b\n1,2\n")

@@ -102,12 +102,7 @@ class Layout:
                 lambda: _joined(lines, numbers, held),
             )
         filled = lines != ""
-        lines, numbers = tf.cond(
-            tf.reduce_all(filled),
-            lambda: (lines, numbers),
-            lambda: (lines[filled], numbers[filled]),
-        )
-        return lines, numbers, held
+        return lines[filled], numbers[filled], held
 
     def _without_header(
         self, lines: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
@@ -277,7 +272,7 @@ def _kind(text: str, na_value: str) -> int:
     """0: an int64, 1: a missing value, 2: another number, 3: a string."""
     if text in ("", na_value):
         return 1
-    if "_" in text:
+    if "_" in text or not text.isascii():  # Python knows other digits, too.
         return 3
     with contextlib.suppress(ValueError):
         return 0 if -(2**63) <= int(text) < 2**63 else 2

@@ -93,14 +93,12 @@ def _check_gzip(packed: Sequence[str], always: bool | None) -> None:
             )
             return
         versions = [(stat.length, stat.mtime_nsec) for stat in stats]
-        for error in pool.map(_gzip_error, packed, versions):
-            if error:
-                raise ValueError(error)
+        list(pool.map(_check_whole, packed, versions))
 
 
 @functools.lru_cache(maxsize=10_000)
-def _gzip_error(path: str, version: tuple[int, int]) -> str | None:
-    """What is wrong with a file; read once per version."""
+def _check_whole(path: str, version: tuple[int, int]) -> None:
+    """Raises ValueError for a file that is not; reads it once per version."""
     del version
     size = 0
     try:
@@ -109,8 +107,7 @@ def _gzip_error(path: str, version: tuple[int, int]) -> str | None:
             while chunk := text.read(_CHUNK):
                 size += len(chunk)
     except (EOFError, OSError, zlib.error) as error:
-        return (
+        raise ValueError(
             f"{path} is not a complete gzip file: after {size} bytes of text, "
             f"{error}. Write it again, or rename it if it is not compressed."
-        )
-    return None
+        ) from error
