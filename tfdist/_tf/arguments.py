@@ -11,7 +11,7 @@ def check_positive(
     argument: str, value: Any, kind: type[Any] = numbers.Integral
 ) -> None:
     """Raises ValueError unless `value` is a number of `kind`, at least 1."""
-    if not isinstance(value, kind) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, kind) or isinstance(value, bool) or not value >= 1:
         raise ValueError(
             f"Argument `{argument}` must be a positive "
             f"{'integer' if kind is numbers.Integral else 'number'}. "
