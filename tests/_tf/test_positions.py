@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist._tf.private_positions import (
-    HeldPosition,
-    digest_of,
-    restore_position,
-)
+from tfdist._tf import private_positions
+from tfdist._tf.private_positions import HeldPosition, restore_position
 from tfdist.data import read_csv
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +61,10 @@ def pipelines(csv):
         ],
         "files": [read_csv(csv, n, label_name="y") for n in (4, 5)],
     }
+
+
+def digest_of(dataset):
+    return private_positions.digest_of(private_positions.graph_of(dataset))
 
 
 def digests(csv):

@@ -139,13 +139,13 @@ def _looked_at(iterator: Any) -> tuple[str, str, int]:
     Done once, since it may hold large arrays.
     """
     if not hasattr(iterator, "_tfdist_looked_at"):
-        graph = _graph_of(iterator._dataset)
+        graph = graph_of(iterator._dataset)
         lost, num_orders = _lost(graph), _num_orders(graph)
-        iterator._tfdist_looked_at = _digest(graph), lost, num_orders
+        iterator._tfdist_looked_at = digest_of(graph), lost, num_orders
     return iterator._tfdist_looked_at
 
 
-def _graph_of(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef:
+def graph_of(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef:
     serialized = tf.raw_ops.DatasetToGraphV2(
         input_dataset=dataset._variant_tensor,
         external_state_policy=_IGNORE,
@@ -211,25 +211,15 @@ def _constant(nodes: Mapping[str, Any], name: str) -> Any:
     return tf.make_ndarray(node.attr["value"].tensor).item()
 
 
-def digest_of(dataset: tf.data.Dataset) -> str:
+def digest_of(graph: tf.compat.v1.GraphDef) -> str:
     """What tells a dataset from another one: its ops, functions and constants.
 
     Not its random seeds, nor the int64 scalars from `LEAST_SEED` on that its
     functions are given, which are taken for seeds. Of its first files what they
     begin with, so that a file may grow. It is the same in each process;
     `tf.raw_ops.DatasetFingerprint` is not, where a function has several side
-    effects.
-
-    >>> ranges = [tf.data.Dataset.range(n) for n in (1, 1, 2)]
-    >>> first, same, other = map(digest_of, ranges)
-    >>> first == same != other
-    True
+    effects. Takes from the graph what does not count.
     """
-    return _digest(_graph_of(dataset))
-
-
-def _digest(graph: tf.compat.v1.GraphDef) -> str:
-    """See `digest_of`; takes from the graph what does not count."""
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.
     texts: list[bytes] = []  # Paths of files among them.
