@@ -118,7 +118,7 @@ def test_ragged_ids_without_combiner(data):
 
 @pytest.mark.parametrize("combiner", COMBINERS)
 @pytest.mark.parametrize("form", ["ragged", "sparse"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.booleans())
 def test_combiners(form, combiner, data, weighted):
     layer = drawn_layer(data, combiner)

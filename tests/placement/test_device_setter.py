@@ -117,7 +117,7 @@ def graph_devices(setter, program):
 
 
 @given(arguments=setter_arguments(), program=programs(graph_leaves, any_device))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_no_difference_from_tf1_in_a_graph(arguments, program):
     arguments, make_strategy = arguments
     ours = replica_device_setter(**arguments, ps_strategy=make_strategy())
@@ -217,7 +217,7 @@ scope_programs = {
 @pytest.mark.parametrize("in_function", [False, True])
 @pytest.mark.parametrize("merge_devices", [True, False])
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_scopes_place_variables_as_tf1(in_function, merge_devices, data):
     program = data.draw(scope_programs[in_function])
     arguments = {

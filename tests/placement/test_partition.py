@@ -47,7 +47,7 @@ def test_no_difference_from_tf1(shape, dtype, data):
 
 
 @given(num_rows=st.integers(1, 60), data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_slices_are_those_of_get_variable(num_rows, data):
     num_shards = data.draw(st.integers(1, num_rows))
     with tf.Graph().as_default():
