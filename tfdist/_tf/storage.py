@@ -171,6 +171,13 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     return directory
 
 
+def names_in(directory: str) -> list[str]:
+    """The files and folders of a directory; none if there is no directory."""
+    if not tf.io.gfile.isdir(directory):
+        return []
+    return [name.rstrip("/") for name in tf.io.gfile.listdir(directory)]
+
+
 def read_text(path: str) -> str | None:
     """Reads a file that another process may replace; None if there is none.
 

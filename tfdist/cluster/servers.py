@@ -232,9 +232,15 @@ def _is_done(said: str) -> bool:
     return not goes_on and max(jobs, default=0) >= len(_serves)
 
 
-def wait_until_gone(address: str, timeout_secs: float) -> None:
+def wait_until_gone(
+    address: str,
+    timeout_secs: float,
+    unless: Callable[[], bool] = lambda: False,
+) -> None:
     """Waits until nothing answers there, so long at most."""
-    wait_for(lambda: probe(address) is not TaskState.LIVE, timeout_secs)
+    wait_for(
+        lambda: unless() or probe(address) is not TaskState.LIVE, timeout_secs
+    )
 
 
 def release(cluster: Cluster) -> None:

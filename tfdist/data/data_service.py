@@ -50,8 +50,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.waiting import wait_for
-from tfdist.cluster.probing import TaskState, probe, wait_for_all
+from tfdist.cluster.probing import TaskState, wait_for_all
 from tfdist.cluster.servers import starting, wait_until_gone
 from tfdist.cluster.spec import Cluster, current_cluster
 from tfdist.cluster.termination import Sigterm
@@ -179,11 +178,7 @@ def _serve(
             wait_until_gone(leader, _TERM_SECS)
             sigterm.leave()
     # Clients still disconnect from the service.
-    wait_for(
-        lambda: sigterm.received or probe(leader) is not TaskState.LIVE,
-        math.inf,
-        poll_secs=_POLL_SECS,
-    )
+    wait_until_gone(leader, math.inf, unless=lambda: sigterm.received)
     server.stop()
     if cluster.role == "dispatcher":
         tf.io.gfile.rmtree(work_dir)

@@ -95,8 +95,9 @@ def list_exports(export_path: str) -> list[str]:
     >>> tfdist.estimator.list_exports(directory)
     []
     """
-    names = (n for n in sorted(_names(export_path)) if re.fullmatch(_NUMBER, n))
-    paths = [os.path.join(export_path, name) for name in names]
+    names = sorted(storage.names_in(export_path))
+    numbers = (name for name in names if re.fullmatch(_NUMBER, name))
+    paths = [os.path.join(export_path, number) for number in numbers]
     return [path for path in paths if _is_complete(path)]
 
 
@@ -132,18 +133,12 @@ def _served(
     return served
 
 
-def _names(path: str) -> list[str]:
-    if not tf.io.gfile.isdir(path):
-        return []
-    return [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
-
-
 def _publish(temporary: str, export_path: str) -> str:
     """Gives a complete export the time as its number, or the next free one.
 
     It is greater than any other, for the latest is the one that is served.
     """
-    names = _names(export_path)
+    names = storage.names_in(export_path)
     numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
     number = max([int(time.time()), *(n + 1 for n in numbers)])
     final = os.path.join(export_path, f"{number:010d}")
@@ -169,7 +164,7 @@ def remove_abandoned(export_path: str, after_secs: float = 0.0) -> None:
 
     Whatever began so long ago: with 0, nobody may be exporting there.
     """
-    for name in _names(export_path):
+    for name in storage.names_in(export_path):
         match = re.fullmatch(rf"({_NUMBER})|temp-({_NUMBER})(-\w+)?", name)
         if match and int(match[1] or match[2]) < time.time() - after_secs:
             path = os.path.join(export_path, name)

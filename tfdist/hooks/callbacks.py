@@ -248,7 +248,9 @@ class KerasCallbackHook(SessionRunHook):
             together = getattr(logs, "after", lambda earlier: logs)
             self._so_far = together(self._so_far)
             batch = (session.step - 1) % self._steps_per_epoch
-            with self._metrics():
+            # Keras' own callbacks read their logs alone.
+            reads = self.single_steps
+            with self._metrics() if reads else contextlib.nullcontext():
                 self._call("on_train_batch_end", batch, dict(logs))
         if session.step // self._steps_per_epoch > self._epoch:
             self._end_epoch(session)

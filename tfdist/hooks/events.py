@@ -118,9 +118,8 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     {7: {'accuracy': 0.5}}
     """
     scalars: dict[int, dict[str, float]] = {}
-    exists = tf.io.gfile.isdir(directory)
-    names = tf.io.gfile.listdir(directory) if exists else ()
-    for name in sorted(name for name in names if "tfevents" in name):
+    names = (n for n in storage.names_in(directory) if "tfevents" in n)
+    for name in sorted(names):
         path = os.path.join(directory, name)
         records = tf.data.TFRecordDataset(path).as_numpy_iterator()
         # The record at the end may not be whole yet.

@@ -203,14 +203,10 @@ class MetricStates:
     def shown(self, packed: np.ndarray) -> Iterator[None]:
         """In it the model's metrics, which are not read else, have states."""
         try:
-            self._assign_all(self._unpacked(packed)[2:])
+            self._assign(self._unpacked(packed)[2:], every=True)
             yield
         finally:
-            self._assign_all(self._start)
-
-    def _assign_all(self, values: Sequence[Any]) -> None:
-        for variable, value in zip(self._metrics, values, strict=True):
-            variable.assign(value)
+            self._assign(self._start, every=True)
 
     def _unpacked(self, packed: np.ndarray) -> list[Any]:
         """Sum of losses, weight, and values of the metrics' variables."""
@@ -261,12 +257,15 @@ class MetricStates:
         metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
         return [loss_sum, states[1] + weight, *metrics]
 
-    def _assign(self, values: Sequence[Any]) -> None:
-        """Has training go on from these values, where it keeps them."""
+    def _assign(self, values: Sequence[Any], every: bool = False) -> None:
+        """Has training go on from these values, where it keeps them.
+
+        Or has `every` variable this value, for whoever reads it.
+        """
         for variable, value, stays in zip(
             self._metrics, values, self._stays, strict=True
         ):
-            if stays:
+            if stays or every:
                 variable.value.assign(value)
 
 
