@@ -178,6 +178,10 @@ class Size:
     last_call_timeout: float  # Seconds for which it waits for more than these.
 
 
+# What a launcher's file has beside: the limits that `tfdist resize` keeps.
+_LAUNCHERS = "max_workers", "min_ps", "max_ps"
+
+
 def parse_size(text: str, path: str) -> Size:
     """Reads the text of a `cluster.json`; ValueError if it is malformed.
 
@@ -193,7 +197,7 @@ def parse_size(text: str, path: str) -> Size:
     secs: Any = values.get("last_call_timeout", LAST_CALL_SECS)
     if (
         not {"workers", "ps"} & {*numbers}
-        or values.keys() - {*names, "last_call_timeout"}
+        or values.keys() - {*names, *_LAUNCHERS, "last_call_timeout"}
         or not all(type(n) is int and n >= 1 for n in numbers.values())
         or type(secs) not in (int, float)
         or not 0 <= secs < float("inf")
