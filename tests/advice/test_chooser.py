@@ -13,6 +13,7 @@ import tensorflow as tf
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import tfdist
 from tests.small_models import logistic, unbuilt
 from tfdist import PartitionedEmbedding
 from tfdist.advice import cost_formulas as formulas
@@ -814,6 +815,14 @@ def test_works_with_nothing_but_numbers(capsys):
     assert "Advice: ps" in capsys.readouterr().out
 
 
+def growing():
+    ids = keras.Input([2], dtype="int64")
+    rows = tfdist.DynamicEmbedding(4, 4096)(ids)
+    model = keras.Model(ids, keras.layers.Dense(1)(rows))
+    model.compile("adagrad", "mse")
+    return model
+
+
 def test_measures_on_demand(capsys):
     assert main(["--model=tests.small_models:logistic", "--measure"]) == 0
     first, *table = capsys.readouterr().out.splitlines()
@@ -847,6 +856,10 @@ def test_nothing_is_possible(capsys):
         ),
         (["--model=tests.advice.test_chooser"], "package.module:function"),
         (["--model=tests.advice.test_chooser:DAY"], "must be callable"),
+        (
+            ["--model=tests.advice.test_chooser:growing", "--measure"],
+            "Train by tfdist.fit",
+        ),
         (["--model=tests.small_models:unbuilt"], "must return a built model"),
         ([MODEL, "--machines=0"], "`count` must be a positive integer"),
         ([MODEL, "--bandwidth=-1"], "`bandwidth` must be positive"),

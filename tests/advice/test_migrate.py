@@ -57,6 +57,35 @@ def test_what_is_gone_is_listed_with_what_replaces_it(tmp_path, capsys):
     assert lines[-1] == "8 symbols are gone; known of these: 7."
 
 
+STARS = """\
+from tensorflow import *
+from tensorflow.keras.layers import *
+from tensorflow.contrib.layers import *
+from tensorflow.estimator import *
+from keras.optimizers import *
+
+net = DenseFeatures([Dense(3), Adam(), relu])
+with Session() as session:
+    net = log(fully_connected(net))
+session = StopAtStepHook
+log = print
+log(net)
+"""
+
+
+def test_names_of_an_import_of_all(tmp_path, capsys):
+    code, lines = run(tmp_path, capsys, "a.py", STARS)
+    assert code == 1
+    found = [re.match(r"a.py:(\d+): ([\w.]+):", x).groups() for x in lines[:-1]]
+    assert found == [
+        ("3", "tf.contrib.layers"),
+        ("7", "tf.keras.layers.DenseFeatures"),
+        ("8", "tf.Session"),
+        ("9", "tf.log"),
+        ("10", "tf.estimator.StopAtStepHook"),
+    ]
+
+
 def test_every_note_is_told_once(tmp_path, capsys):
     (tmp_path / "a.py").write_text(PROGRAM)
     (tmp_path / "b.py").write_text(PROGRAM)

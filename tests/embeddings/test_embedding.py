@@ -502,6 +502,49 @@ def test_config():
     assert copy.num_shards == 4
 
 
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ids_of_more_axes_are_combined_over_the_last(combiner, weighted):
+    layer = built(10, 3, num_shards=2, combiner=combiner)
+    lists = [[[1, 2], [], [9]], [], [[3, 3, 4]]]
+    ids = tf.ragged.constant(lists, tf.int64)
+    scale = tf.range(1.0, 7) if weighted else tf.ones([6])
+    weights = ids.with_flat_values(scale)
+    expected = tf.nn.safe_embedding_lookup_sparse(
+        tf.constant(table_of(layer)),
+        ids.to_sparse(),
+        weights.to_sparse(),
+        combiner=combiner,
+    )
+    given = weights if weighted else None
+    rows = layer(ids, given)
+    np.testing.assert_array_equal(rows.row_splits, ids.row_splits)
+    np.testing.assert_allclose(rows.to_tensor(), expected, rtol=1e-5)
+    given = weights.to_sparse() if weighted else None
+    rows = layer(ids.to_sparse(), given)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5)
+    symbolic = keras.KerasTensor([3, 3, 3], "int64")
+    assert rows.shape == layer.compute_output_spec(symbolic).shape
+
+
+def test_sparse_ids_of_one_axis_are_one_example():
+    layer = built(10, 3, combiner="sum")
+    ids = tf.sparse.from_dense([0, 4, 5])
+    expected = table_of(layer)[[4, 5]].sum(axis=0)
+    np.testing.assert_allclose(layer(ids), expected, rtol=1e-6)
+    none = tf.SparseTensor(tf.zeros([0, 3], tf.int64), [], [2, 0, 4])
+    assert layer(tf.cast(none, tf.int64)).shape == [2, 0, 3]
+
+
+@pytest.mark.parametrize("inner", [None, "sum"])
+def test_ragged_ids_of_equal_rows(inner):
+    layer = built(10, 3, combiner=inner)
+    ids = tf.RaggedTensor.from_row_lengths([[1, 2], [3, 4], [5, 5]], [1, 2])
+    rows = table_of(layer)[ids.values.numpy()]
+    expected = rows if inner is None else rows.sum(axis=1)
+    np.testing.assert_allclose(layer(ids).values, expected, rtol=1e-6)
+
+
 def saved_model():
     reset_object_names()
     layer = built(10, 4, num_shards=3, combiner="mean", name="words")
@@ -519,6 +562,21 @@ def saved_model():
         (
             tf.ragged.constant([[1, 2], [3]]),
             tf.ragged.constant([[1.0], [2.0, 3.0]]),
+            "Weights and ids",
+        ),
+        (
+            tf.ragged.constant([[1, 2], [3]]),
+            tf.ragged.constant([[1.0, 2.0, 3.0]]),
+            "Weights and ids|a weight for each id",
+        ),
+        (
+            tf.sparse.from_dense([[1, 2], [3, 0]]),
+            tf.sparse.from_dense([[1.0, 0.0], [2.0, 0.0]]),
+            "Weights and ids",
+        ),
+        (
+            tf.sparse.from_dense([[1, 0], [3, 0]]),
+            tf.sparse.from_dense([[1.0, 0.0], [0.0, 2.0]]),
             "Weights and ids",
         ),
     ],

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         machines = Machines(**{n: args.pop(n) for n in names & args.keys()})
         advice = choose_strategy(_workload(model, measured, args), machines)
-    except (TypeError, ValueError) as e:
+    except (LookupError, TypeError, ValueError) as e:
         parser.error(str(e))
     print(advice.table())
     return 0 if advice.strategy else 1

@@ -46,13 +46,15 @@ class _Names(ast.NodeVisitor):
     def __init__(self) -> None:
         self.uses: list[tuple[int, str]] = []  # With their lines.
         self._aliases: dict[str, str] = {}
+        self._starred: dict[str, str] = {}
 
     def _full(self, node: ast.AST) -> str:
         """The full name that a chain of attributes means, or ""."""
         if isinstance(node, ast.Attribute):
             value = self._full(node.value)
             return value and f"{value}.{node.attr}"
-        return self._aliases.get(getattr(node, "id", ""), "")
+        name = getattr(node, "id", "")
+        return self._aliases.get(name, self._starred.get(name, ""))
 
     def visit_Import(self, node: Any, module: str = "") -> None:
         """`import tensorflow.x as y` makes y a name; without it, tensorflow."""
@@ -61,13 +63,24 @@ class _Names(ast.NodeVisitor):
             root = full.partition(".")[0]
             name = alias.asname or (alias.name if module else root)
             self._aliases[name] = ""
-            if root in ("tensorflow", "tensorflow_estimator"):
+            if root not in ("tensorflow", "tensorflow_estimator"):
+                continue
+            if alias.name == "*":
+                self.uses.append((node.lineno, module[:-1]))
+                self._starred.update(_all_of(module[:-1]))
+            else:
                 self._aliases[name] = full if alias.asname or module else root
                 self.uses.append((node.lineno, full))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """`from tensorflow.x import y`."""
         self.visit_Import(node, "." if node.level else f"{node.module}.")
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """A name that `from tensorflow.x import *` has brought."""
+        is_read = isinstance(node.ctx, ast.Load)
+        if is_read and node.id in self._starred.keys() - self._aliases.keys():
+            self.uses.append((node.lineno, self._starred[node.id]))
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """`y = tf.x` makes y a name; `y = other`, none any more."""
@@ -116,10 +129,24 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
 
 def _has(full: str) -> bool:
     """Whether TF 2.21 has what `full` names."""
+    return _value(full) is not None
+
+
+def _value(full: str) -> Any:
     value: Any = tf
     for name in full.split(".")[1:]:
         value = getattr(value, name, None)
-    return value is not None
+    return value
+
+
+def _all_of(module: str) -> dict[str, str]:
+    """What `import *` of a module brings: its names, now and in TF 1."""
+    old = module.replace("tensorflow", "tf", 1) + "."
+    v1 = _value(module.replace("tensorflow", "tensorflow.compat.v1", 1))
+    gone = [name for name in _gone_rows() if name.startswith(old)]
+    gone = [name.removeprefix(old).split(".")[0] for name in gone]
+    names = {*dir(_value(module)), *dir(v1), *gone}
+    return {n: f"{module}.{n}" for n in names if not n.startswith("_")}
 
 
 def _gone_rows() -> dict[str, Row]:

@@ -69,9 +69,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         partitioner: One of `tfdist.placement.partitioners`'s; excludes
             `num_shards`.
         combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
-            sum of squared weights) over the last axis of dense ids, over each
-            row of ragged or sparse ones. Default: none; sparse ids need one.
-            An example without ids gets zeros.
+            sum of squared weights) over the last axis of ids. Default: none;
+            sparse ids need one. An example without ids gets zeros.
         embeddings_initializer: Keras initializer, applied to each shard on
             the server that holds it. A random one draws differently for each
             shard, so a table's initial values depend on `num_shards`. Of
@@ -96,8 +95,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         **kwargs: As for every layer.
 
     Call arguments:
-        ids: Integers: a dense tensor `(batch, ...)`, a `tf.RaggedTensor` or
-            `tf.SparseTensor` `(batch, None)`. Whole numbers in floats, which a
+        ids: Integers `(batch, ...)`: a tensor, a `tf.RaggedTensor` or a
+            `tf.SparseTensor`. Whole numbers in floats, which a
             `keras.Sequential` without an input makes of them, where that dtype
             holds all ids of the table: at most 16,777,216 in float32.
         weights: Of the form of `ids`, float; for a combiner. Default: ones.
@@ -249,21 +248,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Looks up `ids`; see the class."""
         if weights is not None:
             weights = lookups.checked_weights(weights, ids, self.combiner)
-        if isinstance(ids, tf.SparseTensor):
-            if self.combiner is None:
-                raise ValueError("Sparse ids need a `combiner`.")
-            segment, num = ids.indices[:, 0], ids.dense_shape[0]
-            weights = weights.values if weights is not None else None
-            ids = ids.values
-        elif isinstance(ids, tf.RaggedTensor):
-            if self.combiner is None:
-                if self.mask_zero:
-                    raise ValueError("Ragged ids have no padding to mask.")
-                return ids.with_flat_values(self._rows(ids.flat_values))
-            segment, num = ids.value_rowids(), ids.nrows()
-            weights = weights.flat_values if weights is not None else None
-            ids = ids.flat_values
-        else:
+        if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
             ids = tf.convert_to_tensor(ids)
             flat = ids if ids.shape.rank == 1 else tf.reshape(ids, [-1])
             rows = _reshaped(self._rows(flat), ids, self.output_dim)
@@ -271,10 +256,21 @@ class PartitionedEmbedding(keras.layers.Layer):
                 return rows
             total = functools.partial(tf.reduce_sum, axis=-2)
             return self._combined(ids, rows, weights, total)
+        weights = getattr(weights, "values", None)
+        if isinstance(ids, tf.RaggedTensor):
+            if self.combiner is None and self.mask_zero:
+                raise ValueError("Ragged ids have no padding to mask.")
+            if self.combiner is None or ids.shape.rank != 2:
+                return ids.with_values(self.call(ids.values, weights))
+        elif self.combiner is None:
+            raise ValueError("Sparse ids need a `combiner`.")
+        example, num = lookups.examples_of(ids)
         total = functools.partial(
-            tf.math.unsorted_segment_sum, segment_ids=segment, num_segments=num
+            tf.math.unsorted_segment_sum, segment_ids=example, num_segments=num
         )
-        return self._combined(ids, self._rows(ids), weights, total)
+        rows = self._rows(ids.values)
+        rows = self._combined(ids.values, rows, weights, total)
+        return rows if ids.shape.rank == 2 else lookups.by_example(rows, ids)
 
     def _combined(
         self,

@@ -27,7 +27,7 @@ def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
 
     Raises:
         ValueError: they are not, as far as is known before a step.
-        InvalidArgumentError: in a step: the rows have other lengths.
+        InvalidArgumentError: in a step: they are at other places.
     """
     if combiner is None:
         raise ValueError("Argument `weights` needs a `combiner`.")
@@ -42,8 +42,41 @@ def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
         )
     if isinstance(ids, tf.RaggedTensor):
         splits = weights.with_row_splits_dtype(ids.row_splits.dtype).row_splits
-        tf.debugging.assert_equal(ids.row_splits, splits, "Weights and ids")
+        _check_places(ids.row_splits, splits)
+    elif isinstance(ids, tf.SparseTensor):
+        _check_places(ids.indices, weights.indices)
     return weights
+
+
+def _check_places(of_ids: tf.Tensor, of_weights: tf.Tensor) -> None:
+    same = tf.raw_ops.Equal(
+        x=of_ids, y=of_weights, incompatible_shape_error=False
+    )
+    wanted = "Weights and ids must be at the same places. Received:"
+    tf.raw_ops.Assert(
+        condition=tf.reduce_all(same), data=[wanted, of_weights, of_ids]
+    )
+
+
+def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
+    """The example of each id, by number, and how many examples there are.
+
+    An example is what the last axis holds. Ragged ids have two axes.
+    """
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.value_rowids(), ids.nrows()
+    if ids.shape.rank != 2:
+        num = tf.reduce_prod(ids.dense_shape[:-1])
+        ids = tf.sparse.reshape(ids, [num, ids.dense_shape[-1]])
+    return ids.indices[:, 0], ids.dense_shape[0]
+
+
+def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
+    """Rows `(n, dim)` of the examples of `ids`, in the shape of these."""
+    dim = rows.shape[-1]
+    rows = tf.reshape(rows, tf.concat([ids.dense_shape[:-1], [dim]], 0))
+    rows.set_shape([*ids.shape[:-1], dim])
+    return rows
 
 
 class Collector:
