@@ -49,6 +49,42 @@ def test_reset_object_names_repeats_paths():
     assert paths() == paths()
 
 
+def test_variables_of_one_path_are_told_apart():
+    def tower(name):
+        ids = keras.Input([], dtype="int32")
+        rows = keras.layers.Embedding(5, 3, name="ids")(ids)
+        rows = keras.layers.Dense(2, name=f"only_{name}")(shared(rows))
+        return keras.Model(
+            ids, keras.layers.Dropout(0.5, name="drop")(rows), name=name
+        )
+
+    shared = keras.layers.Dense(3, name="shared")
+    inputs = [keras.Input([], dtype="int32") for _ in range(2)]
+    towers = [tower("a"), tower("b")]
+    outputs = [t(x) for t, x in zip(towers, inputs, strict=True)]
+    model = keras.Model(inputs, keras.layers.Add()(outputs))
+    paths = [v.path for v in model.variables]
+    assert len({*paths}) < len(paths)
+    private_keras.tell_apart(model)
+    found = {v.path: v for v in model.variables}
+    assert len(found) == len(paths)
+    assert {"a/ids/embeddings", "b/ids/embeddings"} < found.keys()
+    assert {"only_a/kernel", "only_b/kernel", "shared/kernel"} < found.keys()
+    layer = towers[1].get_layer("ids")
+    assert (layer.path, layer.embeddings) == (
+        "b/ids",
+        found["b/ids/embeddings"],
+    )
+    # Slots are called after them.
+    optimizer = keras.optimizers.Adagrad()
+    optimizer.build(model.trainable_variables)
+    names = [v.path for v in optimizer.variables]
+    assert "adagrad/b_ids_embeddings_accumulator" in names
+    before = [v.path for v in model.variables]
+    private_keras.tell_apart(model)
+    assert [v.path for v in model.variables] == before
+
+
 def test_what_sets_variables_assigns_them():
     model = small_model()
     kernel, rate = model.weights[0], model.optimizer.learning_rate

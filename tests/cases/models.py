@@ -219,6 +219,56 @@ def partitioned_towers(job):
     has_its_life(job, lambda: compiled(TwoTower(table), loss=None), _ratings())
 
 
+def _tower(name, table, seed):
+    """Its layers are built, with their paths, before it has a name."""
+    ids = keras.Input([], dtype="int64")
+    rows = table(ids)
+    initial = keras.initializers.GlorotUniform(seed)
+    top = layers.Dense(3, kernel_initializer=initial, name="top")
+    return keras.Model(ids, top(rows), name=name)
+
+
+def _named_alike(table, optimizer):
+    user, item = (keras.Input([], dtype="int64", name=n) for n in _SIDES)
+    towers = [_tower(f"{side}s", table(i), i) for i, side in enumerate(_SIDES)]
+    score = layers.Dot(1)([towers[0](user), towers[1](item)])
+    return compiled(keras.Model({"user": user, "item": item}, score), optimizer)
+
+
+_SIDES = "user", "item"
+# No id comes twice: `fit` would square its gradients one by one.
+_PAIRS = {"user": np.arange(12), "item": np.arange(12)[::-1].copy()}
+
+
+@case("towers whose layers have the same names")
+def named_alike(job):
+    def model_fn():
+        return _named_alike(
+            lambda i: layers.Embedding(12, 4, name="ids"), "adam"
+        )
+
+    has_its_life(job, model_fn, (_PAIRS, examples()[1]))
+
+
+@case("towers whose partitioned tables have the same names")
+def tables_named_alike(job):
+    def table(i):
+        initial = keras.initializers.RandomUniform(seed=i)
+        return tfdist.PartitionedEmbedding(
+            12, 4, num_shards=2, embeddings_initializer=initial, name="ids"
+        )
+
+    has_its_life(
+        job, lambda: _named_alike(table, "adagrad"), (_PAIRS, examples()[1])
+    )
+    if job.is_chief:
+        path = tf.train.latest_checkpoint(job.model_dir)
+        for side in _SIDES:
+            name = f"{side}s/ids/embeddings"
+            table = tfdist.checkpoint.load_variable(path, name)
+            assert table.shape == (12, 4)
+
+
 class Ragged(keras.Model):
     def __init__(self):
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -134,6 +135,36 @@ def leave_strategy(model: keras.Model) -> None:
     for each in model._flatten_layers():
         if isinstance(each, keras.Model):
             each._distribute_strategy = None
+
+
+def tell_apart(model: keras.Model) -> None:
+    """Has variables that share a path, and their layers, get others.
+
+    Keras builds the layers of a functional model before it is part of another,
+    so two towers whose layers have the same names have the same paths. Theirs
+    begin with the names of the layers that they are in, as in a `Sequential`.
+    """
+    paths = collections.Counter(variable.path for variable in model.variables)
+    seen: set[int] = set()
+
+    def visit(holder: keras.layers.Layer, prefix: str) -> None:
+        for layer in holder._flatten_layers(False, recursive=False):
+            if id(layer) in seen:
+                continue
+            seen.add(id(layer))
+            path = f"{prefix}{layer.name}"
+            visit(layer, f"{path}/")
+            inner = layer._flatten_layers(False, recursive=False)
+            others = {id(v) for each in inner for v in each.variables}
+            own = [v for v in layer.variables if id(v) not in others]
+            if any(paths[variable.path] > 1 for variable in own):
+                for variable in own:
+                    name = variable.path.removeprefix(f"{layer.path}/")
+                    variable._path = f"{path}/{name}"
+                layer._path = path
+
+    if paths and max(paths.values()) > 1:
+        visit(model, "")
 
 
 def is_built(model: keras.Model, itself: bool = True) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
+from tfdist._tf.private_keras import tell_apart
 from tfdist.embeddings.index import unmixed
 from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
@@ -36,7 +37,8 @@ def named_variables(
 
     A variable is called by its path, the shards of a table together by the
     path that the table would have in one piece, and a slot
-    `<variable>/<optimizer>/<slot>`, as in TF1.
+    `<variable>/<optimizer>/<slot>`, as in TF1. Variables that share a path are
+    given others: the names of the layers that they are in.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> [name.split("/")[-1] for name in named_variables(model)]
@@ -52,6 +54,7 @@ def named_variables(
         ValueError: two variables have one name, or one that of the counter; a
             table in shards is of float16.
     """
+    tell_apart(model)
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
     metrics = {id(v) for v in model.metrics_variables}
     for variable in model.variables:

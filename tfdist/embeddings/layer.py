@@ -25,8 +25,8 @@ from tfdist.placement.partitioners import (
     row_slices,
 )
 
-# Attribute that a shard carries: a checkpoint saves shards as one variable. Its
-# path, and the first row and the size of each run of rows that the shard holds.
+# Attribute that a shard carries: a checkpoint saves shards as one variable. The
+# end of its path, and the first row and the size of each run of rows it holds.
 _SHARD = "_tfdist_shard"
 _NO_SHARD = (None,)
 _COMBINERS = (None, "sum", "mean", "sqrtn")
@@ -404,12 +404,13 @@ def mark_shard(
 
     Its name is that of the whole and `part`.
     """
-    setattr(variable, _SHARD, (variable.path.removesuffix(part), runs))
+    setattr(variable, _SHARD, (part, runs))
 
 
 def shard_of(variable: keras.Variable) -> str | None:
     """Path of the whole of which `variable` is a shard; None if it is none."""
-    return getattr(variable, _SHARD, _NO_SHARD)[0]
+    part = getattr(variable, _SHARD, _NO_SHARD)[0]
+    return None if part is None else variable.path.removesuffix(part)
 
 
 def runs_of(variable: keras.Variable) -> list[tuple[int, int]]:

@@ -139,6 +139,7 @@ def checked_model(
             "no method `call`, to make them of. Start it with `keras.Input"
             "(...)`, or call it on one in the model function."
         )
+    private_keras.tell_apart(model)
     return model
 
 
