@@ -187,6 +187,11 @@ def test_methods_of_all_gradients():
     assert sorted(called) == sorted(names)
 
 
+def test_the_spec_of_what_is_none():
+    pair = tf.data.Dataset.from_tensors((1, None)).element_spec
+    assert isinstance(pair[1], private.NoneTensorSpec)
+
+
 def test_unique_id_tells_variables_apart():
     one, two = tf.Variable(1.0), tf.Variable(1.0)
     assert private.unique_id(one) != private.unique_id(two)

@@ -40,6 +40,11 @@ from tensorflow.python.eager import context, tape
 # Whether ops are to be deterministic, for `now`.
 from tensorflow.python.framework import config
 
+# The spec of a part that is None; public from TensorFlow 2.19 or later on.
+from tensorflow.python.framework.none_tensor import (
+    NoneTensorSpec as NoneTensorSpec,
+)
+
 # A variable without memory: to describe a model with, or to hold a value in.
 from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist._tf import private
 from tfdist._tf.arguments import check_callable
-from tfdist._tf.versions import NoneTensorSpec
+from tfdist._tf.private import NoneTensorSpec
 from tfdist.data.input_wait import InputWatch
 from tfdist.data.worker_context import WorkerContext, read_by_all
 
