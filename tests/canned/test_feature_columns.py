@@ -193,6 +193,24 @@ def test_no_column(column):
         checked_columns("columns", [column])
 
 
+@pytest.mark.parametrize(
+    "column_of",
+    [
+        lambda ids: fc.embedding_column(ids, 2),
+        fc.indicator_column,
+        lambda ids: shared_embeddings([ids], 2)[0],
+        lambda ids: fc.embedding_column(
+            fc.weighted_categorical_column(ids, "w"), 2
+        ),
+    ],
+)
+def test_a_column_of_a_sequence(column_of):
+    """Of which TF 2.15 said so too; here it was named a feature's shape."""
+    ids = fc.sequence_categorical_column_with_identity("f", 9)
+    with pytest.raises(TypeError, match=r"none of a sequence.*Sequence"):
+        checked_columns("columns", column_of(ids))
+
+
 def test_embedding_with_an_option_that_tables_lack():
     column = fc.embedding_column(words(), 2, max_norm=1.0)
     with pytest.raises(ValueError, match="max_norm"):

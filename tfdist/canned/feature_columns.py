@@ -14,7 +14,7 @@ missing in a dense tensor as well; one of columns does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -60,13 +60,14 @@ def checked_columns(
     columns = [columns] if _class(columns) in _CLASSES else list(columns or ())
     if not columns:
         raise ValueError(f"Argument `{name}` must have columns.")
-    for column in columns:
+    for column in _with_parents(columns):
         if _class(column) not in _CLASSES:
             raise TypeError(
                 f"Argument `{name}` must hold columns of `tf.feature_column`, "
                 f"none of a sequence. Received: {column!r} of type "
                 f"{_class(column)}."
             )
+    for column in columns:
         if dense and not hasattr(column, "get_dense_tensor"):
             raise ValueError(
                 f"Argument `{name}` must have dense columns. Received the "
@@ -140,14 +141,20 @@ def dense_size(column: Column) -> int:
 def read_vocabularies(columns: Iterable[Column]) -> dict[Column, Lookup]:
     """The vocabularies of columns and of those they are made of."""
     lookups: dict[Column, Lookup] = {}
+    for column in _with_parents(columns):
+        if _class(column).startswith("Vocabulary") and column not in lookups:
+            lookups[column] = Lookup(column)
+    return lookups
+
+
+def _with_parents(columns: Iterable[Column]) -> Iterator[Column]:
+    """Columns, and those that they are made of."""
     waiting = list(columns)
     while waiting:
         column = waiting.pop()
-        if _class(column).startswith("Vocabulary") and column not in lookups:
-            lookups[column] = Lookup(column)
-        elif not isinstance(column, str):
-            waiting.extend(column.parents)
-    return lookups
+        yield column
+        parents = getattr(column, "parents", ())
+        waiting.extend(p for p in parents if not isinstance(p, str))
 
 
 class Lookup:
