@@ -405,6 +405,23 @@ def test_predict_keys(trained):
         list(trained.predict(batches, predict_keys=["a"]))
 
 
+def test_one_predict_key(tmp_path):
+    """As TF 1's programs have it: a name, which is no list of letters."""
+
+    def model_fn():
+        x = keras.Input([4])
+        outputs = {"prob": keras.layers.Dense(1)(x), "p": x}
+        model = keras.Model(x, outputs)
+        model.compile("sgd", {"prob": "mse", "p": None})
+        return model
+
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config)
+    made.train(lambda: batches().map(lambda x, y: (x, {"prob": y})), steps=1)
+    for keys in ("prob", ["prob"]):
+        assert list(next(made.predict(batches, keys))) == ["prob"]
+
+
 @pytest.mark.parametrize(
     "steps", [{"steps": 1, "max_steps": 2}, {"steps": 0}, {"max_steps": -1}]
 )

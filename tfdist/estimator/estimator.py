@@ -282,7 +282,7 @@ class Estimator:
     def predict(
         self,
         input_fn: InputFn,
-        predict_keys: Sequence[str] | None = None,
+        predict_keys: Sequence[str] | str | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
@@ -294,8 +294,8 @@ class Estimator:
 
         Args:
             input_fn: As for `TrainSpec`; only the features are read.
-            predict_keys: Of a model whose output is a dictionary, the keys to
-                yield. Default: all.
+            predict_keys: Of a model whose output is a dictionary, the key or
+                keys to yield. Default: all.
             checkpoint_path: As for `evaluate`.
             yield_single_examples: Whether to yield an example at a time,
                 without the batch dimension, else a batch.
@@ -435,8 +435,9 @@ class Estimator:
         return local_strategy(config.strategy_name)
 
 
-def _chosen(outputs: Any, keys: Sequence[str]) -> dict[str, Any]:
+def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
     """The entries of a model's output that are asked for."""
+    keys = [keys] if isinstance(keys, str) else keys
     names = sorted(outputs) if isinstance(outputs, Mapping) else []
     if not set(keys) <= set(names):
         raise ValueError(
