@@ -109,6 +109,7 @@ def test_every_note_is_told_once(tmp_path, capsys):
         ("import tensorflow_estimator as tfe\ntfe.estimator.RunConfig()", True),
         ("import layers\nlayers.dense(1)", False),
         ("from . import tensorflow as tf\ntf.Session()", False),
+        ("grads = optimizer.compute_gradients(loss)", True),
     ],
 )
 def test_aliases_and_what_stays(tmp_path, capsys, program, listed):
@@ -143,6 +144,15 @@ def test_what_cannot_be_read_is_said_and_the_rest_read(tmp_path, capsys):
         "tf.losses.mean_squared_error",
         "tf.train.piecewise_constant_decay",
         "tf.nn.dynamic_rnn",
+        "tf.nn.dropout",
+        "tf.random_normal_initializer",
+        "tf.contrib.training.train",
+        "tf.contrib.slim.learning.train",
+        "tf.train.batch_join",
+        "tf.train.global_step",
+        "tf.train.ExponentialMovingAverage",
+        "tf.python.estimator.model_fn.ModeKeys",
+        "tf.python.training.sync_replicas_optimizer.SyncReplicasOptimizer",
     ],
 )
 def test_what_estimator_programs_use_has_an_answer(tmp_path, capsys, symbol):

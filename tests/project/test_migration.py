@@ -164,6 +164,74 @@ def test_what_reproduces_a_symbol_is_in_the_table(name):
         assert f"tfdist.{name}" in counterparts
 
 
+# --- What the rows say of numbers: TF 1 (`tf.compat.v1`) and its counterpart --
+
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 2, [8, 1]).astype("float32")
+LOGITS = RNG.normal(size=[8, 1]).astype("float32")
+MASK = np.float32([1, 0, 0, 1, 1, 0, 0, 1])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            lambda: tf.compat.v1.losses.mean_squared_error(
+                LABELS, LOGITS, MASK
+            ),
+            lambda **k: keras.losses.MeanSquaredError(**k),
+        ),
+        (
+            lambda: tf.compat.v1.losses.sigmoid_cross_entropy(
+                LABELS, LOGITS, MASK
+            ),
+            lambda **k: keras.losses.BinaryCrossentropy(from_logits=True, **k),
+        ),
+    ],
+)
+def test_a_masked_loss(old, new):
+    masked = new(reduction="mean_with_sample_weight")
+    wanted = pytest.approx(float(old()), rel=1e-6)
+    assert float(masked(LABELS, LOGITS, MASK)) == wanted
+    assert 2 * float(new()(LABELS, LOGITS, MASK)) == wanted
+
+
+def test_a_regularizer_that_halves():
+    halved = float(keras.regularizers.L2(0.3 / 2)(LOGITS))
+    old = 0.3 * float(tf.nn.l2_loss(LOGITS))
+    assert halved == pytest.approx(old, rel=1e-6)
+
+
+def test_dropout_takes_the_part_to_drop():
+    ones = tf.ones([1000])
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        kept = session.run(tf.compat.v1.nn.dropout(ones.numpy(), 0.9))
+    assert np.mean(kept == 0) < 0.2
+    assert np.mean(tf.nn.dropout(ones, 0.9) == 0) > 0.8
+
+
+def test_defaults_of_initializers():
+    drawn = {
+        name: [
+            getattr(v, f"random_{name}_initializer")().get_config()
+            for v in (tf.compat.v1, tf)
+        ]
+        for name in ("normal", "uniform")
+    }
+    assert [c["stddev"] for c in drawn["normal"]] == [1, 0.05]
+    assert [c["minval"] for c in drawn["uniform"]] == [0, -0.05]
+    assert keras.initializers.RandomNormal().stddev == 0.05
+    assert keras.initializers.RandomUniform().minval == -0.05
+    table = tfdist.PartitionedEmbedding(9, 2)
+    assert table.embeddings_initializer.maxval == 0.05
+
+
+def test_a_natural_decay():
+    old = tf.compat.v1.train.natural_exp_decay(0.1, 7, 3, 0.5)()
+    new = keras.optimizers.schedules.ExponentialDecay(0.1, 3, np.exp(-0.5))
+    assert float(new(7)) == pytest.approx(float(old), rel=1e-6)
+
+
 def test_the_old_snippet_uses_what_the_table_explains():
     [before] = [code for kind, code in BLOCKS if kind == "python tf2.15"]
     used = {

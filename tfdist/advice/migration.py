@@ -117,6 +117,11 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
     name = symbol
     while name and name not in rows:
         name = name.rpartition(".")[0]
+    if not name and symbol.startswith("tf.python."):
+        # Where TensorFlow made it, as `tf.python.training.x.SessionRunHook`.
+        last = symbol.rpartition(".")[2]
+        of_same_name = (f"tf.{wing}.{last}" for wing in ("estimator", "train"))
+        name = next((n for n in of_same_name if n in rows), "")
     other = name and rows[name].remains == "other"
     if name and (".compat.v1." in full or not stays or other):
         return name, rows[name]
