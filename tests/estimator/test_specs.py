@@ -218,6 +218,13 @@ def test_check_numerics_is_a_bool(value):
         tfdist.RunConfig("d", check_numerics=value)
 
 
+@pytest.mark.parametrize("kind", [tfdist.TrainSpec, tfdist.EvalSpec])
+def test_a_hook_of_a_graph(kind):
+    hook = tf.compat.v1.train.LoggingTensorHook(["loss"], every_n_iter=1)
+    with pytest.raises(TypeError, match=r"Take tfdist's LoggingTensorHook"):
+        kind(input_fn, hooks=[hook])
+
+
 @pytest.mark.parametrize(
     ("jobs", "kwargs", "match"),
     [

@@ -388,6 +388,14 @@ def test_a_hook_asks_for_nothing(fetches):
     assert seen == [fetches]
 
 
+def test_a_hook_of_a_graph():
+    """Refused before training; `FinalOpsHook` had failed at its end."""
+    theirs = tf.compat.v1.train.FinalOpsHook("loss")
+    wanted = r"own FinalOpsHook works in a graph.*Take tfdist's FinalOpsHook"
+    with pytest.raises(TypeError, match=wanted):
+        train(counted(), 1, [theirs])
+
+
 def test_a_hook_feeds():
     hook = tf.compat.v1.train.FeedFnHook(lambda: {"x": 1.0})
     with pytest.raises(

@@ -18,7 +18,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
-from tfdist.hooks.session_run_hook import Hook, HookRunner
+from tfdist.hooks.session_run_hook import Hook, HookRunner, begin_all
 from tfdist.training.compiled_model import checked_model, overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep
@@ -146,8 +146,7 @@ class Evaluation:
             self._evaluate_batch = traced(
                 self._step.evaluate, reduce_retracing=True
             )
-        for hook in hooks:
-            hook.begin()
+        begin_all(hooks)
         model, global_step = self._step.model, tf.constant(0, tf.int64)
         variables = checkpoints.named_variables(model, optimizer=False)
         if path:

@@ -24,6 +24,7 @@ from tfdist.data.input_fns import InputFn, takes_context
 from tfdist.estimator.exporters import Exporter
 from tfdist.hooks import saving_hooks
 from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverListener
+from tfdist.hooks.session_run_hook import check_hooks
 from tfdist.placement.variables import VariableSpec
 
 _log = logging.getLogger(__name__)
@@ -444,4 +445,5 @@ def _make_tuple(spec: Any, name: str, wanted: type) -> None:
     values = tuple(values)
     for value in values:
         check_type(name, value, wanted)
+    check_hooks(values)
     object.__setattr__(spec, name, values)

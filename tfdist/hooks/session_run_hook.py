@@ -34,6 +34,17 @@ RunValues: TypeAlias = SessionRunValues
 Hook: TypeAlias = tf.compat.v1.train.SessionRunHook
 Logs: TypeAlias = Mapping[str, float]
 
+_OF_A_GRAPH = (
+    tf.compat.v1.train.CheckpointSaverHook,
+    tf.compat.v1.train.FinalOpsHook,
+    tf.compat.v1.train.GlobalStepWaiterHook,
+    tf.compat.v1.train.LoggingTensorHook,
+    tf.compat.v1.train.ProfilerHook,
+    tf.compat.v1.train.StepCounterHook,
+    tf.compat.v1.train.StopAtStepHook,
+    tf.compat.v1.train.SummarySaverHook,
+)
+
 
 class Session(Protocol):
     """What hooks may ask of a `MonitoredTrainingSession` (see there)."""
@@ -192,6 +203,25 @@ def check_exactly_one(**arguments: float | None) -> None:
         )
     for name, value in arguments.items():
         check_at_least(name, value, 0 if name.endswith("secs") else 1)
+
+
+def check_hooks(hooks: Iterable[Any]) -> None:
+    """Raises a TypeError if a hook is TensorFlow's, of a graph's tensors."""
+    for hook in hooks:
+        if type(hook) in _OF_A_GRAPH:
+            name = type(hook).__name__
+            raise TypeError(
+                f"TensorFlow's own {name} works in a graph, and there is none. "
+                f"Take tfdist's {name}; tfdist/MIGRATION.md says how it "
+                "differs, or what there is for it."
+            )
+
+
+def begin_all(hooks: Sequence[Hook]) -> None:
+    """Calls `begin` of hooks that can run; see `check_hooks`."""
+    check_hooks(hooks)
+    for hook in hooks:
+        hook.begin()
 
 
 class TimedHook(SessionRunHook):

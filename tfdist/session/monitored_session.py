@@ -28,6 +28,7 @@ from tfdist.hooks.saving_hooks import (
 from tfdist.hooks.session_run_hook import (
     Hook,
     HookRunner,
+    begin_all,
     steps_allowed,
     wants_every_step,
     warn_of_single_steps,
@@ -195,8 +196,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 all_hooks.append(CheckpointSaverHook(checkpoint_dir, **saves))
         all_hooks += hooks
         all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
-        for hook in all_hooks:
-            hook.begin()
+        begin_all(all_hooks)
         if cluster and cluster.num_ps:
             servers.refuse_second_chief(cluster)
         super().__init__(
