@@ -226,6 +226,21 @@ def test_defaults_of_initializers():
     assert table.embeddings_initializer.maxval == 0.05
 
 
+@pytest.mark.parametrize("gradient", [1e-4, 1.0])
+def test_adagrad_without_an_epsilon(gradient):
+    value = keras.Variable([1.0])
+    new = keras.optimizers.Adagrad(0.1, 1e-8, epsilon=0)
+    new.apply([tf.constant([gradient])], [value])
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        old = tf.compat.v1.Variable([1.0])
+        rule = tf.compat.v1.train.AdagradOptimizer(0.1, 1e-8)
+        update = rule.apply_gradients([(tf.constant([gradient]), old)])
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(update)
+        wanted = session.run(old)
+    np.testing.assert_allclose(value.numpy(), wanted, rtol=1e-6)
+
+
 def test_a_natural_decay():
     old = tf.compat.v1.train.natural_exp_decay(0.1, 7, 3, 0.5)()
     new = keras.optimizers.schedules.ExponentialDecay(0.1, 3, np.exp(-0.5))
