@@ -179,6 +179,29 @@ def test_the_oldest_lose_their_rows_and_only_for_want_of_room():
     shard.check()
 
 
+@pytest.mark.parametrize("begin", [2**31 - 7, *slow(2**32 - 7)])
+def test_what_is_in_use_keeps_its_row_however_many_steps_there_were(begin):
+    """Also where their number passes what the table's 32 bits hold."""
+    shard = Shard(evict_after_steps=3)
+    old, used, new = np.split(KEYS, [20, ROOM])
+    shard.learn(old, begin)
+    for step in range(1, 15):
+        shard.learn(used, begin + step)
+    shard.learn(used, begin + 10)  # A late worker's.
+    shard.learn(new, begin + 16)
+    assert {*used} < {*shard.held()} < {*used, *new}
+    assert shard.table.counters()["evicted_ids"] == len(old) < len(new)
+
+
+def test_what_was_seen_ages_ago_goes_after_what_is_free():
+    shard = Shard(evict_after_steps=1)
+    shard.learn(KEYS[: ROOM - 1], 0)
+    shard.learn(KEYS[ROOM - 1 : ROOM], 2**31 - 10)
+    assert {*shard.held()} == {*KEYS[:ROOM]}
+    shard.learn(KEYS[ROOM:], 2**31 + 10)
+    assert {*KEYS[ROOM:]} < {*shard.held()}
+
+
 @pytest.mark.slow
 def test_threads_never_update_the_row_of_another():
     _stress(80)

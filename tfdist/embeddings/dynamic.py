@@ -13,7 +13,7 @@ from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
 from tfdist.embeddings.growing import COUNTED, Growing, GrowingShards, rows_at
-from tfdist.embeddings.index import BUCKET, SEGMENT, mixed
+from tfdist.embeddings.index import BUCKET, OLDEST, SEGMENT, mixed
 from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows
 from tfdist.embeddings.routing import KeyedGroup
@@ -126,6 +126,11 @@ class DynamicEmbedding(PartitionedEmbedding):
             )
         if evict_after_steps is not None:
             check_positive("evict_after_steps", evict_after_steps)
+            if evict_after_steps > OLDEST:
+                raise ValueError(
+                    f"Argument `evict_after_steps` must be at most {OLDEST}. "
+                    f"Received: evict_after_steps={evict_after_steps}."
+                )
         if refused := sorted({*_NOT_HERE} & kwargs.keys()):
             raise ValueError(
                 f"A DynamicEmbedding does not support {refused}. Leave it "

@@ -19,6 +19,7 @@ from tfdist.embeddings import admission
 from tfdist.embeddings.index import (
     EMPTY,
     NO_ROOM,
+    OLDEST,
     SEGMENT,
     Index,
     find,
@@ -67,8 +68,8 @@ class Growing:
         shard: The rows.
         first_segment: Of those that the shard holds.
         keys: int64 `(buckets, 16)`: whose rows they are, in the same order.
-        seen: int32, one for each row: number of the last update, from 1, if
-            the table evicts; else 0.
+        seen: int32, one for each row: number of the last update, from 1 and
+            modulo 2**32, if the table evicts; else 0.
         counters: int64, `(segments, 3)`; see `COUNTED`.
         sketch: int32, of ids without a row; None: all are admitted.
     """
@@ -206,8 +207,9 @@ class GrowingShards:
 
     def _see(self, slots: tf.Tensor, now: tf.Tensor, places: Places) -> None:
         """Notes when slots were last seen."""
+        seen = places.gather(self._seen, slots)
         # A worker may be late.
-        latest = tf.maximum(places.gather(self._seen, slots), now)
+        latest = tf.where(_passed(seen, now) < 0, seen, now)
         places.scatter(write, self._seen, slots, latest)
 
     def _inserted(
@@ -238,7 +240,7 @@ class GrowingShards:
             return ops
 
         def age(slots: tf.Tensor, places: Places) -> tf.Tensor:
-            steps = now - places.gather(self._seen, slots)
+            steps = _passed(places.gather(self._seen, slots), now)
             return tf.where(steps >= self.evicts, steps, 0)
 
         return insert(
@@ -307,6 +309,16 @@ class GrowingShards:
         segment = own_segments(self._index, tf.gather(keys, refused), places)
         with tf.control_dependencies([check]):
             self._count("refused", segment, places)
+
+
+def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+    """Updates since some, by numbers that begin anew after 2**32, int32.
+
+    Below 0 they came later; what is farther away than `OLDEST` is as old.
+    """
+    steps = now - seen
+    is_near = (steps >= -OLDEST) & (steps <= OLDEST)
+    return tf.where(is_near, steps, OLDEST)
 
 
 class TracedShards(GrowingShards):

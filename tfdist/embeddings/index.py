@@ -33,8 +33,8 @@ _FACTORS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 NO_ROOM, NOT_ADMITTED = -1, -2
 """In the place of a slot: why a key has none."""
-# Ages above count as this one.
-_OLDEST = 1 << 30
+OLDEST = 1 << 30
+"""The greatest age of a slot."""
 # The mutex of a server, whatever shards are searched together.
 _INSERTING = "tfdist_inserting"
 
@@ -127,8 +127,8 @@ def insert(
         places: Theirs.
         begin: Runs before anybody can find them.
         admit: Which of missing keys may get a slot. Default: all.
-        age: Of slots, int32: where a bucket is full, the oldest one above 0
-            goes to a new key. Default: none does.
+        age: Of slots, int32, at most `OLDEST`: where a bucket is full, the
+            oldest one above 0 goes to a new key. Default: none does.
 
     Returns:
         The slot of each key, `NO_ROOM` or `NOT_ADMITTED`.
@@ -180,7 +180,7 @@ def _round(
     every = own[:, :, tf.newaxis] * BUCKET + tf.range(BUCKET, dtype=tf.int64)
     if age:
         # Any free slot before the oldest.
-        worth = tf.where(worth > 0, worth + (_OLDEST + 1), age(every, places))
+        worth = tf.where(worth > 0, worth + (OLDEST + 1), age(every, places))
     held, every, worth = (
         tf.reshape(each, [-1, 2 * BUCKET]) for each in (held, every, worth)
     )
