@@ -129,7 +129,7 @@ def test_takes_the_place_of_the_sessions_own(tmp_path, caplog):
 
 def test_saves_each_second(tmp_path, monkeypatch):
     seconds = itertools.count(1000, 0.5)
-    monkeypatch.setattr("time.time", lambda: next(seconds))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     hook = CheckpointSaverHook(str(tmp_path), save_secs=1, max_to_keep=None)
     every_step = SessionRunHook()
     every_step.steps_until_next = lambda step: 1
@@ -291,7 +291,7 @@ def test_by_steps_the_next_one_waits(tmp_path, monkeypatch):
 
 def test_by_seconds_the_next_one_follows(tmp_path, monkeypatch):
     seconds = itertools.count(1000, 0.5)  # Each step should be saved.
-    monkeypatch.setattr("time.time", lambda: next(seconds))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     hook = CheckpointSaverHook(str(tmp_path), save_secs=0.1, max_to_keep=None)
     count([hook, Writing(monkeypatch, 5, last_step=8)], 8)
     steps = checkpoint_steps(tmp_path)
@@ -404,7 +404,7 @@ def test_what_can_never_be_written_is_raised(tmp_path, monkeypatch):
 def test_what_costs_more_is_done_less_often(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_COST_BEHIND", 1e9)
     seconds = itertools.count(1000, 0.5)
-    monkeypatch.setattr("time.time", lambda: next(seconds))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     every_step = SessionRunHook()
     every_step.steps_until_next = lambda step: 1
     for save_secs in (1.0, Sparing(1.0)):

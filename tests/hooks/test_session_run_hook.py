@@ -1,6 +1,7 @@
 import importlib
 import inspect
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_second_timer_triggers_as_tf1(passed, every):
     ours = SecondOrStepTimer(every_secs=every)
     theirs = tf.compat.v1.train.SecondOrStepTimer(every_secs=every)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("time.time", clock)
+        patch.setattr("time.time", clock)  # Theirs.
+        patch.setattr("time.monotonic", clock)
         for step, secs in enumerate(passed):
             clock.now += secs
             due = theirs.should_trigger_for_step(step)
@@ -119,6 +121,19 @@ def test_seconds_start_anew_after_going_back():
     timer.go_back_to(4)
     assert timer.last_triggered_step() == 4
     assert not timer.should_trigger_for_step(5)
+
+
+@pytest.mark.parametrize("by", [-3600, 3600])
+def test_a_clock_that_is_set_changes_no_seconds(monkeypatch, by):
+    timer, real = SecondOrStepTimer(every_secs=0.2), time.time
+    timer.update_last_triggered_step(0)
+    monkeypatch.setattr("time.time", lambda: real() + by)
+    assert not timer.should_trigger_for_step(1)
+    time.sleep(0.2)
+    assert timer.should_trigger_for_step(1)
+    secs, steps = timer.update_last_triggered_step(1)
+    assert 0.2 <= secs < 60
+    assert steps == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -144,7 +145,8 @@ def warn_of_single_steps(who: str, advice: str) -> None:
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     """TensorFlow's own timer, which also says when it triggers next.
 
-    And it goes back with a session that was restored.
+    And it goes back with a session that was restored. Its seconds pass alike
+    when the clock of the machine is set (TF1's stood still, or flew).
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> _ = timer.update_last_triggered_step(1)
@@ -162,7 +164,23 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     ) -> None:
         check_exactly_one(every_secs=every_secs, every_steps=every_steps)
         super().__init__(every_secs=every_secs, every_steps=every_steps)
-        self._steps = every_steps
+        self._secs, self._steps = every_secs, every_steps
+        self._since = 0.0  # When it last triggered.
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Whether it triggers now; as TF1's."""
+        last = self.last_triggered_step()
+        if self._secs is None or last is None or last == step:
+            return super().should_trigger_for_step(step)
+        return time.monotonic() >= self._since + self._secs
+
+    def update_last_triggered_step(
+        self, step: int
+    ) -> tuple[float | None, int | None]:
+        """Says that it has; returns seconds and steps since the last time."""
+        secs, steps = super().update_last_triggered_step(step)
+        before, self._since = self._since, time.monotonic()
+        return (None if secs is None else self._since - before), steps
 
     def steps_until_next(self, step: int) -> int | None:
         """Steps until the next trigger, None where seconds decide."""

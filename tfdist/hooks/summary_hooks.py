@@ -135,7 +135,7 @@ class StepCounterHook(TimedHook):
         super().after_create_session(session, coord)
         self._seen_step: int | None = None
         if self._timer.last_triggered_step() is not None:
-            self._since = (time.time(), session.step, session.input_secs)
+            self._since = (time.monotonic(), session.step, session.input_secs)
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Measures when the timer triggers; warns of a step that stands."""
@@ -154,7 +154,7 @@ class StepCounterHook(TimedHook):
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes the rate since the last trigger."""
         session = context.session
-        now = (time.time(), session.step, session.input_secs)
+        now = (time.monotonic(), session.step, session.input_secs)
         since, self._since = self._since, now
         if since is None:
             return
