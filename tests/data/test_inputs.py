@@ -1,5 +1,6 @@
 """In `tfdist/data/`: readers, reading, blocks, csv_records, record_files."""
 
+import gc
 import gzip
 import itertools
 import logging
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from pace import slow
+from tensorflow.python.eager import context
 
-from tfdist.data import readers, record_files
+from tfdist.data import fit_data, readers, record_files
 from tfdist.data.reading import shards_by_file
 from tfdist.data.worker_context import WorkerContext
 
@@ -266,6 +268,27 @@ def test_a_thousand_files(tmp_path):
     paths = numbered(tmp_path, [1] * 1000)
     (share,) = shares([str(tmp_path / "*.tfrecord")], 1)
     assert sorted(share) == list(range(len(paths)))
+
+
+@pytest.mark.parametrize("kind", ["lines", "arrays"])
+def test_a_process_may_read_often(tmp_path, kind):
+    """As one that tunes: no function stays behind that read is done with."""
+    path = tmp_path / "lines.txt"
+    path.write_text("a\nb\n")
+    arrays = np.zeros([4, 1])
+
+    def functions():
+        if kind == "lines":
+            dataset = readers.read_text([str(path)], batch_size=1)
+        else:
+            dataset = fit_data.input_fns(arrays, "train")[1]()
+        next(iter(dataset))
+        del dataset
+        gc.collect()
+        return len(context.context().list_function_names())
+
+    first = [functions() for _ in range(2)]
+    assert functions() == functions() == first[-1]
 
 
 # --- Shuffling ---------------------------------------------------------------

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist._tf.private_keras import py_dataset_batches, py_dataset_spec
 from tfdist.data.input_fns import InputFn
-from tfdist.data.worker_context import first_pass, read_by_all
+from tfdist.data.worker_context import pass_numbers, read_by_all
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ def input_fns(
         read_by_all(context)
         set_seed = tf.compat.v1.get_seed(None)[0]  # By `tf.random.set_seed`.
         own = seed if set_seed is None else set_seed
-        numbers = tf.data.Dataset.counter(tf.cast(first_pass(context), "int64"))
-        dataset = numbers.flat_map(passes(context, own if shuffle else None))
+        of_pass = passes(context, own if shuffle else None)
+        dataset = pass_numbers(context).flat_map(of_pass)
         return dataset.repeat()  # TensorFlow knows that this has no end.
 
     return once, endless if on_ps else lambda: endless(alone)

@@ -26,7 +26,7 @@ from tfdist._tf.arguments import check_at_least
 from tfdist._tf.private_positions import LEAST_SEED
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
-from tfdist.data.worker_context import first_pass, read_by_all
+from tfdist.data.worker_context import first_pass, pass_numbers, read_by_all
 
 # AutoGraph would look for something to convert, which takes time.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -210,8 +210,7 @@ def _passes(
     """A worker's (record, place) of all passes."""
     context = options.context or tf.distribute.InputContext()
     worker = tf.cast(context.input_pipeline_id, tf.int64)
-    first = tf.cast(first_pass(context), tf.int64)
-    passes = tf.data.Dataset.counter(first)
+    passes = pass_numbers(context)
     if options.num_epochs is not None:
         passes = passes.take(options.num_epochs)
     # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.

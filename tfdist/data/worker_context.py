@@ -96,6 +96,13 @@ def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
     return getattr(context, "first_pass", 0)
 
 
+def pass_numbers(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
+    """The pass that a worker begins with, and all that follow."""
+    first = tf.cast(first_pass(context), tf.int64)
+    # Of a `counter` TensorFlow keeps a function as long as the process lives.
+    return tf.data.Dataset.range(first, tf.int64.max)
+
+
 def read_by_all(context: tf.distribute.InputContext | None) -> None:
     """For readers whose shares are not those of one worker for good."""
     if isinstance(context, WorkerContext):
