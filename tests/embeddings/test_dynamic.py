@@ -295,6 +295,7 @@ def test_ids_that_come_while_it_is_written_are_not_in_it(tmp_path, monkeypatch):
         ({"embeddings_regularizer": "l2"}, "not support"),
         ({"admit_after": 0}, "`admit_after` must be"),
         ({"admit_after": 128}, "`admit_after` must be at most 127"),
+        ({"capacity": 2**35 + 1}, "`capacity` must be at most 34359738368"),
         ({"evict_after_steps": 2**31}, "must be at most 1073741824. Received"),
         ({"evict_after_steps": 0}, "`evict_after_steps` must be"),
         ({"evict_after_steps": 0.5}, "`evict_after_steps` must be"),

@@ -9,9 +9,11 @@ from tfdist.embeddings import index as module
 from tfdist.embeddings.index import (
     BUCKET,
     EMPTY,
+    MOST_ROWS,
     NO_ID,
     SEGMENT,
     Index,
+    _buckets,
     find,
     insert,
     mixed,
@@ -71,6 +73,14 @@ def test_segments_are_even(num):
     assert counts.size == num
     # Six standard deviations of a Poisson distribution.
     assert np.all(np.abs(counts - 200) <= (6 * 200**0.5 if num > 1 else 0))
+
+
+def test_the_largest_table_has_a_place_for_every_key():
+    num = MOST_ROWS // SEGMENT
+    buckets = _buckets(Index([], [0], [num]), key(np.arange(10_000)), ONE)
+    each = num * SEGMENT // BUCKET
+    assert 0 <= buckets.numpy().min() < each // 1000
+    assert each - each // 1000 < buckets.numpy().max() < each
 
 
 def test_what_was_inserted_is_found_where_it_is():

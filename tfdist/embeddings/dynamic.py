@@ -13,7 +13,7 @@ from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
 from tfdist.embeddings.growing import COUNTED, Growing, GrowingShards, rows_at
-from tfdist.embeddings.index import BUCKET, OLDEST, SEGMENT, mixed
+from tfdist.embeddings.index import BUCKET, MOST_ROWS, OLDEST, SEGMENT, mixed
 from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows
 from tfdist.embeddings.routing import KeyedGroup
@@ -117,19 +117,17 @@ class DynamicEmbedding(PartitionedEmbedding):
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        check_positive("capacity", capacity)
-        check_positive("admit_after", admit_after)
-        if admit_after > MOST:
-            raise ValueError(
-                f"Argument `admit_after` must be at most {MOST}. Received: "
-                f"admit_after={admit_after}."
-            )
-        if evict_after_steps is not None:
-            check_positive("evict_after_steps", evict_after_steps)
-            if evict_after_steps > OLDEST:
+        evicted_after = 1 if evict_after_steps is None else evict_after_steps
+        for argument, value, most in (
+            ("capacity", capacity, MOST_ROWS),
+            ("admit_after", admit_after, MOST),
+            ("evict_after_steps", evicted_after, OLDEST),
+        ):
+            check_positive(argument, value)
+            if value > most:
                 raise ValueError(
-                    f"Argument `evict_after_steps` must be at most {OLDEST}. "
-                    f"Received: evict_after_steps={evict_after_steps}."
+                    f"Argument `{argument}` must be at most {most}. "
+                    f"Received: {argument}={value}."
                 )
         if refused := sorted({*_NOT_HERE} & kwargs.keys()):
             raise ValueError(

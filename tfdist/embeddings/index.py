@@ -33,6 +33,8 @@ _FACTORS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 NO_ROOM, NOT_ADMITTED = -1, -2
 """In the place of a slot: why a key has none."""
+MOST_ROWS = 1 << 35
+"""Of a table: its buckets times the 32 bits that choose one are an int64."""
 OLDEST = 1 << 30
 """The greatest age of a slot."""
 # The mutex of a server, whatever shards are searched together.
