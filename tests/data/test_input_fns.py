@@ -3,13 +3,14 @@
 import functools
 import re
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
 from tfdist.cluster.spec import Cluster
-from tfdist.data import input_fns
+from tfdist.data import fit_data, input_fns
 from tfdist.data.worker_context import GroupContext
 from tfdist.session.monitored_session import MonitoredTrainingSession
 
@@ -118,3 +119,20 @@ def test_a_group_keeps_the_global_batch():
     context.check(4)
     with pytest.raises(ValueError, match=r"48 .* not divide by 5 replicas"):
         context.check(5)
+
+
+def test_what_is_too_large_to_be_sent_is_refused():
+    """Zeros take no memory until somebody reads them."""
+    large = np.zeros([2**31], "int8")
+    with pytest.raises(ValueError, match=r"`train` has arrays of 4.29 GB"):
+        fit_data.input_fns((large[:, None], large), "train", on_ps=True)
+    texts = np.array(["a" * 10**6] * 2_000, object)
+    with pytest.raises(ValueError, match="less than 2 GB"):
+        fit_data.input_fns(texts, "train", on_ps=True)
+
+    def slices():
+        return tf.data.Dataset.from_tensor_slices(large)
+
+    call = input_fns.with_context(slices)
+    with tf.Graph().as_default(), pytest.raises(ValueError, match="read files"):
+        call(tf.distribute.InputContext())

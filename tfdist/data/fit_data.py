@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ from tfdist.data.worker_context import pass_numbers, read_by_all
 _log = logging.getLogger(__name__)
 
 _ENDLESS = tf.data.INFINITE_CARDINALITY
+# Of a message of Protocol Buffers, which has other parts, too.
+_MOST_BYTES = 2_000_000_000
 _DATASETS = tf.data.Dataset | keras.utils.PyDataset
 # From the number of a pass over the data to its batches.
 OnePass = Callable[[tf.Tensor], tf.data.Dataset]
@@ -58,6 +61,8 @@ def input_fns(
         length, passes = data.num_batches, functools.partial(_loaded, data)
     else:
         arrays, batch_size = _arrays(data, name), batch_size or 32
+        if on_ps:
+            _check_sendable(arrays, name)
         length = -(-len(tf.nest.flatten(arrays)[0]) // batch_size)
         passes = functools.partial(_dealt, arrays, batch_size)
     alone = tf.distribute.InputContext()
@@ -133,6 +138,21 @@ def _arrays(data: Any, name: str) -> tuple:
             f"example at least. Received lengths: {sorted(lengths)}."
         )
     return arrays
+
+
+def _check_sendable(arrays: tuple, name: str) -> None:
+    """Raises `ValueError` if what a worker is sent would be too large."""
+    flat = tf.nest.flatten(arrays)
+    numbers = sum(array.nbytes for array in flat if array.dtype.kind != "O")
+    texts = (array.flat for array in flat if array.dtype.kind == "O")
+    size = numbers + sum(map(len, itertools.chain.from_iterable(texts)))
+    if size >= _MOST_BYTES:
+        raise ValueError(
+            f"Argument `{name}` has arrays of {size / 1e9:.2f} GB. On a "
+            "cluster with parameter servers each worker is sent all of them, "
+            "in a message of less than 2 GB. Write them to files, and give a "
+            "function that reads these, as by tfdist.data.read_tfrecords."
+        )
 
 
 def _dealt(

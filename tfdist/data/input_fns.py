@@ -71,6 +71,12 @@ def with_context(
         except (TypeError, ValueError, AttributeError) as error:
             if tf.executing_eagerly():
                 raise
+            if "larger than 2GB" in str(error):
+                raise ValueError(
+                    f"Input function {described(input_fn)} makes arrays a part "
+                    "of what each worker is sent, in a message of less than "
+                    "2 GB. Have it read files instead."
+                ) from error
             raise ValueError(
                 f"Input function {described(input_fn)} runs here, but not on a "
                 "worker of a parameter-server job, for which TensorFlow traces "
