@@ -130,8 +130,11 @@ def test_what_is_too_large_to_be_sent_is_refused():
     with pytest.raises(ValueError, match="less than 2 GB"):
         fit_data.input_fns(texts, "train", on_ps=True)
 
+
+@pytest.mark.slow
+def test_an_input_function_too_large_to_be_sent_is_refused():
     def slices():
-        return tf.data.Dataset.from_tensor_slices(large)
+        return tf.data.Dataset.from_tensor_slices(np.zeros([2**31], "int8"))
 
     call = input_fns.with_context(slices)
     with tf.Graph().as_default(), pytest.raises(ValueError, match="read files"):
