@@ -2,6 +2,7 @@ import gc
 import glob
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator,
 )
 
-from tfdist.hooks.events import EventFile, event_file, read_scalars
+from tfdist.hooks.events import (
+    EventFile,
+    ScalarReader,
+    event_file,
+    read_scalars,
+)
 
 SCALARS = {"loss": 0.5, "auc": 0.75}
 
@@ -153,3 +159,39 @@ def test_few_files_stay_open(tmp_path):
         <= 32
     )
     assert len([*tmp_path.glob("*/events*")]) == 40
+
+
+def test_who_reads_again_reads_what_is_new_alone(tmp_path):
+    """Hooks do, after each of a job's thousand evaluations."""
+    file, reader = EventFile(str(tmp_path)), ScalarReader(str(tmp_path))
+    secs = []
+    for step in range(1200):
+        file.write(step, SCALARS)
+        if step < 1000 or step % 50:
+            continue
+        start = time.monotonic()
+        assert [*reader.read()] == [*range(step + 1)]
+        secs.append(time.monotonic() - start)
+    assert min(secs[1:]) < secs[0] / 4
+    assert reader.read() == read_scalars(str(tmp_path))
+
+
+def test_a_reader_goes_on_where_a_record_was_cut_off(tmp_path):
+    whole, reader = EventFile(str(tmp_path)), ScalarReader(str(tmp_path))
+    for step in (1, 2):
+        whole.write(step, SCALARS)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data[:-5])
+    assert [*reader.read()] == [1]
+    path.write_bytes(data)
+    assert (
+        reader.read()
+        == read_scalars(str(tmp_path))
+        == {
+            1: SCALARS,
+            2: SCALARS,
+        }
+    )
+    path.unlink()
+    assert reader.read() == {}

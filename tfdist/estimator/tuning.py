@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from tfdist._tf import storage
-from tfdist.hooks.events import read_scalars
+from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import Logs, RunContext, Session, TimedHook
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class ReportMetricsHook(TimedHook):
         tag: str | None = None,
     ) -> None:
         super().__init__(every_secs=every_secs)
-        self._eval_dir, self._trial, self._tag = eval_dir, (path, trial), tag
+        self._reader = ScalarReader(eval_dir)
+        self._trial, self._tag = (path, trial), tag
         self._reported = -1
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
@@ -98,7 +99,7 @@ class ReportMetricsHook(TimedHook):
 
     def end(self, session: Session) -> None:
         """Reports the last ones, too."""
-        found = read_scalars(self._eval_dir) if session.is_chief else {}
+        found = self._reader.read() if session.is_chief else {}
         for step, metrics in found.items():
             if step <= self._reported:
                 continue

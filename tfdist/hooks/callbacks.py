@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import assigned, profiles
-from tfdist.hooks.events import read_scalars
+from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import (
     RunContext,
     RunValues,
@@ -156,7 +156,7 @@ class KerasCallbackHook(SessionRunHook):
                 )
             else:
                 self._add(callback)
-        self._eval_dir = eval_dir
+        self._evaluations = ScalarReader(eval_dir) if eval_dir else None
         self._params = dict(steps=steps_per_epoch, epochs=epochs, verbose=0)
         self.begin()
 
@@ -271,7 +271,7 @@ class KerasCallbackHook(SessionRunHook):
         No metrics where an epoch has had them. Those of later steps are left by
         a job that has gone back to an earlier checkpoint since.
         """
-        results = read_scalars(self._eval_dir) if self._eval_dir else {}
+        results = self._evaluations.read() if self._evaluations else {}
         newest = max((s for s in results if s <= self._step), default=-1)
         new = results[newest] if newest > self._evaluated_step else {}
         return newest, new, dict(self._so_far or {})

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist._tf.arguments import check_callable
-from tfdist.hooks.events import read_scalars
+from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import (
     Logs,
     RunContext,
@@ -189,10 +189,11 @@ def _metric_hook(
 ) -> SessionRunHook:
     """A hook that asks `stops` of a metric's values, once there are some."""
     directory = eval_dir or eval_dir_of(estimator)
+    reader = ScalarReader(directory)
 
     def should_stop() -> bool:
         values = {}
-        for step, metrics in read_scalars(directory).items():
+        for step, metrics in reader.read().items():
             if step < min_steps:
                 continue
             if metric_name not in metrics:

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 
 _counter = itertools.count()
+_Record: TypeAlias = tuple[int, dict[str, float]]  # Step, scalars by tag.
 
 
 class EventFile:
@@ -117,20 +118,43 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
     >>> tfdist.hooks.read_scalars(directory)
     {7: {'accuracy': 0.5}}
     """
-    scalars: dict[int, dict[str, float]] = {}
-    names = (n for n in storage.names_in(directory) if "tfevents" in n)
-    for name in sorted(names):
-        path = os.path.join(directory, name)
-        records = tf.data.TFRecordDataset(path).as_numpy_iterator()
+    return ScalarReader(directory).read()
+
+
+class ScalarReader:
+    """Reads scalars as `read_scalars`; who reads again, what is new alone.
+
+    Args:
+        directory: Where the event files are; it need not exist.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        # Of each file, by name: what is in each of its records.
+        self._files: dict[str, list[_Record]] = {}
+
+    def read(self) -> dict[int, dict[str, float]]:
+        """All scalars by step, in order."""
+        scalars: dict[int, dict[str, float]] = {}
+        found = storage.names_in(self._directory)
+        names = sorted(name for name in found if "tfevents" in name)
+        self._files = {name: self._records(name) for name in names}
+        for step, numbers in itertools.chain(*self._files.values()):
+            if numbers:
+                scalars.setdefault(step, {}).update(numbers)
+        return dict(sorted(scalars.items()))
+
+    def _records(self, name: str) -> list[_Record]:
+        known = self._files.get(name, [])
+        dataset = tf.data.TFRecordDataset(os.path.join(self._directory, name))
         # The record at the end may not be whole yet.
         with contextlib.suppress(tf.errors.DataLossError):
-            for record in records:
+            for record in dataset.skip(len(known)).as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)
-                for value in event.summary.value:
-                    number = _number(value)
-                    if number is not None:
-                        scalars.setdefault(event.step, {})[value.tag] = number
-    return dict(sorted(scalars.items()))
+                pairs = ((v.tag, _number(v)) for v in event.summary.value)
+                numbers = {tag: n for tag, n in pairs if n is not None}
+                known.append((event.step, numbers))
+        return known
 
 
 def _number(value: tf.compat.v1.Summary.Value) -> float | None:
