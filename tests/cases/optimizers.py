@@ -162,7 +162,7 @@ OPTIMIZERS = {
     "keras.optimizers.MultiOptimizer": lambda: K.MultiOptimizer(
         K.OptimizerMap(
             K.Adam(0.01, gradient_accumulation_steps=2),
-            {"table/.*": K.Adagrad(0.1, use_ema=True, ema_momentum=0.5)},
+            {"table.*": K.Adagrad(0.1, use_ema=True, ema_momentum=0.5)},
         ),
     ),
 }
