@@ -28,12 +28,14 @@ callbacks = keras.callbacks
 STEPS = 8  # Of an epoch.
 
 
-def train(hooks, last_step, fail_at=(), optimizer=None, **kwargs):
+def train(
+    hooks, last_step, fail_at=(), optimizer=None, metrics=("mse",), **kwargs
+):
     """Trains a model; returns it, and the step at the end."""
     failures, made = list(fail_at), []
 
     def build():
-        model = logistic(optimizer and optimizer(), metrics=["mse"])
+        model = logistic(optimizer and optimizer(), metrics=metrics)
         made.append(model)
         loop, global_step = local_loop(model, batches().repeat())
         run = loop.run
@@ -129,6 +131,32 @@ def test_logs_are_those_of_fit(tmp_path):
 def test_what_a_callback_evaluates_is_not_in_the_logs(name, tmp_path):
     (case,) = (c for c in all_cases() if c.name.startswith(name))
     outcome(case, Job("one process", tmp_path))
+
+
+class Most(keras.metrics.Metric):
+    """The greatest prediction, which is no sum."""
+
+    def __init__(self):
+        super().__init__(name="most")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(
+            keras.ops.maximum(self.most, keras.ops.max(y_pred)),
+        )
+
+    def result(self):
+        return self.most
+
+
+def test_metrics_that_do_not_add_up_have_one_epoch():
+    def hooks(*epochs):
+        return [KerasCallbackHook([], steps) for steps in epochs]
+
+    with pytest.raises(ValueError, match=r"steps_per_epoch=\[6, 8\]. Give all"):
+        train(hooks(8, 6), STEPS, metrics=[Most()])
+    train(hooks(8, 8), STEPS, metrics=[Most()])
+    train(hooks(8, 6), STEPS)  # Sums are of any epoch.
 
 
 def learning_rates(these, make):

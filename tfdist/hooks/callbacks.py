@@ -233,8 +233,8 @@ class KerasCallbackHook(SessionRunHook):
             # A callback may have evaluated; nobody waits for it in a cluster.
             if not run_context.session.num_workers:
                 run_context.session.model.reset_metrics()
-        elif isinstance(self._so_far, Logs):
-            self._so_far.go_on()
+        elif isinstance(self._so_far, Logs) and self._so_far.go_on():
+            self._check_epochs(run_context.session)
         if self.single_steps:
             self._call("on_train_batch_begin", batch, {})
 
@@ -256,6 +256,18 @@ class KerasCallbackHook(SessionRunHook):
             self._end_epoch(session)
         if session.model.stop_training:
             run_context.request_stop()
+
+    def _check_epochs(self, session: Session) -> None:
+        """Refuses epochs of others, where metrics begin anew with each."""
+        hooks = (h for h in session.hooks if isinstance(h, KerasCallbackHook))
+        epochs = {hook._steps_per_epoch for hook in hooks}
+        if len(epochs) > 1:
+            raise ValueError(
+                "The model's metrics do not add up (one is no sum, or its "
+                "`train_step` updates them), so they can begin anew with the "
+                "epochs of one KerasCallbackHook alone. Received hooks of "
+                f"steps_per_epoch={sorted(epochs)}. Give all callbacks to one."
+            )
 
     def end(self, session: Session) -> None:
         """Ends an epoch that was begun, as `fit` does, and training."""

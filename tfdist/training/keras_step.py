@@ -170,7 +170,8 @@ class KerasStep:
         finally:
             self.model.reset_metrics()
 
-    def go_on(self, packed: np.ndarray) -> None:
-        """Has them go on from what they were at the last `reset`."""
+    def go_on(self, packed: np.ndarray) -> bool:
+        """Has them go on from the last `reset`; whether one had counted."""
         for variable, value in self._before:
             variable.assign(value)
+        return any(np.any(value) for _, value in self._before)

@@ -432,9 +432,9 @@ class Logs(dict[str, float]):
         """In it the model's metrics are those of these steps."""
         return self._step.shown(self._total)
 
-    def go_on(self) -> None:
-        """Has the next steps go on with metrics that do not add up."""
-        self._step.go_on(self._total)
+    def go_on(self) -> bool:
+        """Has metrics that do not add up go on; whether there are any."""
+        return self._step.go_on(self._total)
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:

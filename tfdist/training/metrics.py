@@ -225,10 +225,11 @@ class MetricStates:
         """Has states begin anew that the metrics' variables keep."""
         self._assign(self._start)
 
-    def go_on(self, packed: np.ndarray) -> None:
-        """Has those go on from packed states."""
+    def go_on(self, packed: np.ndarray) -> bool:
+        """Has those go on from packed states; whether there are any."""
         if any(self._stays):
             self._assign(self._unpacked(packed)[2:])
+        return any(self._stays)
 
     def _scope(
         self,
