@@ -272,6 +272,10 @@ def _add_refused(name, make):
 
 for title, optimizer in OPTIMIZERS.items():
     _add(title, optimizer)
+_add(
+    "accumulation of what clips nothing",
+    lambda: K.SGD(0.1, gradient_accumulation_steps=2, clipnorm=-1.0),
+)
 for title, optimizer in (SCALED | OF_WHOLE_VARIABLES).items():
     _add_dense(title, optimizer)
 for title, optimizer in OF_WHOLE_VARIABLES.items():

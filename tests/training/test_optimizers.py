@@ -512,6 +512,8 @@ def test_norms_of_accumulated_gradients():
     with refused:
         optimizer_checks.check_norms(make(global_clipnorm=1.0), remote=True)
     optimizer_checks.check_norms(make(global_clipnorm=1.0), remote=False)
+    for ignored in ("clipnorm", "global_clipnorm"):
+        optimizer_checks.check_norms(make(**{ignored: -1.0}), remote=True)
     # A table in several shards.
     model = table_model(lambda: make(clipnorm=1.0), ours=True)
     optimizers.build(model.optimizer, model.trainable_variables)

@@ -136,6 +136,11 @@ def test_what_no_server_knows_by_itself_is_refused(optimizer, match):
         Accumulators(step.update, 2)
 
 
+def test_a_limit_that_keras_ignores_is_none():
+    _, step = step_of(keras.optimizers.SGD(clipnorm=-1.0))
+    Accumulators(step.update, 2)
+
+
 def command(model_dir, *flags):
     job = "-m", "tests.synchronous_job", f"--model_dir={model_dir}", *flags
     return [sys.executable, *job]

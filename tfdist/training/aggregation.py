@@ -257,7 +257,8 @@ def _check(update: Update) -> None:
             "scale."
         )
     for part in update.layout.parts:
-        if part.clipnorm and update.layout.groups:
+        by_norm = optimizers.limit(part, "clipnorm")
+        if by_norm and update.layout.groups:
             raise ValueError(
                 f"Optimizer {part.name!r} clips by the norm of a table's "
                 "gradient, which synchronous steps on parameter servers "

@@ -78,7 +78,8 @@ class Layout:
             if self.is_trained(table.shards[0]):
                 part = optimizers.owner(model.optimizer, table.shards[0])
                 # The norm of one variable needs its rows alone.
-                alone = id(table) if self.parts[part].clipnorm else None
+                by_norm = optimizers.limit(self.parts[part], "clipnorm")
+                alone = id(table) if by_norm else None
             key = table.output_dim, table.variable_dtype, part, alone
             by_width[*key, table.group_key].append(table)
         self.groups = [

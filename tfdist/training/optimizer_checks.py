@@ -6,7 +6,7 @@ import keras
 from keras.optimizers import Optimizer
 
 from tfdist._tf import private_keras
-from tfdist.training.optimizers import parts
+from tfdist.training.optimizers import limit, parts
 
 
 def check(optimizer: Optimizer) -> None:
@@ -43,7 +43,8 @@ def check_overridden(optimizer: Optimizer) -> None:
 
 def check_norms(optimizer: Optimizer, remote: bool) -> None:
     """Raises `ValueError` if an update needs the norm of a sum in parts."""
-    clips = optimizer.clipnorm or (remote and optimizer.global_clipnorm)
+    by_norm = ("clipnorm", "global_clipnorm") if remote else ("clipnorm",)
+    clips = any(limit(optimizer, name) for name in by_norm)
     if clips and optimizer.gradient_accumulation_steps:
         raise ValueError(
             f"Optimizer {optimizer.name!r} clips accumulated gradients by "

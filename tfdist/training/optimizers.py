@@ -380,15 +380,18 @@ def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    norm, most = optimizer.clipnorm or 0, optimizer.clipvalue or 0
-    global_norm = optimizer.global_clipnorm or 0
-    if norm > 0:  # From zero down Keras ignores a limit.
+    if norm := limit(optimizer, "clipnorm"):
         return [tf.clip_by_norm(g, norm) for g in gradients]
-    if global_norm > 0:
+    if global_norm := limit(optimizer, "global_clipnorm"):
         return tf.clip_by_global_norm(gradients, global_norm)[0]
-    if most > 0:
+    if most := limit(optimizer, "clipvalue"):
         return [tf.clip_by_value(g, -most, most) for g in gradients]
     return gradients
+
+
+def limit(optimizer: Optimizer, name: str) -> float:
+    """`clipnorm` or its like; 0 for none, as Keras takes one below zero."""
+    return max(getattr(optimizer, name) or 0, 0)
 
 
 def _updates(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
