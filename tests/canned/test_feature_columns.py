@@ -145,6 +145,18 @@ def test_identity_keeps_what_is_out_of_range_for_the_table_to_refuse():
         look_up(table, *ids(column, f=tf.constant([3])))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint64"])
+def test_an_unsigned_id_is_never_missing(dtype):
+    column = fc.categorical_column_with_identity("f", 256)
+
+    def own(f):
+        return ids(column, f=f)[0]
+
+    feature = tf.constant([[0], [255]], dtype)
+    for read in (own, tf.function(own)):
+        assert read(feature).numpy().tolist() == [[0], [255]]
+
+
 def test_one_vocabulary_file_is_read_once(tmp_path):
     path = tmp_path / "words"
     path.write_text("b\na\n")

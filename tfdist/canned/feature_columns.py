@@ -237,8 +237,10 @@ class Batch:
         values = tf.SparseTensor(every, tf.reshape(feature, [-1]), shape)
         only = SimpleNamespace(get=lambda key, manager: values)
         ids = column.transform_feature(only, self).values
-        missing = "" if feature.dtype == tf.string else -1
         ids = tf.reshape(ids, shape)
+        if feature.dtype.is_unsigned:
+            return ids  # All are there; TensorFlow would take 255 for -1.
+        missing = "" if feature.dtype == tf.string else -1
         return tf.where(feature == missing, np.int64(-1), ids)
 
     def get(self, key: str | Column, _: Any = None) -> Any:
