@@ -4,6 +4,7 @@ import gc
 import gzip
 import itertools
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -544,6 +545,14 @@ def test_bad_csv_arguments(tmp_path, text, options, message):
 
 
 # --- Files -------------------------------------------------------------------
+
+
+def test_a_file_that_is_named_twice(tmp_path, caplog):
+    path = write(tmp_path / "a.txt", "x\n")
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        found = record_files.match([path, str(tmp_path / "*.txt")])
+    assert found == [path]
+    assert re.search(rf"1 of the files .*{path} among them", caplog.text)
 
 
 def test_no_file_matches(tmp_path):

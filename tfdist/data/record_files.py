@@ -35,7 +35,8 @@ def match(
     """The files that match one of the patterns, sorted, each once."""
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
-    paths = set()
+    paths: set[str] = set()
+    again: set[str] = set()
     for pattern in file_pattern:
         # TensorFlow would iterate over a `Path` or bytes.
         found = tf.io.gfile.glob(os.fsdecode(pattern))
@@ -44,11 +45,20 @@ def match(
                 f"No file matches {str(pattern)!r}. Expected the path of a "
                 "file, or a pattern (*, ?, [...]) that some file matches."
             )
+        again |= paths.intersection(found)
         paths.update(found)
     if not paths:
         raise ValueError(
             "Argument `file_pattern` must be a path, a pattern, or several. "
             f"Received: file_pattern={file_pattern!r}."
+        )
+    if again:
+        _log.warning(
+            "%d of the files are named more than once, %s among them, and read "
+            "once all the same. To have examples count more, weigh them, or "
+            "mix data sets (tf.data.Dataset.sample_from_datasets).",
+            len(again),
+            min(again),
         )
     if check_gzip is not False:
         _check_gzip([path for path in paths if compression(path)], check_gzip)
