@@ -473,6 +473,14 @@ def test_csv_without_header(tmp_path):
     assert features["c"].tolist() == [7, 5]
 
 
+def test_csv_defaults_as_for_decode_csv(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b,c\n1,x,2\n,,3\n")
+    (features,) = rows(path, column_defaults=[[7], ("",), []])
+    assert features["a"].tolist() == [1, 7]
+    assert features["b"].tolist() == [b"x", b""]
+    assert features["c"].dtype == "float32"
+
+
 @pytest.mark.slow
 def test_csv_with_long_quotes_across_blocks(tmp_path):
     """Records of several lines are shared out as records, not as lines."""
@@ -536,6 +544,7 @@ def test_bad_csv(tmp_path, text, line, message):
         (HEADER, {"select_columns": ["z"]}, "`select_columns` must name"),
         (HEADER, {"column_defaults": {"z": 1}}, r"name columns.*\['z'\]"),
         (HEADER, {"column_defaults": [1]}, "each of the 3.*Received: 1 entr"),
+        (HEADER, {"column_defaults": {"a": [1, 2]}}, r"column 'a'.*\[1, 2\]"),
     ],
 )
 def test_bad_csv_arguments(tmp_path, text, options, message):

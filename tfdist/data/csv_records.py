@@ -247,7 +247,19 @@ def _by_name(
             f"Argument `column_defaults` must name columns of {path}: "
             f"{list(names)}. Received: {unknown}."
         )
-    return dict(defaults)
+    return {name: _unlisted(name, value) for name, value in defaults.items()}
+
+
+def _unlisted(name: str, default: Any) -> Any:
+    """A default that is in a list, as `tf.io.decode_csv` takes it, or not."""
+    if not isinstance(default, list | tuple):
+        return default
+    if len(default) > 1:
+        raise ValueError(
+            f"Argument `column_defaults` must have one value for column "
+            f"{name!r}. Received: {default!r}."
+        )
+    return default[0] if default else tf.float32
 
 
 def _inferred(

@@ -74,7 +74,8 @@ def read_csv(
         column_defaults: for each column, in order, a default for a missing
             value, whose type is that of the column, or a dtype (`tf.float32`,
             `tf.float64`, `tf.int32`, `tf.int64`, `tf.string`) if it is
-            required. Or the same for some columns, by name. Default: inferred;
+            required; in a list, as for `tf.io.decode_csv`, or not. Or the same
+            for some columns, by name. Default: inferred;
             `tf.int64` if all values are present and integers, else `math.nan`
             if those present are numbers, else "".
         select_columns: the columns to return. Default: all.
