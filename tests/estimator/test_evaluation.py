@@ -20,6 +20,7 @@ from tfdist.estimator.exporters import Exporter, FinalExporter
 from tfdist.hooks import basic
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
+from tfdist.hooks.summary_hooks import StepCounterHook
 from tfdist.training import optimizers
 
 DEADLINE = 180.0  # A stall of the whole machine is no failure.
@@ -434,6 +435,12 @@ def test_hooks_of_training_that_only_look(job, caplog):
     assert step == 2
     lines = [r for r in caplog.records if r.name == "tfdist.hooks.basic"]
     assert len(lines) == 2  # Of batches 1 and 4.
+
+
+def test_a_hook_that_measures_training_is_told_where_it_belongs(job):
+    hook = StepCounterHook(every_n_steps=2)
+    with pytest.raises(AttributeError, match=r"'input_secs'.*TrainSpec\(hooks"):
+        evaluator_of(job, hooks=[hook]).evaluate(job.save_after(1))
 
 
 def test_threads_of_hooks_are_joined(job):

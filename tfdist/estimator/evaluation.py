@@ -57,6 +57,13 @@ class EvaluationSession:
         self.variables = {**self.variables, "global_step": self.global_step}
         self.coord = tf.train.Coordinator()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The session of an evaluation has no {name!r}. EvalSpec(hooks=...)"
+            " are for hooks that look at its batches (see EvaluationSession); "
+            "what saves or measures training goes into TrainSpec(hooks=...)."
+        )
+
     def should_stop(self) -> bool:
         """Whether a hook or a thread asked to stop."""
         return self.coord.should_stop()
