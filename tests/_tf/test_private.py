@@ -40,6 +40,21 @@ def test_dropout_holds_a_seed_state():
     assert state.path.endswith(private_keras.SEED_STATE_NAME)
 
 
+def test_a_checkpoint_by_batches_goes_on_at_a_step():
+    def saves(callback, batches):
+        return [callback._should_save_on_batch(batch) for batch in batches]
+
+    whole, cut = (
+        keras.callbacks.ModelCheckpoint("m.keras", save_freq=3)
+        for _ in range(2)
+    )
+    wanted = saves(whole, [0, 1, 2, 3, 0, 1, 2, 3, 0])
+    for step, batches in ((4, [0, 1, 2, 3, 0]), (5, [1, 2, 3, 0])):
+        private_keras.go_on_at(cut, step, 4)
+        assert cut._current_epoch == 1
+        assert saves(cut, batches) == wanted[step:]
+
+
 def test_reset_object_names_repeats_paths():
     def paths():
         private_keras.reset_object_names()

@@ -307,7 +307,8 @@ def _(job):
 
 @case("ModelCheckpoint, save_freq")
 def _(job):
-    path = "{epoch}-{batch}.weights.h5"
+    """Its logs are of the epoch so far, though every step is a run here."""
+    path = "{epoch}-{batch}-{loss:.3f}.weights.h5"
     learns_as_fit(
         job,
         lambda d: [

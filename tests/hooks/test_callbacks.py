@@ -13,7 +13,7 @@ from pace import slow_but
 from small_models import batches, local_loop, logistic
 
 import tfdist
-from tests.cases import Job, all_cases, outcome
+from tests.cases import EachStep, Job, all_cases, outcome
 from tfdist._tf import versions
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
@@ -377,6 +377,25 @@ def test_evaluations_are_val_logs(tmp_path):
     hook = KerasCallbackHook([Evaluator()], STEPS, eval_dir=str(tmp_path))
     train([hook], 3 * STEPS)
     assert seen == pytest.approx({0: 0.0, 1: None, 2: 0.2})
+
+
+def test_batches_between_checkpoints_are_counted_through_interruptions(
+    tmp_path,
+):
+    """A recovery at step 10 goes back to 8; a new process begins at 11."""
+
+    def hook():
+        path = str(tmp_path / "{epoch}-{batch}.weights.h5")
+        own = callbacks.ModelCheckpoint(
+            path, save_weights_only=True, save_freq=3
+        )
+        return KerasCallbackHook([own], STEPS)
+
+    job = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 4}
+    train([hook(), EachStep()], 11, fail_at=[10], **job)
+    train([hook(), EachStep()], 18, **job)
+    found = {path.name.partition(".")[0] for path in tmp_path.glob("*.h5")}
+    assert found == {"1-3", "1-6", "2-1", "2-4", "2-7", "3-2"}
 
 
 def test_a_callback_of_ones_own_may_keep_the_best_of_what_it_likes():

@@ -284,6 +284,16 @@ def profiles(callback: keras.callbacks.TensorBoard) -> bool:
     return callback._should_trace
 
 
+def go_on_at(
+    callback: keras.callbacks.ModelCheckpoint, step: int, steps_per_epoch: int
+) -> None:
+    """Has one that saves by batches count as if it had seen so many steps."""
+    epoch, batches = divmod(step, steps_per_epoch)
+    callback._current_epoch = epoch
+    callback._batches_seen_since_last_saving = step % callback.save_freq
+    callback._last_batch_seen = batches - 1 if batches else None
+
+
 def part_index(optimizer: Any, variable: keras.Variable) -> int:
     """Which optimizer of a built `MultiOptimizer` updates `variable`."""
     return optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
-from tfdist._tf.private_keras import assigned, profiles
+from tfdist._tf.private_keras import assigned, go_on_at, profiles
 from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import (
     RunContext,
@@ -75,9 +75,10 @@ class KerasCallbackHook(SessionRunHook):
     servers. Differences from `fit` are:
 
     * Callbacks of batches have the logs of their step alone (of metrics that
-      do not add up, and with a `train_step` of its own, those since the epoch
-      began), and have steps dispatched one by one, which a warning tells. The
-      model's metrics are of the epoch so far, also where it was evaluated.
+      do not add up, with a `train_step` of its own, and where `ModelCheckpoint`
+      saves, those since the epoch began), and have steps dispatched one by one,
+      which a warning tells. The model's metrics are of the epoch so far, also
+      where it was evaluated.
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it, with `on_test_begin` and `on_test_end`;
       epochs without a new one have none. What keeps the best weights skips an
@@ -174,8 +175,7 @@ class KerasCallbackHook(SessionRunHook):
         elif not isinstance(callback, _SET_NOTHING):
             sets = getattr(callback, "restore_best_weights", True)
             self.sets_variables |= sets
-        is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
-        if is_checkpoint and callback.save_freq != "epoch":
+        if _saves_by_batches(callback):
             self._cadences.append(callback.save_freq)
 
     def begin(self) -> None:
@@ -208,6 +208,8 @@ class KerasCallbackHook(SessionRunHook):
             _check_model(callback, model)
             callback.set_params(self._params)
             callback.set_model(model)
+            if _saves_by_batches(callback):
+                go_on_at(callback, session.step, self._steps_per_epoch)
         self._step, self._epoch = session.step, -1
         epoch, done = divmod(session.step, self._steps_per_epoch)
         if not self._begun:
@@ -251,7 +253,11 @@ class KerasCallbackHook(SessionRunHook):
             # Keras' own callbacks read their logs alone.
             reads = self.single_steps
             with self._metrics() if reads else contextlib.nullcontext():
-                self._call("on_train_batch_end", batch, dict(logs))
+                for callback in self._callbacks:
+                    # As under `fit`, whatever cuts an epoch into runs.
+                    whole = _saves_by_batches(callback)
+                    own = self._so_far if whole else logs
+                    callback.on_train_batch_end(batch, dict(own))
         if session.step // self._steps_per_epoch > self._epoch:
             self._end_epoch(session)
         if session.model.stop_training:
@@ -349,6 +355,11 @@ class KerasCallbackHook(SessionRunHook):
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*args)
+
+
+def _saves_by_batches(callback: Callback) -> bool:
+    saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    return saves and callback.save_freq != "epoch"
 
 
 def _held(model: Any) -> dict[str, Any]:
