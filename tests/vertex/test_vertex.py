@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.vertex import command, job_file, jobs
+from tfdist.vertex import command, job_file, jobs, kubernetes
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.exports import copy_export
 from tfdist.vertex.jobs import Job, Machine
@@ -930,6 +930,14 @@ def test_flags_that_are_one_string():
     """They were taken for as many flags as it has letters."""
     with pytest.raises(TypeError, match="`args` must be a list"):
         Job(image=IMAGE, base_output_dir=OUTPUT, args="--max_steps=10")
+    with pytest.raises(TypeError, match=r"`packages` must be .*='gs://b/a.whl"):
+        Job(
+            packages="gs://b/a.whl",
+            executor_image=IMAGE,
+            base_output_dir=OUTPUT,
+        )
+    with pytest.raises(TypeError, match="`egress` must be a list"):
+        kubernetes.Job(image=IMAGE, egress="10.0.0.0/8:443")
 
 
 def test_tuning_of_the_library():

@@ -100,10 +100,12 @@ class Tasks:
     service_account: str | None = flag(None, "whose rights the tasks have")
 
     def __post_init__(self) -> None:
-        if isinstance(self.args, str):
-            raise TypeError(
-                f"Argument `args` must be a list. Received: args={self.args!r}."
-            )
+        for name in ("args", "packages", "egress"):
+            if isinstance(value := getattr(self, name, ()), str):
+                raise TypeError(
+                    f"Argument `{name}` must be a list. Received: "
+                    f"{name}={value!r}."
+                )
         if self.ps and not self.workers:
             raise ValueError(
                 "Argument `ps` needs `workers`: parameter servers hold the "
