@@ -19,6 +19,7 @@ from pace import slow, slow_but
 from tfdist.pipeline import model_parallel
 from tfdist.pipeline.model_parallel import Pipeline, bubble
 from tfdist.pipeline.stages import op_devices, resolve_devices
+from tfdist.training.multi_optimizer import MultiOptimizer
 from trainer import translator
 
 HERE = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -407,6 +408,18 @@ def test_a_batch_that_does_not_divide(known):
         (
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
             "LossScaleOptimizer with",
+        ),
+        (
+            lambda: MultiOptimizer(
+                [
+                    ("kernel", keras.optimizers.SGD()),
+                    (
+                        ".*",
+                        keras.optimizers.Adam(gradient_accumulation_steps=3),
+                    ),
+                ]
+            ),
+            "'adam' skips some.*MultiOptimizer with .*_steps=3",
         ),
     ],
 )

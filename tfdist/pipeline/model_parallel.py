@@ -295,16 +295,19 @@ def bubble(num_stages: int, num_micro_batches: int) -> float:
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that skips updates."""
     scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    steps = [
-        part.gradient_accumulation_steps for part in optimizers.parts(optimizer)
+    accumulating = [
+        part
+        for part in optimizers.parts(optimizer)
+        if part.gradient_accumulation_steps
     ]
-    if scaling or any(steps):
+    if scaling or accumulating:
+        part = accumulating[0] if accumulating else optimizer
         raise ValueError(
-            f"Optimizer {optimizer.name!r} skips some updates, which a "
-            "Pipeline does not support. Received: "
-            f"{type(optimizer).__name__} with gradient_accumulation_steps="
-            f"{steps[0]}. Instead of accumulation, use larger batches and more "
-            "micro-batches; instead of LossScaleOptimizer, bfloat16 or "
+            f"Optimizer {part.name!r} skips some updates, which a Pipeline "
+            f"does not support. Received: {type(optimizer).__name__} with "
+            f"gradient_accumulation_steps={part.gradient_accumulation_steps}. "
+            "Instead of accumulation, use larger batches and more micro-"
+            "batches; instead of LossScaleOptimizer, bfloat16 or "
             "loss_scale_factor."
         )
 
