@@ -100,6 +100,16 @@ def test_variables_of_one_path_are_told_apart():
     assert [v.path for v in model.variables] == before
 
 
+def test_a_layer_from_outside_of_the_name_of_one_inside():
+    private_keras.reset_object_names()
+    outside = keras.layers.Dense(1)
+    own = private_keras.own_object_names()
+    with pytest.raises(ValueError, match="unique") as caught, own:
+        x = keras.Input([3])
+        keras.Model(x, keras.layers.Dense(1)(outside(x)))
+    assert "give that a `name` of its own" in caught.value.__notes__[0]
+
+
 def test_what_sets_variables_assigns_them():
     model = small_model()
     kernel, rate = model.weights[0], model.optimizer.learning_rate

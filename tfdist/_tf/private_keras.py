@@ -66,6 +66,15 @@ def own_object_names() -> Iterator[None]:
     reset_object_names()
     try:
         yield
+    except ValueError as error:
+        if "names should be unique" in str(error):
+            error.add_note(
+                "The layers that a model function makes are numbered from the "
+                "start at each call, so one that was made outside may have "
+                "the same name: give that a `name` of its own, or make it "
+                "inside."
+            )
+        raise
     finally:
         global_state.set_global_attribute(_OBJECT_NAMES, before)
 
