@@ -103,10 +103,14 @@ def test_variables_of_one_path_are_told_apart():
 def test_a_layer_from_outside_of_the_name_of_one_inside():
     private_keras.reset_object_names()
     outside = keras.layers.Dense(1)
-    own = private_keras.own_object_names()
-    with pytest.raises(ValueError, match="unique") as caught, own:
-        x = keras.Input([3])
-        keras.Model(x, keras.layers.Dense(1)(outside(x)))
+
+    def make():
+        with private_keras.own_object_names():
+            x = keras.Input([3])
+            keras.Model(x, keras.layers.Dense(1)(outside(x)))
+
+    with pytest.raises(ValueError, match="unique") as caught:
+        make()
     assert "give that a `name` of its own" in caught.value.__notes__[0]
 
 
