@@ -155,7 +155,10 @@ class NanTensorHook(SessionRunHook):
         loss_tensor: Name of the loss in the logs, or of a variable. None:
             "loss", or where nothing of that name is logged, as by a model's
             own `train_step`, all that is.
-        fail_on_nan_loss: Whether to raise; else a stop is requested.
+        fail_on_nan_loss: Whether to raise; else a stop is requested. Weights
+            that are NaN by then fail in the last checkpoint all the same: TF1
+            saved them, as does `check_numerics=False`. An `Estimator` has a
+            hook of its own that raises, as in TF1.
 
     Raises:
         NanLossDuringTrainingError: in `after_run`, when the loss is NaN.
