@@ -27,6 +27,15 @@ def test_lists_the_programs(capsys):
     assert "there is no command 'lunch'" in capsys.readouterr().err
 
 
+def test_without_a_stderr():
+    command = f"exec {sys.executable} -m tfdist advice --dense_bytes=1e6 2>&-"
+    done = subprocess.run(
+        [command], shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

@@ -28,6 +28,10 @@ def without_banner() -> Iterator[None]:
     >>> with tfdist.launch.without_banner():
     ...     import tensorflow
     """
+    if sys.stderr is None:  # Closed, as by `2>&-`: no file may get its number.
+        while (null := os.open(os.devnull, os.O_RDWR)) < 2:
+            pass
+        sys.stderr = os.fdopen(null, "w")
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as written:
