@@ -357,6 +357,21 @@ def test_metrics_may_be_added(tmp_path):
     assert metrics["auc"] > 0.6
 
 
+def test_logits_of_half_precision_are_float32(tmp_path):
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        estimator = tfdist.LinearRegressor(
+            [fc.numeric_column("a")], str(tmp_path), optimizer="SGD"
+        )
+        data = tf.data.Dataset.from_tensors(({"a": [1.0]}, [3.0]))
+        estimator.train(lambda: data)
+        metrics = estimator.evaluate(lambda: data)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert 0 < metrics["average_loss"] < 9
+
+
 def test_features_that_are_no_dictionary():
     model = estimators.LinearRegressor(linear_columns(), "m").model_fn()
     with pytest.raises(ValueError, match="must be a dictionary"):

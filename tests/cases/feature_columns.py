@@ -246,10 +246,11 @@ def Sequential(job):
     job.trains_as_fit(model_fn, examples(*_FEW))
 
 
-def _canned(make):
+def _canned(make, **tolerance):
     def run(job):
         estimator = make(config=tfdist.RunConfig(job.model_dir + "-unused"))
-        job.trains_as_fit(estimator.model_fn, examples("item", "seen", "tags"))
+        data = examples("item", "seen", "tags")
+        job.trains_as_fit(estimator.model_fn, data, **tolerance)
 
     return run
 
@@ -272,6 +273,28 @@ def _(job):
             columns, config=config, optimizer="SGD"
         )
     )(job)
+
+
+@case("a canned network of mixed_bfloat16")
+def _(job):
+    """Its logits are float32, whatever the layers compute in."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        _canned(
+            lambda config: tfdist.DNNLinearCombinedRegressor(
+                linear_feature_columns=[TAGS],
+                linear_optimizer="SGD",
+                dnn_feature_columns=[fc.embedding_column(ITEM, 2)],
+                dnn_hidden_units=[3],
+                dnn_optimizer="SGD",
+                config=config,
+            ),
+            rtol=1e-2,  # bfloat16 has 8 bits.
+            atol=1e-3,
+        )(job)
+    finally:
+        keras.config.set_dtype_policy(policy)
 
 
 def _wide_and_deep():

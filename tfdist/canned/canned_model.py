@@ -54,7 +54,8 @@ class CannedModel(keras.Model):
         """Logits, float32 `(batch, head.units)`."""
         batch = Batch(features, self._vocabularies)
         # By its name: by position Keras takes only tensors.
-        return tf.add_n([part(features=batch) for part in self._parts])
+        logits = [part(features=batch) for part in self._parts]
+        return tf.add_n([tf.cast(each, tf.float32) for each in logits])
 
     def compute_loss(
         self,

@@ -287,7 +287,7 @@ class DNNModel(keras.layers.Layer):
             size = getattr(layer, "units", size)
 
     def call(self, features: Batch, training: bool | None = None) -> tf.Tensor:
-        """The numbers, float32 `(batch, units)`."""
+        """The numbers, `(batch, units)`, of the layer's compute dtype."""
         values = self._input_layer(features=features)
         for layer in self._hidden:
             # Keras hands `training` on to the layers that take it.
