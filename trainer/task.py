@@ -418,9 +418,11 @@ def main(argv: Sequence[str]) -> None:
             placement=FLAGS.placement,
             session_creation_timeout_secs=FLAGS.session_creation_timeout_secs,
         )
+        leads = config.cluster.role in ("local", "chief")
+        if leads and export_dir:
+            tfdist.vertex.check_export_dir(export_dir)
         metrics, exported = train_and_evaluate(examples, config)
         exports = [path for path in exported if path]
-        leads = config.cluster.role in ("local", "chief")
         if leads and exports and export_dir:
             tfdist.vertex.copy_export(exports[0], export_dir)
             exports.append(export_dir)

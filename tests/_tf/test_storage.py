@@ -15,7 +15,7 @@ from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import export_saved_model, list_exports
-from tfdist.vertex.exports import copy_export
+from tfdist.vertex.exports import check_export_dir, copy_export
 
 gfile = tf.io.gfile
 BUCKET = "gs://bucket"
@@ -155,6 +155,8 @@ def test_not_writable(server, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"^model_dir .* cannot be written"):
         storage.check_writable(str(tmp_path / "file" / "job"))
+    with pytest.raises(ValueError, match=r"^export_dir .* cannot be written"):
+        check_export_dir(str(tmp_path / "file" / "model/"))
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,10 @@ BAD_INPUT = {
         [*train_on("train.csv"), "--model_dir=file/model"],
         "model_dir 'file/model' cannot be written",
     ),
+    "unwritable export_dir": (
+        [*train_on("train.csv"), "--export_dir=file/model"],
+        "export_dir 'file/model' cannot be written",
+    ),
 }
 
 

@@ -122,10 +122,11 @@ def is_damage(error: Exception) -> bool:
     return not (isinstance(error, _NO_DAMAGE) or any(texts))
 
 
-def check_writable(directory: str) -> None:
+def check_writable(directory: str, name: str = "model_dir") -> None:
     """Raises ValueError unless a file can be written in a directory.
 
-    A job then fails at its start, not at its first checkpoint.
+    Which the user calls `name`. A job then fails at its start, not at its first
+    checkpoint.
     """
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
@@ -136,7 +137,7 @@ def check_writable(directory: str) -> None:
         tf.io.gfile.remove(probe)
     except tf.errors.OpError as error:
         raise ValueError(
-            f"model_dir {directory!r} cannot be written: {error.message} "
+            f"{name} {directory!r} cannot be written: {error.message} "
             f"{advice(directory, error)}".rstrip()
         ) from error
 

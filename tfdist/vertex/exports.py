@@ -12,6 +12,15 @@ _LAST = "saved_model.pb"
 _FOLDERS = ("variables", "assets", "assets.extra")
 
 
+def check_export_dir(directory: str) -> None:
+    """Fails at a job's start, not at its end, if it could copy no model there.
+
+    Raises:
+        ValueError: no file can be written in `directory`, which is made.
+    """
+    storage.check_writable(directory.rstrip("/"), "export_dir")
+
+
 def copy_export(export: str, directory: str) -> None:
     """Copies a SavedModel to a directory itself, in place of what is there.
 
