@@ -49,6 +49,17 @@ def test_sigterm_in_the_meantime_is_heard():
         sigterm.restore()
 
 
+def test_what_an_inner_one_hears_the_outer_one_does():
+    """A session within a hook of another may end before it looks."""
+    outer, inner = termination.Sigterm(), termination.Sigterm()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        inner.restore()
+        assert outer.received
+    finally:
+        outer.restore()
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_may_end_in_any_order(first):
     before = signal.getsignal(signal.SIGTERM)

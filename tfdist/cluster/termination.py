@@ -31,6 +31,9 @@ class Sigterm:
 
     def _receive(self, *_: object) -> None:
         self.received, self._at = True, time.monotonic()
+        outer = getattr(self._before, "__self__", None)
+        if isinstance(outer, Sigterm):  # Of the session in which this one is.
+            outer._receive()
 
     def leave(self) -> None:
         """Ends the process if it was told to, with a code that is retried."""
