@@ -673,6 +673,11 @@ def test_what_is_no_text(tmp_path, data, kind):
         readers.read_csv(str(path), 2)
     with pytest.raises(ValueError, match=message):
         readers.read_text(str(path), 2)
+    good = write(tmp_path / "a.csv", "1,2\n")  # Is read first.
+    with pytest.raises(ValueError, match=message):
+        readers.read_csv([good, str(path)], 2, column_names=["a", "b"])
+    with pytest.raises(ValueError, match=message):
+        readers.read_text([good, str(path)], 2)
 
 
 def test_lines_that_end_in_cr(tmp_path):

@@ -108,6 +108,8 @@ def read_csv(
         na_value=na_value,
         num_rows_for_inference=num_rows_for_inference,
     )
+    if not layout.header:  # Else each file's is compared.
+        record_files.check_all_text(paths)
     known = list(layout.columns)
     chosen = known if select_columns is None else list(select_columns)
     asked = {} if label_name is None else {"label_name": [label_name]}
@@ -176,7 +178,7 @@ def read_text(
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
-    record_files.check_text(paths[0])
+    record_files.check_all_text(paths)
     files = _files(paths, tf.data.TextLineDataset, unit="line")
     return batches(files, tf.identity, batch_size, reading)
 

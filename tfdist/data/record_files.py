@@ -74,6 +74,12 @@ def compression(path: str) -> str:
     return "GZIP" if path.endswith((".gz", ".gzip")) else ""
 
 
+def check_all_text(paths: Sequence[str]) -> None:
+    """Raises ValueError if one of the files begins like one that is none."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(check_text, paths))
+
+
 def check_text(path: str) -> None:
     """Raises ValueError if a file begins like one that is no text."""
     with tf.io.gfile.GFile(path, "rb") as file:
