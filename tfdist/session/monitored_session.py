@@ -171,7 +171,7 @@ class MonitoredTrainingSession(RecoverableSession):
         if checkpoint_dir is not None:
             checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         all_hooks: list[Hook] = []
-        hooks = [*(hooks or ())]
+        hooks, saver = [*(hooks or ())], None
         if is_chief:  # In TF1's order.
             all_hooks += chief_only_hooks or ()
             saver = saver_of(checkpoint_dir, [*all_hooks, *hooks])
@@ -193,7 +193,8 @@ class MonitoredTrainingSession(RecoverableSession):
                 saves["max_to_keep"] = max_to_keep
                 hours = keep_checkpoint_every_n_hours
                 saves["keep_checkpoint_every_n_hours"] = hours
-                all_hooks.append(CheckpointSaverHook(checkpoint_dir, **saves))
+                saver = CheckpointSaverHook(checkpoint_dir, **saves)
+                all_hooks.append(saver)
         all_hooks += hooks
         all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
         begin_all(all_hooks)
@@ -213,8 +214,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self.secs_in_steps = 0.0
         self.input_secs = np.zeros(2)
         self._stop = self._closed = False
-        self._steps_per_sec = 0.0
-        self._saver = saver_of(checkpoint_dir, all_hooks)
+        self._steps_per_sec, self._saver = 0.0, saver
         self._refused = ""  # What change, if it is still asked for.
         try:
             self._recovering(lambda: None)
