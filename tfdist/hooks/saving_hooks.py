@@ -158,7 +158,8 @@ class CheckpointSaverHook(TimedHook):
         """Saves a step again if a callback has set something since."""
         session = run_context.session
         step = self._begun[0] if self._begun else self._saved_step
-        if self._is_stale(session) and session.step == step:
+        self._hear(session)
+        if self._stale and session.step == step:
             if self._tell(session):
                 run_context.request_stop()
             self._begin(session)
@@ -175,7 +176,8 @@ class CheckpointSaverHook(TimedHook):
         """Saves the last step, if it is not saved as it is now."""
         self._forget_failure()
         self._tell(session)
-        if self._is_stale(session) or self._saved_step != session.step:
+        self._hear(session)
+        if self._stale or self._saved_step != session.step:
             self._save(session)
         for listener in self._listeners:
             listener.end(session, session.step)
@@ -184,7 +186,8 @@ class CheckpointSaverHook(TimedHook):
         """Saves this step, if it is not saved."""
         self._forget_failure()
         self._complete()
-        if self._is_stale(session) or self._saved_step != session.step:
+        self._hear(session)
+        if self._stale or self._saved_step != session.step:
             self._begin(session)
             self._complete()
 
@@ -206,16 +209,15 @@ class CheckpointSaverHook(TimedHook):
                 _log.info("%r requests a stop at step %d.", listener, step)
         return stops
 
-    def _is_stale(self, session: Session) -> bool:
-        """Whether something was set since it saved; tells all savers so."""
+    def _hear(self, session: Session) -> None:
+        """Has every saver know if something was set since it saved."""
         for hook in session.hooks if session.unsaved else ():
             if isinstance(hook, CheckpointSaverHook):
                 hook._stale = True
         session.unsaved = False
-        return self._stale
 
     def _begin(self, session: Session, wait: bool = True) -> None:
-        self._is_stale(session)
+        self._hear(session)
         step, self._stale = session.step, False
         self._begun = step, self._checkpoints.save_behind(step, not wait)
 
