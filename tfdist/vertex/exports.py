@@ -15,6 +15,8 @@ _FOLDERS = ("variables", "assets", "assets.extra")
 def check_export_dir(directory: str) -> None:
     """Fails at a job's start, not at its end, if it could copy no model there.
 
+    >>> tfdist.vertex.check_export_dir(f"{directory}/model/")
+
     Raises:
         ValueError: no file can be written in `directory`, which is made.
     """
