@@ -16,6 +16,7 @@ import tfdist
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables, restore
+from tfdist.checkpoint.names import of_optimizers
 from tfdist.training import optimizers
 
 
@@ -453,3 +454,13 @@ def test_tensorflow_deletes_the_checkpoints_of_others(tmp_path):
     theirs.save(0)
     theirs.save(1)
     assert not list((tmp_path / "job2").glob("*.index"))
+
+
+@pytest.mark.parametrize("layer", ["a", "a/b"])
+def test_a_weight_that_is_called_as_an_optimizer_s_counter_is(layer):
+    """Its layer is no optimizer: what is saved of it is restored."""
+    weights = [f"{layer}/iteration", f"{layer}/more", "d/kernel"]
+    shared = ["adam/iteration", "sgd/iteration", "sgd/learning_rate"]
+    slots = [f"{layer}/iteration/adam/momentum", "d/kernel/adam/momentum"]
+    saved, names = [*weights, *shared, *slots], [*weights, *shared, slots[0]]
+    assert of_optimizers(saved, names) == {*shared, *slots}

@@ -145,7 +145,14 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     """
     both = {*saved, *names}
     end = "/iteration"
-    optimizers = {n.removesuffix(end) for n in both if n.endswith(end)}
+    beside = (n.rpartition("/")[0].rpartition("/") for n in both)
+    have_slots = {name for head, _, name in beside if head in both}
+    optimizers = {  # A layer may have a weight that is called so, too.
+        name
+        for n in both
+        if n.endswith(end) and (name := n.removesuffix(end))
+        if name in have_slots or f"{name}/learning_rate" in both
+    }
 
     def variable(name: str) -> str:
         """Whose slot it is."""
