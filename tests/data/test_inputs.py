@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from pace import slow
+from pace import slow, slow_but
 from tensorflow.python.eager import context
 
 from tfdist.data import fit_data, readers, record_files
@@ -271,7 +271,7 @@ def test_a_thousand_files(tmp_path):
     assert sorted(share) == list(range(len(paths)))
 
 
-@pytest.mark.parametrize("kind", ["lines", "arrays"])
+@pytest.mark.parametrize("kind", slow_but(["arrays"], ["lines", "arrays"]))
 def test_a_process_may_read_often(tmp_path, kind):
     """As one that tunes: no function stays behind that read is done with."""
     path = tmp_path / "lines.txt"
