@@ -51,7 +51,8 @@ def refuse_sums(model: keras.Model) -> None:
                 f"Loss {loss.name!r} of model {model.name!r} has reduction="
                 f"{reduction!r}, but between replicas a step learns the mean "
                 "of what each finds in its examples. Use the default "
-                "reduction='sum_over_batch_size', with another learning rate."
+                "reduction='sum_over_batch_size': for a sum with another "
+                "learning rate, for a mean by weights with weights of mean 1."
             )
 
 
