@@ -312,6 +312,41 @@ def an_argument_of_keras(job):
     fit(job, class_weight={0: 1.0})
 
 
+class StopsAtBatch(keras.callbacks.Callback):
+    """Stops in an epoch that has `batches` of them behind it."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        self.model.stop_training = not self.left
+
+
+@case()
+def a_stop_within_an_epoch(job):
+    """What was found of it is in the history; not on other processes."""
+    for batches in (6, 2):
+        train = data if is_in_order(job) else whole
+        found = fit(
+            job,
+            train,
+            validation_data=held_out,
+            callbacks=[StopsAtBatch(batches)],
+            steps_per_epoch=4,
+            model_dir=f"{job.model_dir}/{batches}",
+        )
+        if job.is_chief:
+            wanted = keras_fit(
+                lambda: train().repeat(),  # noqa: B023
+                validation_data=held_out(),
+                callbacks=[StopsAtBatch(batches)],
+                steps_per_epoch=4,
+            )
+            assert_same(found, wanted)
+
+
 @case()
 def early_stopping(job):
     """And the history ends there."""

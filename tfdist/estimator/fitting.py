@@ -181,7 +181,12 @@ def fit(
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
         train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
-        train_and_evaluate(estimator, train_spec, eval_spec)
+        results, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
+    for name, value in (results or {}).items():
+        # Of an epoch that a callback has cut; it was evaluated afterwards.
+        found = history.history.get(f"val_{name}", [])
+        if name != "global_step" and len(found) == len(history.epoch) - 1:
+            history.history[f"val_{name}"] = [*found, value]
     history.set_model(model)
     return model, history

@@ -93,7 +93,7 @@ class MonitoredTrainingSession(RecoverableSession):
             nothing, and waits for the chief's first checkpoint.
         checkpoint_dir: Of the checkpoints; None for none.
         hooks: Called after the session's own.
-        chief_only_hooks: Called before them, on the chief.
+        chief_only_hooks: Called before them, on the chief; they set nothing.
         save_checkpoint_secs: Seconds between checkpoints. Default: 60, or what
             costs 1 % of the time if that is more (see
             `tfdist.hooks.saving_hooks.Sparing`), unless
