@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import tfdist
@@ -897,6 +897,8 @@ def test_the_command_itself():
 
 
 @given(st.floats(0, 8e7))
+@example(2.43e-10)
+@example(1.23e-11)
 def test_seconds_are_short(secs):
     assert len(in_units(secs, SECS)) <= 7
     number, _, unit = in_units(secs, SECS).partition(" ")

@@ -208,4 +208,4 @@ def in_units(value: float, units: Mapping[str, float]) -> str:
     """
     unit = next((u for u in units if value < 999.5 * units[u]), [*units][-1])
     number = value / units[unit]
-    return f"{number:.3g} {unit}" if number >= 0.01 else "0"
+    return f"{number:.3g} {unit}" if value >= min(units.values()) else "0"

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import private_keras
+from tfdist.embeddings import lookups
 from tfdist.training.compiled_model import forward_pass, look_at
 from tfdist.training.forward import Forward, TapedScope
 from tfdist.training.replicas import mean_to_sum
@@ -27,7 +28,13 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
     Raises:
         ValueError: a metric is called "loss" or "global_step".
     """
-    look_at(lambda batch: forward_pass(model, batch, False), element_spec)
+
+    def run(batch: Any) -> None:
+        # The look-up of a table is dozens of ops, which nothing runs.
+        with lookups.answered_by(lookups.Collector()):
+            forward_pass(model, batch, False)
+
+    look_at(run, element_spec)
     model.reset_metrics()
     names: list[str] = []
     for metric in model.metrics:
