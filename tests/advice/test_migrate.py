@@ -31,11 +31,16 @@ def run(tmp_path, capsys, name, text):
     return code, [line for line in out.splitlines() if line[:1] != " "]
 
 
+def symbols(lines):
+    """Of each line but the last, the number and the symbol."""
+    found = (re.match(r"a.py:(\d+): ([\w.]+):", line) for line in lines[:-1])
+    return [match.groups() for match in found]
+
+
 def test_what_is_gone_is_listed_with_what_replaces_it(tmp_path, capsys):
     code, lines = run(tmp_path, capsys, "a.py", PROGRAM)
     assert code == 1
-    found = [re.match(r"a.py:(\d+): ([\w.]+):", x).groups() for x in lines[:-1]]
-    assert found == [
+    assert symbols(lines) == [
         ("3", "tf.contrib.learn"),
         ("4", "tf.layers"),
         ("8", "tf.layers"),
@@ -76,8 +81,7 @@ log(net)
 def test_names_of_an_import_of_all(tmp_path, capsys):
     code, lines = run(tmp_path, capsys, "a.py", STARS)
     assert code == 1
-    found = [re.match(r"a.py:(\d+): ([\w.]+):", x).groups() for x in lines[:-1]]
-    assert found == [
+    assert symbols(lines) == [
         ("3", "tf.contrib.layers"),
         ("7", "tf.keras.layers.DenseFeatures"),
         ("8", "tf.Session"),
