@@ -265,6 +265,8 @@ def test_ids_that_no_step_can_know_are_refused(draw, message):
         )
     with pytest.raises(ValueError, match=message):
         local_loop(model, batches())
+    # A `tf.map_fn` that raises leaves one, and strategies fail after that.
+    assert tf.compat.v1.get_variable_scope().caching_device is None
 
 
 def test_ids_of_a_vocabulary():

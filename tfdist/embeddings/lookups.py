@@ -79,8 +79,22 @@ def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
     return rows
 
 
-class Collector:
-    """Writes down the ids of each lookup and answers with zeros.
+class Zeros:
+    """Answers each lookup with zeros, where rows make no difference."""
+
+    def rows(
+        self, table: Any, ids: tf.Tensor, of_all: bool = False
+    ) -> tf.Tensor:
+        """Zeros, for the rows `(n, dim)` of the int64 ids `(n,)`."""
+        return stand_in(
+            [tf.size(ids), table.output_dim],
+            table.compute_dtype,
+            [ids.shape.num_elements(), table.output_dim],
+        )
+
+
+class Collector(Zeros):
+    """Writes down the ids of each lookup, too.
 
     Made in the graph in which lookups are to be.
 
@@ -99,7 +113,7 @@ class Collector:
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Zeros, for the rows `(n, dim)` of the int64 ids `(n,)`."""
+        """As `Zeros.rows`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
@@ -111,11 +125,7 @@ class Collector:
             ids = tf.identity(ids)
         self.calls.append((table, ids))
         self.of_all.append(of_all)
-        answer = stand_in(
-            [tf.size(ids), table.output_dim],
-            table.compute_dtype,
-            [ids.shape.num_elements(), table.output_dim],
-        )
+        answer = super().rows(table, ids)
         self.answers.append(answer.op.name)
         return answer
 
