@@ -532,6 +532,9 @@ def test_sparse_ids_of_one_axis_are_one_example():
     ids = tf.sparse.from_dense([0, 4, 5])
     expected = table_of(layer)[[4, 5]].sum(axis=0)
     np.testing.assert_allclose(layer(ids), expected, rtol=1e-6)
+    spec = tf.SparseTensorSpec(None, tf.int32)  # Of any rank.
+    traced = tf.function(lambda ids: layer(ids), input_signature=[spec])
+    np.testing.assert_allclose(traced(ids), expected, rtol=1e-6)
     none = tf.SparseTensor(tf.zeros([0, 3], tf.int64), [], [2, 0, 4])
     assert layer(tf.cast(none, tf.int64)).shape == [2, 0, 3]
 

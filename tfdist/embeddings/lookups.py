@@ -73,9 +73,9 @@ def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
 
 def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
     """Rows `(n, dim)` of the examples of `ids`, in the shape of these."""
-    dim = rows.shape[-1]
-    rows = tf.reshape(rows, tf.concat([ids.dense_shape[:-1], [dim]], 0))
-    rows.set_shape([*ids.shape[:-1], dim])
+    dim = rows.shape[-1:]
+    rows = tf.reshape(rows, tf.concat([ids.dense_shape[:-1], dim], 0))
+    rows.set_shape(ids.shape[:-1].concatenate(dim))
     return rows
 
 
