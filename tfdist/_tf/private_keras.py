@@ -156,24 +156,24 @@ def tell_apart(model: keras.Model) -> None:
     paths = collections.Counter(variable.path for variable in model.variables)
     seen: set[int] = set()
 
-    def visit(holder: keras.layers.Layer, prefix: str) -> None:
-        for layer in holder._flatten_layers(False, recursive=False):
-            if id(layer) in seen:
-                continue
-            seen.add(id(layer))
-            path = f"{prefix}{layer.name}"
-            visit(layer, f"{path}/")
-            inner = layer._flatten_layers(False, recursive=False)
-            others = {id(v) for each in inner for v in each.variables}
-            own = [v for v in layer.variables if id(v) not in others]
-            if any(paths[variable.path] > 1 for variable in own):
-                for variable in own:
-                    name = variable.path.removeprefix(f"{layer.path}/")
-                    variable._path = f"{path}/{name}"
-                layer._path = path
+    def visit(layer: keras.layers.Layer, path: str) -> None:
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        inner = layer._flatten_layers(False, recursive=False)
+        others = {id(v) for each in inner for v in each.variables}
+        own = [v for v in layer.variables if id(v) not in others]
+        if any(paths[variable.path] > 1 for variable in own):
+            for variable in own:
+                name = variable.path.removeprefix(f"{layer.path}/")
+                variable._path = f"{path}/{name}"
+            layer._path = path
+        for each in inner:
+            visit(each, f"{path}/{each.name}")
 
     if paths and max(paths.values()) > 1:
-        visit(model, "")
+        for layer in model._flatten_layers(False, recursive=False):
+            visit(layer, layer.name)
 
 
 def is_built(model: keras.Model, itself: bool = True) -> bool:

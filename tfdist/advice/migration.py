@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -154,6 +155,7 @@ def _all_of(module: str) -> dict[str, str]:
     return {n: f"{module}.{n}" for n in names if not n.startswith("_")}
 
 
+@functools.cache
 def _gone_rows() -> dict[str, Row]:
     """The rows about each symbol that is not the same in TF 2.21."""
     found: dict[str, Row] = {}
