@@ -1,5 +1,6 @@
 """Canaries: what tfdist takes from Keras behind its public API still works."""
 
+import collections
 import concurrent.futures
 import inspect
 import threading
@@ -455,9 +456,9 @@ def test_a_checkpoint_holds_a_table_whole(tmp_path):
 
 @pytest.mark.parametrize("width", [1, 8, 10, 16])
 def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
-    rows = np.random.default_rng(0).normal(size=(10_003, width))
+    rows = np.random.default_rng(0).normal(size=(100_003, width))
     variable = tf.Variable(rows.astype("float32"))
-    own = [run for run in row_runs(3 * 10_003, 3) if run.shard == 1]
+    own = [run for run in row_runs(3 * 100_003, 3) if run.shard == 1]
     runs = private_checkpoints._aligned([(run.row, run.size) for run in own])
     sizes = [size for _, size in runs]
     pieces = private_checkpoints._pieces(variable, sizes)
@@ -469,10 +470,22 @@ def test_the_long_runs_of_a_table_are_saved_without_a_copy(width):
         for piece in pieces
         if np.shares_memory(whole, np.asarray(memoryview(piece)))
     ]
-    assert sum(shared) > 9_800
+    assert sum(shared) > 99_800
     traced = tf.function(lambda: private_checkpoints._pieces(variable, sizes))
     ops = traced.get_concrete_function().graph.get_operations()
     assert len(ops) < 4 * len(sizes)  # The time that a job takes to start.
+
+
+def test_a_small_table_is_cut_by_one_operation():
+    variable = tf.Variable(tf.reshape(tf.range(800.0), [100, 8]))
+    sizes = [1, 2, 61, 36]
+    traced = tf.function(lambda: private_checkpoints._pieces(variable, sizes))
+    ops = traced.get_concrete_function().graph.get_operations()
+    types = collections.Counter(op.type for op in ops)
+    assert (types["SplitV"], types["Reshape"]) == (1, 0)
+    for pieces in (traced(), private_checkpoints._pieces(variable, sizes)):
+        assert [len(piece) for piece in pieces] == sizes
+        np.testing.assert_array_equal(np.concatenate(pieces), variable)
 
 
 def test_a_checkpoint_holds_a_position_as_if_it_were_the_iterator(tmp_path):

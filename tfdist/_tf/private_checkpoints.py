@@ -124,8 +124,16 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*others, (row, size - odd), (row + size - odd, odd)]
 
 
+# Bytes of a shard that may be copied when it is cut: of many small tables it is
+# the number of operations that costs time, when they are first saved.
+_SMALL = 1 << 18
+
+
 def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
-    """Runs of rows of a shard."""
+    """Runs of rows of a shard; of a large one no copies.
+
+    TensorFlow's `split` makes none where a row is a multiple of 64 bytes.
+    """
     with tf.device(variable.device):
         value = variable.read_value_no_copy()
         # From a GPU, which no file is written on.
@@ -133,6 +141,9 @@ def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
             value = tf.identity(value)
             if len(sizes) == 1:
                 return [value]
+            row = value.shape[1:].num_elements() * value.dtype.size
+            if row % 64 == 0 or row * sum(sizes) <= _SMALL:
+                return tf.split(value, sizes)
             return _cutter(value.shape, value.dtype, tuple(sizes))(value)
 
 
