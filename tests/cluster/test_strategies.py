@@ -13,11 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from strategy_checks import examples
 
+import tfdist
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers, strategies
 from tfdist.cluster.spec import Cluster
@@ -220,6 +222,41 @@ def test_strategy_that_does_not_fit(tmp_path, strategy, jobs, message):
     cluster = Cluster.from_jobs(jobs, "chief", 0) if jobs else Cluster()
     with pytest.raises(ValueError, match=message):
         RunConfig(str(tmp_path), strategy=strategy, cluster=cluster)
+
+
+def test_graphs_of_tensorflow_1_are_refused(tmp_path):
+    """Where `disable_v2_behavior()`, say, still stands in a ported program."""
+    config = RunConfig(str(tmp_path))
+    doors = [
+        lambda: RunConfig(str(tmp_path)),
+        lambda: tfdist.Trainable(dict, tf.Variable(0, dtype=tf.int64), {}),
+        lambda: tfdist.fit(keras.Sequential, np.ones([2, 1])),
+    ]
+    with tf.Graph().as_default():
+        for door in doors:
+            with pytest.raises(RuntimeError, match="needs eager execution"):
+                door()
+    assert config == RunConfig(str(tmp_path))
+
+
+def test_within_the_scope_of_another_strategy(tmp_path):
+    """It is not that of the next job either."""
+    estimator = tfdist.Estimator(keras.Sequential, RunConfig(str(tmp_path)))
+    scope = tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+    with scope, pytest.raises(RuntimeError, match="for 'one_device'"):
+        estimator.train(lambda: tf.data.Dataset.range(1))
+    name = estimator.config.strategy_name
+    assert strategies.local_strategy(name) is tf.distribute.get_strategy()
+
+
+def test_all_reduce_with_functions_that_run_eagerly():
+    cluster = Cluster.from_jobs({"worker": ["a:1", "b:1"]}, "worker", 0)
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(RuntimeError, match="run_functions_eagerly"):
+            strategies.multi_worker_strategy(cluster)
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def test_grpc_fail_fast_of_the_user(monkeypatch):

@@ -190,6 +190,33 @@ def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
     assert np.array_equal(*weights)
 
 
+def test_fit_keeps_to_the_limits_that_keras_is_configured_with(caplog):
+    """As `KERAS_MAX_EPOCHS` and `KERAS_MAX_STEPS_PER_EPOCH` set them."""
+
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    x = np.arange(24.0).reshape(24, 1) / 24
+    batches = tf.data.Dataset.from_tensor_slices((x, 2 * x)).batch(2)
+    data = {"validation_data": batches, "epochs": 4}
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(4)
+    try:
+        expected = model_fn().fit(batches, verbose=0, **data).history
+        _, history = tfdist.fit(model_fn, batches, **data)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert expected.keys() == history.history.keys()
+    for name, values in expected.items():
+        assert history.history[name] == pytest.approx(values, rel=1e-5)
+    assert "Limiting `steps_per_epoch` to 4" in caplog.text
+
+
 def test_steps_per_second(tmp_path):
     job(tmp_path, 12, save_summary_steps=0, log_step_count_steps=5)
     rates = read_scalars(str(tmp_path))

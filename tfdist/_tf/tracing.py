@@ -20,3 +20,14 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
     np.int32(2)
     """
     return tf.function(functools.partial(function), autograph=False, **options)
+
+
+def check_eager() -> None:
+    """Raises RuntimeError where TensorFlow builds graphs, as TF1 did."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "tfdist needs eager execution, as TensorFlow 2 has it from the "
+            "start. Leave out `tf.compat.v1.disable_v2_behavior()` and "
+            "`tf.compat.v1.disable_eager_execution()`, and call it outside of "
+            "`with tf.Graph().as_default()`."
+        )

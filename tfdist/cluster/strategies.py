@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
+from tfdist._tf.tracing import check_eager
 from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
@@ -97,7 +98,11 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses a strategy that there is not, or that the cluster is not for."""
+    """Refuses a strategy that there is not, or that the cluster is not for.
+
+    And TF1's graphs, in which there is none.
+    """
+    check_eager()
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
             "Argument `strategy` must be a string or a tf.distribute.Strategy. "
@@ -134,14 +139,27 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
         )
 
 
-@functools.cache
 def local_strategy(name: str) -> tf.distribute.Strategy:
     """A strategy whose replicas are all driven by this process alone.
 
     Each is made once: TensorFlow would mix up the messages of two. "mirrored"
     is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
     that `TPU_NAME` names or this machine has, or RuntimeError.
+
+    Raises:
+        RuntimeError: in the scope of another.
     """
+    if tf.distribute.has_strategy():
+        raise RuntimeError(
+            "This is called inside `strategy.scope()`. tfdist enters the scope "
+            "itself: leave it, and give the strategy to "
+            f"`RunConfig(strategy=...)`, which now is for {name!r}."
+        )
+    return _local_strategy(name)
+
+
+@functools.cache
+def _local_strategy(name: str) -> tf.distribute.Strategy:
     if name == "mirrored":
         kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
         devices = tf.config.list_logical_devices(kind)
@@ -182,6 +200,11 @@ def multi_worker_strategy(
     """
     if cluster in _joined:
         return _joined[cluster]
+    if tf.config.functions_run_eagerly():
+        raise RuntimeError(
+            "An all-reduce job gathers in functions alone: leave "
+            "`tf.config.run_functions_eagerly(True)` out."
+        )
     servers.reconnect_quickly()
     group = meeting.meet(cluster, start_timeout_secs, give_up, size)
     sizes = {job: len(tasks) for job, tasks in group.tasks.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 
 from tfdist._tf.arguments import check_at_least
+from tfdist._tf.tracing import check_eager
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
@@ -22,6 +24,8 @@ from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import Callback, KerasCallbackHook
 from tfdist.hooks.session_run_hook import SessionRunHook
+
+_log = logging.getLogger(__name__)
 
 # Arguments of Keras' `fit`, and what is given here instead.
 _WEIGHTS = "give each example its weight, as the third of `train`"
@@ -118,6 +122,11 @@ def fit(
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
     check_at_least("batch_size", batch_size, 1)
+    check_eager()
+    epochs = _limited("epochs", epochs, keras.config.max_epochs())
+    most = keras.config.max_steps_per_epoch()
+    steps_per_epoch = _limited("steps_per_epoch", steps_per_epoch, most)
+    validation_steps = _limited("validation_steps", validation_steps, most)
     arrays = any(map(fit_data.is_arrays, (train, validation_data)))
     if batch_size and not arrays:
         raise ValueError(
@@ -190,3 +199,11 @@ def fit(
             history.history[f"val_{name}"] = [*found, value]
     history.set_model(model)
     return model, history
+
+
+def _limited(argument: str, value: Any, most: int | None) -> Any:
+    """At most what Keras' configuration allows `fit`, for quick trials."""
+    if not most or (value and value <= most):
+        return value
+    _log.warning("Limiting `%s` to %d, as Keras is configured.", argument, most)
+    return most

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
+from tfdist._tf.tracing import check_eager
 from tfdist.checkpoint.names import values_of
 from tfdist.training.loop import Loop
 
@@ -47,7 +48,8 @@ class Trainable:
     min_ps: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the names."""
+        """Checks the names, and that nothing is of a graph."""
+        check_eager()
         named = values_of(self.variables).get("global_step", self.global_step)
         if named is not self.global_step:
             raise ValueError(
