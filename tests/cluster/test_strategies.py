@@ -239,6 +239,13 @@ def test_graphs_of_tensorflow_1_are_refused(tmp_path):
     assert config == RunConfig(str(tmp_path))
 
 
+def test_keras_by_another_library_is_refused(tmp_path, monkeypatch):
+    """With PyTorch itself the variables are of a kind that nobody expects."""
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(RuntimeError, match="by 'torch' now"):
+        RunConfig(str(tmp_path))
+
+
 def test_within_the_scope_of_another_strategy(tmp_path):
     """It is not that of the next job either."""
     estimator = tfdist.Estimator(keras.Sequential, RunConfig(str(tmp_path)))

@@ -1,4 +1,4 @@
-"""A `tf.function` for each object that has one."""
+"""Functions that TensorFlow traces, and where it can."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
@@ -22,8 +23,20 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
     return tf.function(functools.partial(function), autograph=False, **options)
 
 
-def check_eager() -> None:
-    """Raises RuntimeError where TensorFlow builds graphs, as TF1 did."""
+def check_tensorflow() -> None:
+    """Refuses what is no TensorFlow 2, from which all else follows.
+
+    Raises:
+        RuntimeError: graphs are built, as TF1 did, or Keras computes by
+            something else.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(
+            "tfdist needs Keras with TensorFlow: set KERAS_BACKEND=tensorflow "
+            "before Keras is imported. It computes by "
+            f"{keras.backend.backend()!r} now, as that variable or "
+            "~/.keras/keras.json says."
+        )
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
             "tfdist needs eager execution, as TensorFlow 2 has it from the "

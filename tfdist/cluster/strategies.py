@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
-from tfdist._tf.tracing import check_eager
+from tfdist._tf.tracing import check_tensorflow
 from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
@@ -102,7 +102,7 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
 
     And TF1's graphs, in which there is none.
     """
-    check_eager()
+    check_tensorflow()
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
             "Argument `strategy` must be a string or a tf.distribute.Strategy. "

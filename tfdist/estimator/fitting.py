@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfdist._tf.arguments import check_at_least
-from tfdist._tf.tracing import check_eager
+from tfdist._tf.tracing import check_tensorflow
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
@@ -122,7 +122,7 @@ def fit(
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
     check_at_least("batch_size", batch_size, 1)
-    check_eager()
+    check_tensorflow()
     epochs = _limited("epochs", epochs, keras.config.max_epochs())
     most = keras.config.max_steps_per_epoch()
     steps_per_epoch = _limited("steps_per_epoch", steps_per_epoch, most)

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.tracing import check_eager
+from tfdist._tf.tracing import check_tensorflow
 from tfdist.checkpoint.names import values_of
 from tfdist.training.loop import Loop
 
@@ -49,7 +49,7 @@ class Trainable:
 
     def __post_init__(self) -> None:
         """Checks the names, and that nothing is of a graph."""
-        check_eager()
+        check_tensorflow()
         named = values_of(self.variables).get("global_step", self.global_step)
         if named is not self.global_step:
             raise ValueError(
