@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.canned import estimators
 from tfdist.checkpoint.estimator_checkpoint import (
     estimator_name,
@@ -84,6 +85,57 @@ def test_every_weight_is_read(checkpoint, num_shards):
         table = "/f" in name
         assert len(parts[name]) == (num_shards if table and num_shards else 1)
         np.testing.assert_array_equal(np.concatenate(parts[name]), values[name])
+
+
+def written(directory, saved):
+    keys, values = zip(*saved.items(), strict=True)
+    tf.raw_ops.SaveV2(
+        prefix=(path := str(directory / "model.ckpt")),
+        tensor_names=keys,
+        shape_and_slices=[""] * len(keys),
+        tensors=values,
+    )
+    return path
+
+
+INPUTS = "dnn/input_from_feature_columns/input_layer"
+IDS = [fc.categorical_column_with_identity(key, 3) for key in ("f", "g", "a/b")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        # As shared_embeddings and shared_embedding_columns had it.
+        (tfdist.canned.shared_embeddings(IDS[:2], 2), "f_g_shared_embedding"),
+        (
+            tfdist.canned.shared_embeddings(IDS[:2], 2),
+            f"{INPUTS}/f_g_shared_embedding/embedding_weights",
+        ),
+        (
+            [fc.embedding_column(IDS[2], 2)],
+            f"{INPUTS}/a/b_embedding/embedding_weights",
+        ),
+    ],
+)
+def test_names_that_have_a_scope_more_or_less(tmp_path, columns, name):
+    made = estimators.DNNRegressor([3], columns, "m").model_fn()
+    saved = {
+        name: np.arange(6, dtype="float32").reshape(3, 2),
+        "dnn/hiddenlayer_0/kernel": np.ones([2 * len(columns), 3], "float32"),
+        "dnn/hiddenlayer_0/bias": np.zeros(3, "float32"),
+        "dnn/logits/kernel": np.ones([3, 1], "float32"),
+        "dnn/logits/bias": np.zeros(1, "float32"),
+    }
+    keys, values = zip(*saved.items(), strict=True)
+    tf.raw_ops.SaveV2(
+        prefix=(path := str(tmp_path / "model.ckpt")),
+        tensor_names=keys,
+        shape_and_slices=[""] * len(keys),
+        tensors=values,
+    )
+    assert read_estimator_checkpoint(made, path) == sorted(saved)
+    [table] = [v for v in made.variables if "embeddings" in v.path]
+    np.testing.assert_array_equal(table, saved[name])
 
 
 def test_the_latest_of_a_directory(checkpoint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
@@ -39,6 +40,23 @@ def estimator_name(path: str) -> str:
     return path
 
 
+def _saved_name(name: str, saved: Iterable[str]) -> str:
+    """What a checkpoint calls it, whatever its column's name is made of."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+
+    names = [name]
+    if name.endswith("/embedding_weights"):
+        # A table of `tf.feature_column.shared_embeddings` had no scope.
+        names.append(name.split("/")[-2])
+    for known in map(plain, names):
+        found = [each for each in saved if plain(each) == known]
+        if len(found) == 1:
+            return found[0]
+    return name
+
+
 def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     """Gives a canned model the weights that TF's canned estimator learned.
 
@@ -62,7 +80,8 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     wanted: dict[str, list[keras.Variable]] = defaultdict(list)
     for variable in model.variables:
         if not variable.path.endswith(SEED_STATE_NAME):
-            wanted[estimator_name(logical_path(variable))].append(variable)
+            name = estimator_name(logical_path(variable))
+            wanted[_saved_name(name, shapes)].append(variable)
     wrong = []
     for name, pieces in wanted.items():
         rows = sum(v.shape[0] for v in pieces)
