@@ -187,6 +187,17 @@ def test_a_failed_export_leaves_earlier_ones(unservable, exporter, tmp_path):
     assert list_exports(str(tmp_path)) == [first, second]
 
 
+def test_a_model_that_no_file_of_keras_holds(tmp_path):
+    """Told at the first evaluation: the final export comes after days."""
+    age = tf.feature_column.numeric_column("age")
+    model = tfdist.LinearRegressor([age], "job").model_fn()
+    exporter = FinalExporter("e", format="keras")
+    with pytest.raises(ValueError, match=r"CannedModel .* format='weights'"):
+        exporter.export(model, str(tmp_path), {"loss": 0.5}, False)
+    given = FinalExporter("e", lambda model: logistic(), format="keras")
+    assert given.export(model, str(tmp_path), {"loss": 0.5}, True)
+
+
 def train(model_dir, max_steps, exporter):
     return tfdist.train_and_evaluate(
         tfdist.Estimator(

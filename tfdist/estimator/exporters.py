@@ -52,7 +52,8 @@ class Exporter:
             path there (relative) to path of the source.
         format: What to write into the numbered directory: "saved_model";
             "keras", a `model.keras` for `keras.models.load_model`, with the
-            tables of `PartitionedEmbedding` in one piece; or "weights", a
+            tables of `PartitionedEmbedding` in one piece (not for a canned
+            model, nor another without `get_config`); or "weights", a
             `model.weights.h5` for `Model.load_weights`. The last two hold the
             model itself unless `serving_model_fn` is given.
 
@@ -107,6 +108,8 @@ class Exporter:
         Returns:
             The directory of what was written, or None.
         """
+        if self._format == "keras" and self._serving_model_fn is None:
+            saved_models.check_has_config(model)  # Not at the end alone.
         if not self._is_due(export_path, eval_result, is_the_final_export):
             return None
         options = self._serving_model_fn, self._assets_extra, self._format

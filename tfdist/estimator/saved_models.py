@@ -125,12 +125,27 @@ def _served(
             f"With format={format!r} the `serving_model_fn` must return a "
             f"keras.Model{or_serving}. Received: {served!r}."
         )
+    if format == "keras":
+        check_has_config(served)
     if in_keras or isinstance(served, Serving):
         return served
     if serving.inputs_of(served) is not None:
         return Serving.of(served)
     serving.warn_of_no_examples(served, "it does not know its inputs")
     return served
+
+
+def check_has_config(model: keras.Model) -> None:
+    """Raises `ValueError` unless Keras can say in a file how it is made."""
+    try:
+        model.get_config()
+    except NotImplementedError as error:
+        what = " ".join(str(error).partition("Example:")[0].split())
+        raise ValueError(
+            f"Model {model.name!r} cannot be exported with format='keras': "
+            f"{what} Or choose format='weights', or a `serving_model_fn` that "
+            "returns a model which can be saved."
+        ) from error
 
 
 def _publish(temporary: str, export_path: str) -> str:
