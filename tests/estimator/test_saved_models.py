@@ -146,6 +146,26 @@ def test_serving_of_the_model_is_the_default(model, tmp_path):
     assert list(signature.structured_outputs) == ["p"]
 
 
+def test_an_export_without_the_predict_step_says_so(tmp_path, caplog):
+    class Doubling(keras.Model):
+        def predict_step(self, data):
+            return {"twice": 2 * self(data, training=False)}
+
+    x = keras.Input([2], name="x")
+    made = Doubling({"x": x}, keras.layers.Dense(1)(x))
+    export_saved_model(made, str(tmp_path / "called"))
+    assert "not what its `predict_step` does" in caplog.text
+    caplog.clear()
+
+    def serving(model):
+        return Serving.of(model, predict=model.predict_step)
+
+    path = export_saved_model(made, str(tmp_path / "served"), serving)
+    assert "predict_step" not in caplog.text
+    outputs = tf.saved_model.load(path).signatures["serve"].structured_outputs
+    assert list(outputs) == ["twice"]
+
+
 def test_serving_model_fn_that_returns_something_else(model, tmp_path):
     with pytest.raises(TypeError, match=r"must return a keras\.Model"):
         export_saved_model(model, str(tmp_path), lambda model: None)

@@ -10,6 +10,7 @@ second need two directories.)
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -23,6 +24,9 @@ from tfdist._tf import storage
 from tfdist._tf.arguments import check_callable
 from tfdist.estimator import serving
 from tfdist.estimator.serving import Serving
+from tfdist.training.compiled_model import overrides
+
+_log = logging.getLogger(__name__)
 
 ServingModelFn = Callable[[keras.Model], keras.Model | Serving]
 
@@ -129,6 +133,14 @@ def _served(
         check_has_config(served)
     if in_keras or isinstance(served, Serving):
         return served
+    if overrides(served, "predict_step"):
+        _log.warning(
+            "The export of model %r answers what its `call` returns, not what "
+            "its `predict_step` does, as `predict` yields it. A "
+            "`serving_model_fn` can return tfdist.Serving.of(model, "
+            "predict=...), from tensors by name to such predictions.",
+            served.name,
+        )
     if serving.inputs_of(served) is not None:
         return Serving.of(served)
     serving.warn_of_no_examples(served, "it does not know its inputs")
