@@ -615,6 +615,18 @@ def test_file_of_shards_one_by_one():
         np.testing.assert_array_equal(layer.get_weights()[0], table)
 
 
+def test_file_of_another_class_of_layer(tmp_path):
+    def model(layer):
+        return keras.Sequential([keras.Input([], dtype="int64"), layer])
+
+    path = tmp_path / "old.weights.h5"
+    model(keras.layers.Embedding(10, 2)).save_weights(path)
+    with pytest.raises(
+        ValueError, match="another class of layer: give it to `set_"
+    ):
+        model(PartitionedEmbedding(10, 2, num_shards=2)).load_weights(path)
+
+
 IDS = np.array([[0, 9], [4, 4], [3, 7]], "int32")
 
 

@@ -241,6 +241,9 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Reads it, or the shards ("div") that earlier versions wrote."""
+        if not len(store):
+            why = "one of another class of layer: give it to `set_weights`"
+            raise ValueError(f"The saved table of {self.path!r} is {why}.")
         shards = [store[str(i)] for i in range(len(store))]
         self.set_weights([np.concatenate(shards)])
 
