@@ -408,6 +408,34 @@ def test_without_a_checkpoint_the_initial_model_is_used(tmp_path):
         made.get_variable_names()
 
 
+def test_a_directory_that_is_no_longer_there_is_said(
+    tmp_path, monkeypatch, caplog
+):
+    """In a notebook a relative `model_dir` means another after `%cd`."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = tfdist.RunConfig("job", cluster=Cluster())
+    made = tfdist.Estimator(model_fn, config).train(endless, max_steps=3)
+    assert made.evaluate(batches)["global_step"] == 3
+    assert not caplog.records
+    monkeypatch.chdir("other")
+    warnings = []
+    for act in (
+        lambda: made.evaluate(batches),
+        lambda: next(made.predict(batches)),
+        lambda: made.train(endless, max_steps=2),
+    ):
+        act()
+        warnings.append(caplog.text)
+        caplog.clear()
+    *untrained, lost = warnings
+    directory = repr(str(tmp_path / "other" / "job"))
+    for text in untrained:
+        assert f"no checkpoint in {directory}: the model is used as" in text
+    assert "trained to step 3, and now begins at step 0" in lost
+    assert directory in lost
+
+
 def test_variables_of_a_checkpoint(trained):
     names = trained.get_variable_names()
     assert "global_step" in names

@@ -79,6 +79,15 @@ def is_object_store(path: str) -> bool:
     return "://" in path
 
 
+def absolute(path: str) -> str:
+    """A path as it is from any working directory.
+
+    >>> absolute("gs://bucket/job"), absolute("/tmp/job/")
+    ('gs://bucket/job', '/tmp/job')
+    """
+    return path if is_object_store(path) else os.path.abspath(path)
+
+
 def same_path(path: str, other: str) -> bool:
     """Whether two paths are of one file or directory.
 

@@ -185,6 +185,7 @@ class Estimator:
         )
         with input_fns.named(input_fn), session:
             first_step, again = session.step, False
+            results.warn_if_lost(self.model_dir, first_step, self._trained_to)
             # No job that was started again reads data again.
             knows = steps or (first_step == self._trained_to and not listeners)
             rereads = bool(knows and local and config.saves_checkpoints)
@@ -416,6 +417,8 @@ class Estimator:
             checkpoints.restore(path, variables)
         elif self._warm_start:
             self._warm_start.assign(model, variables)
+        else:
+            results.warn_of_untrained(self.model_dir)
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.

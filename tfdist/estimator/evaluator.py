@@ -69,6 +69,7 @@ class Evaluator:
         self.spec = spec
         self._model_dir = model_dir
         self._evaluation = Evaluation(model_fn, spec, warm_start)
+        self._untrained = warm_start is None  # Without a checkpoint.
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
@@ -91,6 +92,8 @@ class Evaluator:
         if self.spec.steps is not None:
             dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
+        if path is None and self._untrained:
+            results.warn_of_untrained(self._model_dir)
         metrics: dict[str, float] = {}
         if elsewhere and not self.spec.hooks:
             assert path is not None

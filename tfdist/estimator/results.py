@@ -34,6 +34,27 @@ def eval_dir(model_dir: str, name: str | None) -> str:
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")
 
 
+def warn_of_untrained(model_dir: str) -> None:
+    """Says that there is no checkpoint, where one may be expected."""
+    _log.warning(
+        "There is no checkpoint in %r: the model is used as it is initialized, "
+        "untrained.",
+        storage.absolute(model_dir),
+    )
+
+
+def warn_if_lost(model_dir: str, step: int, trained_to: int) -> None:
+    """Says so if a session begins before the step an earlier one came to."""
+    if step < trained_to:
+        _log.warning(
+            "This estimator has trained to step %d, and now begins at step %d: "
+            "%r has no later checkpoint.",
+            trained_to,
+            step,
+            storage.absolute(model_dir),
+        )
+
+
 def done_path(model_dir: str) -> str:
     """File in which the chief says that training is over."""
     return os.path.join(model_dir, "training_done.json")
