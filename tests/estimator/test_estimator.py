@@ -517,6 +517,15 @@ def test_wrong_types(tmp_path, position):
         tfdist.train_and_evaluate(*args)
 
 
+def test_a_directory_that_only_a_shell_knows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "~", "~/job", "~somebody/job":
+        with pytest.raises(ValueError, match=r"begins with ~.*expanduser"):
+            tfdist.RunConfig(name)
+    assert tfdist.RunConfig("a~b").model_dir == "a~b"
+    assert not list(tmp_path.iterdir())
+
+
 def test_model_fn_must_be_callable(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     for wrong in ("model", model_fn(), lambda features, labels, mode: None):

@@ -166,7 +166,8 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     """Refuses a directory whose name TensorFlow takes for a pattern.
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
-    those of `job*` those of `job2`.
+    those of `job*` those of `job2`. And `~`, which only a shell expands: it
+    would make a folder of that name, for somebody to remove.
 
     Returns:
         Its path as a string.
@@ -177,6 +178,11 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
             "which TensorFlow takes for a pattern: what is saved there could "
             "not be found, or others be deleted."
+        )
+    if directory.startswith("~"):
+        raise ValueError(
+            f"Directory {directory!r} begins with ~, which only a shell "
+            "expands. Give os.path.expanduser(...) of it."
         )
     return directory
 
