@@ -517,6 +517,15 @@ def test_wrong_types(tmp_path, position):
         tfdist.train_and_evaluate(*args)
 
 
+def test_a_misspelled_argument_of_fit():
+    with pytest.raises(TypeError, match=r"`epoch` is none.*mean `epochs`\?"):
+        tfdist.fit(model_fn, examples(8), epoch=3)
+    with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
+        tfdist.fit(model_fn, examples(8), model_directory="job")
+    with pytest.raises(TypeError, match=r"`zzz` .* RunConfig's\.$"):
+        tfdist.fit(model_fn, examples(8), zzz=1)
+
+
 def test_a_directory_that_only_a_shell_knows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "~", "~/job", "~somebody/job":

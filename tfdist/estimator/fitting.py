@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import inspect
 import logging
 import tempfile
 import zlib
@@ -119,6 +121,7 @@ def fit(
                 f"Argument `{name}` of Keras' fit is none of tfdist's: "
                 f"{instead}."
             )
+    _check_known(config)
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
     check_at_least("batch_size", batch_size, 1)
@@ -207,3 +210,17 @@ def _limited(argument: str, value: Any, most: int | None) -> Any:
         return value
     _log.warning("Limiting `%s` to %d, as Keras is configured.", argument, most)
     return most
+
+
+def _check_known(config: dict[str, Any]) -> None:
+    """Raises `TypeError` for an argument that `RunConfig` has not, either."""
+    own = inspect.signature(fit).parameters
+    known = [*own, *inspect.signature(RunConfig).parameters]
+    for name in config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(
+                f"Argument `{name}` is none of tfdist.fit's, nor of "
+                f"RunConfig's.{meant}"
+            )
