@@ -192,7 +192,12 @@ class NanTensorHook(SessionRunHook):
         if not np.isnan(loss).any():
             return
         level = logging.ERROR if self._fail_on_nan_loss else logging.WARNING
-        _log.log(level, "The loss is NaN at step %d.", session.step)
+        _log.log(
+            level,
+            "The loss is NaN at step %d. Look for NaN among features and "
+            "targets, and for a learning rate that is too large.",
+            session.step,
+        )
         if self._fail_on_nan_loss:
             raise NanLossDuringTrainingError
         run_context.request_stop()
