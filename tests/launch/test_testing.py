@@ -624,6 +624,26 @@ def test_a_killed_caller_leaves_no_task(tmp_path):
     wait_until(lambda: {state(pid) for pid in pids} == {None})
 
 
+def test_a_killed_caller_leaves_no_file(tmp_path):
+    """As a notebook's kernel that is started again; without a `log_dir`."""
+    program = (
+        "import sys, time; from tfdist.launch import testing; cluster = "
+        'testing.LocalCluster([sys.executable, "-c", "print(1)"]); '
+        "print(cluster.log_dir, flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as caller:
+        assert caller.stdout.readline().startswith(str(tmp_path))
+        assert len(list(tmp_path.iterdir())) == 1
+        caller.kill()
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
 def test_a_killed_supervisor_leaves_no_task():
     with cluster(SLEEP, workers=1) as job:
         wait_until_up(job)
@@ -652,7 +672,7 @@ def test_an_interrupted_request_ends_the_cluster():
             signal.signal(signal.SIGALRM, before)
             os.kill(supervisor, signal.SIGCONT)
         wait_until(lambda: state(pid) is None)
-        with pytest.raises(RuntimeError, match="The cluster is closed"):
+        with pytest.raises(RuntimeError, match="The cluster is closed, since"):
             job.ports()
 
 

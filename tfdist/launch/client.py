@@ -35,7 +35,7 @@ class Client:
         log_dir: str | os.PathLike[str] | None,
     ) -> None:
         self.last_status: dict[str, Status] | None = None  # At the end.
-        self.is_temporary = log_dir is None
+        self.is_temporary, self._interrupted = log_dir is None, False
         if log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")
             log_dir = self._temporary.name
@@ -48,12 +48,13 @@ class Client:
         self._connection, theirs = multiprocessing.Pipe()
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            "from tfdist.launch.injector import serve; serve(int(sys.argv[1]))"
+            "from tfdist.launch.injector import serve; serve(*sys.argv[1:])"
         )
         self._log = self.log_dir / "supervisor.log"
+        left = [str(self.log_dir)] if self.is_temporary else []
         with theirs, self._log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-c", code, str(theirs.fileno()), *left],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -69,11 +70,15 @@ class Client:
                 self._connection.send((method, args))
                 answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError(
-                "The cluster is closed, or its supervising process has died. "
-                f"It said: {self._said()}"
-            ) from error
+            how = (
+                ", since a request was interrupted. Start another one."
+                if self._interrupted
+                else ", or its supervising process has died. It said: "
+                f"{self._said()}"
+            )
+            raise RuntimeError(f"The cluster is closed{how}") from error
         except BaseException:  # Interrupted: its answer would be the next's.
+            self._interrupted = True
             self._connection.close()
             raise
         if isinstance(answer, Exception):

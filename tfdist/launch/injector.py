@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ class Injector(Supervisor):
 
     def __init__(self, caller: Connection) -> None:
         super().__init__()
-        self._caller = caller
+        self._caller, self.caller_has_gone = caller, False
         # Of single tasks; and for their next end alone, as a fault said.
         self._restart_secs: dict[str, float | None] = {}
         self._down_secs: dict[str, float | None] = {}
@@ -75,7 +76,8 @@ class Injector(Supervisor):
             except Exception as error:  # For the caller to raise.
                 answer = error
             self._caller.send(answer)
-        except (EOFError, ConnectionError):  # The caller has gone.
+        except (EOFError, ConnectionError):
+            self.caller_has_gone = True
             self.loop.stop()
 
     def on_end(self, task: Task, exit_code: int) -> None:
@@ -283,8 +285,11 @@ def _loopback_works() -> bool:
             return False
 
 
-def serve(fd: int) -> None:
-    """What that process runs."""
+def serve(fd: str, *temporary: str) -> None:
+    """What that process runs; removes what a caller that was killed cannot."""
     processes.adopt_orphans()
-    with Connection(fd) as caller:
-        Injector(caller).run()
+    with Connection(int(fd)) as caller:
+        injector = Injector(caller)
+        injector.run()
+    for directory in temporary if injector.caller_has_gone else ():
+        shutil.rmtree(directory, ignore_errors=True)
