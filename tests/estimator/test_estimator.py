@@ -436,6 +436,28 @@ def test_a_directory_that_is_no_longer_there_is_said(
     assert directory in lost
 
 
+def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
+    """A second job would begin with the weights of the first."""
+    body = keras.layers.Dense(3, "relu", name="body")
+    fixed = keras.layers.Normalization()
+    fixed.adapt(examples(8)[0])
+
+    def train(name, *hidden):
+        config = tfdist.RunConfig(tmp_path / name, cluster=Cluster())
+        made = tfdist.Estimator(lambda: logistic(hidden=hidden), config)
+        caplog.clear()
+        made.train(endless, max_steps=2)
+        return caplog.text
+
+    assert train("adapted", fixed) == ""
+    assert train("first", body) == ""  # Which builds it.
+    assert "2 trainable variables that it did not make" in train("next", body)
+    model = model_fn()
+    config = tfdist.RunConfig(tmp_path / "whole", cluster=Cluster())
+    tfdist.Estimator(lambda: model, config).train(endless, max_steps=2)
+    assert "sequential/dense/kernel" in caplog.text
+
+
 def test_variables_of_a_checkpoint(trained):
     names = trained.get_variable_names()
     assert "global_step" in names

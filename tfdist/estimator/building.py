@@ -147,8 +147,15 @@ def create_variables(
     scope = placed_scope(
         strategy, num_ps=num_ps, placement=placement, specs=specs
     )
-    with own_object_names(), scope:
+    created: list[tf.Variable] = []
+
+    def note(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        created.append(next_creator(**kwargs))
+        return created[-1]
+
+    with own_object_names(), scope, tf.variable_creator_scope(note):
         model = made()
+        _warn_of_others_variables(model, {id(v) for v in created})
         for variable in model.variables:
             if not strategy.extended.variable_created_in_scope(variable.value):
                 raise ValueError(
@@ -164,6 +171,25 @@ def create_variables(
         optimizers.build(model.optimizer, model.trainable_variables)
     leave_strategy(model)
     return global_step, model
+
+
+def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
+    """Warns if the model function trains what was there before it was called.
+
+    Its weights are then what an earlier job in this process has left in them.
+    """
+    old = [v for v in model.trainable_variables if id(v.value) not in created]
+    if old:
+        _log.warning(
+            "The model function has returned model %r with %d trainable "
+            "variables that it did not make, such as %r. They begin with what "
+            "they hold, also after another job that has trained them in this "
+            "process, and no cluster can train them. Make the model, and all "
+            "of its layers, inside the model function.",
+            model.name,
+            len(old),
+            old[0].path,
+        )
 
 
 def _step_and_loop(
