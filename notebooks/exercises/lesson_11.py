@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import collections
+import json
 from typing import Any
 
+import tensorflow as tf
 import yaml
 
+import tfdist
 from exercises import Exercise
 from tfdist.vertex.checks import problems_of_job
 from tfdist.vertex.jobs import Job
+
+
+def holds_them(name: str) -> bool:
+    """Exercise 1, by the role that tfdist reads; with or without the CPU."""
+    pools = {f"workerpool{i}": [f"a{i}:1", f"b{i}:1"] for i in range(1, 3)}
+    spec = {
+        "cluster": {"workerpool0": ["c:1"], **pools},
+        "task": {"type": "workerpool2", "index": 1},
+    }
+    me = tfdist.Cluster.from_env({"CLUSTER_SPEC": json.dumps(spec)})
+    device = tf.DeviceSpec.from_string(name.strip())
+    on_cpu = device.device_type in (None, "CPU")
+    return on_cpu and (device.job, device.task) == (me.task_type, me.task_index)
 
 
 def of_four_machines(job: Job) -> bool:
@@ -54,7 +70,7 @@ EXERCISES = {
             "Pools 0 to 3 are the chief, workers, parameter servers and the "
             "evaluator. TensorFlow's short name of the role is the job.",
         ),
-        digest="4b8436109fc375e46cac3826ad305e58",
+        is_right=holds_them,
     ),
     2: Exercise(
         (

@@ -104,6 +104,39 @@ def test_answers_that_mean_the_same(course):
     )
 
 
+def test_right_answers_that_are_written_otherwise(course, capsys):
+    """Than in the solution; wrong ones are in wrong_answers.py."""
+    import keras
+    import tensorflow as tf
+
+    class Ported(keras.Model):  # It is built when it is called.
+        def __init__(self):
+            super().__init__()
+            self.net = keras.layers.Dense(4, "tanh")
+            self.logits = keras.layers.Dense(3)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self.compile(keras.optimizers.SGD(0.1), loss)
+
+        def call(self, features):
+            return self.logits(self.net(features["x"]))
+
+    def slices(context):
+        first, step = context.input_pipeline_id, context.num_input_pipelines
+        numbers = tf.data.Dataset.range(first, 64, step).shuffle(8)
+        return numbers.batch(16 // context.num_replicas_in_sync)
+
+    adam = keras.optimizers.Adam(0.01, 0.9, 0.999, 1e-8, name="another")
+    for name, answer in (
+        ("11.1", "/job:ps/task:1"),
+        ("11.1", "/job:ps/replica:0/task:1/device:CPU:0"),
+        ("12.1", adam),
+        ("12.3", Ported),
+        ("13.3", slices),
+    ):
+        said = checked(course, capsys, name, answer)
+        assert said == f"Exercise {name}: right.\n"
+
+
 # --- The first cell ----------------------------------------------------------
 
 

@@ -153,7 +153,11 @@ WRONG = {
         5: ["answer_5 = 'The network.'"],
     },
     "11": {
-        1: ['answer_1 = "/job:worker/task:1"', "answer_1 = 2"],
+        1: [
+            'answer_1 = "/job:worker/task:1"',
+            "answer_1 = 2",
+            'answer_1 = "ps:1"',
+        ],
         2: [
             "answer_2 = Job(image=image, base_output_dir=bucket, workers=4, "
             "machine=Machine(machine_type='n1-standard-16', "
@@ -176,6 +180,7 @@ WRONG = {
         1: [
             "answer_1 = keras.optimizers.Adam(0.01)",
             "answer_1 = keras.optimizers.Adam(0.001, epsilon=1e-8)",
+            "answer_1 = keras.optimizers.Adam(0.01, 0.5, epsilon=1e-8)",
         ],
         2: [
             "answer_2 = lambda table, n: [table[i::n] for i in range(n)]",
@@ -190,6 +195,14 @@ WRONG = {
             "'sparse_categorical_crossentropy')\n"
             "    return model",
             "answer_3 = keras.Model",
+            "def answer_3():\n"
+            "    x = keras.Input([2], name='x')\n"
+            "    net = keras.layers.Dense(4, 'tanh')(x)\n"
+            "    net = keras.layers.Dense(3, 'softmax')(net)\n"
+            "    model = keras.Model({'x': x}, net)\n"
+            "    model.compile(keras.optimizers.SGD(0.1), "
+            "'sparse_categorical_crossentropy')\n"
+            "    return model",
         ],
         4: [
             "answer_4 = {'codes': dict.fromkeys(['worker:0', 'worker:1']), "
@@ -213,6 +226,9 @@ WRONG = {
             "context.get_per_replica_batch_size(16))",
             "answer_3 = lambda context: tf.data.Dataset.range(64).shard("
             "context.num_input_pipelines, context.input_pipeline_id).batch(16)",
+            "answer_3 = lambda context: tf.data.Dataset.range(64).shard("
+            "context.num_input_pipelines, context.input_pipeline_id).repeat()"
+            ".batch(2)",
         ],
         4: [
             "answer_4 = {task: {'steps': 40, 'kernel': [1.0, 1.0]} "
