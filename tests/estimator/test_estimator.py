@@ -458,6 +458,33 @@ def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
     assert "sequential/dense/kernel" in caplog.text
 
 
+@pytest.mark.parametrize("error", [NameError, KeyboardInterrupt])
+def test_a_model_that_could_not_be_made_spoils_no_other(tmp_path, error):
+    """In a notebook the cell is mended, or not interrupted, and run again."""
+
+    def initializer(shape, dtype=None):
+        if error:
+            raise error("while variables are made")
+        return tf.zeros(shape, dtype)
+
+    def unbuilt():
+        layers = [keras.layers.Dense(3), keras.layers.Dense(1, "sigmoid")]
+        layers[-1].kernel_initializer = initializer
+        model = keras.Sequential(layers)
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(unbuilt, config)
+    with pytest.raises(error, match="while variables are made"):
+        made.train(endless, max_steps=1)
+    with pytest.raises(error, match="while variables are made"):
+        made.evaluate(batches)
+    error = None
+    made.train(endless, max_steps=1)
+    assert made.evaluate(batches)["global_step"] == 1
+
+
 def test_variables_of_a_checkpoint(trained):
     names = trained.get_variable_names()
     assert "global_step" in names

@@ -62,6 +62,7 @@ def reset_object_names() -> None:
 @contextlib.contextmanager
 def own_object_names() -> Iterator[None]:
     """Numbers unnamed layers from the start; those outside go on after it."""
+    _forget_uninitialized()
     before = global_state.get_global_attribute(_OBJECT_NAMES)
     reset_object_names()
     try:
@@ -77,6 +78,17 @@ def own_object_names() -> Iterator[None]:
         raise
     finally:
         global_state.set_global_attribute(_OBJECT_NAMES, before)
+
+
+def _forget_uninitialized() -> None:
+    """Drops variables that an earlier model could not make.
+
+    Keras makes them at the end of a `StatelessScope`. After an error in an
+    initializer, or an interrupt, all of that model's stay on its list, and
+    every later scope of the process fails: one "is already initialized".
+    """
+    if global_state.get_global_attribute("stateless_scope") is None:
+        global_state.set_global_attribute("uninitialized_variables", [])
 
 
 @contextlib.contextmanager
