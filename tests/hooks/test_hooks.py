@@ -38,8 +38,23 @@ def test_many_steps_at_once_stop_exactly(last_step):
 
 
 @pytest.mark.parametrize("start", [5, 9])
-def test_a_finished_job_runs_no_step(start):
+def test_a_finished_job_runs_no_step(start, caplog):
     assert count([], 5, start=start) == []
+    assert f"No step is run: the job is at step {start}" in caplog.text
+    assert caplog.text.endswith("stops it at step 5.\n")
+
+
+def test_a_hook_that_has_counted_its_steps(caplog):
+    """As in TF1 it counts once; a cell that is run again has another."""
+    hook = basic.StopAtStepHook(num_steps=2)
+    with counting_session([hook], start=3) as session:
+        while not session.should_stop():
+            session.run()
+    assert session.step == 5
+    assert not caplog.records
+    with counting_session([hook], start=5) as session:
+        assert session.should_stop()
+    assert "at step 5, counted from its first session on" in caplog.text
 
 
 def test_num_steps_survives_a_recovery(tmp_path):

@@ -55,6 +55,7 @@ def chief_hooks(
             hooks.append(summary_hooks.StalenessHook(directory, every))
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
+        hooks[-1].warns = False  # `_LogStart` does.
     saver = saver_of(config.model_dir, hooks_of_user)
     if saver:
         saver.tell_also(listeners)

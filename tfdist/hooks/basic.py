@@ -47,7 +47,7 @@ class StopAtStepHook(SessionRunHook):
     10
     """
 
-    wants_none_under_way = True
+    wants_none_under_way = warns = True
 
     def __init__(
         self, num_steps: int | None = None, last_step: int | None = None
@@ -62,6 +62,15 @@ class StopAtStepHook(SessionRunHook):
             self._last_step = session.step + self._num_steps
         if session.step >= self._last_step:
             session.request_stop()
+            if self.warns:
+                _log.warning(
+                    "No step is run: the job is at step %d, and this hook "
+                    "stops it at step %d%s.",
+                    session.step,
+                    self._last_step,
+                    ", counted from its first session on: make another hook"
+                    * bool(self._num_steps),
+                )
 
     def steps_until_next(self, step: int) -> int | None:
         """The steps left."""
