@@ -1,6 +1,8 @@
+import contextlib
 import logging
 import os
 import shutil
+import signal
 from types import SimpleNamespace
 
 import keras
@@ -121,6 +123,64 @@ def test_already_finished(tmp_path, caplog):
     assert "max_steps is 10" in caplog.text
     assert second == pytest.approx(first)
     assert calls == [(10, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "lives"),
+    [
+        (RuntimeError("as when it is killed"), 2),
+        (tf.errors.UnavailableError(None, None, "as when a ps is lost"), 1),
+    ],
+)
+def test_an_evaluation_cut_short_is_made_up_for(tmp_path, error, lives):
+    """The best checkpoint would be lost, had it been that one."""
+    evaluated, errors = [], [error]
+
+    class Once(tfdist.Exporter):
+        def export(self, model, export_path, result, is_the_final_export):
+            if result["global_step"] == 2 and errors:
+                raise errors.pop()
+            evaluated.append((result["global_step"], is_the_final_export))
+
+    def train():
+        config = tfdist.RunConfig(
+            tmp_path, save_checkpoints_steps=2, cluster=Cluster()
+        )
+        tfdist.train_and_evaluate(
+            tfdist.Estimator(model_fn, config),
+            tfdist.TrainSpec(endless, max_steps=4),
+            tfdist.EvalSpec(batches, throttle_secs=0, exporters=Once("once")),
+        )
+
+    if lives == 2:
+        with pytest.raises(RuntimeError, match="killed"):
+            train()
+    train()
+    assert evaluated == [(2, False), (4, True)]
+
+
+def test_what_sigterm_saved_is_not_evaluated(tmp_path):
+    """Nor is a checkpoint again that was evaluated: as if undisturbed."""
+
+    class Preempted(tfdist.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            if run_context.session.step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    evaluated = []
+    for hooks in ([Preempted()], []):
+        recorder = Recorder()
+        config = tfdist.RunConfig(
+            tmp_path, save_checkpoints_steps=2, cluster=Cluster()
+        )
+        with contextlib.suppress(SystemExit):
+            tfdist.train_and_evaluate(
+                tfdist.Estimator(model_fn, config),
+                tfdist.TrainSpec(endless, max_steps=6, hooks=hooks),
+                tfdist.EvalSpec(batches, throttle_secs=0, exporters=recorder),
+            )
+        evaluated.append([step for step, _ in recorder.calls])
+    assert evaluated == [[2], [4, 6]]
 
 
 def test_end_of_input(tmp_path, caplog):

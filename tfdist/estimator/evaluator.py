@@ -266,3 +266,8 @@ class Evaluator:
     def has_evaluated(self, path: str) -> bool:
         """Whether the result is that of what `path` now holds."""
         return self.result.get("checkpoint") == results.identity_of(path)
+
+    def has_published(self, path: str) -> bool:
+        """Whether the last result that is published is that of `path`."""
+        published = results.read_json(self._result_path) or {}
+        return published.get("checkpoint") == results.identity_of(path)

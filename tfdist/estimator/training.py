@@ -23,7 +23,7 @@ from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.specs import EvalSpec, TrainSpec
-from tfdist.hooks.saving_hooks import CheckpointSaverListener
+from tfdist.hooks.saving_hooks import CheckpointSaverListener, saver_of
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.session import recovery
 from tfdist.training.compiled_model import overrides
@@ -39,10 +39,11 @@ def train_and_evaluate(
 
     The chief (or the only process) trains; an evaluator task evaluates. Without
     one, each checkpoint but the initial one is evaluated before training goes
-    on: by the workers, where the variables are, or, if the EvalSpec has hooks
-    or the model its own `test_step`, by the chief, which also exports. Workers,
-    parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
-    serve. The chief leaves last.
+    on (also after a failure that cut its evaluation short): by the workers,
+    where the variables are, or, if the EvalSpec has hooks or the model its own
+    `test_step`, by the chief, which also exports. Workers, parameter servers
+    and the tasks of a tf.data service (`tfdist.one_pass`) serve. The chief
+    leaves last.
 
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
@@ -151,7 +152,9 @@ def _train_and_evaluate(
         else:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
-        listeners.append(_EvaluateAfterSave(evaluator, max_steps, has_workers))
+        evaluates = _EvaluateAfterSave(evaluator, max_steps, has_workers)
+        listeners.append(evaluates)
+        hooks.append(_EvaluateRestored(evaluates))
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners
@@ -202,8 +205,9 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         at_end = session.should_stop() or global_step_value == self.max_steps
         secs = self.evaluator.spec.throttle_secs
         if not self.told_later:
-            self.not_before = time.monotonic() + secs
+            start = time.monotonic()
             self._evaluate(session, is_the_last=at_end)
+            self.not_before = start + secs
         elif not at_end:
             _log.info(
                 "The checkpoint of step %d is not evaluated: throttle_secs is "
@@ -217,9 +221,24 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         if not self.exported_the_last:
             self._evaluate(session, is_the_last=True)
 
-    def _evaluate(self, session: Session, is_the_last: bool) -> None:
+    def make_up(self, session: Session, path: str) -> None:
+        """Evaluates what was saved, and not evaluated when training failed."""
+        saver = saver_of(session.checkpoint_dir, session.hooks)
+        # What was saved because the process was to end is not evaluated.
+        on_time = saver and session.step % (saver.save_steps or 1) == 0
+        if (
+            on_time
+            and session.step != self.max_steps
+            and time.monotonic() >= self.not_before
+            and not self.evaluator.has_published(path)
+        ):
+            self._evaluate(session, is_the_last=False, path=path)
+
+    def _evaluate(
+        self, session: Session, is_the_last: bool, path: str | None = None
+    ) -> None:
         assert session.checkpoint_dir is not None
-        path = checkpoints.latest(session.checkpoint_dir)
+        path = path or checkpoints.latest(session.checkpoint_dir)
         assert path is not None  # It was just saved.
         if not self.evaluator.has_evaluated(path):
             # Of its own step only the checkpoints are evaluated.
@@ -229,3 +248,15 @@ class _EvaluateAfterSave(CheckpointSaverListener):
             self.evaluator.evaluate(path, None if here else session.evaluate)
         self.evaluator.export(is_the_final_export=is_the_last)
         self.exported_the_last = is_the_last
+
+
+@dataclasses.dataclass(eq=False)
+class _EvaluateRestored(SessionRunHook):
+    """Evaluates a checkpoint whose evaluation a failure has cut short."""
+
+    evaluates: _EvaluateAfterSave
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Does so if the session begins with such a checkpoint."""
+        if session.step and session.restored_from:
+            self.evaluates.make_up(session, session.restored_from)
