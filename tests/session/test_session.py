@@ -15,6 +15,7 @@ from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import StopAtStepHook
+from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
 from tfdist.launch.testing import LocalCluster
 from tfdist.session import recovery
@@ -668,6 +669,18 @@ def test_what_is_being_written_is_removed_by_the_chief_alone(tmp_path):
     assert part.exists()
     train(counted(), 5, checkpoint_dir=str(tmp_path))
     assert not part.parent.exists()
+
+
+def test_what_a_kill_has_left_is_removed_wherever_is_saved(tmp_path):
+    """Also TensorFlow's list of checkpoints, before it gets its name."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for last_step in (2, 4):
+        for directory in (first, second) if last_step == 4 else ():
+            (directory / "model.ckpt-9_temp").mkdir()
+            (directory / "checkpoint.tmp0123abcd").touch()
+        saver = CheckpointSaverHook(second, save_steps=1)
+        train(counted(), last_step, checkpoint_dir=first, hooks=[saver])
+    assert not [*tmp_path.glob("*/*_temp"), *tmp_path.glob("*/*.tmp*")]
 
 
 def test_a_directory_may_be_a_path(tmp_path):

@@ -239,9 +239,9 @@ class Checkpoints:
 
     def remove_unfinished(self) -> None:
         """Removes what saves that were killed have left; none may run."""
-        pattern = os.path.join(self._directory, f"{BASENAME}-*_temp*")
-        for path in tf.io.gfile.glob(pattern):
-            storage.remove_tree(path)
+        for pattern in (f"{BASENAME}-*_temp*", "checkpoint.tmp*"):
+            for path in tf.io.gfile.glob(f"{self._directory}/{pattern}"):
+                storage.remove_tree(path)
 
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
         """Restores the newest checkpoint that is whole; returns its path.

@@ -134,6 +134,8 @@ class CheckpointSaverHook(TimedHook):
         self._checkpoints = session.checkpoints(
             self.checkpoint_dir, *self._keep
         )
+        if session.is_chief:  # Else it may be writing one.
+            self._checkpoints.remove_unfinished()
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and storage.same_path(restored, latest):
             self._saved_step = session.step

@@ -429,8 +429,6 @@ class RecoverableSession:
                     f"within {self._max_wait_secs:g} s."
                 )
             saved = self.checkpoints(directory)
-            if self.is_chief:  # Else it may be writing one.
-                saved.remove_unfinished()
             self.restored_from = saved.restore(position_of)
         if saved:
             self.input_restored = saved.position_restored
