@@ -20,6 +20,7 @@ from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.callbacks import KerasCallbackHook
 from tfdist.hooks.events import EventFile, read_scalars
+from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import steps_allowed
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 from tfdist.training.multi_optimizer import MultiOptimizer
@@ -290,6 +291,30 @@ def test_a_recovery_ends_no_epoch_twice(tmp_path):
         *["epoch 2 begins"] * 2,
         "epoch 2 ends",
     ]
+
+
+@pytest.mark.parametrize("stops_at", [-1, 1])
+def test_a_recovery_where_an_epoch_ends_ends_it(stops_at, tmp_path):
+    """As a ps that dies while the epoch's checkpoint is evaluated."""
+
+    class Stops(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == stops_at
+
+    class Gone(tfdist.hooks.CheckpointSaverListener):
+        def after_save(self, session, global_step_value):
+            if global_step_value == 8 and failures:
+                raise failures.pop()
+
+    found = []
+    for failures in ([], [tf.errors.UnavailableError(None, None, "gone")]):
+        directory, history = tmp_path / f"{len(failures)}", callbacks.History()
+        saver = CheckpointSaverHook(directory, save_steps=4, listeners=[Gone()])
+        hook = KerasCallbackHook([history, Stops()], 4)
+        _, step = train([saver, hook], 12, checkpoint_dir=directory)
+        found.append([step, *history.epoch, *history.history["loss"]])
+    assert found[0] == pytest.approx(found[1])
+    assert found[0][0] == (8 if stops_at == 1 else 12)
 
 
 class Setting(callbacks.Callback):

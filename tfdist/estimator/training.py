@@ -154,7 +154,7 @@ def _train_and_evaluate(
         has_workers = config.strategy_name == "ps"
         evaluates = _EvaluateAfterSave(evaluator, max_steps, has_workers)
         listeners.append(evaluates)
-        hooks.append(_EvaluateRestored(evaluates))
+        hooks.insert(0, _EvaluateRestored(evaluates))  # Callbacks see it.
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -90,7 +90,7 @@ class KerasCallbackHook(SessionRunHook):
     * After a recovery the steps since the last checkpoint run again, but no
       epoch is reported a second time. After a restart of the process callbacks
       start over, at the epoch where the job is. An epoch that was cut so has
-      logs of the steps since.
+      logs of the steps since; one that was cut in its last evaluation, no end.
     * A checkpoint of an epoch's end is written again if a callback then sets
       what it holds. What one sets after a batch is in the next checkpoint, and
       evaluations are of checkpoints. If an epoch runs again, its end sets rates
@@ -217,6 +217,12 @@ class KerasCallbackHook(SessionRunHook):
             self._begun = True
         elif done and epoch <= self._begun_epoch:  # Before the recovery.
             self._epoch, self._so_far = epoch, None
+        elif not done and self._ended_epoch < epoch - 1 == self._begun_epoch:
+            # What failed was another hook, or an evaluation, at its end.
+            self._epoch, self._so_far = epoch - 1, dict(self._so_far or {})
+            self._end_epoch(session)
+            if model.stop_training:
+                session.request_stop()
 
     def steps_until_next(self, step: int) -> int:
         """Steps until the epoch ends, or a callback saves."""
@@ -240,15 +246,19 @@ class KerasCallbackHook(SessionRunHook):
         if self.single_steps:
             self._call("on_train_batch_begin", batch, {})
 
+    def note_logs(self, session: Session, logs: Mapping[str, float]) -> None:
+        """Adds them to those of the epoch."""
+        if isinstance(logs, dict) and self._step < session.step:
+            # A plain step function's are those of its last step, as in `fit`.
+            together = getattr(logs, "after", lambda earlier: logs)
+            self._so_far = together(self._so_far)
+
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Reports the run, and the epoch if it is over."""
         session = run_context.session
         before, self._step = self._step, session.step
         logs = run_values.results
         if isinstance(logs, dict) and before < self._step:
-            # A plain step function's are those of its last step, as in `fit`.
-            together = getattr(logs, "after", lambda earlier: logs)
-            self._so_far = together(self._so_far)
             batch = (session.step - 1) % self._steps_per_epoch
             # Keras' own callbacks read their logs alone.
             reads = self.single_steps

@@ -305,6 +305,9 @@ class HookRunner:
     def end(self, logs: Mapping[str, float]) -> None:
         """Calls `after_run` with what each hook asked for; default: `logs`."""
         variables = self.context.session.variables
+        for hook, _ in self._asked:
+            if hasattr(hook, "note_logs"):  # Before another hook may fail.
+                hook.note_logs(self.context.session, logs)
         for hook, args in self._asked:
             results = resolve(args.fetches, logs, variables) if args else logs
             hook.after_run(self.context, SessionRunValues(results, None, None))
