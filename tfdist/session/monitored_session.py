@@ -290,7 +290,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self._release()
 
     def _run(self) -> dict[str, float]:
-        if self._stop:  # A hook has asked to, as this session began again.
+        if self._stop and not self._follows:  # A hook's wish, at the start.
             return {}
         told = None  # By the leader: how many steps to run.
         if self._lockstep and self._follows:
@@ -419,8 +419,8 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _num_steps(self, step: int, told: int | None) -> tuple[int, int]:
         """Steps to run, and how many more may be under way then."""
-        if told or isinstance(self._loop, FunctionLoop):
-            return told or 1, 0
+        if told is not None or isinstance(self._loop, FunctionLoop):
+            return 1 if told is None else told, 0
         most = max(100, int(self._steps_per_sec * _CHUNK_SECS))
         if self._health and (self._failures.count or not self._steps_per_sec):
             most = 1  # The first step tells that all is well.
