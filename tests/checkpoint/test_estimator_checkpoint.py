@@ -126,13 +126,7 @@ def test_names_that_have_a_scope_more_or_less(tmp_path, columns, name):
         "dnn/logits/kernel": np.ones([3, 1], "float32"),
         "dnn/logits/bias": np.zeros(1, "float32"),
     }
-    keys, values = zip(*saved.items(), strict=True)
-    tf.raw_ops.SaveV2(
-        prefix=(path := str(tmp_path / "model.ckpt")),
-        tensor_names=keys,
-        shape_and_slices=[""] * len(keys),
-        tensors=values,
-    )
+    path = written(tmp_path, saved)
     assert read_estimator_checkpoint(made, path) == sorted(saved)
     [table] = [v for v in made.variables if "embeddings" in v.path]
     np.testing.assert_array_equal(table, saved[name])
