@@ -2,13 +2,14 @@
 
 Read in this order: `step` (a compiled model becomes a function), `layout`
 (which server holds what), `exchange` (parameters out, gradients back) with
-`messages`; `optimizers` with `slots` and `kernels` (the update, on the server);
-`loop`, `coordinated_loop` with `workers`, `replicated_loop` with `replicas`,
-`synchronous_loop` with `aggregation`.
+`messages`; `optimizers` with `slots` and `kernels` (the update, on the server),
+`multi_optimizer`; `loop`, `coordinated_loop` with `workers`, `replicated_loop`
+with `replicas`, `synchronous_loop` with `aggregation`.
 
 Details of a step: `passes` and `forward` (which graphs a model is, and what of
-them runs before its lookups), `compiled_model`, `own_step`, `metrics`,
-`optimizer_checks`, `counters`, `updates`, `fence`, `staleness`.
+them runs before its lookups), `compiled_model`, `own_step` and `keras_step` (a
+model's own `train_step`), `metrics`, `optimizer_checks`, `counters`, `updates`,
+`fence`, `staleness`; `finite` (before a checkpoint).
 """
 
 import lazy_loader
