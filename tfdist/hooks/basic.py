@@ -1,4 +1,4 @@
-"""Hooks of `tf.compat.v1.train` that stop, wait, log and check.
+"""Hooks of `tf.compat.v1.train` that stop, log, check and take values.
 
 Their names, arguments and cadences are TF1's; where one differs, it says so.
 """
@@ -34,7 +34,7 @@ class StopAtStepHook(SessionRunHook):
 
     As `tf.compat.v1.train.StopAtStepHook`, but the step is never passed: no
     run is longer than the steps left, and a session that is already there runs
-    no step (TF1 ran one more).
+    no step (TF1 ran one more), which a warning tells.
 
     Args:
         num_steps: Steps to run from the first session on; a recovery in the

@@ -97,7 +97,8 @@ class StepCounterHook(TimedHook):
 
     Args:
         every_n_steps: Steps between rates.
-        every_n_secs: Seconds between rates. Exactly one must be given.
+        every_n_secs: Seconds between rates. Exactly one must be given:
+            `every_n_steps=None`, then.
         output_dir: Directory of the event file; None to log only.
         at_first_step: As for `SummarySaverHook`.
         log: Whether to log it too.

@@ -29,7 +29,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         name: Name of the optimizer.
 
     Raises:
-        ValueError: no pair, or (when built) a variable that no pattern matches.
+        ValueError: no pair, a part with a `loss_scale_factor`, or (when built)
+            a variable that no pattern matches.
     """
 
     def __init__(
