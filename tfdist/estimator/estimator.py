@@ -71,9 +71,9 @@ class Estimator:
         model_fn: Returns a compiled Keras model; one without its input shape
             is built of the dataset's `element_spec`. Called inside the
             strategy's scope, and again for each rebuilt copy. Its own
-            `train_step`, `test_step` and `predict_step` are used in one
-            process. On a cluster `train_step` is refused, `test_step` is used
-            by the evaluator or chief, and `predict_step` by the workers.
+            `train_step` is used where the strategy can do what it does, else
+            refused (see `DIFFERS_FROM_FIT.md`), its `test_step` by the
+            evaluator or chief, its `predict_step` on a cluster by the workers.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
             a directory of such, or `WarmStartSettings`.
@@ -124,7 +124,7 @@ class Estimator:
     ) -> Estimator:
         """Trains from the latest checkpoint, if there is one.
 
-        Must be called on the chief of a cluster or in a single process.
+        Must be called in one process, by the chief, or by all of an all-reduce.
 
         Args:
             input_fn: As for `TrainSpec`, as are `hooks`. In one process the
@@ -146,9 +146,9 @@ class Estimator:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
                 checkpoint of another model; a model that is not compiled, or
-                does not read what the dataset has; a dataset without any batch
-                (TF trained nothing).
+                does not read what the dataset has; no batch in that.
             NanLossDuringTrainingError: the loss or a weight is not finite.
+            RuntimeError: it is called in the scope of a strategy.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -246,14 +246,14 @@ class Estimator:
         """Metrics of a checkpoint.
 
         On the chief of a cluster the workers compute, as for `predict`, unless
-        there are hooks.
+        there are hooks, or the model has a `test_step` of its own.
 
         Args:
             input_fn: As for `EvalSpec`, as are `hooks` and `name`.
             steps: Batches to read at most; None for all.
             hooks: See there.
             checkpoint_path: Default: the latest; without any, the model as it
-                is initialized, or as it starts warm.
+                is initialized, of which a warning tells, or as it starts warm.
             name: See there.
 
         Returns:
