@@ -89,7 +89,8 @@ def fit(
             as for `TrainSpec`; or, where there are no parameter servers, a
             `tf.data.Dataset` of batches or a `keras.utils.PyDataset`.
         validation_data: Any of these, evaluated with each checkpoint.
-        epochs: How often.
+        epochs: How often. As Keras', limited by `keras.config.max_epochs()`,
+            and steps by `max_steps_per_epoch()`; a warning says so.
         steps_per_epoch: Default: as many as `train` has batches. To be given
             if that never ends, or is a function of an `InputContext`.
         callbacks: See `tfdist.hooks.KerasCallbackHook`.
@@ -114,6 +115,7 @@ def fit(
         ValueError: a number out of range; no `model_dir` on a cluster; data
             that are empty, or that workers cannot read; and as
             `Estimator.train`.
+        RuntimeError: as `RunConfig`.
     """
     for name, instead in _INSTEAD.items():
         if name in config:

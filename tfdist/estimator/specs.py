@@ -132,9 +132,10 @@ class RunConfig:
             with what there is instead.
 
     Raises:
-        ValueError: a value out of range, both `save_checkpoints_*`, or a field
-            that is refused.
+        ValueError: a value out of range, both `save_checkpoints_*`, a field
+            that is refused, a directory that begins with `~` or is a pattern.
         TypeError: a value of a wrong type, or a field that does not exist.
+        RuntimeError: TensorFlow 1's graphs, or Keras with another backend.
     """
 
     model_dir: str

@@ -41,9 +41,9 @@ def train_and_evaluate(
     one, each checkpoint but the initial one is evaluated before training goes
     on (also after a failure that cut its evaluation short): by the workers,
     where the variables are, or, if the EvalSpec has hooks or the model its own
-    `test_step`, by the chief, which also exports. Workers, parameter servers
-    and the tasks of a tf.data service (`tfdist.one_pass`) serve. The chief
-    leaves last.
+    `train_step` or `test_step`, by the chief, which also exports. Workers,
+    parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
+    serve. The chief leaves last.
 
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
@@ -81,8 +81,8 @@ def train_and_evaluate(
 
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
-        workers and servers, and from the chief when the evaluator failed or did
-        not finish in time.
+        workers and servers, without an `eval_spec`, and from the chief when the
+        evaluator failed or did not finish in time.
 
     Raises:
         TypeError: an argument of another type.
