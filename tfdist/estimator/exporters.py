@@ -107,6 +107,10 @@ class Exporter:
 
         Returns:
             The directory of what was written, or None.
+
+        Raises:
+            ValueError: `format="keras"` of a model without `get_config`; also
+                where it is not time to, if there is no `serving_model_fn`.
         """
         if self._format == "keras" and self._serving_model_fn is None:
             saved_models.check_has_config(model)  # Not at the end alone.

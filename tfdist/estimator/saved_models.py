@@ -60,7 +60,8 @@ def export_saved_model(
     Raises:
         FileNotFoundError: a source of `assets_extra` does not exist.
         TypeError: `serving_model_fn` returned something else.
-        ValueError: TensorFlow takes the name of the directory for a pattern.
+        ValueError: `export_dir_base` begins with `~` or is a pattern to
+            TensorFlow; `format="keras"` of a model without `get_config`.
     """
     if serving_model_fn is not None:
         check_callable("serving_model_fn", serving_model_fn)

@@ -25,12 +25,15 @@ class Trainable:
             many.
         global_step: Scalar int64 variable that counts applied steps.
         variables: Name to variable: what a checkpoint holds (see
-            `tfdist.checkpoint.named_variables`). `global_step` is added; a
-            `ValueError`, if another is called so.
+            `tfdist.checkpoint.named_variables`). `global_step` is added.
         iterator: What `step` reads from, saved with each checkpoint. Default:
             that of the loop.
         model: The Keras model, for callbacks.
         min_ps: With how few parameter servers `build_fn` could do.
+
+    Raises:
+        ValueError: another variable is called "global_step".
+        RuntimeError: TensorFlow 1's graphs, or Keras with another backend.
 
     >>> tfdist.Trainable(
     ...     step=lambda: {"loss": 0.0},
