@@ -110,8 +110,8 @@ class KerasCallbackHook(SessionRunHook):
         epochs: What callbacks find in `params["epochs"]`.
 
     Raises:
-        ValueError: a callback has no meaning here; the message says why and
-            what does its work instead.
+        ValueError: a callback has no meaning here; says what does its work.
+        TypeError: one of them is no callback.
 
     >>> losses = []
     >>> callback = keras.callbacks.LambdaCallback(
