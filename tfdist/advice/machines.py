@@ -46,7 +46,8 @@ class Machines:
         secs_between_failures: Mean time until a machine is lost, by failure or
             preemption; `math.inf` for never. Default: a year. Preemptible
             machines of Google Cloud end within a day.
-        checkpoint_secs: Seconds between checkpoints, as in `RunConfig`.
+        checkpoint_secs: Seconds between checkpoints. Default: ten minutes, as
+            of TF 1; `RunConfig` saves every 60 s, or as often as costs 1 %.
         restart_secs: Seconds from a failure to the next step.
 
     Raises:
