@@ -34,6 +34,18 @@ def estimator(model_dir):
     return tfdist.Estimator(recovery_job.model_fn, config)
 
 
+def own_step_model_fn():
+    """Which workers cannot evaluate."""
+    model = recovery_job.model_fn()
+
+    class OwnStep(type(model)):
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    model.__class__ = OwnStep
+    return model
+
+
 def train_input_fn():
     return recovery_job.eval_input_fn().repeat()
 
@@ -50,6 +62,8 @@ def main():
     before = job.evaluate(recovery_job.eval_input_fn, steps=5)
     job.train(train_input_fn, max_steps=40)
     metrics = job.evaluate(recovery_job.eval_input_fn, steps=5)
+    own = tfdist.Estimator(own_step_model_fn, job.config)
+    own_metrics = own.evaluate(recovery_job.eval_input_fn, steps=5)
     outputs = []
     for output in job.predict(
         lambda: features(0.1), yield_single_examples=False
@@ -59,7 +73,7 @@ def main():
     path = os.path.join(args.model_dir, "found")
     np.save(path, np.concatenate(outputs))
     with open(f"{path}.json", "w") as file:
-        json.dump([before, metrics], file)
+        json.dump([before, metrics, own_metrics], file)
     servers.release(cluster)
 
 

@@ -114,6 +114,15 @@ def test_a_missing_bucket_is_named():
         storage.make_directory("gs://no-such-bucket/folder")
 
 
+def test_a_folder_that_only_a_shell_knows(tmp_path, monkeypatch):
+    """Bash makes a home of `--flag ~/x`, but not of `--flag=~/x`."""
+    monkeypatch.chdir(tmp_path)
+    for act in storage.make_directory, storage.check_writable:
+        with pytest.raises(ValueError, match="begins with ~"):
+            act("~/model")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_is_removed_though_the_first_look_fails(server, folder):
     for name in ("a", "b/c"):
         write(f"{folder}/{name}", b"")

@@ -126,13 +126,15 @@ def test_already_finished(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("error", "lives"),
+    ("error", "lives", "throttle_secs"),
     [
-        (RuntimeError("as when it is killed"), 2),
-        (tf.errors.UnavailableError(None, None, "as when a ps is lost"), 1),
+        (RuntimeError("as when it is killed"), 2, 1000),
+        (tf.errors.UnavailableError(None, None, "as when a ps is lost"), 1, 0),
     ],
 )
-def test_an_evaluation_cut_short_is_made_up_for(tmp_path, error, lives):
+def test_an_evaluation_cut_short_is_made_up_for(
+    tmp_path, error, lives, throttle_secs
+):
     """The best checkpoint would be lost, had it been that one."""
     evaluated, errors = [], [error]
 
@@ -148,15 +150,18 @@ def test_an_evaluation_cut_short_is_made_up_for(tmp_path, error, lives):
         )
         tfdist.train_and_evaluate(
             tfdist.Estimator(model_fn, config),
-            tfdist.TrainSpec(endless, max_steps=4),
-            tfdist.EvalSpec(batches, throttle_secs=0, exporters=Once("once")),
+            tfdist.TrainSpec(endless, max_steps=6),
+            tfdist.EvalSpec(
+                batches, throttle_secs=throttle_secs, exporters=Once("once")
+            ),
         )
 
     if lives == 2:
         with pytest.raises(RuntimeError, match="killed"):
             train()
     train()
-    assert evaluated == [(2, False), (4, True)]
+    between = [] if throttle_secs else [(4, False)]
+    assert evaluated == [(2, False), *between, (6, True)]
 
 
 def test_what_sigterm_saved_is_not_evaluated(tmp_path):
@@ -250,7 +255,8 @@ def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
     assert np.array_equal(*weights)
 
 
-def test_fit_keeps_to_the_limits_that_keras_is_configured_with(caplog):
+@pytest.mark.parametrize("limit", [4, 100])
+def test_fit_keeps_to_the_limits_that_keras_is_configured_with(limit, caplog):
     """As `KERAS_MAX_EPOCHS` and `KERAS_MAX_STEPS_PER_EPOCH` set them."""
 
     def model_fn():
@@ -264,7 +270,7 @@ def test_fit_keeps_to_the_limits_that_keras_is_configured_with(caplog):
     batches = tf.data.Dataset.from_tensor_slices((x, 2 * x)).batch(2)
     data = {"validation_data": batches, "epochs": 4}
     keras.config.set_max_epochs(2)
-    keras.config.set_max_steps_per_epoch(4)
+    keras.config.set_max_steps_per_epoch(limit)
     try:
         expected = model_fn().fit(batches, verbose=0, **data).history
         _, history = tfdist.fit(model_fn, batches, **data)
@@ -274,7 +280,8 @@ def test_fit_keeps_to_the_limits_that_keras_is_configured_with(caplog):
     assert expected.keys() == history.history.keys()
     for name, values in expected.items():
         assert history.history[name] == pytest.approx(values, rel=1e-5)
-    assert "Limiting `steps_per_epoch` to 4" in caplog.text
+    told = "Limiting `steps_per_epoch` to 4" in caplog.text
+    assert told == (limit == 4)
 
 
 def test_steps_per_second(tmp_path):
@@ -631,8 +638,9 @@ def test_a_misspelled_argument_of_fit():
         tfdist.fit(model_fn, examples(8), epoch=3)
     with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
         tfdist.fit(model_fn, examples(8), model_directory="job")
-    with pytest.raises(TypeError, match=r"`zzz` .* RunConfig's\.$"):
-        tfdist.fit(model_fn, examples(8), zzz=1)
+    for name in "zzz", "config":
+        with pytest.raises(TypeError, match=rf"`{name}` .* RunConfig's\."):
+            tfdist.fit(model_fn, examples(8), **{name: 1})
 
 
 def test_a_directory_that_only_a_shell_knows(tmp_path, monkeypatch):

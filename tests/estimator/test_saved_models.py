@@ -166,6 +166,12 @@ def test_an_export_without_the_predict_step_says_so(tmp_path, caplog):
     assert list(outputs) == ["twice"]
 
 
+def test_an_unknown_format(model, tmp_path):
+    with pytest.raises(ValueError, match=r"`format` must be one of.*'h5'"):
+        export_saved_model(model, str(tmp_path), format="h5")
+    assert not list(tmp_path.iterdir())
+
+
 def test_serving_model_fn_that_returns_something_else(model, tmp_path):
     with pytest.raises(TypeError, match=r"must return a keras\.Model"):
         export_saved_model(model, str(tmp_path), lambda model: None)

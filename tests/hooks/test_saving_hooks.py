@@ -326,7 +326,7 @@ def test_storage_that_never_answers(tmp_path, monkeypatch, caplog):
     def restart(reason):
         raise SystemExit(reason)
 
-    monkeypatch.setenv("TFDIST_REPEATED_FAILURE", "0")
+    monkeypatch.setenv("TFDIST_FAILURES", "0 0 ")
     monkeypatch.setattr(recoverable, "restart_process", restart)
     monkeypatch.setattr(recoverable, "_WRITE_SECS", 0.1)
     hook = CheckpointSaverHook(str(tmp_path), save_steps=1)

@@ -74,7 +74,7 @@ def repeated(failures, *events):
 
 
 def test_whose_error_it_is(monkeypatch):
-    monkeypatch.delenv("TFDIST_REPEATED_FAILURE", raising=False)
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
     a, b, later = ("a", 3, True), ("b", 3, True), ("a", 4, True)
     remote = ("a", 3, False)
     new = recovery.Failures
@@ -86,9 +86,26 @@ def test_whose_error_it_is(monkeypatch):
         failures = new()
         assert list(repeated(failures, a)) == [expected]
         failures.keep()
-    assert "TFDIST_REPEATED_FAILURE" in os.environ
+    assert "TFDIST_FAILURES" in os.environ
     new()
-    assert "TFDIST_REPEATED_FAILURE" not in os.environ
+    assert "TFDIST_FAILURES" not in os.environ
+
+
+def test_failures_are_counted_across_processes(monkeypatch):
+    """Else what fails at its first step would restart itself for ever."""
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    for before in (0, 4, 8):
+        failures = recovery.Failures()
+        assert failures.in_a_row == before
+        for _ in range(4):
+            failures.add()
+        failures.keep()
+    failures = recovery.Failures()
+    gone = op_error("UnavailableError", "gone")
+    action = recovery.choose_action(gone, {}, failures.in_a_row)
+    assert action is recovery.RecoveryAction.RAISE
+    failures.report(1)
+    assert failures.in_a_row == 0
 
 
 def test_an_interactive_process_is_not_replaced(monkeypatch):

@@ -153,6 +153,7 @@ def check_writable(directory: str, name: str = "model_dir") -> None:
 
 def make_directory(path: str) -> None:
     """Makes a directory and its parents, but no bucket, where missing."""
+    _check_no_tilde(path)
     if path.startswith("gs://") and not tf.io.gfile.exists(path):
         bucket = "/".join(path.split("/")[:3])
         if not tf.io.gfile.exists(bucket):
@@ -166,8 +167,7 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     """Refuses a directory whose name TensorFlow takes for a pattern.
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
-    those of `job*` those of `job2`. And `~`, which only a shell expands: it
-    would make a folder of that name, for somebody to remove.
+    those of `job*` those of `job2`.
 
     Returns:
         Its path as a string.
@@ -179,12 +179,18 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
             "which TensorFlow takes for a pattern: what is saved there could "
             "not be found, or others be deleted."
         )
+    _check_no_tilde(directory)
+    return directory
+
+
+def _check_no_tilde(directory: str) -> None:
+    """Refuses what would make a folder named ~, for somebody to remove."""
     if directory.startswith("~"):
         raise ValueError(
             f"Directory {directory!r} begins with ~, which only a shell "
-            "expands. Give os.path.expanduser(...) of it."
+            "expands, and not behind `--flag=`. Give the whole path, or "
+            "os.path.expanduser(...) of it."
         )
-    return directory
 
 
 def names_in(directory: str) -> list[str]:

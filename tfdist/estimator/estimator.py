@@ -46,7 +46,7 @@ from tfdist.placement.plans import Plan
 from tfdist.placement.variables import describe
 from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training import optimizers
-from tfdist.training.compiled_model import checked_model, overrides
+from tfdist.training.compiled_model import checked_model, has_own_step
 from tfdist.training.loop import metrics_from_states
 
 _log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class Estimator:
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
             assert connected is not None
             with connected.step(batches, metrics=True) as (step, on_each_batch):
-                if overrides(step.model, "test_step"):
+                if has_own_step(step.model):
                     return {}
                 states = on_each_batch(step.evaluate_alone)
                 return metrics_from_states(sum(states), step)

@@ -14,7 +14,7 @@ import keras
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable
 from tfdist.estimator import results, saved_models
-from tfdist.estimator.saved_models import FORMATS, ServingModelFn, list_exports
+from tfdist.estimator.saved_models import ServingModelFn, list_exports
 
 _log = logging.getLogger(__name__)
 
@@ -79,11 +79,7 @@ class Exporter:
             )
         if serving_model_fn is not None:
             check_callable("serving_model_fn", serving_model_fn)
-        if format not in FORMATS:
-            raise ValueError(
-                f"Argument `format` must be one of {FORMATS}. Received: "
-                f"format={format!r}."
-            )
+        saved_models.check_format(format)
         self.name = name
         self._format = format
         self._serving_model_fn = serving_model_fn

@@ -129,9 +129,6 @@ def fit(
     check_at_least("batch_size", batch_size, 1)
     check_tensorflow()
     epochs = _limited("epochs", epochs, keras.config.max_epochs())
-    most = keras.config.max_steps_per_epoch()
-    steps_per_epoch = _limited("steps_per_epoch", steps_per_epoch, most)
-    validation_steps = _limited("validation_steps", validation_steps, most)
     arrays = any(map(fit_data.is_arrays, (train, validation_data)))
     if batch_size and not arrays:
         raise ValueError(
@@ -178,12 +175,17 @@ def fit(
                 "read."
             )
         steps = steps_per_epoch or fit_data.num_batches(without_context(once)())
+        most = keras.config.max_steps_per_epoch()
+        steps = _limited("steps_per_epoch", steps, most)
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
             run = run.replace(save_checkpoints_steps=steps)
         estimator = Estimator(model_fn, run)
         eval_spec, history = None, keras.callbacks.History()
         if validation_data is not None:
             name = "validation_data"
+            validation_steps = _limited(
+                "validation_steps", validation_steps, most
+            )
             eval_fn, _ = fit_data.input_fns(
                 validation_data, name, batch_size=batch_size
             )
@@ -216,7 +218,7 @@ def _limited(argument: str, value: Any, most: int | None) -> Any:
 
 def _check_known(config: dict[str, Any]) -> None:
     """Raises `TypeError` for an argument that `RunConfig` has not, either."""
-    own = inspect.signature(fit).parameters
+    *own, _ = inspect.signature(fit).parameters  # Not `config` itself.
     known = [*own, *inspect.signature(RunConfig).parameters]
     for name in config:
         if name not in known:

@@ -65,6 +65,7 @@ def export_saved_model(
     """
     if serving_model_fn is not None:
         check_callable("serving_model_fn", serving_model_fn)
+    check_format(format)
     storage.check_no_pattern(os.fspath(export_dir_base))
     assets_extra = checked_assets(assets_extra)
     for source in assets_extra.values():
@@ -146,6 +147,15 @@ def _served(
         return Serving.of(served)
     serving.warn_of_no_examples(served, "it does not know its inputs")
     return served
+
+
+def check_format(format: str) -> None:
+    """Raises `ValueError` for a format in which nothing is exported."""
+    if format not in FORMATS:
+        raise ValueError(
+            f"Argument `format` must be one of {FORMATS}. Received: "
+            f"format={format!r}."
+        )
 
 
 def check_has_config(model: keras.Model) -> None:

@@ -26,7 +26,7 @@ from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.hooks.saving_hooks import CheckpointSaverListener, saver_of
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.session import recovery
-from tfdist.training.compiled_model import overrides
+from tfdist.training.compiled_model import has_own_step
 
 _log = logging.getLogger(__name__)
 
@@ -203,17 +203,14 @@ class _EvaluateAfterSave(CheckpointSaverListener):
             return
         self.exported_the_last = False
         at_end = session.should_stop() or global_step_value == self.max_steps
-        secs = self.evaluator.spec.throttle_secs
         if not self.told_later:
-            start = time.monotonic()
             self._evaluate(session, is_the_last=at_end)
-            self.not_before = start + secs
         elif not at_end:
             _log.info(
                 "The checkpoint of step %d is not evaluated: throttle_secs is "
                 "%g.",
                 global_step_value,
-                secs,
+                self.evaluator.spec.throttle_secs,
             )
 
     def end(self, session: Session, global_step_value: int) -> None:
@@ -238,16 +235,16 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         self, session: Session, is_the_last: bool, path: str | None = None
     ) -> None:
         assert session.checkpoint_dir is not None
+        start = time.monotonic()
         path = path or checkpoints.latest(session.checkpoint_dir)
         assert path is not None  # It was just saved.
         if not self.evaluator.has_evaluated(path):
             # Of its own step only the checkpoints are evaluated.
-            methods = "train_step", "test_step"
-            own = any(overrides(session.model, name) for name in methods)
-            here = own or not self.has_workers
+            here = has_own_step(session.model) or not self.has_workers
             self.evaluator.evaluate(path, None if here else session.evaluate)
         self.evaluator.export(is_the_final_export=is_the_last)
         self.exported_the_last = is_the_last
+        self.not_before = start + self.evaluator.spec.throttle_secs
 
 
 @dataclasses.dataclass(eq=False)

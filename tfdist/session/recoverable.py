@@ -229,7 +229,7 @@ class RecoverableSession:
         if self._health:
             lost |= self._health.look()
         action = recovery.choose_action(
-            error, lost, self._failures.count, in_sync=self._in_sync
+            error, lost, self._failures.in_a_row, in_sync=self._in_sync
         )
         if self._keeps and self._failures.count and action.name == "RAISE":
             action = RecoveryAction.REBUILD  # Of all, this time.

@@ -107,14 +107,21 @@ def in_hooks() -> Iterator[None]:
 class Failures:
     """The failures since the last step that succeeded."""
 
-    _KEPT = "TFDIST_REPEATED_FAILURE"
+    _KEPT = "TFDIST_FAILURES"
 
     def __init__(self) -> None:
         self.count = 0
-        # How often, and what; of the process that this one was before, too.
-        times, _, self._what = os.environ.pop(self._KEPT, "0").partition(" ")
-        self._times = int(times)
+        # Of the process that this one was before: how many; how often a hook
+        # raised the same, and what.
+        kept = os.environ.pop(self._KEPT, "0 0 ").split(" ", 2)
+        self._before, self._times = map(int, kept[:2])
+        self._what = kept[2]
         self._first_at = 0.0
+
+    @property
+    def in_a_row(self) -> int:
+        """How many, with those of the process that this one was before."""
+        return self._before + self.count
 
     def add(self) -> None:
         """Counts one."""
@@ -133,7 +140,7 @@ class Failures:
 
     def keep(self) -> None:
         """Hands the count on to the process that this one becomes."""
-        os.environ[self._KEPT] = f"{self._times} {self._what}"
+        os.environ[self._KEPT] = f"{self.in_a_row} {self._times} {self._what}"
 
     def report(self, step: int) -> None:
         """A run succeeded: says how long it took, if it was a recovery."""
@@ -143,4 +150,4 @@ class Failures:
                 step,
                 time.monotonic() - self._first_at,
             )
-        self.count = 0
+        self.count = self._before = 0

@@ -31,6 +31,11 @@ def overrides(model: keras.Model, method: str) -> bool:
     return own is not getattr(keras.Model, method)
 
 
+def has_own_step(model: keras.Model) -> bool:
+    """Whether it trains or evaluates so that workers cannot evaluate it."""
+    return overrides(model, "train_step") or overrides(model, "test_step")
+
+
 def refuse_test_step(model: keras.Model) -> None:
     """Raises `ValueError` if a model overrides `test_step`."""
     if overrides(model, "test_step"):
