@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import LocalCluster, assert_nothing_left
-from tfdist.session.recovery import MAX_FAILURES
 
 # Faults at times of their own, which a busy machine would shift.
 pytestmark = pytest.mark.alone
@@ -557,34 +556,3 @@ def test_long_step_is_not_taken_for_a_freeze(tmp_path):
         assert not found(job, r"not answer|not up|is back|Failed at")
         assert_ends_at(tmp_path, 437)
     assert_nothing_left(job)
-
-
-@pytest.mark.slow
-def test_a_step_that_never_succeeds_ends_the_job(tmp_path):
-    """Though the chief of a cluster restarts its process meanwhile."""
-    program = (
-        "import tensorflow as tf, tfdist\n"
-        "from tfdist.cluster import servers\n"
-        "def build(strategy):\n"
-        "    def step():\n"
-        "        raise tf.errors.UnavailableError(None, None, 'never works')\n"
-        "    with strategy.scope():\n"
-        "        count = tf.Variable(0, dtype=tf.int64)\n"
-        "    return tfdist.Trainable(step, count, {})\n"
-        "cluster = tfdist.Cluster.from_env()\n"
-        "if cluster.role != 'chief':\n"
-        "    servers.serve(cluster)\n"
-        "else:\n"
-        "    with tfdist.MonitoredTrainingSession(\n"
-        f"        build, cluster=cluster, checkpoint_dir={str(tmp_path)!r}\n"
-        "    ) as session:\n"
-        "        session.run()\n"
-    )
-    with LocalCluster(
-        [sys.executable, "-c", program], ps=1, workers=1, restart_secs=None
-    ) as job:
-        assert job.wait(timeout_secs=180) != 0
-        said = job.output("chief:0")
-    assert said.count("Failed at step 0") == MAX_FAILURES
-    assert "this process restarts itself" in said
-    assert "UnavailableError: never works" in said

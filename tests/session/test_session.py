@@ -776,3 +776,34 @@ def test_an_input_whose_position_cannot_be_saved(tmp_path, caplog):
     train(make(dataset), 3, checkpoint_dir=str(tmp_path))
     assert caplog.text.count("position of the input cannot be saved") == 1
     assert train(make(dataset), 5, checkpoint_dir=str(tmp_path)).step == 5
+
+
+@pytest.mark.slow
+def test_a_step_that_never_succeeds_ends_the_job(tmp_path):
+    """Though the chief of a cluster restarts its process meanwhile."""
+    program = (
+        "import tensorflow as tf, tfdist\n"
+        "from tfdist.cluster import servers\n"
+        "def build(strategy):\n"
+        "    def step():\n"
+        "        raise tf.errors.UnavailableError(None, None, 'never works')\n"
+        "    with strategy.scope():\n"
+        "        count = tf.Variable(0, dtype=tf.int64)\n"
+        "    return tfdist.Trainable(step, count, {})\n"
+        "cluster = tfdist.Cluster.from_env()\n"
+        "if cluster.role != 'chief':\n"
+        "    servers.serve(cluster)\n"
+        "else:\n"
+        "    with tfdist.MonitoredTrainingSession(\n"
+        f"        build, cluster=cluster, checkpoint_dir={str(tmp_path)!r}\n"
+        "    ) as session:\n"
+        "        session.run()\n"
+    )
+    with LocalCluster(
+        [sys.executable, "-c", program], ps=1, workers=1, restart_secs=None
+    ) as job:
+        assert job.wait(timeout_secs=180) != 0
+        said = job.output("chief:0")
+    assert said.count("Failed at step 0") == recovery.MAX_FAILURES
+    assert "this process restarts itself" in said
+    assert "UnavailableError: never works" in said
