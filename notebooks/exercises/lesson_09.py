@@ -65,7 +65,7 @@ EXERCISES = {
     ),
     2: Exercise(
         (
-            "TensorFlow calls it by name: the arguments are "
+            "It is called by name, as in TF1: the arguments are "
             "`best_eval_result` and `current_eval_result`, two dictionaries.",
             "Tuples are compared from the left: put the AUC first, then the "
             "loss with its sign changed, so that larger is better in both.",
