@@ -503,6 +503,23 @@ def test_a_directory_that_is_no_longer_there_is_said(
     assert directory in lost
 
 
+def test_a_model_that_its_function_gives_weights_is_not_untrained(
+    tmp_path, caplog
+):
+    """As one that reads those of TF 2.15's Estimator."""
+
+    def with_weights():
+        model = model_fn()
+        model.set_weights([np.ones_like(w) for w in model.get_weights()])
+        return model
+
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    made = tfdist.Estimator(with_weights, config)
+    next(made.predict(batches))
+    assert made.evaluate(batches)["global_step"] == 0
+    assert not caplog.records
+
+
 def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
     """A second job would begin with the weights of the first."""
     body = keras.layers.Dense(3, "relu", name="body")

@@ -19,7 +19,11 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import leave_strategy, own_object_names
+from tfdist._tf.private_keras import (
+    assigned,
+    leave_strategy,
+    own_object_names,
+)
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
@@ -105,6 +109,15 @@ def trained_element_spec(model_dir: str) -> Any:
     path = os.path.join(model_dir, _ELEMENT_SPEC)
     exists = tf.io.gfile.exists(path)
     return tf.data.Dataset.load(path).element_spec if exists else None
+
+
+def make_model(
+    model_fn: ModelFn, element_spec: Any, targets: bool = True
+) -> tuple[keras.Model, bool]:
+    """The model, and whether its function has given it weights."""
+    with own_object_names(), assigned() as given:
+        model = compiled_model.checked_model(model_fn(), element_spec, targets)
+    return model, any(variable.trainable for variable in given)
 
 
 def seed_initializers(config: RunConfig) -> None:

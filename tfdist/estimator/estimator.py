@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_type
-from tfdist._tf.private_keras import own_object_names
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
@@ -30,6 +29,7 @@ from tfdist.estimator import results
 from tfdist.estimator.building import (
     build,
     check_model_fn,
+    make_model,
     seed_initializers,
     trained_element_spec,
 )
@@ -46,7 +46,7 @@ from tfdist.placement.plans import Plan
 from tfdist.placement.variables import describe
 from tfdist.session.monitored_session import MonitoredTrainingSession
 from tfdist.training import optimizers
-from tfdist.training.compiled_model import checked_model, has_own_step
+from tfdist.training.compiled_model import has_own_step
 from tfdist.training.loop import metrics_from_states
 
 _log = logging.getLogger(__name__)
@@ -405,9 +405,10 @@ class Estimator:
         """
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
-        with own_object_names():
-            model = checked_model(self.model_fn(), element_spec, targets)
+        model, is_given = make_model(self.model_fn, element_spec, targets)
         self._fill(model, path)
+        if not (path or self._warm_start or is_given):
+            results.warn_of_untrained(self.model_dir)
         return model
 
     def _fill(self, model: keras.Model, path: str | None) -> None:
@@ -417,8 +418,6 @@ class Estimator:
             checkpoints.restore(path, variables)
         elif self._warm_start:
             self._warm_start.assign(model, variables)
-        else:
-            results.warn_of_untrained(self.model_dir)
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.

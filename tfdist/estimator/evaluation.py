@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import own_object_names
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
+from tfdist.estimator.building import make_model
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.session_run_hook import Hook, HookRunner, begin_all
-from tfdist.training.compiled_model import checked_model, overrides
+from tfdist.training.compiled_model import overrides
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep
 
@@ -74,7 +74,11 @@ class EvaluationSession:
 
 
 class Evaluation:
-    """Evaluates a model, made once, with one checkpoint after another."""
+    """Evaluates a model, made once, with one checkpoint after another.
+
+    Attributes:
+        is_given: Whether the model function has given the model its weights.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Evaluation:
         self._model_fn, self._spec = model_fn, spec
         self._warm_start = warm_start
         self._element_spec: Any = None  # Until somebody has made the data.
+        self.is_given = False
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
 
@@ -145,8 +150,8 @@ class Evaluation:
     ) -> tuple[ModelStep | KerasStep, EvaluationSession]:
         """The step, with the weights of `path`, and a new session."""
         if self._step is None:
-            with own_object_names():
-                model = checked_model(self._model_fn(), self._element_spec)
+            made = make_model(self._model_fn, self._element_spec)
+            model, self.is_given = made
             own = overrides(model, "test_step")
             kind = KerasStep if own else ModelStep
             self._step = kind(model, self._element_spec)

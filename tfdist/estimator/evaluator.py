@@ -69,7 +69,7 @@ class Evaluator:
         self.spec = spec
         self._model_dir = model_dir
         self._evaluation = Evaluation(model_fn, spec, warm_start)
-        self._untrained = warm_start is None  # Without a checkpoint.
+        self._starts_warm = warm_start is not None
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
@@ -92,8 +92,6 @@ class Evaluator:
         if self.spec.steps is not None:
             dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
-        if path is None and self._untrained:
-            results.warn_of_untrained(self._model_dir)
         metrics: dict[str, float] = {}
         if elsewhere and not self.spec.hooks:
             assert path is not None
@@ -102,6 +100,8 @@ class Evaluator:
             self._evaluation.forget(dataset.element_spec)
         if not metrics:
             metrics, step = self._evaluation.run(dataset, path)
+            if not (path or self._starts_warm or self._evaluation.is_given):
+                results.warn_of_untrained(self._model_dir)
         if not metrics:
             raise ValueError(
                 "There is no batch to evaluate: the `input_fn` of the EvalSpec "
