@@ -246,7 +246,7 @@ class Estimator:
         """Metrics of a checkpoint.
 
         On the chief of a cluster the workers compute, as for `predict`, unless
-        there are hooks, or the model has a `test_step` of its own.
+        there are hooks, or the model a `train_step` or `test_step`.
 
         Args:
             input_fn: As for `EvalSpec`, as are `hooks` and `name`.

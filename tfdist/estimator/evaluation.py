@@ -77,7 +77,8 @@ class Evaluation:
     """Evaluates a model, made once, with one checkpoint after another.
 
     Attributes:
-        is_given: Whether the model function has given the model its weights.
+        is_given: Whether a warm start, or the model function, has given the
+            model weights.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Evaluation:
         self._model_fn, self._spec = model_fn, spec
         self._warm_start = warm_start
         self._element_spec: Any = None  # Until somebody has made the data.
-        self.is_given = False
+        self.is_given = warm_start is not None
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
 
@@ -150,8 +151,8 @@ class Evaluation:
     ) -> tuple[ModelStep | KerasStep, EvaluationSession]:
         """The step, with the weights of `path`, and a new session."""
         if self._step is None:
-            made = make_model(self._model_fn, self._element_spec)
-            model, self.is_given = made
+            model, given = make_model(self._model_fn, self._element_spec)
+            self.is_given |= given
             own = overrides(model, "test_step")
             kind = KerasStep if own else ModelStep
             self._step = kind(model, self._element_spec)

@@ -69,7 +69,6 @@ class Evaluator:
         self.spec = spec
         self._model_dir = model_dir
         self._evaluation = Evaluation(model_fn, spec, warm_start)
-        self._starts_warm = warm_start is not None
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
@@ -100,7 +99,7 @@ class Evaluator:
             self._evaluation.forget(dataset.element_spec)
         if not metrics:
             metrics, step = self._evaluation.run(dataset, path)
-            if not (path or self._starts_warm or self._evaluation.is_given):
+            if not (path or self._evaluation.is_given):
                 results.warn_of_untrained(self._model_dir)
         if not metrics:
             raise ValueError(
