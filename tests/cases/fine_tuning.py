@@ -151,19 +151,38 @@ def warm_start_of_a_frozen_base(job):
 @case()
 def steps_after_a_warm_start(job):
     """Every process of a group begins with these weights."""
+    second, model = after_a_warm_start(job, lambda: K.SGD(0.1), job.model_dir)
+    if job.is_chief:
+        assert_weights_are_those_of(second, model)
+
+
+@case()
+def steps_after_a_warm_start_with_slots(job):
+    """And goes on with the optimizer's state, its schedule too."""
+    settings = tfdist.WarmStartSettings(job.model_dir, [".*"])
+
+    def decaying():
+        return K.Adam(K.schedules.CosineDecay(0.05, 6))
+
+    second, model = after_a_warm_start(job, decaying, settings)
+    if job.is_chief:
+        assert_state_is_that_of(second, model)
+
+
+def after_a_warm_start(job, make_optimizer, warm_start_from):
+    """An estimator after three steps and three, a model after six."""
 
     def model_fn():
-        return table_model(K.SGD(0.1))
+        return table_model(make_optimizer())
 
     data = table_examples()
     first = train(job, model_fn, data, 3)
     config = first.config.replace(model_dir=f"{job.model_dir}-second")
     second = tfdist.Estimator(
-        lambda: seeded(model_fn), config, warm_start_from=job.model_dir
+        lambda: seeded(model_fn), config, warm_start_from=warm_start_from
     )
     second.train(lambda: batches(data), hooks=[EachStep()], max_steps=3)
-    if job.is_chief:
-        assert_weights_are_those_of(second, fit(seeded(model_fn), data, 6))
+    return second, fit(seeded(model_fn), data, 6)
 
 
 @case()

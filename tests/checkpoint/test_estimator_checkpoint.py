@@ -1,5 +1,6 @@
 from collections import defaultdict
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -158,3 +159,129 @@ def test_variable_that_is_not_there(checkpoint):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="Couldn't find"):
         read_estimator_checkpoint(model(), str(tmp_path))
+
+
+# --- By a warm start ----------------------------------------------------------
+
+
+def examples():
+    x = {"x": np.float32([[1], [-2], [3]]), "f": np.int64([0, 2, 0])}
+    return tf.data.Dataset.from_tensors((x, np.float32([[1], [0], [2]])))
+
+
+def trained_by_tf1(optimizer, directory):
+    """Variables of a linear regression when saved, and three steps later."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        with v1.variable_scope("linear/linear_model"):
+            zeros = v1.zeros_initializer
+            bias = v1.get_variable("bias_weights", [1], initializer=zeros)
+            rate = v1.get_variable("x/weights", [1, 1], initializer=zeros)
+            table = v1.get_variable("f/weights", [3, 1], initializer=zeros)
+        x, y = v1.data.make_one_shot_iterator(examples().repeat()).get_next()
+        logits = bias + x["x"] @ rate + tf.gather(table, x["f"])
+        loss = tf.reduce_mean((logits - y) ** 2)
+        step = v1.train.get_or_create_global_step()
+        train = optimizer.minimize(loss, step)
+        session.run(v1.global_variables_initializer())
+        variables = {v.op.name: v for v in v1.global_variables()}
+        for saves in (False, False, False, True, False, False):
+            if saves:
+                v1.train.Saver().save(session, f"{directory}/model.ckpt", step)
+                saved = session.run(variables)
+            session.run(train)
+        return saved, session.run(variables)
+
+
+KERAS_2 = {
+    "Adagrad": "Adagrad/{}/accumulator",
+    "Adam": "Adam/{}/m",
+    "Adam_1": "Adam/{}/v",
+    "Ftrl": "Ftrl/{}/accumulator",
+    "Ftrl_1": "Ftrl/{}/linear",
+    "RMSProp": "RMSprop/{}/rms",
+}
+
+
+@pytest.mark.parametrize("of_keras_2", [False, True])
+@pytest.mark.parametrize(
+    ("before", "optimizer"),
+    [
+        (lambda o: o.FtrlOptimizer(0.2), lambda o: o.Ftrl(0.2)),
+        (lambda o: o.AdagradOptimizer(0.1), lambda o: o.Adagrad(0.1)),
+        (lambda o: o.AdamOptimizer(0.1), lambda o: o.Adam(0.1)),
+        (
+            lambda o: o.RMSPropOptimizer(0.1),
+            lambda o: o.RMSprop(0.1, epsilon=1e-10),
+        ),
+    ],
+)
+def test_a_warm_start_takes_slots_of_the_same_rule(
+    tmp_path, before, optimizer, of_keras_2
+):
+    """TF1 and tfdist compute the same three steps from there."""
+    old = tmp_path / "old"
+    saved, expected = trained_by_tf1(before(tf.compat.v1.train), old)
+    if of_keras_2:
+        for name in [*saved]:
+            weight, _, slot = name.rpartition("/")
+            if slot in KERAS_2:
+                there = f"training/{KERAS_2[slot].format(weight)}"
+                saved[there] = saved.pop(name)
+        written(old, saved)
+        (old / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"')
+    made = tfdist.LinearRegressor(
+        [fc.numeric_column("x"), IDS[0]],
+        str(tmp_path / "new"),
+        optimizer=lambda: optimizer(keras.optimizers),
+        partitioner=tf.compat.v1.fixed_size_partitioner(2),
+        warm_start_from=tfdist.WarmStartSettings(old, [".*"]),
+    )
+    made.train(examples().repeat, max_steps=3)
+    for name in ("bias_weights", "x/kernel", "f/embeddings"):
+        np.testing.assert_allclose(
+            made.get_variable_value(f"linear/{name}"),
+            expected[estimator_name(f"linear/{name}")],
+            rtol=1e-5,
+            atol=1e-6,
+            err_msg=name,
+        )
+    assert made.restored_model().optimizer.iterations == 6
+
+
+def test_a_warm_start_of_other_models_renames(tmp_path):
+    """As TF's; ids of rows of a growing table are given."""
+    table = np.arange(6, dtype="float32").reshape(3, 2)
+    path = written(tmp_path, {"scope/table": table, "w": np.ones([2, 1])})
+
+    def model_fn():
+        ids = keras.Input([], dtype="int64")
+        rows = tfdist.DynamicEmbedding(2, capacity=512, name="table")(ids)
+        output = keras.layers.Dense(1, use_bias=False, name="out")(rows)
+        model = keras.Model(ids, output)
+        model.compile("adagrad", "mse")
+        return model
+
+    names = {"table/embeddings": "scope/table", "out/kernel": "w"}
+    settings = tfdist.WarmStartSettings(
+        path, "out", names, {"table/embeddings": [7, 8, 9]}
+    )
+    config = tfdist.RunConfig(tmp_path / "new")
+    made = tfdist.Estimator(model_fn, config, warm_start_from=settings)
+    ids = tf.data.Dataset.from_tensors(np.int64([9, 7]))
+    outputs = [float(value[0]) for value in made.predict(lambda: ids)]
+    assert outputs == [9.0, 1.0]
+
+
+def test_slots_of_another_rule_are_told(tmp_path):
+    old = tmp_path / "old"
+    momentum = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
+    trained_by_tf1(momentum, old)
+    made = tfdist.LinearRegressor(
+        [fc.numeric_column("x"), IDS[0]],
+        str(tmp_path / "new"),
+        optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        warm_start_from=tfdist.WarmStartSettings(old, [".*"]),
+    )
+    with pytest.raises(ValueError, match=r"has no \['linear/linear_model/bias"):
+        made.train(examples().repeat, max_steps=3)

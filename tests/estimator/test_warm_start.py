@@ -89,6 +89,95 @@ def test_two_of_one(old, tmp_path):
         assert np.array_equal(values[new], old.get_variable_value(KERNEL))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "patterns"),
+    [
+        (lambda: keras.optimizers.Ftrl(0.1), [".*"]),
+        (
+            lambda: keras.optimizers.Adam(
+                keras.optimizers.schedules.CosineDecay(0.1, 6), amsgrad=True
+            ),
+            ["kernel", "bias"],
+        ),
+    ],
+)
+def test_a_list_takes_slots_and_counters(tmp_path, optimizer, patterns):
+    """It goes on as if it had not been interrupted, but for the step."""
+    config = tfdist.RunConfig(tmp_path / "old", cluster=Cluster())
+    before = tfdist.Estimator(lambda: logistic(optimizer()), config)
+    data = batches().take(1).repeat
+    settings = WarmStartSettings(
+        before.train(data, steps=3).model_dir, patterns
+    )
+    config = config.replace(model_dir=tmp_path / "new")
+    made = tfdist.Estimator(
+        lambda: logistic(optimizer()), config, warm_start_from=settings
+    )
+    made.train(data, steps=3)
+    before.train(data, steps=3)
+    for name in set(before.get_variable_names()) - {"global_step"}:
+        np.testing.assert_allclose(
+            made.get_variable_value(name),
+            before.get_variable_value(name),
+            rtol=1e-6,
+            err_msg=name,
+        )
+    assert made.get_variable_value("global_step") == 3
+
+
+def test_a_list_of_some_takes_their_slots_and_no_counter(old, tmp_path):
+    settings = WarmStartSettings(old.model_dir, ["kernel"])
+    values = started(tmp_path, settings)
+    slot = f"{KERNEL}/adam/velocity"
+    assert np.array_equal(values[slot], old.get_variable_value(slot))
+    assert not values[f"{BIAS}/adam/velocity"].any()
+    assert values["adam/iteration"] == 0
+
+
+def test_averages_of_weights_whose_slots_are_taken(tmp_path):
+    """Other averages begin at their weights."""
+
+    def averaging():
+        return logistic(keras.optimizers.SGD(0.1, use_ema=True))
+
+    config = tfdist.RunConfig(tmp_path / "old", cluster=Cluster())
+    before = tfdist.Estimator(averaging, config).train(endless, steps=5)
+    names = WarmStartSettings(before.model_dir, ["kernel"])
+    values = started(tmp_path / "new", names, averaging)
+    average = before.get_variable_value(f"{KERNEL}/sgd/average")
+    assert np.array_equal(values[f"{KERNEL}/sgd/average"], average)
+    assert np.array_equal(values[f"{BIAS}/sgd/average"], values[BIAS])
+
+
+def test_slots_of_another_optimizer(old, tmp_path):
+    def other():
+        return logistic("adagrad")
+
+    settings = WarmStartSettings(old.model_dir, ["kernel", "bias"])
+    message = r"has no \['adagrad/iteration', .*takes slots too.*'kernel\|bias'"
+    with pytest.raises(ValueError, match=message):
+        started(tmp_path / "slots", settings, other)
+    settings = WarmStartSettings(old.model_dir, "kernel|bias")
+    values = started(tmp_path / "weights", settings, other)
+    assert np.array_equal(values[KERNEL], old.get_variable_value(KERNEL))
+
+
+def test_ftrl_forgets_weights_without_its_slots(tmp_path, caplog):
+    def ftrl():
+        return logistic(keras.optimizers.Ftrl(0.1))
+
+    config = tfdist.RunConfig(tmp_path / "old", cluster=Cluster())
+    before = tfdist.Estimator(ftrl, config).train(endless, steps=5)
+    message = f"first step will forget ['{BIAS}', '{KERNEL}']"
+    for path, settings, warns in (
+        ("weights", before.model_dir, True),
+        ("slots", WarmStartSettings(before.model_dir, [".*"]), False),
+    ):
+        caplog.clear()
+        started(tmp_path / path, settings, ftrl)
+        assert (message in caplog.text) == warns
+
+
 def test_a_job_that_goes_on_keeps_its_own(old, tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     made = tfdist.Estimator(model_fn, config, warm_start_from=old.model_dir)
@@ -155,6 +244,9 @@ def growing():
     return model
 
 
+SLOTS = ("average", "momentum", "velocity")
+
+
 def ids():
     batch = np.array([[5], [7]]), np.ones([2, 1])
     return tf.data.Dataset.from_tensors(batch).repeat()
@@ -172,6 +264,12 @@ def test_a_growing_table_starts_with_its_ids_or_not_at_all(tmp_path):
     assert np.count_nonzero(values["table/keys"]) == 2
     averages = values["table/embeddings/adam/average"]
     assert np.array_equal(averages, values["table/embeddings"])
+    settings = WarmStartSettings(old.model_dir, [".*"])
+    values = started(tmp_path / "slots", settings, growing, ids)
+    for name in ("embeddings", *(f"embeddings/adam/{s}" for s in SLOTS)):
+        found = values[f"table/{name}"]
+        assert found.any()
+        assert np.array_equal(found, old.get_variable_value(f"table/{name}"))
     pattern = WarmStartSettings(old.model_dir, "embeddings")
     with pytest.raises(ValueError, match="all variables of a DynamicEmbedding"):
         started(tmp_path / "newer", pattern, growing, ids)

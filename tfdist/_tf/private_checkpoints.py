@@ -69,6 +69,12 @@ class PartitionedVariable(ShardedVariable):
         """The table."""
         return tf.convert_to_tensor(self).numpy()
 
+    def assign(self, value: np.ndarray) -> None:
+        """Gives each shard its rows of the table `value`."""
+        for variable, runs in self.runs:
+            rows = [value[row : row + size] for row, size in runs]
+            variable.assign(np.concatenate(rows))
+
 
 # Rows between which a float32 table is cut without a copy, whatever its width.
 ALIGNED = 16

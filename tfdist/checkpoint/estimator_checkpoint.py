@@ -1,16 +1,16 @@
-"""Weights of a TF Estimator's checkpoint, read into a canned model."""
+"""What a checkpoint of TF's Estimator holds, read into a Keras model."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import keras
 import tensorflow as tf
 
+from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import SEED_STATE_NAME
-from tfdist.embeddings.layer import logical_path, own_rows
+from tfdist.checkpoint.names import named_variables
 
 # From names here to those of TF 2.15; what fits none is called the same.
 _RULES = (
@@ -25,6 +25,19 @@ _RULES = (
     ),
     (r"^dnn/batchnorm_(\d+)/", r"dnn/hiddenlayer_\1/batchnorm_\1/"),
 )
+# Slots that the same rule kept there: what it called them in Keras 2, and what
+# stood behind the variable's name with an optimizer of `tf.train`.
+_SLOTS = {
+    ("Adagrad", "accumulator"): ("accumulator", "Adagrad"),
+    ("Adam", "momentum"): ("m", "Adam"),
+    ("Adam", "velocity"): ("v", "Adam_1"),
+    ("Ftrl", "accumulator"): ("accumulator", "Ftrl"),
+    ("Ftrl", "linear"): ("linear", "Ftrl_1"),
+    ("RMSprop", "velocity"): ("rms", "RMSProp"),
+    ("RMSprop", "momentum"): ("momentum", ""),
+    ("RMSprop", "average_gradient"): ("mg", ""),
+    ("SGD", "momentum"): ("momentum", ""),
+}
 
 
 def estimator_name(path: str) -> str:
@@ -40,12 +53,13 @@ def estimator_name(path: str) -> str:
     return path
 
 
-def _saved_name(name: str, saved: Iterable[str]) -> str:
+def weight_there(name: str, saved: Iterable[str]) -> str:
     """What a checkpoint calls it, whatever its column's name is made of."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
 
+    name = estimator_name(name)
     names = [name]
     if name.endswith("/embedding_weights"):
         # A table of `tf.feature_column.shared_embeddings` had no scope.
@@ -57,12 +71,53 @@ def _saved_name(name: str, saved: Iterable[str]) -> str:
     return name
 
 
+def slot_there(weight: str, rule: str, kind: str, saved: Iterable[str]) -> str:
+    """What a checkpoint calls the slot of a weight that has a name there.
+
+    >>> slot_there("w", "Adam", "momentum", ["w", "training/Adam_1/w/m"])
+    'training/Adam_1/w/m'
+    >>> slot_there("w", "Ftrl", "linear", ["w", "w/Ftrl", "w/Ftrl_1"])
+    'w/Ftrl_1'
+    """
+    keras_2, tf_train = _SLOTS.get((rule, kind), ("", ""))
+    pattern = rf"(.*/)?{rule}(_\d+)?/{re.escape(weight)}/{keras_2}"
+    of_weight = f"{weight}/{tf_train}"
+    for name in saved if keras_2 else ():
+        if name == of_weight or re.fullmatch(pattern, name):
+            return name
+    return f"{weight}/{rule}/{kind}"
+
+
+def restore(path: str, variables: Mapping[str, Saveable]) -> None:
+    """Assigns what checkpoint `path` of TF1 holds to `variables`, by its names.
+
+    Raises:
+        ValueError: the checkpoint lacks a variable, or has it in another shape;
+            nothing is changed then.
+    """
+    reader = tf.train.load_checkpoint(path)
+    shapes = reader.get_variable_to_shape_map()
+    wrong = [
+        f"{name}: {[*variable.shape]}, there {shapes.get(name)}"
+        for name, variable in variables.items()
+        if shapes.get(name) != [*variable.shape]
+    ]
+    if wrong:
+        raise ValueError(
+            f"Checkpoint {path!r} does not fit the model. Wanted: "
+            f"{'; '.join(wrong)}. The checkpoint has: {sorted(shapes)}."
+        )
+    for name, variable in variables.items():
+        value = reader.get_tensor(name)
+        variable.assign(value.astype(variable.dtype.as_numpy_dtype))
+
+
 def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     """Gives a canned model the weights that TF's canned estimator learned.
 
     The columns, the hidden layers and the classes must be the same. Slots of
-    optimizers and the step are left alone: training starts at step 0, from
-    these weights.
+    optimizers and the step are left alone; `tfdist.WarmStartSettings` takes
+    slots too.
 
     Args:
         model: What the `model_fn` of a canned estimator returns.
@@ -75,26 +130,11 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
         ValueError: the checkpoint lacks a variable, or has it in another shape
             (nothing is changed then); or there is no checkpoint.
     """
-    reader = tf.train.load_checkpoint(path)
-    shapes = reader.get_variable_to_shape_map()
-    wanted: dict[str, list[keras.Variable]] = defaultdict(list)
-    for variable in model.variables:
-        if not variable.path.endswith(SEED_STATE_NAME):
-            name = estimator_name(logical_path(variable))
-            wanted[_saved_name(name, shapes)].append(variable)
-    wrong = []
-    for name, pieces in wanted.items():
-        rows = sum(v.shape[0] for v in pieces)
-        shape = [rows, *pieces[0].shape[1:]]
-        if shapes.get(name) != shape:
-            wrong.append(f"{name}: {shape}, there {shapes.get(name)}")
-    if wrong:
-        raise ValueError(
-            f"Checkpoint {path!r} does not fit the model. Wanted: "
-            f"{'; '.join(wrong)}. The checkpoint has: {sorted(shapes)}."
-        )
-    for name, pieces in wanted.items():
-        value = reader.get_tensor(name)
-        for piece in pieces:
-            piece.assign(own_rows(piece, value))
-    return sorted(wanted)
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    variables = {
+        weight_there(name, saved): variable
+        for name, variable in named_variables(model, optimizer=False).items()
+        if not name.endswith(SEED_STATE_NAME)
+    }
+    restore(path, variables)
+    return sorted(variables)

@@ -198,8 +198,8 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     if not shapes:
         raise ValueError(
             f"Checkpoint {path} is none of tfdist's. If it is one of TF1 or of "
-            "its Estimator, choose another model_dir: tfdist/MIGRATION.md says "
-            "how a model takes the weights."
+            "its Estimator, choose another model_dir, and that one for "
+            "`warm_start_from`; see tfdist/MIGRATION.md."
         )
     return shapes
 

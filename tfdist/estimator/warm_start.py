@@ -1,4 +1,4 @@
-"""Warm start: the weights of a new model from an older one's checkpoint."""
+"""Warm start: a new model begins with what an older one has learned."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist.checkpoint import checkpoints
+from tfdist.checkpoint import estimator_checkpoint as of_tf1
+from tfdist.checkpoint.names import name_of
 from tfdist.embeddings.filling import fill
 from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import logical_path
@@ -39,13 +42,18 @@ class WarmStartSettings:
     'old_job'
 
     Attributes:
-        ckpt_to_initialize_from: A checkpoint, or a directory with some.
+        ckpt_to_initialize_from: A checkpoint, or a directory with some; one of
+            TF1 or of its Estimator too, whose names for the weights of canned
+            models are known.
         vars_to_warm_start: Regular expression that a weight's name must match
-            somewhere, or a list of such; not trained ones too, unlike in TF.
-            Slots and counters are never taken. Default: all. None: those of
-            `var_name_to_ids` alone.
-        var_name_to_prev_var_name: Names in the checkpoint, of variables that
-            had another name there.
+            somewhere, or a list of such; not trained ones too, unlike in TF. A
+            list takes their slots as well, of an optimizer that must be the
+            same, and, with all trained weights, its other counters and how many
+            updates it has made; no learning rate and, unlike in TF, not the
+            job's step. Default: all weights. None: those of `var_name_to_ids`
+            alone.
+        var_name_to_prev_var_name: Names in the checkpoint, of weights that had
+            another name there.
         var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
             table with a vocabulary: `<layer>/embeddings` to the ids of the rows
             there, one for each, int or str; `range(n)` where ids are row
@@ -85,20 +93,23 @@ class WarmStartHook(SessionRunHook):
         if session.restored_from is None:
             model = session.model
             assert model is not None  # An `Estimator` always has one.
-            self.assign(model, session.variables)
+            before = self.assign(model, session.variables)
             optimizers.begin(model.optimizer, model.trainable_variables)
+            if isinstance(self._settings.vars_to_warm_start, list):
+                self._assign_slots(model, session.variables, before)
+            else:
+                _warn_of_ftrl(model, before)
 
     def assign(
         self, model: keras.Model, variables: Mapping[str, Saveable]
-    ) -> None:
-        """Assigns the weights of a new model; `variables` are those it has."""
-        settings = self._settings
-        given = os.fspath(settings.ckpt_to_initialize_from)
-        path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
-        if not (path and tf.io.gfile.exists(f"{path}.index")):
-            raise ValueError(
-                f"There is no checkpoint to start warm from at {given!r}."
-            )
+    ) -> dict[str, str]:
+        """Assigns the weights of a new model; `variables` are those it has.
+
+        Returns:
+            Of the weights that were taken, but for `var_name_to_ids`, their
+            names in the checkpoint.
+        """
+        settings, saved = self._settings, self._checkpoint()
         patterns = settings.vars_to_warm_start or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         names = {logical_path(v) for v in model.weights if not is_seed(v)}
@@ -123,27 +134,131 @@ class WarmStartHook(SessionRunHook):
                 f"of {[*filled]}; the model has "
                 f"{sorted(names)}, of growing tables {sorted(tables)}."
             )
-        left = sorted(chosen)
-        while left:
-            # Some may be given the same.
-            taken = {renamed.get(n, n): n for n in left}
-            values = {before: variables[n] for before, n in taken.items()}
-            checkpoints.restore(path, values)
-            left = [n for n in left if n not in taken.values()]
+        before = {n: renamed.get(n) or saved.weight(n) for n in sorted(chosen)}
+        saved.restore(before, variables)
         for name, ids in filled.items():
-            before = renamed.get(name, name)
-            if before not in checkpoints.saved_shapes(path):
-                raise ValueError(
-                    f"Checkpoint {path} has no variable {before!r}, the ids of "
-                    "whose rows `var_name_to_ids` lists. If it had another "
-                    "name there, say so by `var_name_to_prev_var_name`."
-                )
-            fill(tables[name], ids, checkpoints.load_variable(path, before))
+            fill(tables[name], ids, saved.table(renamed.get(name, name)))
         for growing in filter(None, map(growing_of, model.weights)):
             # It was seen in steps of the other job.
             growing.seen.value.assign(tf.zeros_like(growing.seen.value))
         number = len(chosen) + len(filled)
-        _log.info("Warm start: %d variables from %s.", number, path)
+        _log.info("Warm start: %d variables from %s.", number, saved.path)
+        return before
+
+    def _checkpoint(self) -> _Checkpoint:
+        given = os.fspath(self._settings.ckpt_to_initialize_from)
+        path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
+        if not (path and tf.io.gfile.exists(f"{path}.index")):
+            raise ValueError(
+                f"There is no checkpoint to start warm from at {given!r}."
+            )
+        return _Checkpoint(path)
+
+    def _assign_slots(
+        self,
+        model: keras.Model,
+        variables: Mapping[str, Saveable],
+        weights: Mapping[str, str],
+    ) -> None:
+        """Assigns what the optimizer keeps of `weights`, and its counters."""
+        saved, optimizer = self._checkpoint(), model.optimizer
+        names = optimizers.part_names(optimizer)
+        parts = zip(names, optimizers.parts(optimizer), strict=True)
+        rules = {name: type(part).__name__ for name, part in parts}
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        counting = {*rules, inner.name, optimizer.name}
+        every = {logical_path(v) for v in model.trainable_variables}
+        whole = every <= weights.keys()
+        before = {}
+        for name in variables.keys() - {logical_path(v) for v in model.weights}:
+            rest, _, kind = name.rpartition("/")
+            weight, _, part = rest.rpartition("/")
+            if weight in weights and part in rules:
+                before[name] = saved.slot(weights[weight], rules, part, kind)
+            elif whole and rest in counting and kind != "learning_rate":
+                before[name] = saved.counter(name)
+        if missing := sorted({*before.values()} - saved.names):
+            string = "|".join(self._settings.vars_to_warm_start or [])
+            raise ValueError(
+                f"Checkpoint {saved.path} has no {missing}. As in TF, a list "
+                "in `vars_to_warm_start` takes slots too, of an optimizer that "
+                f"must be the same; a string, {string!r}, takes weights alone."
+            )
+        saved.restore(before, variables)
+
+
+class _Checkpoint:
+    """What a warm start reads: a checkpoint of tfdist, or of TF1."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        keys = {key for key, _ in tf.train.list_variables(path)}
+        names = {*map(name_of, keys)} - {""}
+        self._is_of_tf1 = not names
+        self.names = names or keys
+
+    def weight(self, name: str) -> str:
+        """What a weight is called in it."""
+        if self._is_of_tf1:
+            return of_tf1.weight_there(name, self.names)
+        return name
+
+    def slot(
+        self, weight: str, rules: Mapping[str, str], part: str, kind: str
+    ) -> str:
+        """What a slot of a weight is called in it."""
+        if self._is_of_tf1:
+            return of_tf1.slot_there(weight, rules[part], kind, self.names)
+        return f"{weight}/{part}/{kind}"
+
+    def counter(self, name: str) -> str:
+        """What an optimizer's counter is called in it."""
+        is_iteration = name.endswith("/iteration")
+        return "global_step" if self._is_of_tf1 and is_iteration else name
+
+    def restore(
+        self, names: Mapping[str, str], variables: Mapping[str, Saveable]
+    ) -> None:
+        """Assigns to `variables` what has such `names` in it, by theirs."""
+        restore = of_tf1.restore if self._is_of_tf1 else checkpoints.restore
+        left = dict(names)
+        while left:  # Some may be given the same.
+            taken = {before: name for name, before in left.items()}
+            values = {before: variables[n] for before, n in taken.items()}
+            restore(self.path, values)
+            left = {n: b for n, b in left.items() if n not in taken.values()}
+
+    def table(self, name: str) -> np.ndarray:
+        """The value of a table."""
+        if name not in self.names:
+            raise ValueError(
+                f"Checkpoint {self.path} has no variable {name!r}, the ids of "
+                "whose rows `var_name_to_ids` lists. If it had another name "
+                "there, say so by `var_name_to_prev_var_name`."
+            )
+        if self._is_of_tf1:
+            return tf.train.load_variable(self.path, name)
+        return checkpoints.load_variable(self.path, name)
+
+
+def _warn_of_ftrl(model: keras.Model, weights: Collection[str]) -> None:
+    """It computes weights from slots, which begin anew."""
+    parts = optimizers.parts(model.optimizer)
+    lost = [
+        path
+        for v in model.trainable_variables
+        if isinstance(
+            parts[optimizers.owner(model.optimizer, v)], keras.optimizers.Ftrl
+        )
+        if (path := logical_path(v)) in weights
+    ]
+    if lost:
+        _log.warning(
+            "Ftrl computes weights from its slots: as these begin anew, the "
+            "first step will forget %s. A list in `vars_to_warm_start`, such "
+            "as ['.*'], takes the slots too.",
+            sorted({*lost}),
+        )
 
 
 def _check_whole(model: keras.Model, chosen: set[str]) -> None:
