@@ -3,7 +3,7 @@
 To compare the ways with each other, not to predict a stopwatch. Every replica
 takes `batch_size` examples a step, so more replicas mean more examples a
 second, not shorter steps. Left out: compute overlapped with the wire, the
-optimizer's own arithmetic, the chief's half millisecond a dispatch, and how
+optimizer's own arithmetic, the chief's three milliseconds a dispatch, and how
 fast a model learns from large batches or stale gradients.
 """
 
