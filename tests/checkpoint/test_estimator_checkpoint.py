@@ -264,7 +264,10 @@ def test_a_warm_start_of_other_models_renames(tmp_path):
 
     names = {"table/embeddings": "scope/table", "out/kernel": "w"}
     settings = tfdist.WarmStartSettings(
-        path, "out", names, {"table/embeddings": [7, 8, 9]}
+        path,
+        "out",
+        var_name_to_prev_var_name=names,
+        var_name_to_ids={"table/embeddings": [7, 8, 9]},
     )
     config = tfdist.RunConfig(tmp_path / "new")
     made = tfdist.Estimator(model_fn, config, warm_start_from=settings)

@@ -360,3 +360,109 @@ def test_bad_ids_of_a_vocabulary(vocabulary, tmp_path, settings, message):
     settings = from_words(vocabulary.model_dir, **settings)
     with pytest.raises(ValueError, match=message):
         started(tmp_path, settings, unlisted, words)
+
+
+# --- Of another vocabulary ----------------------------------------------------
+
+OLD_WORDS = ["red", "green", "ro\u2028sé", "blue", "unused"]
+NEW_WORDS = ["blue", "black", "ro\u2028sé", "red"]
+
+
+def by_words(words, buckets, num_shards=None):
+    def model_fn():
+        ids = keras.Input([1], dtype="int64")
+        table = tfdist.PartitionedEmbedding(
+            words + buckets, 2, num_shards=num_shards, name="words"
+        )
+        output = keras.layers.Dense(1)(keras.layers.Flatten()(table(ids)))
+        model = keras.Model(ids, output)
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        return model
+
+    return model_fn
+
+
+def some_ids():
+    batch = np.arange(4)[:, np.newaxis], np.ones([4, 1])
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+@pytest.fixture(scope="module")
+def old_words(tmp_path_factory):
+    """A job of four words of a file and two buckets, and the file."""
+    directory = tmp_path_factory.mktemp("words")
+    path = directory / "old.txt"
+    path.write_text("\n".join(OLD_WORDS), "utf-8")
+    config = tfdist.RunConfig(directory / "job", cluster=Cluster())
+    job = tfdist.Estimator(by_words(4, 2), config).train(some_ids, steps=3)
+    return job, str(path)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_words_keep_their_rows(old_words, tmp_path, num_shards):
+    """As `tf.compat.v1.train.warm_start` has it, but for rows of new words."""
+    job, old = old_words
+    new = tmp_path / "new.txt"
+    new.write_text("\n".join(NEW_WORDS) + "\n", "utf-8")
+    info = tf.compat.v1.train.VocabInfo(str(new), 4, 1, old, 4)
+    settings = WarmStartSettings(
+        job.model_dir, [".*"], {"words/embeddings": info}
+    )
+    values = started(tmp_path, settings, by_words(4, 1, num_shards), some_ids)
+
+    saved = job.get_variable_value("words/embeddings")
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        table = v1.get_variable("words", initializer=saved)
+        session.run(table.initializer)
+        path = v1.train.Saver().save(session, f"{tmp_path}/v1")
+    with tf.Graph().as_default(), v1.Session() as session:
+        table = v1.get_variable("words", [5, 2])
+        v1.train.warm_start(path, var_name_to_vocab_info={"words": info})
+        session.run(v1.global_variables_initializer())
+        expected = session.run(table)
+    kept, others = [0, 2, 3], [1, 4]
+    rows = values["words/embeddings"]
+    assert np.array_equal(rows[kept], expected[kept])
+    assert np.array_equal(rows[kept], saved[[3, 2, 0]])
+    assert not expected[others].any()
+    assert np.unique(rows[others]).size == 4  # As the layer begins.
+    slot = "words/embeddings/adagrad/accumulator"
+    slots = values[slot]
+    assert np.array_equal(slots[kept], job.get_variable_value(slot)[[3, 2, 0]])
+    assert np.all(slots[others] == np.float32(0.1))
+    kernel = job.get_variable_value("dense/kernel")
+    assert np.array_equal(values["dense/kernel"], kernel)
+
+
+VocabInfo = tf.compat.v1.train.VocabInfo
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "message"),
+    [
+        ("words/other", VocabInfo("", 4, 1, ""), "must name variables"),
+        ("words/embeddings", VocabInfo("", 4, 2, ""), "does not fit 4 words a"),
+    ],
+)
+def test_bad_vocabularies(old_words, tmp_path, name, info, message):
+    job, path = old_words
+    info = info._replace(new_vocab=path, old_vocab=path)
+    settings = WarmStartSettings(
+        job.model_dir, var_name_to_vocab_info={name: info}
+    )
+    with pytest.raises(ValueError, match=message):
+        started(tmp_path, settings, by_words(4, 1), some_ids)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        "old.txt",
+        VocabInfo("", 4, 1, "", axis=1),
+        VocabInfo("", 4, 1, "", backup_initializer=tf.zeros_initializer()),
+    ],
+)
+def test_arguments_of_vocabularies(info):
+    with pytest.raises(ValueError, match=r"`var_name_to_vocab_info` must map"):
+        WarmStartSettings("job", var_name_to_vocab_info={"words": info})

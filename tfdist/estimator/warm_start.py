@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -26,6 +26,7 @@ from tfdist.training.layout import is_seed
 
 _log = logging.getLogger(__name__)
 
+VocabInfo: TypeAlias = tf.compat.v1.train.VocabInfo
 _Path = str | os.PathLike[str]
 
 
@@ -33,8 +34,7 @@ _Path = str | os.PathLike[str]
 class WarmStartSettings:
     """Which weights a new job takes from which checkpoint.
 
-    As `tf.estimator.WarmStartSettings`; for its `var_name_to_vocab_info` there
-    is `var_name_to_ids`.
+    As `tf.estimator.WarmStartSettings`; new is `var_name_to_ids`.
 
     >>> settings = tfdist.WarmStartSettings(
     ...     "old_job", vars_to_warm_start="embedding")
@@ -50,8 +50,13 @@ class WarmStartSettings:
             list takes their slots as well, of an optimizer that must be the
             same, and, with all trained weights, its other counters and how many
             updates it has made; no learning rate and, unlike in TF, not the
-            job's step. Default: all weights. None: those of `var_name_to_ids`
-            alone.
+            job's step. Default: all weights. None: those of the next and the
+            last argument alone.
+        var_name_to_vocab_info: Weights to `tf.compat.v1.train.VocabInfo`s, for
+            tables whose vocabulary has changed: words that were in the old one
+            keep their rows. Those of other words, and of buckets for words of
+            none, begin as the layer's initializer says, unlike in TF, so there
+            is no `backup_initializer`; `axis` must be 0.
         var_name_to_prev_var_name: Names in the checkpoint, of weights that had
             another name there.
         var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
@@ -60,11 +65,15 @@ class WarmStartSettings:
             numbers. They have rows at once, whatever `admit_after` is.
 
     Raises:
-        ValueError: `ckpt_to_initialize_from` is empty.
+        ValueError: `ckpt_to_initialize_from` is empty; a `VocabInfo` is none,
+            or has an argument that is not taken.
     """
 
     ckpt_to_initialize_from: _Path
     vars_to_warm_start: str | list[str] | None = ".*"
+    var_name_to_vocab_info: Mapping[str, VocabInfo] = dataclasses.field(
+        default_factory=dict
+    )
     var_name_to_prev_var_name: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )
@@ -78,6 +87,14 @@ class WarmStartSettings:
                 "Argument `ckpt_to_initialize_from` must be the path of a "
                 f"checkpoint. Received: {self.ckpt_to_initialize_from!r}."
             )
+        for name, info in self.var_name_to_vocab_info.items():
+            if getattr(info, "axis", None) != 0 or info.backup_initializer:
+                raise ValueError(
+                    "Argument `var_name_to_vocab_info` must map names to "
+                    "`tf.compat.v1.train.VocabInfo`s with axis 0 and, as the "
+                    "layer says how new rows begin, no `backup_initializer`. "
+                    f"Received: {info!r} for {name!r}."
+                )
 
 
 class WarmStartHook(SessionRunHook):
@@ -95,7 +112,7 @@ class WarmStartHook(SessionRunHook):
             assert model is not None  # An `Estimator` always has one.
             before = self.assign(model, session.variables)
             optimizers.begin(model.optimizer, model.trainable_variables)
-            if isinstance(self._settings.vars_to_warm_start, list):
+            if isinstance(self._settings.vars_to_warm_start, list | tuple):
                 self._assign_slots(model, session.variables, before)
             else:
                 _warn_of_ftrl(model, before)
@@ -119,23 +136,26 @@ class WarmStartHook(SessionRunHook):
             logical_path(growing.shard): growing.table
             for growing in filter(None, map(growing_of, model.weights))
         }
+        vocabularies = settings.var_name_to_vocab_info
+        chosen |= names & vocabularies.keys()
         filled = settings.var_name_to_ids
         for name in filled.keys() & tables.keys():
             chosen -= {*map(logical_path, tables[name].pieces)}
         _check_whole(model, chosen)
-        unknown = filled.keys() - tables.keys()
+        unknown = filled.keys() - tables.keys() | vocabularies.keys() - chosen
         unknown |= renamed.keys() - chosen - filled.keys()
         if unknown or not (chosen or filled):
             raise ValueError(
                 "A warm start must name variables of the model, and rename "
                 "those alone that it takes. Received: "
                 f"vars_to_warm_start={settings.vars_to_warm_start!r}, "
+                f"var_name_to_vocab_info of {[*vocabularies]}, "
                 f"var_name_to_prev_var_name={dict(renamed)}, var_name_to_ids "
                 f"of {[*filled]}; the model has "
                 f"{sorted(names)}, of growing tables {sorted(tables)}."
             )
         before = {n: renamed.get(n) or saved.weight(n) for n in sorted(chosen)}
-        saved.restore(before, variables)
+        saved.restore(before, variables, vocabularies)
         for name, ids in filled.items():
             fill(tables[name], ids, saved.table(renamed.get(name, name)))
         for growing in filter(None, map(growing_of, model.weights)):
@@ -169,12 +189,15 @@ class WarmStartHook(SessionRunHook):
         counting = {*rules, inner.name, optimizer.name}
         every = {logical_path(v) for v in model.trainable_variables}
         whole = every <= weights.keys()
-        before = {}
+        infos = self._settings.var_name_to_vocab_info
+        before, changed = {}, {}
         for name in variables.keys() - {logical_path(v) for v in model.weights}:
             rest, _, kind = name.rpartition("/")
             weight, _, part = rest.rpartition("/")
             if weight in weights and part in rules:
                 before[name] = saved.slot(weights[weight], rules, part, kind)
+                if weight in infos:
+                    changed[name] = infos[weight]
             elif whole and rest in counting and kind != "learning_rate":
                 before[name] = saved.counter(name)
         if missing := sorted({*before.values()} - saved.names):
@@ -184,7 +207,7 @@ class WarmStartHook(SessionRunHook):
                 "in `vars_to_warm_start` takes slots too, of an optimizer that "
                 f"must be the same; a string, {string!r}, takes weights alone."
             )
-        saved.restore(before, variables)
+        saved.restore(before, variables, changed)
 
 
 class _Checkpoint:
@@ -217,11 +240,16 @@ class _Checkpoint:
         return "global_step" if self._is_of_tf1 and is_iteration else name
 
     def restore(
-        self, names: Mapping[str, str], variables: Mapping[str, Saveable]
+        self,
+        names: Mapping[str, str],
+        variables: Mapping[str, Saveable],
+        vocabularies: Mapping[str, VocabInfo],
     ) -> None:
         """Assigns to `variables` what has such `names` in it, by theirs."""
+        for name, info in vocabularies.items():
+            _assign_words(variables[name], self.table(names[name]), info)
         restore = of_tf1.restore if self._is_of_tf1 else checkpoints.restore
-        left = dict(names)
+        left = {n: names[n] for n in names.keys() - vocabularies.keys()}
         while left:  # Some may be given the same.
             taken = {before: name for name, before in left.items()}
             values = {before: variables[n] for before, n in taken.items()}
@@ -232,13 +260,41 @@ class _Checkpoint:
         """The value of a table."""
         if name not in self.names:
             raise ValueError(
-                f"Checkpoint {self.path} has no variable {name!r}, the ids of "
-                "whose rows `var_name_to_ids` lists. If it had another name "
-                "there, say so by `var_name_to_prev_var_name`."
+                f"Checkpoint {self.path} has no variable {name!r}, of whose "
+                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. If "
+                "it had another name there, say so by "
+                "`var_name_to_prev_var_name`."
             )
         if self._is_of_tf1:
             return tf.train.load_variable(self.path, name)
         return checkpoints.load_variable(self.path, name)
+
+
+def _assign_words(variable: Saveable, old: np.ndarray, info: VocabInfo) -> None:
+    """Gives the words of a new vocabulary the rows that they had in `old`."""
+    words = _words(info.new_vocab, info.new_vocab_size)
+    old_words = _words(info.old_vocab, info.old_vocab_size)
+    value = variable.numpy()
+    size = len(words) + info.num_oov_buckets
+    if (
+        len(value) != size
+        or len(old_words) > len(old)
+        or value.shape[1:] != old.shape[1:]
+    ):
+        raise ValueError(
+            f"A table of shape {value.shape}, and {old.shape} before, does not "
+            f"fit {len(words)} words and {info.num_oov_buckets} buckets for "
+            f"others, and {len(old_words)} words before. Received: {info}."
+        )
+    rows = {word: row for row, word in enumerate(old_words)}
+    kept = [row for row, word in enumerate(words) if word in rows]
+    value[kept] = old[[rows[words[row]] for row in kept]]
+    variable.assign(value)
+
+
+def _words(path: str, size: int) -> list[bytes]:
+    """The first words of a vocabulary's file; -1: all."""
+    return list(tf.data.TextLineDataset(path).take(size).as_numpy_iterator())
 
 
 def _warn_of_ftrl(model: keras.Model, weights: Collection[str]) -> None:
