@@ -464,3 +464,41 @@ def test_a_weight_that_is_called_as_an_optimizer_s_counter_is(layer):
     slots = [f"{layer}/iteration/adam/momentum", "d/kernel/adam/momentum"]
     saved, names = [*weights, *shared, *slots], [*weights, *shared, slots[0]]
     assert of_optimizers(saved, names) == {*shared, *slots}
+
+
+def test_another_job_saves_in_the_same_directory(tmp_path):
+    """As where a job is started twice, or a chief that was cut off is back."""
+    directory, variables = str(tmp_path), {"v": tf.Variable(1.0)}
+    saved = Checkpoints(directory, variables)
+    # Two of one process do not mind each other.
+    Checkpoints(directory, variables).save(2)
+    assert saved.save(3) == f"{directory}/model.ckpt-3"
+    other = tf.train.CheckpointManager(
+        tf.train.Checkpoint(variables=variables),
+        directory,
+        5,
+        None,
+        "model.ckpt",
+    )
+    path = other.save(checkpoint_number=5)
+    with pytest.raises(RuntimeError, match=r"Another job saves.*model\.ckpt-5"):
+        saved.save(6)
+    assert checkpoints.latest(directory) == path
+    assert not [*tmp_path.glob("model.ckpt-6*")]
+    # Whoever begins now goes on from there, and lets the other end.
+    begun = Checkpoints(directory, variables)
+    assert begun.restore() == path
+    assert begun.save(6) == f"{directory}/model.ckpt-6"
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_directory_may_be_relative_or_end_in_a_slash(
+    tmp_path, monkeypatch, end
+):
+    monkeypatch.chdir(tmp_path)
+    saved = Checkpoints(f"job{end}", {"v": tf.Variable(1.0)})
+    for step in (1, 2):
+        saved.save(step)
+    Checkpoints(f"job{end}", {"v": tf.Variable(1.0)}).save(3)
+    saved.save(4)
+    assert checkpoints.latest("job").endswith("-4")

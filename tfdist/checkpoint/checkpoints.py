@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import os
@@ -46,6 +47,8 @@ _REHASH = (
     "--checkpoint={} --capacity=TABLE=ROWS --output=NEW_MODEL_DIR"
 )
 BASENAME = "model.ckpt"
+# What this process has found or saved, by directory.
+_ours = collections.defaultdict[str, set[str | None]](set)
 # What it takes from steps that go on meanwhile, at most.
 _COST_BEHIND = 0.1
 
@@ -131,15 +134,15 @@ class Checkpoints:
     def prepare(self) -> None:
         """Traces the functions that the first save would trace."""
         self._set_iterator(self._iterator_fn())
-        for part in (self._checkpoint, self._held, self._finite):
-            if part:
-                part.trace()
+        for part in filter(None, (self._checkpoint, self._held, self._finite)):
+            part.trace()
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path.
 
         Raises:
             NonFiniteVariablesError: a variable is not finite.
+            RuntimeError: another job has saved in the directory meanwhile.
         """
         return self.save_behind(step, behind=False).result()
 
@@ -192,21 +195,31 @@ class Checkpoints:
 
     def _hold(self) -> None:
         """Holds all that is saved, or as much as can be held."""
+        self._hold_position()
+        if self._held:
+            self._held.hold()
+
+    def _hold_position(self) -> None:
         iterator = self._iterator_fn()
         if iterator is not self._iterator:
             self._set_iterator(iterator)
-        if self._held:
-            self._held.hold()
         if self._position is not None:
             try:
                 self._position.hold()
             except _NO_POSITION as error:
-                self._give_position_up(error)
+                _log.warning(
+                    "The position of the input cannot be saved: a restored job "
+                    "will not go on from there. The reason: %s",
+                    summarize_error(error),
+                )
+                self._iterator_fn = lambda: None
+                self._set_iterator(None)
 
     def _write(self, step: int) -> str:
         """Writes what is held, or what is there."""
         try:
             self._check_finite(step)
+            self._check_alone(step)
             self._before_save(step)
             path = self._manager.save(checkpoint_number=step)
         finally:
@@ -215,15 +228,6 @@ class Checkpoints:
                     held.release()
         _log.info("Saved %s.", path)
         return path
-
-    def _give_position_up(self, error: tf.errors.OpError) -> None:
-        _log.warning(
-            "The position of the input cannot be saved: a restored job will "
-            "not go on from there. The reason: %s",
-            summarize_error(error),
-        )
-        self._iterator_fn = lambda: None
-        self._set_iterator(None)
 
     def _check_finite(self, step: int) -> None:
         names = self._finite.not_finite() if self._finite else []
@@ -236,6 +240,17 @@ class Checkpoints:
                 "features, and for a learning rate that is too large; "
                 "`check_numerics=False` saves what is there."
             )
+
+    def _check_alone(self, step: int) -> None:
+        """Raises if another process has saved here since this one began."""
+        ours = _ours[self._directory]
+        ours |= {None, self.latest, *self._manager.checkpoints}
+        if (newest := tf.train.latest_checkpoint(self._directory)) not in ours:
+            raise RuntimeError(
+                f"Another job saves in {self._directory!r}: {newest!r} is none "
+                "of this one's, which saves no more. Give each its model_dir."
+            )
+        ours.add(os.path.join(self._directory, f"{BASENAME}-{step}"))
 
     def remove_unfinished(self) -> None:
         """Removes what saves that were killed have left; none may run."""
@@ -282,19 +297,11 @@ class Checkpoints:
 
     def save_position(self, step: int) -> None:
         """Writes where the input is, if that can be saved, and no variable."""
-        iterator = self._iterator_fn()
-        if iterator is None:
-            return
-        position = HeldPosition(iterator)
-        try:
-            position.hold()
-        except _NO_POSITION as error:
-            _log.warning(
-                "The position is not saved: %s", summarize_error(error)
-            )
-            return
-        checkpoint = tf.train.Checkpoint(iterator=position)
-        self._manager_of(checkpoint).save(checkpoint_number=step)
+        self._hold_position()
+        if self._position is not None:
+            checkpoint = tf.train.Checkpoint(iterator=self._position)
+            self._manager_of(checkpoint).save(checkpoint_number=step)
+            self._position.release()
 
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
