@@ -134,8 +134,9 @@ class Checkpoints:
     def prepare(self) -> None:
         """Traces the functions that the first save would trace."""
         self._set_iterator(self._iterator_fn())
-        for part in filter(None, (self._checkpoint, self._held, self._finite)):
-            part.trace()
+        for part in (self._checkpoint, self._held, self._finite):
+            if part:
+                part.trace()
 
     def save(self, step: int) -> str:
         """Writes `model.ckpt-<step>` and returns its path.
@@ -200,8 +201,7 @@ class Checkpoints:
             self._held.hold()
 
     def _hold_position(self) -> None:
-        iterator = self._iterator_fn()
-        if iterator is not self._iterator:
+        if (iterator := self._iterator_fn()) is not self._iterator:
             self._set_iterator(iterator)
         if self._position is not None:
             try:
