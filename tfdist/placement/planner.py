@@ -52,8 +52,9 @@ def plan(
         split: Whether variables may be split by rows, or a callable that says
             so for each. A Keras model can split only what is a
             `PartitionedEmbedding`. Default: False.
-        memory_limits: Bytes that a server may hold, one number for all or one
-            for each. Default: no limit.
+        memory_limits: Bytes of variables and slots that a server may hold, one
+            number for all or one for each; it needs more, and while it makes a
+            shard, twice that shard's. Default: no limit.
 
     Returns:
         A `Plan`.

@@ -53,6 +53,9 @@ A task is missing at the start: `TimeoutError`, as for a ps that stays away.
   (test_ps_stays_away)
 A second chief starts: `RuntimeError` there, which names who holds the job.
   (test_second_chief_is_refused)
+Another job saves in the same directory: `RuntimeError` in the first of the two
+  that finds the other's checkpoint there, when it is about to save.
+  (test_another_job_saves_in_the_same_directory)
 SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
   at most) and the one that is being written is complete, exit code 143, which
   schedulers take as a reason to start it again. Workers and ps that are told so
