@@ -235,7 +235,10 @@ def _default(kind: str | None) -> float | str:
 
 def _sizes(patterns: Sequence[str]) -> dict[str, int]:
     """Bytes of each file."""
-    paths = sorted(set().union(*map(tf.io.gfile.glob, patterns)))
+    exists, glob = tf.io.gfile.exists, tf.io.gfile.glob
+    paths = sorted(
+        {f for p in patterns for f in ([p] if exists(p) else glob(p))}
+    )
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         stats = pool.map(tf.io.gfile.stat, paths)
         return {p: stat.length for p, stat in zip(paths, stats, strict=True)}

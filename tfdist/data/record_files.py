@@ -32,21 +32,31 @@ _NO_TEXT = {  # By how such files begin.
 def match(
     file_pattern: str | Sequence[str], check_gzip: bool | None = False
 ) -> list[str]:
-    """The files that match one of the patterns, sorted, each once."""
+    """The files that match one of the patterns, sorted, each once.
+
+    A local file has many names (relative, of a link), and is still one.
+    """
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
-    paths: set[str] = set()
+    files: dict[str, str] = {}
     again: set[str] = set()
     for pattern in file_pattern:
         # TensorFlow would iterate over a `Path` or bytes.
-        found = tf.io.gfile.glob(os.fsdecode(pattern))
+        text = os.fsdecode(pattern)
+        found = tf.io.gfile.glob(text)
+        if text not in found and tf.io.gfile.exists(text):
+            found = [text]  # It has a bracket: as a pattern, others match.
         if not found:
             raise FileNotFoundError(
-                f"No file matches {str(pattern)!r}. Expected the path of a "
-                "file, or a pattern (*, ?, [...]) that some file matches."
+                f"No file matches {text!r}. Expected the path of a file, or a "
+                "pattern (*, ?, [...]) that some file matches."
             )
-        again |= paths.intersection(found)
-        paths.update(found)
+        for path in sorted(found):
+            file = _file(path)
+            if file in files:
+                again.add(path)
+            files.setdefault(file, path)
+    paths = sorted(files.values())
     if not paths:
         raise ValueError(
             "Argument `file_pattern` must be a path, a pattern, or several. "
@@ -62,7 +72,21 @@ def match(
         )
     if check_gzip is not False:
         _check_gzip([path for path in paths if compression(path)], check_gzip)
-    return sorted(paths)
+    return paths
+
+
+def _file(path: str) -> str:
+    """What is the same for all names of a file; checks that it is one."""
+    local = path.removeprefix("file://")
+    if "://" in local:
+        return path
+    if not os.path.isfile(local):
+        raise ValueError(
+            f"{path} is no file, but a directory, a pipe or a link to nothing. "
+            "Name files, which are read more than once: those of a directory "
+            f"by a pattern, {os.path.join(path, '*')}."
+        )
+    return os.path.realpath(local)
 
 
 def compression(path: str) -> str:
