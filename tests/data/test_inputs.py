@@ -541,6 +541,9 @@ def test_bad_csv(tmp_path, text, line, message):
     [
         ("", {}, "line 1: expected a header"),
         ("a,a\n1,2\n", {}, r"be different and not.*Received: \['a', 'a'\]"),
+        (b"\xe9,b\n1,2\n", {}, "in UTF-8 and without.*'b'"),
+        ('"a\nb",c\n1,2\n', {}, "in UTF-8 and without line breaks"),
+        (",b\n0,2\n", {}, "pandas writes an empty one for its index"),
         (HEADER, {"label_name": "z"}, "`label_name` must name a column.*'z'"),
         (HEADER, {"select_columns": ["z"]}, "`select_columns` must name"),
         (HEADER, {"column_defaults": {"z": 1}}, r"name columns.*\['z'\]"),
@@ -698,12 +701,13 @@ def test_damaged_gzip(tmp_path, kind, caplog, monkeypatch):
         (b"PK\x03\x04rest", "a zip archive"),
         (b"PAR1rest", "a Parquet file"),
         (gzip.compress(b"a,b\n1,2\n", mtime=0), "its name must end in .gz"),
+        ("a,b\n1,2\n".encode("utf-16-le"), "first line has zero bytes"),
     ],
 )
 def test_what_is_no_text(tmp_path, data, kind):
     path = tmp_path / "table.csv"
     path.write_bytes(data)
-    message = rf"{path} is no text in UTF-8, but .*{kind}"
+    message = rf"{path} is no text in UTF-8.*{kind}"
     with pytest.raises(ValueError, match=message):
         readers.read_csv(str(path), 2)
     with pytest.raises(ValueError, match=message):
@@ -719,9 +723,14 @@ def test_lines_that_end_in_cr(tmp_path):
     """TensorFlow would take the file for one line, and 1, 2 for 12."""
     path = tmp_path / "macintosh.csv"
     path.write_bytes(b"a\r1\r2\r")
+    last = write(tmp_path / "last_macintosh.csv", "a,b\r1,2\r\n")
+    packed = write(tmp_path / "macintosh.csv.gz", "a,b\r1,2\r")
     for read in (readers.read_csv, readers.read_text):
-        with pytest.raises(ValueError, match=r"macintosh.csv end in CR"):
-            read(str(path), 2)
+        for each in (str(path), last, packed):
+            with pytest.raises(ValueError, match=f"of {each} end in CR"):
+                read(each, 2, num_epochs=1)
+    whole = write(tmp_path / "windows.csv", "a,b\r\r\n1,2\r\r\n")
+    assert rows(whole)[0]["b"].tolist() == [2]
 
 
 def test_a_long_field_ends_no_inference(tmp_path):

@@ -185,7 +185,8 @@ def infer(
         start = next(filled, 0)
         origin = paths[start]
         record_files.check_text(origin)
-        header = next(rows(_lines(origin)), None)
+        first = rows(_lines(origin))
+        header = next(first, None)
         if column_names is not None:
             names = list(column_names)
         elif not header:
@@ -195,10 +196,13 @@ def infer(
             )
         else:
             names = [name.strip() for name in header]
-        if len(set(names)) < len(names) or "" in names:
+        strange = skip and (first.line_num > 1 or "\ufffd" in "".join(names))
+        if len(set(names)) < len(names) or "" in names or strange:
             raise ValueError(
                 f"{origin}: the names of the columns must be different and not "
-                f"empty. Received: {names}."
+                "empty, in UTF-8 and without line breaks (pandas writes an "
+                "empty one for its index, but with `index=False`). "
+                f"Received: {names}."
             )
         known = _by_name(origin, names, column_defaults)
         end = None if num_rows_for_inference is None else start + 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import gzip
 import logging
 import os
+import re
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -107,15 +110,27 @@ def check_all_text(paths: Sequence[str]) -> None:
 def check_text(path: str) -> None:
     """Raises ValueError if a file begins like one that is no text."""
     with tf.io.gfile.GFile(path, "rb") as file:
-        begins = b"" if compression(path) else file.read(4096)
-    if b"\r" in begins[:-1] and b"\n" not in begins:
+        packed = compression(path)
+        begins = _beginning(gzip.GzipFile(fileobj=file) if packed else file)
+    for first, kind in _NO_TEXT.items():
+        if begins.startswith(first):
+            raise ValueError(f"{path} is no text in UTF-8, but {kind}.")
+    if re.match(rb"[^\r\n]*\r+[^\r\n]", begins):
         raise ValueError(
             f"The lines of {path} end in CR, as of old Macintoshes. Write it "
             "again with LF or CRLF: TensorFlow would take it for one line."
         )
-    for first, kind in _NO_TEXT.items():
-        if begins.startswith(first):
-            raise ValueError(f"{path} is no text in UTF-8, but {kind}.")
+    if b"\0" in begins.partition(b"\n")[0]:
+        raise ValueError(
+            f"{path} is no text in UTF-8: its first line has zero bytes. Leave "
+            "it out, or write it again as text."
+        )
+
+
+def _beginning(file: Any) -> bytes:
+    with contextlib.suppress(EOFError, gzip.BadGzipFile, zlib.error):
+        return file.read(4096)
+    return b""  # It is damaged, which `_check_gzip` or TensorFlow says.
 
 
 def _check_gzip(packed: Sequence[str], always: bool | None) -> None:
