@@ -96,6 +96,11 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_list("hidden_units", ["64", "32"], "Layers of the deep part.")
+flags.register_validator(
+    "hidden_units",
+    lambda units: all(unit.isdecimal() and int(unit) for unit in units),
+    "must be sizes of at least 1, such as 64,32.",
+)
 flags.DEFINE_integer("embedding_dim", 8, "Size of embeddings.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.15, "Of Adagrad.", lower_bound=0.0)
 flags.DEFINE_float(
