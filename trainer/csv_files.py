@@ -11,7 +11,9 @@ import collections
 import concurrent.futures
 import csv
 import functools
+import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,10 @@ from trainer.source import (
     Schema,
     Source,
     column_name,
+    positive_labels,
 )
+
+_log = logging.getLogger(__name__)
 
 _MISSING = "?"
 
@@ -140,15 +145,49 @@ class CsvSource(Source):
         } | fixed
         return {name: kind for name, kind in kinds.items() if kind != "ignore"}
 
-    def _check(self, kinds: Mapping[str, str], labels: Any) -> None:
+    def _check(
+        self, kinds: Mapping[str, str], statistics: tfdist.FeatureStatistics
+    ) -> None:
+        labels = statistics[self._label]
         self._labels = set(labels.counts)
         if labels.missing:
             raise ValueError(self._bad_label(self._files["train"]))
-        if not self._check_labels(self._files["eval"], kinds):
+        positive = positive_labels(self._label, self._labels)
+        found = self._check_labels(self._files["eval"], kinds)
+        evaluated = ", ".join(self._files["eval"])
+        if not found:
             raise ValueError(
-                f"{', '.join(self._files['eval'])}: expected at least one "
-                "example. Received: none."
+                f"{evaluated}: expected at least one example. Received: none."
             )
+        if len({label.decode() in positive for label in found}) == 1:
+            _log.warning(
+                "%s: all examples have the same class, of which there is no "
+                "AUC: what is reported as one means nothing.",
+                evaluated,
+            )
+        both = set.intersection(
+            *(
+                set(map(os.path.realpath, _sizes(f)))
+                for f in self._files.values()
+            )
+        )
+        if both:
+            _log.warning(
+                "%d of the files are trained on and evaluated on, %s among "
+                "them: metrics do not show what the model does on new data.",
+                len(both),
+                min(both),
+            )
+        for name in (n for n, kind in kinds.items() if kind == CATEGORICAL):
+            for word in statistics[name].counts:
+                if word.strip() in (b"", _MISSING.encode()):
+                    _log.warning(
+                        "Column %r has the word %r, which is no missing value "
+                        "because of its blanks, and no number. Write the files "
+                        "without blanks around values if it should be.",
+                        name,
+                        word.decode(),
+                    )
 
     def _found(self) -> dict[str, Any]:
         return {
@@ -171,14 +210,14 @@ class CsvSource(Source):
 
     def _check_labels(
         self, files: Sequence[str], kinds: Mapping[str, str]
-    ) -> bool:
-        """Reads all examples; whether there are any."""
-        batches = 0
+    ) -> set[bytes]:
+        """Reads all examples, and returns their labels."""
+        found: set[bytes] = set()
         for _, labels in self._once("", kinds, files=files):
-            batches += 1
-            if not self._labels.issuperset(labels.numpy()):
+            found.update(labels.numpy())
+            if not self._labels.issuperset(found):
                 raise ValueError(self._bad_label(files))
-        return batches > 0
+        return found
 
     def _bad_label(self, files: Sequence[str]) -> str:
         """A message about the first label that is missing or unknown."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -131,6 +132,14 @@ class Source(abc.ABC):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Stores what determines the schema, besides the data."""
         self._arguments = dict(arguments)
+        kinds = (NUMERIC, CATEGORICAL, "ignore")
+        lists = {kind: set(arguments.get(kind, ())) for kind in kinds}
+        for one, other in itertools.combinations(kinds, 2):
+            if both := sorted(lists[one] & lists[other]):
+                raise ValueError(
+                    f"Arguments `{one}_columns` and `{other}_columns` must not "
+                    f"name the same column. Received in both: {both[0]!r}."
+                )
 
     def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
         """Makes the schema that of a job, for all its tasks and runs.
@@ -196,7 +205,7 @@ class Source(abc.ABC):
                 f"{self.description}: expected at least one example. "
                 "Received: none."
             )
-        self._check(kinds, statistics[label])
+        self._check(kinds, statistics)
         return Schema(
             columns=tuple(
                 _numeric(name, statistics[name])
@@ -205,7 +214,7 @@ class Source(abc.ABC):
                 for name, kind in kinds.items()
             ),
             label=label,
-            positive=_positive(label, list(statistics[label].counts)),
+            positive=positive_labels(label, statistics[label].counts),
             num_train=statistics[label].counts.total(),
         )
 
@@ -301,9 +310,11 @@ class Source(abc.ABC):
             **options,
         )
 
-    def _check(self, kinds: Mapping[str, str], labels: Any) -> None:
-        """Checks what `_scan` has not read, and the `StringStatistics`."""
-        del kinds, labels
+    def _check(
+        self, kinds: Mapping[str, str], statistics: tfdist.FeatureStatistics
+    ) -> None:
+        """Checks what `_scan` has not read, and what it has found."""
+        del kinds, statistics
 
     def _found(self) -> dict[str, Any]:
         """What `_scan` has found beside the schema, for JSON."""
@@ -368,9 +379,14 @@ def _categorical(name: str, strings: Any, min_count: int) -> Column:
     return Column(name, CATEGORICAL, vocabulary=vocabulary)
 
 
-def _positive(label: str, values: Sequence[bytes]) -> tuple[str, ...]:
+def positive_labels(label: str, values: Iterable[bytes]) -> tuple[str, ...]:
     """Returns the values of a label column that stand for 1."""
-    texts = sorted(value.decode(errors="replace") for value in values)
+    try:
+        texts = sorted(value.decode() for value in values)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"Label column {label!r} must be UTF-8. Received: {error.object!r}."
+        ) from None
     numbers = {text: _number(text) for text in texts}
     if set(numbers.values()) == {0.0, 1.0}:
         return tuple(text for text in texts if numbers[text] == 1.0)

@@ -253,6 +253,39 @@ def test_no_file(files, tmp_path):
         _ = data.csv_source(files[0], missing, "income").schema
 
 
+def test_a_column_of_two_kinds(files):
+    with pytest.raises(
+        ValueError, match=r"`numeric_columns` and `ignore_.*zip"
+    ):
+        data.csv_source(
+            *files, "income", numeric_columns=["zip"], ignore_columns=["zip"]
+        )
+
+
+def test_labels_in_another_encoding(tmp_path):
+    """Of the two, the positive one would have been found nowhere."""
+    path = tmp_path / "latin.csv"
+    path.write_bytes("x,y\n1,non\n2,volontà\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"'y' must be UTF-8.*volont\\xe0"):
+        _ = data.csv_source(str(path), str(path), "y").schema
+
+
+def test_what_is_doubtful_is_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "0.csv", "x,c,y\n1,a,0\n ?,b,1\n")
+    write(tmp_path / "1.csv", "x,c,y\n1,a,1\n2,b,1\n")
+    one = str(tmp_path / "1.csv")
+    with caplog.at_level("WARNING", "trainer"):
+        schema = data.csv_source("*.csv", one, "y").schema
+    assert schema.columns[0].kind == CATEGORICAL
+    assert f"{one}: all examples have the same class" in caplog.text
+    assert f"1 of the files are trained on and evaluated on, {one}" in (
+        caplog.text
+    )
+    assert "Column 'x' has the word ' ?', which is no missing" in caplog.text
+    assert len(caplog.records) == 3
+
+
 # Which examples a worker reads.
 
 
