@@ -310,7 +310,10 @@ BAD_INPUT = {
         "--numeric_columns, --label: for CSV data, whose --train_files",
     ),
     "no steps": (["--max_steps=0"], "flag --max_steps=0"),
-    "no units": (["--hidden_units=64,x"], "--hidden_units=64,x: must be sizes"),
+    "no units": (
+        ["--hidden_units=64,x"],
+        "--hidden_units=['64', 'x']: must be sizes",
+    ),
     "unknown flag": (["--max_step=5"], "Unknown command line flag 'max_step'"),
     "argument": (["max_steps=5"], "Unexpected arguments: max_steps=5"),
     "unwritable model_dir": (
