@@ -458,6 +458,20 @@ def test_types_from_all_rows(tmp_path):
     assert features["e"].tolist() == [b"", b"", b""]
 
 
+def test_csv_that_holds_its_header_again(tmp_path):
+    """A row of words among words, unless it is no row, or may be a word."""
+    for text in ("a,b\n1,x\n\ufeffa,b\n2,y\n", '"a",b\nx,y\n\n"a",b\n'):
+        path = write(tmp_path / "twice.csv", text)
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match="the header again"
+        ):
+            rows(path)
+    (features,) = rows(write(tmp_path / "a.csv", 'a,b\n1,"x\na,b\n"\n'))
+    assert features["b"].tolist() == [b"x\na,b\n"]
+    (words,) = rows(write(tmp_path / "b.csv", "word\nany\nword\n"))
+    assert words["word"].tolist() == [b"any", b"word"]
+
+
 def test_csv_without_header(tmp_path):
     path = write(tmp_path / "a.csv", '\ufeff1;x"y;NA\n2;z;5\n')
     (features,) = rows(
@@ -515,6 +529,7 @@ GOOD = "1,x,0\n"
         (HEADER + GOOD + "2,y\n", 3, "expected 3 fields.*Received: 2,y"),
         (HEADER + GOOD + '2,"y,0\n' + GOOD, 3, "a quote is opened there"),
         ("b,a,y\n" + GOOD, 1, "header of .*good.csv, a,b,y.*: b,a,y"),
+        ((HEADER + GOOD) * 2, 3, "the header again"),
         *slow(
             (HEADER + GOOD * 400 + "2,y,0,9\n", 402, "3 fields: a .int64"),
             (HEADER + GOOD * 1500 + ",y,0\n", 1502, "a .int64, required"),

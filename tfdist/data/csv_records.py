@@ -34,13 +34,13 @@ class Layout:
     Attributes:
         columns: the default of each by its name, in the order of the files; a
             dtype if the column is required.
-        header: whether the first line of a file names the columns.
+        header: the first line of the files, which names the columns, or "".
         origin: the file that tells the columns.
         field_delim: as in `tf.io.decode_csv`, like those that follow.
     """
 
     columns: dict[str, Any]
-    header: bool
+    header: str
     origin: str
     field_delim: str
     use_quote_delim: bool
@@ -102,7 +102,19 @@ class Layout:
                 lambda: _joined(lines, numbers, held),
             )
         filled = lines != ""
-        return lines[filled], numbers[filled], held
+        with tf.control_dependencies(self._checked(lines, numbers, path)):
+            return lines[filled], numbers[filled], held
+
+    def _checked(
+        self, records: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
+    ) -> list[tf.Operation]:
+        """That none of the records is the header again."""
+        if not self.header or len(self.columns) == 1:  # It may be a word.
+            return []
+        again = (records == self.header) | (records == _BOM + self.header)
+        number = tf.reduce_min(tf.where(again, numbers, numbers.dtype.max))
+        advice = "the header again, as in files put together. Remove this line"
+        return [check(~tf.reduce_any(again), path, "line", number, advice)]
 
     def _without_header(
         self, lines: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
@@ -213,7 +225,7 @@ def infer(
         inferred = _inferred(rows(told), names, set(known), na_value)
     return Layout(
         {name: (inferred | known)[name] for name in names},
-        header=column_names is None,
+        header=next(_lines(origin), "") if skip else "",
         origin=origin,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,
