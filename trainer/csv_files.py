@@ -75,6 +75,7 @@ class CsvSource(Source):
         }
         self._label = column_name(label)
         self._labels: set[bytes] = set()
+        self._integers: list[str] = []
         self._overrides = {
             NUMERIC: set(map(column_name, numeric_columns)),
             CATEGORICAL: set(map(column_name, categorical_columns)),
@@ -139,6 +140,9 @@ class CsvSource(Source):
             na_value=_MISSING,
             num_rows_for_inference=None,
         )
+        self._integers = [
+            n for n, c in columns.items() if inferred[c] is tf.int64
+        ]
         kinds = {
             name: CATEGORICAL if inferred[column] == "" else NUMERIC
             for name, column in columns.items()
@@ -178,6 +182,15 @@ class CsvSource(Source):
                 len(both),
                 min(both),
             )
+        for name in filter(kinds.__contains__, self._integers):
+            number = statistics[name]
+            if max(-number.minimum, number.maximum) >= 2**24:
+                _log.warning(
+                    "Column %r has integers as large as 2**24, which may be "
+                    "equal as float32. If they are ids, name it among the "
+                    "categorical columns.",
+                    name,
+                )
         for name in (n for n, kind in kinds.items() if kind == CATEGORICAL):
             for word in statistics[name].counts:
                 if word.strip() in (b"", _MISSING.encode()):

@@ -761,6 +761,24 @@ def test_digits_that_only_python_reads_are_text(tmp_path):
     assert readers.csv_columns(str(path)) == {"n": tf.int64, "text": ""}
 
 
+@pytest.mark.parametrize(
+    ("values", "doubtful"),
+    [
+        ("16777217,?", True),
+        ("18446744073709551615,18446744073709551614", True),
+        ("16777216,?", False),
+        ("16777217,0.5", False),  # A quantity.
+        ("9223372036854775807,-16777217", False),
+    ],
+)
+def test_ids_that_would_be_equal_are_named(tmp_path, caplog, values, doubtful):
+    path = write(tmp_path / "a.csv", values.replace(",", "\n"))
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        found = readers.csv_columns(path, column_names=["id"], na_value="?")
+    assert (found["id"] is tf.int64) == values.startswith("92")
+    assert ("'id' has integers that are equal as" in caplog.text) == doubtful
+
+
 def test_errors_about_other_bytes_name_the_file(tmp_path):
     """Not `'utf-8' codec can't decode byte`."""
     write(tmp_path / "0.csv", "a,b\n1,2\n")

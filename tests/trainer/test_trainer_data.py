@@ -272,8 +272,8 @@ def test_labels_in_another_encoding(tmp_path):
 
 def test_what_is_doubtful_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "0.csv", "x,c,y\n1,a,0\n ?,b,1\n")
-    write(tmp_path / "1.csv", "x,c,y\n1,a,1\n2,b,1\n")
+    write(tmp_path / "0.csv", "x,c,id,y\n1,a,1,0\n ?,b,16777217,1\n")
+    write(tmp_path / "1.csv", "x,c,id,y\n1,a,1,1\n2,b,2,1\n")
     one = str(tmp_path / "1.csv")
     with caplog.at_level("WARNING", "trainer"):
         schema = data.csv_source("*.csv", one, "y").schema
@@ -283,7 +283,8 @@ def test_what_is_doubtful_is_said(tmp_path, caplog, monkeypatch):
         caplog.text
     )
     assert "Column 'x' has the word ' ?', which is no missing" in caplog.text
-    assert len(caplog.records) == 3
+    assert "Column 'id' has integers as large as 2**24" in caplog.text
+    assert len(caplog.records) == 4
 
 
 # Which examples a worker reads.

@@ -12,15 +12,19 @@ import csv
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data import record_files
 from tfdist.data.blocks import check
+
+_log = logging.getLogger(__name__)
 
 # A quoted field longer than this lacks its closing quote.
 _LONGEST_RECORD = 1 << 20
@@ -293,24 +297,40 @@ def _inferred(
             for i, kinds in found.items() if len(row) == len(names) else ():
                 if 3 not in kinds:
                     kinds.add(_kind(row[i], na_value))
-    return {names[i]: _default(kinds) for i, kinds in found.items()}
+    return {names[i]: _default(names[i], kinds) for i, kinds in found.items()}
 
 
 def _kind(text: str, na_value: str) -> int:
-    """0: an int64, 1: a missing value, 2: another number, 3: a string."""
+    """1: a missing value, 2: a number that is no integer, 3: a string.
+
+    Of integers 0: one that float32 holds, 4: that int64 holds, 5: neither.
+    """
     if text in ("", na_value):
         return 1
     if "_" in text or not text.isascii():  # Python knows other digits, too.
         return 3
     with contextlib.suppress(ValueError):
-        return 0 if -(2**63) <= int(text) < 2**63 else 2
+        value = int(text)
+        if not -(2**63) <= value < 2**63:
+            return 5
+        exact = abs(value) <= 2**24 or float(np.float32(value)) == value
+        return 0 if exact else 4
     with contextlib.suppress(ValueError):
         float(text)
         return 2
     return 3
 
 
-def _default(kinds: set[int]) -> Any:
+def _default(name: str, kinds: set[int]) -> Any:
     if 3 in kinds or kinds <= {1}:
         return ""
-    return tf.int64 if kinds == {0} else math.nan
+    if kinds <= {0, 4}:
+        return tf.int64
+    if 2 not in kinds and kinds & {4, 5}:
+        _log.warning(
+            "Column %r has integers that are equal as float32, in which it is "
+            "read because some are missing or no int64. If they are ids, give "
+            'it a default in `column_defaults`: "" for strings, or an integer.',
+            name,
+        )
+    return math.nan
