@@ -96,11 +96,6 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_list("hidden_units", ["64", "32"], "Layers of the deep part.")
-flags.register_validator(
-    "hidden_units",
-    lambda units: all(unit.isdecimal() and int(unit) for unit in units),
-    "must be sizes of at least 1, such as 64,32.",
-)
 flags.DEFINE_integer("embedding_dim", 8, "Size of embeddings.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.15, "Of Adagrad.", lower_bound=0.0)
 flags.DEFINE_float(
@@ -235,6 +230,12 @@ def train_and_evaluate(
             "--global_batch_size is for processes that train in step, and the "
             "workers of parameter servers do not. Give --batch_size."
         )
+    hidden = [int(u) if u.isdecimal() else 0 for u in FLAGS.hidden_units]
+    if not all(hidden):
+        raise ValueError(
+            "--hidden_units must be sizes of at least 1, such as 64,32. "
+            f"Received: {','.join(FLAGS.hidden_units)}."
+        )
     schema_path = os.path.join(config.model_dir, "schema.json")
     if not FLAGS.plan_ps:
         examples.share_schema(schema_path, config.cluster)
@@ -248,7 +249,7 @@ def train_and_evaluate(
         return model.build(
             examples.schema,
             optimizer=optimizer(),
-            hidden_units=[int(units) for units in FLAGS.hidden_units],
+            hidden_units=hidden,
             embedding_dim=FLAGS.embedding_dim,
         )
 
