@@ -472,6 +472,16 @@ def test_csv_that_holds_its_header_again(tmp_path):
     assert words["word"].tolist() == [b"any", b"word"]
 
 
+def test_types_from_the_first_file_with_a_row(tmp_path):
+    """Of a header alone, as Spark writes some, all columns were strings."""
+    write(tmp_path / "0.csv", "a,b\n\n")
+    write(tmp_path / "1.csv", "a,b\n5,0.5\n")
+    write(tmp_path / "2.csv", "a,b\n6,x\n")
+    found = readers.csv_columns(str(tmp_path / "*.csv"))
+    assert found["a"] is tf.int64
+    assert np.isnan(found["b"])
+
+
 def test_csv_without_header(tmp_path):
     path = write(tmp_path / "a.csv", '\ufeff1;x"y;NA\n2;z;5\n')
     (features,) = rows(

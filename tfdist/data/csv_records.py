@@ -221,8 +221,11 @@ def infer(
                 f"Received: {names}."
             )
         known = _by_name(origin, names, column_defaults)
-        end = None if num_rows_for_inference is None else start + 1
-        files = paths[start:end]
+        files = paths[start:]
+        if num_rows_for_inference is not None:
+            # The first with a row: some jobs write files of a header alone.
+            rest = ((p, itertools.islice(_lines(p), skip, None)) for p in files)
+            files = list(itertools.islice((p for p, r in rest if any(r)), 1))
         lines = (itertools.islice(_lines(p), skip, None) for p in files)
         every = itertools.chain.from_iterable(lines)
         told = itertools.islice(every, num_rows_for_inference)

@@ -82,8 +82,8 @@ def read_csv(
         field_delim: the separator of fields.
         use_quote_delim: whether fields may be quoted.
         na_value: what stands for a missing value, besides an empty field.
-        num_rows_for_inference: how many rows of the first file to infer types
-            from. None: all rows of all files.
+        num_rows_for_inference: how many rows of the first file that has any to
+            infer types from. None: all rows of all files.
         **options: those of `ReadOptions`.
 
     Returns:
