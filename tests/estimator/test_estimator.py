@@ -520,6 +520,43 @@ def test_a_model_that_its_function_gives_weights_is_not_untrained(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("later", ["not adapted", "adapted to other data"])
+def test_statistics_are_those_of_the_checkpoint(tmp_path, later):
+    """`Normalization` keeps constants beside its weights; Keras' file sets."""
+    x = examples(8)[0]
+
+    def made(directory, data=None, **arguments):
+        def model_fn():
+            layer = keras.layers.Normalization()
+            layer.build([None, 4])
+            if data is not None:
+                layer.adapt(data)
+            return logistic(hidden=[layer])
+
+        config = tfdist.RunConfig(tmp_path / directory, cluster=Cluster())
+        return tfdist.Estimator(model_fn, config, **arguments)
+
+    first = made("job", x + 5).train(endless, max_steps=2)
+    wanted = [*first.predict(batches)]
+    other = None if later == "not adapted" else 3 * x
+    second = made("job", other)
+    np.testing.assert_array_equal([*second.predict(batches)], wanted)
+    assert second.evaluate(batches) == first.evaluate(batches)
+    second.restored_model().save_weights(tmp_path / "all.weights.h5")
+    keras_model = second.model_fn()
+    keras_model.load_weights(tmp_path / "all.weights.h5")
+    found = keras_model.predict(batches(), verbose=0)
+    np.testing.assert_allclose(found, wanted, 1e-5)
+    warm = made("warm", other, warm_start_from=first.model_dir)
+    np.testing.assert_array_equal([*warm.predict(batches)], wanted)
+    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    for each, directory in ((x + 5, "job"), (other, "copy")):
+        made(directory, each).train(endless, max_steps=4)
+    np.testing.assert_array_equal(
+        [*made("copy", other).predict(batches)], [*first.predict(batches)]
+    )
+
+
 def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
     """A second job would begin with the weights of the first."""
     body = keras.layers.Dense(3, "relu", name="body")

@@ -188,6 +188,34 @@ def tell_apart(model: keras.Model) -> None:
             visit(layer, layer.name)
 
 
+def read_statistics(model: keras.Model) -> None:
+    """Has each `Normalization` use the mean and variance among its weights.
+
+    It uses constants, made of these by `adapt` and where Keras loads weights:
+    what a checkpoint restores would change nothing.
+    """
+    for layer in model._flatten_layers():
+        is_adapted = isinstance(layer, keras.layers.Normalization)
+        if is_adapted and layer.input_mean is None and layer.built:
+            _read_at_call(layer)
+
+
+def _read_at_call(layer: keras.layers.Normalization) -> None:
+    if "call" in vars(layer):  # It was made outside of the model function.
+        return
+    call = layer.call
+
+    def read_and_call(inputs: Any) -> Any:
+        constants = layer.mean, layer.variance
+        layer.finalize_state()
+        try:
+            return call(inputs)
+        finally:  # Nothing of a graph may stay.
+            layer.mean, layer.variance = constants
+
+    layer.call = read_and_call
+
+
 def is_built(model: keras.Model, itself: bool = True) -> bool:
     """Whether every layer in a model is built, also in others, and `itself`."""
     return all(layer.built for layer in model._flatten_layers(itself))

@@ -146,6 +146,7 @@ def checked_model(
             "(...)`, or call it on one in the model function."
         )
     private_keras.tell_apart(model)
+    private_keras.read_statistics(model)
     return model
 
 
