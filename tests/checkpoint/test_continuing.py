@@ -207,3 +207,31 @@ def test_weights_alone_may_be_fewer(tmp_path):
     assert other.evaluate(batches)[STEP] == 2
     assert len(list(other.predict(batches))) == 64
     assert checkpoints.step_of(made.latest_checkpoint()) == 2
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_weights_that_a_model_has_not_are_said(tmp_path, caplog, both):
+    """An evaluation, prediction or export of another model than was trained."""
+
+    def two_towers(both=True):
+        inputs = keras.Input([4])
+        towers = [keras.layers.Dense(1, name=n)(inputs) for n in "ab"]
+        noise = keras.layers.Dropout(0.1)(keras.layers.Add()(towers))
+        model = keras.Model(inputs, noise if both else towers[0])
+        adam = keras.optimizers.Adam(use_ema=True)
+        model.compile(keras.optimizers.LossScaleOptimizer(adam), "mse")
+        return model
+
+    estimator(tmp_path, two_towers).train(endless, steps=2)
+    made = estimator(tmp_path, lambda: two_towers(both))
+    uses = (
+        lambda: made.evaluate(batches),
+        lambda: next(made.predict(batches)),
+        lambda: made.export_saved_model(str(tmp_path / "exports")),
+        made.restored_model,
+    )
+    for use in uses:
+        caplog.clear()
+        use()
+        assert both != ("no b/bias, b/kernel, which" in caplog.text)
+        assert both != ("it is not the model that was" in caplog.text)

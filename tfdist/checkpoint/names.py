@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
-from tfdist._tf.private_keras import tell_apart
+from tfdist._tf.private_keras import SEED_STATE_NAME, tell_apart
 from tfdist.embeddings.index import unmixed
 from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
@@ -24,6 +24,7 @@ from tfdist.training import optimizers, slots
 GLOBAL_STEP = "global_step"
 # Of these TensorFlow writes slices, and reads them in the same ones alone.
 _NO_SLICES = {"float16", "uint16", "uint32", "uint64"}
+_OF_STEP = "train_step"  # Begins the names of what it alone uses.
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
@@ -166,6 +167,27 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     return {
         n for n in both if variable(n) or n.rpartition("/")[0] in optimizers
     }
+
+
+def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The weights among `saved` that a model of variables `names` has not.
+
+    Nothing of optimizers, and no random seeds.
+
+    >>> left_out(["a/bias", "a/bias/sgd/momentum", "b/bias", "sgd/iteration"],
+    ...          ["a/bias"])
+    ['b/bias']
+    """
+    saved, end = {*saved}, "/iteration"
+    others = {n.removesuffix(end) for n in saved if n.endswith(end)}
+    others |= {_OF_STEP, SEED_STATE_NAME}
+    return sorted(
+        name
+        for name in saved - {*names, GLOBAL_STEP}
+        # It has a slot's name, or that of what an optimizer has once.
+        if not others.intersection(name.split("/")[-2:])
+        and name.partition("/")[0] not in others
+    )
 
 
 def scheduled_rates(saved: Iterable[str], names: Iterable[str]) -> set[str]:

@@ -416,6 +416,7 @@ class Estimator:
         variables = checkpoints.named_variables(model, optimizer=False)
         if path:
             checkpoints.restore(path, variables)
+            results.warn_of_left_out(path, variables)
         elif self._warm_start:
             self._warm_start.assign(model, variables)
 

@@ -15,6 +15,7 @@ from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
+from tfdist.estimator import results
 from tfdist.estimator.building import make_model
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
@@ -165,6 +166,7 @@ class Evaluation:
         if path:
             try:
                 checkpoints.restore(path, variables)
+                results.warn_of_left_out(path, variables)
                 global_step += checkpoints.step_of(path)
             except (tf.errors.OpError, IndexError, RuntimeError) as error:
                 if not storage.is_damage(error):

@@ -11,11 +11,13 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist.checkpoint.names import left_out, saved_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,19 @@ def warn_of_untrained(model_dir: str) -> None:
         "untrained.",
         storage.absolute(model_dir),
     )
+
+
+def warn_of_left_out(path: str, names: Iterable[str]) -> None:
+    """Says which weights of a checkpoint a model of such variables has not."""
+    left = left_out(saved_shapes(path), names)
+    if left:
+        _log.warning(
+            "The model has no %s, which %s holds: it is not the model that was "
+            "trained, unless what it computes never depended on them. "
+            "Estimator.train would refuse it.",
+            ", ".join(left[:20]),
+            path,
+        )
 
 
 def warn_if_lost(model_dir: str, step: int, trained_to: int) -> None:
