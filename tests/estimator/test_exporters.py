@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 
 import keras
@@ -131,6 +132,26 @@ def test_best_exporter_of_several_metrics(model, tmp_path):
         "auc": pytest.approx(0.6),
         "recall": 0.1,
     }
+
+
+@pytest.mark.usefixtures("light")
+def test_best_exporter_says_with_what_it_compares(model, tmp_path, caplog):
+    """It may be the result of another loss, metric or day."""
+    first = {"loss": 0.1, "global_step": 7}
+    assert exported(BestExporter(), model, tmp_path, [first]) == [True]
+    with caplog.at_level(logging.INFO, "tfdist"):
+        exported(BestExporter(), model, tmp_path, [{"loss": 0.5}])
+    assert "model of step 7 was as good or better, {'loss': 0.1" in caplog.text
+
+    def better(best_eval_result, current_eval_result):
+        return current_eval_result["auc"] > best_eval_result["auc"]
+
+    exporter = BestExporter(compare_fn=better)
+    with pytest.raises(KeyError) as raised:
+        exporter.export(model, str(tmp_path), {"auc": 1.0}, False)
+    (note,) = raised.value.__notes__
+    assert "evaluated as {'loss': 0.1, 'global_step': 7.0}, this one" in note
+    assert "delete that directory to begin again" in note
 
 
 @pytest.mark.usefixtures("light")

@@ -247,9 +247,27 @@ class BestExporter(LatestExporter):
         if not noted or not list_exports(export_path):
             return True
         best = noted["best_eval_result"]
-        return self._compare_fn(
-            best_eval_result=best, current_eval_result=result
-        )
+        try:
+            is_better = self._compare_fn(
+                best_eval_result=best, current_eval_result=result
+            )
+        except KeyError as error:
+            error.add_note(
+                f"The best model in {export_path!r} was evaluated as {best}, "
+                f"this one as {result}. If the model had other metrics then, "
+                "delete that directory to begin again."
+            )
+            raise
+        if not is_better:
+            _log.info(
+                "Not exported to %s: the model of step %d was as good or "
+                "better, %s. If that was by another loss, or on other data, "
+                "delete that directory to begin again.",
+                export_path,
+                best.get("global_step", 0),
+                best,
+            )
+        return is_better
 
     def _exported(self, path: str, result: Metrics) -> None:
         numbers = {name: float(value) for name, value in result.items()}
