@@ -107,15 +107,21 @@ class WarmStartHook(SessionRunHook):
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Assigns the weights, unless the session was restored."""
-        if session.restored_from is None:
-            model = session.model
-            assert model is not None  # An `Estimator` always has one.
-            before = self.assign(model, session.variables)
-            optimizers.begin(model.optimizer, model.trainable_variables)
-            if isinstance(self._settings.vars_to_warm_start, list | tuple):
-                self._assign_slots(model, session.variables, before)
-            else:
-                _warn_of_ftrl(model, before)
+        if session.restored_from is not None:
+            _log.info(
+                "No warm start from %s: the job goes on from %s.",
+                self._settings.ckpt_to_initialize_from,
+                session.restored_from,
+            )
+            return
+        model = session.model
+        assert model is not None  # An `Estimator` always has one.
+        before = self.assign(model, session.variables)
+        optimizers.begin(model.optimizer, model.trainable_variables)
+        if isinstance(self._settings.vars_to_warm_start, list | tuple):
+            self._assign_slots(model, session.variables, before)
+        else:
+            _warn_of_ftrl(model, before)
 
     def assign(
         self, model: keras.Model, variables: Mapping[str, Saveable]
