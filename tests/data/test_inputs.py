@@ -472,6 +472,20 @@ def test_csv_that_holds_its_header_again(tmp_path):
     assert words["word"].tolist() == [b"any", b"word"]
 
 
+def test_csv_is_read_where_a_function_is_traced(tmp_path):
+    """As on parameter servers, where the input function of a worker is."""
+    path = write(tmp_path / "a.csv", "a,y\n1,0\n2,1\n")
+
+    def total():
+        dataset = readers.read_csv(path, 2, label_name="y", num_epochs=1)
+        return dataset.reduce(tf.zeros([], tf.int64), add)
+
+    def add(total, batch):
+        return total + tf.reduce_sum(batch[0]["a"])
+
+    assert int(tf.function(total, autograph=False)()) == 3
+
+
 def test_types_from_the_first_file_with_a_row(tmp_path):
     """Of a header alone, as Spark writes some, all columns were strings."""
     write(tmp_path / "0.csv", "a,b\n\n")

@@ -403,8 +403,20 @@ LOG_DIFFERENCES = {
         {"listener.end 10": ["listener.end 10", exported(10, True)]},
     ),
     "resume from 10": (
-        "what was restored is not saved again",
-        {"listener.before_save 10": [], "listener.after_save 10": []},
+        "what was restored is not saved again, but evaluated if it was not",
+        {
+            "listener.before_save 10": [],
+            "listener.after_save 10": [],
+            "train.after_create_session": [
+                "eval.begin",
+                "eval.after_create_session",
+                "eval.end after 3 runs",
+                exported(10, False),
+                "train.after_create_session",
+            ],
+            "eval.end after 3 runs": ["eval.end after 6 runs"],
+            "eval.end after 6 runs": ["eval.end after 9 runs"],
+        },
     ),
     "already trained to 22": (
         "a finished job is evaluated and exported",

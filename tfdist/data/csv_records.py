@@ -201,6 +201,7 @@ def infer(
         start = next(filled, 0)
         origin = paths[start]
         record_files.check_text(origin)
+        top = next(_lines(origin), "")
         first = rows(_lines(origin))
         header = next(first, None)
         if column_names is not None:
@@ -232,7 +233,7 @@ def infer(
         inferred = _inferred(rows(told), names, set(known), na_value)
     return Layout(
         {name: (inferred | known)[name] for name in names},
-        header=next(_lines(origin), "") if skip else "",
+        header=top if skip else "",
         origin=origin,
         field_delim=field_delim,
         use_quote_delim=use_quote_delim,

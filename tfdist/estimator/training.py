@@ -39,7 +39,7 @@ def train_and_evaluate(
 
     The chief (or the only process) trains; an evaluator task evaluates. Without
     one, each checkpoint but the initial one is evaluated before training goes
-    on (also after a failure that cut its evaluation short): by the workers,
+    on (a restored one that was not, before any step): by the workers,
     where the variables are, or, if the EvalSpec has hooks or the model its own
     `train_step` or `test_step`, by the chief, which also exports. Workers,
     parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
