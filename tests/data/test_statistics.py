@@ -39,6 +39,7 @@ def of(*batches):
     return found
 
 
+@hypothesis.example([[5e-324, 0.0]], 0.0)
 @hypothesis.given(
     st.lists(
         st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), max_size=20),
@@ -59,6 +60,7 @@ def test_moments(batches, offset):
         return
     assert (found.minimum, found.maximum) == (min(values), max(values))
     rounding = 4 * np.finfo(float).eps * max(map(abs, values))
+    rounding += np.finfo(float).tiny  # That of numbers which are smaller.
     assert found.mean == pytest.approx(exact.mean(values), rel=0, abs=rounding)
     assert found.variance == pytest.approx(
         float(exact.pvariance(values)), rel=1e-8, abs=1e-12
