@@ -201,8 +201,9 @@ def infer(
         start = next(filled, 0)
         origin = paths[start]
         record_files.check_text(origin)
-        top = next(_lines(origin), "")
-        first = rows(_lines(origin))
+        beginning = _lines(origin)
+        top = next(beginning, "")
+        first = rows(itertools.chain([top], beginning))
         header = next(first, None)
         if column_names is not None:
             names = list(column_names)

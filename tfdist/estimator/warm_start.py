@@ -116,23 +116,28 @@ class WarmStartHook(SessionRunHook):
             return
         model = session.model
         assert model is not None  # An `Estimator` always has one.
-        before = self.assign(model, session.variables)
+        saved = self._checkpoint()  # Another may follow in its directory.
+        before = self._assign_weights(saved, model, session.variables)
         optimizers.begin(model.optimizer, model.trainable_variables)
         if isinstance(self._settings.vars_to_warm_start, list | tuple):
-            self._assign_slots(model, session.variables, before)
+            self._assign_slots(saved, model, session.variables, before)
         else:
             _warn_of_ftrl(model, before)
 
     def assign(
         self, model: keras.Model, variables: Mapping[str, Saveable]
-    ) -> dict[str, str]:
-        """Assigns the weights of a new model; `variables` are those it has.
+    ) -> None:
+        """Assigns the weights of a new model; `variables` are those it has."""
+        self._assign_weights(self._checkpoint(), model, variables)
 
-        Returns:
-            Of the weights that were taken, but for `var_name_to_ids`, their
-            names in the checkpoint.
-        """
-        settings, saved = self._settings, self._checkpoint()
+    def _assign_weights(
+        self,
+        saved: _Checkpoint,
+        model: keras.Model,
+        variables: Mapping[str, Saveable],
+    ) -> dict[str, str]:
+        """As `assign`; what was taken is called there, but for rows by ids."""
+        settings = self._settings
         patterns = settings.vars_to_warm_start or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         names = {logical_path(v) for v in model.weights if not is_seed(v)}
@@ -182,12 +187,13 @@ class WarmStartHook(SessionRunHook):
 
     def _assign_slots(
         self,
+        saved: _Checkpoint,
         model: keras.Model,
         variables: Mapping[str, Saveable],
         weights: Mapping[str, str],
     ) -> None:
         """Assigns what the optimizer keeps of `weights`, and its counters."""
-        saved, optimizer = self._checkpoint(), model.optimizer
+        optimizer = model.optimizer
         names = optimizers.part_names(optimizer)
         parts = zip(names, optimizers.parts(optimizer), strict=True)
         rules = {name: type(part).__name__ for name, part in parts}
