@@ -5,6 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from small_models import batches, logistic
 
 import tfdist
@@ -198,6 +199,53 @@ def test_a_schedule_in_the_place_of_a_learning_rate(tmp_path, first):
     assert made.get_variable_value("sgd/iteration") == 4
     saved = made.get_variable_names()
     assert ("sgd/learning_rate" in saved) == (first == "schedule")
+
+
+def growing(admit_after):
+    def model_fn():
+        table = tfdist.embeddings.DynamicEmbedding(
+            2, 4096, admit_after=admit_after, name="table"
+        )
+        ids = keras.Input([1], dtype="int64")
+        output = keras.layers.Dense(1)(keras.layers.Flatten()(table(ids)))
+        model = keras.Model(ids, output)
+        model.compile("adam", "mse")
+        return model
+
+    return model_fn
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("warm", [False, True])
+def test_ids_are_admitted_otherwise_from_now_on(tmp_path, before, warm):
+    def batches_of(key):
+        batch = np.array([[key]]), np.ones([1, 1])
+        return lambda: tf.data.Dataset.from_tensors(batch).repeat()
+
+    def live(made):
+        keys = made.get_variable_value("table/keys")
+        return np.count_nonzero(keys)
+
+    first = estimator(tmp_path / "first", growing(before))
+    first.train(batches_of(5), steps=before)
+    assert live(first) == 1
+    after = growing(4 - before)
+    settings = tfdist.WarmStartSettings(str(tmp_path / "first"), [".*"])
+    config = tfdist.RunConfig(
+        tmp_path / ("other" if warm else "first"), cluster=Cluster()
+    )
+    made = tfdist.Estimator(
+        after, config, warm_start_from=settings if warm else None
+    )
+    if not warm:
+        evaluated = [
+            each.evaluate(batches_of(5), steps=1) for each in (first, made)
+        ]
+        assert evaluated[0] == evaluated[1]
+    made.train(batches_of(7), steps=1)
+    assert live(made) == (1 if before == 1 else 2)
+    made.train(batches_of(7), steps=2)
+    assert live(made) == 2
 
 
 def test_weights_alone_may_be_fewer(tmp_path):

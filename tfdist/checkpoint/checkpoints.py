@@ -23,14 +23,14 @@ from tfdist._tf.private_positions import (
 )
 from tfdist.checkpoint.held import HeldValues, can_hold
 from tfdist.checkpoint.names import load_variable as load_variable
-from tfdist.checkpoint.names import named_variables as named_variables
 from tfdist.checkpoint.names import (
+    may_differ,
     of_optimizers,
     other_dtypes,
     saved_shapes,
-    scheduled_rates,
     values_of,
 )
+from tfdist.checkpoint.names import named_variables as named_variables
 from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
@@ -393,8 +393,10 @@ def restore(
         variables: Name to variable.
         exact: Whether the checkpoint must hold nothing but `variables`. Where
             other variables were trained then, so that slots differ, no value
-            of an optimizer is restored. A learning rate may be missing on
-            either side, where there is a schedule.
+            of an optimizer is restored.
+
+    A learning rate may be missing on either side, where there is a schedule,
+    and the counts of `DynamicEmbedding(admit_after=...)`: they begin at 0.
 
     Returns:
         Whether the values of optimizers, if there are any, were restored.
@@ -412,7 +414,7 @@ def restore(
     """
     saved, variables = saved_shapes(path), values_of(variables)
     others = of_optimizers(saved, variables) if exact else set()
-    left = others | (scheduled_rates(saved, variables) if exact else set())
+    left = others | may_differ(saved, variables)
     variables = {n: v for n, v in variables.items() if n not in left}
     saved = {n: shape for n, shape in saved.items() if n not in left}
     problems = [
@@ -437,7 +439,8 @@ def restore(
             f"Checkpoint {path} does not fit the model:\n"
             + "\n".join(problems)
             + "\nIt was written by another model function. Restore the "
-            "matching code, or choose another model_dir." + rehash
+            "matching code, or choose another model_dir, for which "
+            "Estimator(warm_start_from=...) takes weights alone." + rehash
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()

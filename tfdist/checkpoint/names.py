@@ -172,37 +172,40 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
     """The weights among `saved` that a model of variables `names` has not.
 
-    Nothing of optimizers, and no random seeds.
+    Nothing of optimizers, no random seeds, and nothing that may differ.
 
     >>> left_out(["a/bias", "a/bias/sgd/momentum", "b/bias", "sgd/iteration"],
     ...          ["a/bias"])
     ['b/bias']
     """
-    saved, end = {*saved}, "/iteration"
+    saved, names, end = {*saved}, {*names}, "/iteration"
     others = {n.removesuffix(end) for n in saved if n.endswith(end)}
     others |= {_OF_STEP, SEED_STATE_NAME}
     return sorted(
         name
-        for name in saved - {*names, GLOBAL_STEP}
+        for name in saved - names - {GLOBAL_STEP} - may_differ(saved, names)
         # It has a slot's name, or that of what an optimizer has once.
         if not others.intersection(name.split("/")[-2:])
         and name.partition("/")[0] not in others
     )
 
 
-def scheduled_rates(saved: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Learning rates that only one has, since the other has a schedule.
+def may_differ(saved: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Variables that only one has, and need not have.
 
-    >>> scheduled_rates(["sgd/iteration", "sgd/learning_rate"],
-    ...                 ["sgd/iteration"])
+    Learning rates, where the other has a schedule; the counts of
+    `DynamicEmbedding(admit_after=...)`, where the other admits every id.
+
+    >>> may_differ(["sgd/iteration", "sgd/learning_rate"], ["sgd/iteration"])
     {'sgd/learning_rate'}
     """
     one, both = {*saved} ^ {*names}, {*saved} & {*names}
-    end = "/learning_rate"
+    beside = {"learning_rate": "iteration", "sketch": "keys"}
     return {
         name
         for name in one
-        if name.endswith(end) and f"{name.removesuffix(end)}/iteration" in both
+        for head, _, kind in (name.rpartition("/"),)
+        if kind in beside and f"{head}/{beside[kind]}" in both
     }
 
 

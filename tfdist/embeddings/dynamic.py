@@ -68,7 +68,7 @@ class DynamicEmbedding(PartitionedEmbedding):
             a row counts them, and halves its counts whenever it has counted
             half as many ids as the table has rows: a rare id may wait longer,
             and of 20 new ones about one waits shorter. Default: in the first.
-            To be chosen before a job begins.
+            A job may go on with another: what it turns on counts from 0.
         evict_after_steps: An id that has been in none of so many updates, of
             all workers together, may lose its row to one that finds no room:
             the oldest of the 32 that the new one may take. It begins anew when

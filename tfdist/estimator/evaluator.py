@@ -198,6 +198,12 @@ class Evaluator:
             return
         self.result = result
         self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
+        _log.info(
+            "Evaluations go on after that of %s. If metrics or data have "
+            "changed since, delete %s and start again.",
+            self.evaluated,
+            self._result_path,
+        )
         if result["exporters"] != [e.name for e in self.spec.exporters]:
             self._forget_exports()
 
