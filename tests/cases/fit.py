@@ -269,6 +269,22 @@ def a_py_dataset_of_several_workers(job):
     assert_same(found, keras_fit(lambda: Batches(), shuffle=False))
 
 
+@case()
+def validation_data_of_a_py_dataset(job):
+    train = data if is_in_order(job) else whole
+    found = fit(job, train, validation_data=Batches())
+    assert_same(found, keras_fit(train, validation_data=Batches()))
+
+
+@case(refused={"ps": "`validation_data` is a _BatchDataset in this process"})
+def validation_data_of_a_dataset(job):
+    train = data if is_in_order(job) else whole
+    if job.strategy == "all-reduce":
+        job.estimator(plain)  # Joins the job.
+    found = fit(job, train, validation_data=held_out())
+    assert_same(found, keras_fit(train, validation_data=held_out()))
+
+
 @case(refused={"ps": "Dataset in this process"})
 def a_dataset(job):
     """In all-reduce it is made after the job was joined."""
@@ -388,6 +404,51 @@ class Sum(keras.metrics.Metric):
 class Maximum(Sum):
     def update_state(self, y, y_pred, sample_weight=None):
         self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+
+class TwoTasks(keras.Model):
+    """As Keras Recommenders' guide: it finds what is best when it evaluates."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = keras.layers.Dense(1)
+        self.error = keras.metrics.RootMeanSquaredError(name="error")
+        self.top = keras.metrics.MeanMetricWrapper(self._found, name="top")
+
+    @staticmethod
+    def _found(y, best):
+        return keras.ops.cast(keras.ops.equal(y, best), "float32")
+
+    def call(self, inputs, training=False):
+        results = {"score": self.score(inputs)}
+        if not training:
+            best = keras.ops.greater(results["score"], 0.5)
+            results["best"] = keras.ops.cast(best, "float32")
+        return results
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y - y_pred["score"]))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.error.update_state(y, y_pred["score"], sample_weight)
+        if "best" in y_pred:
+            self.top.update_state(y, y_pred["best"], sample_weight)
+            return self.get_metrics_result()
+        results = self.get_metrics_result()
+        del results["top"]
+        return {**results, "trained": 2 * self.error.result()}
+
+
+@case()
+def metrics_of_evaluations_alone(job):
+    def make():
+        model = TwoTasks()
+        model.compile("sgd")
+        return model
+
+    train = data if is_in_order(job) else whole
+    found = fit(job, train, make, validation_data=held_out)
+    assert_same(found, keras_fit(train, make, validation_data=held_out()))
 
 
 class OwnStep(keras.Sequential):

@@ -43,11 +43,7 @@ def input_fns(
     dealt to workers (`on_ps`) again in each pass.
     """
     if on_ps and isinstance(data, _DATASETS):
-        raise ValueError(
-            f"Argument `{name}` is a {type(data).__name__} in this process, "
-            "which the workers of a cluster with parameter servers cannot "
-            "read. Give arrays, or a function that makes a tf.data.Dataset."
-        )
+        raise made_here(data, name)
     if isinstance(data, tf.data.Dataset):
         return lambda: data, lambda: data.repeat()
     if callable(data):
@@ -81,6 +77,15 @@ def input_fns(
         return dataset.repeat()  # TensorFlow knows that this has no end.
 
     return once, endless if on_ps else lambda: endless(alone)
+
+
+def made_here(data: Any, name: str) -> ValueError:
+    """What to raise for a dataset where there are parameter servers."""
+    return ValueError(
+        f"Argument `{name}` is a {type(data).__name__} in this process, which "
+        "the workers of a cluster with parameter servers cannot read. Give "
+        "arrays, or a function that makes a tf.data.Dataset."
+    )
 
 
 def is_arrays(data: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist._tf.arguments import check_at_least
 from tfdist._tf.tracing import check_tensorflow
@@ -88,7 +89,8 @@ def fit(
             may be a data frame, or a mapping or list of arrays; or a function,
             as for `TrainSpec`; or, where there are no parameter servers, a
             `tf.data.Dataset` of batches or a `keras.utils.PyDataset`.
-        validation_data: Any of these, evaluated with each checkpoint.
+        validation_data: Any of these, evaluated with each checkpoint. Where
+            there are parameter servers, no `tf.data.Dataset`.
         epochs: How often. As Keras', limited by `keras.config.max_epochs()`,
             and steps by `max_steps_per_epoch()`; a warning says so.
         steps_per_epoch: Default: as many as `train` has batches. To be given
@@ -186,6 +188,8 @@ def fit(
             validation_steps = _limited(
                 "validation_steps", validation_steps, most
             )
+            if on_ps and isinstance(validation_data, tf.data.Dataset):
+                raise fit_data.made_here(validation_data, name)
             eval_fn, _ = fit_data.input_fns(
                 validation_data, name, batch_size=batch_size
             )

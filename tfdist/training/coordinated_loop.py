@@ -228,8 +228,10 @@ class CoordinatedLoop(Loop):
         self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
         """See `Loop.evaluate`; by all workers, exact whatever dies."""
-        packed = self._workers.map(self._evaluate, batches, watch)
-        return loop.metrics_from_states(sum(packed), self._step)
+        packed = sum(self._workers.map(self._evaluate, batches, watch))
+        if not isinstance(packed, np.ndarray):  # Of no batch.
+            return {}
+        return self._step.result(packed, evaluated=True)
 
     def staleness(self) -> np.ndarray | None:
         """See `Loop.staleness`."""

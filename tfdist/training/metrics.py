@@ -129,9 +129,9 @@ class MetricStates:
     """States of a model's loss and metrics, of which these are the variables.
 
     Which add up, or are `kept` (by id) in the metric's variable: see
-    `ModelStep`. Those of a step that `trains` go on where they were. `results`
-    follow from values of `variables`, if not as Keras does; where a step
-    `has_loss`, its mean is among them.
+    `ModelStep`. Those of a step that `trains` go on where they were. `results`,
+    last those of evaluations, follow from values of `variables`, if not as
+    Keras does; where a step `has_loss`, its mean is among them.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class MetricStates:
         *,
         kept: set[int],
         trains: bool,
-        results: Callable[..., Any] | None,
+        results: Sequence[Callable[..., Any]],
         has_loss: bool = True,
     ) -> None:
         self.model = model
@@ -184,10 +184,13 @@ class MetricStates:
         kept = np.repeat([False, False, *self._is_kept], self._sizes)
         return np.where(kept, later, earlier + later)
 
-    def result(self, packed: np.ndarray) -> dict[str, float]:
+    def result(
+        self, packed: np.ndarray, evaluated: bool = False
+    ) -> dict[str, float]:
         """Loss and metrics by name, of (a sum of) packed states.
 
-        `loss` is the mean over examples. Empty if there was no example.
+        `loss` is the mean over examples. Empty if there was no example. Of a
+        step that trains they may have been `evaluated`.
         """
         loss, weight, *values = self._unpacked(packed)
         if not weight:
@@ -199,7 +202,7 @@ class MetricStates:
             if "loss" not in others:
                 own = {"loss": loss / weight}
         if self._results:
-            results = flat_floats(self._results(*values))
+            results = flat_floats(self._results[-evaluated](*values))
         else:
             # A result may be the variable itself.
             with self._scope([loss, weight, *values]):

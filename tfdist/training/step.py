@@ -131,10 +131,9 @@ class ModelStep(MetricStates):
         if (is_evaluated and not own) or (own_results and not trains):
             modes.append(EVALUATION)
         forwards = [self._passes.forward(m, element_spec) for m in modes]
-        must_add_up, results, kept = bool(remote or replicas), None, set()
+        must_add_up, kept, what = bool(remote or replicas), set(), ""
         if own_results:
             what = f"`{method}` of {type(model).__name__}"
-            results = forwards[0].results(metric_variables, what)
         if metrics:
             kept = no_sums(model, metric_variables, forwards, must_add_up)
         super().__init__(
@@ -142,7 +141,9 @@ class ModelStep(MetricStates):
             metric_variables,
             kept=kept,
             trains=trains,
-            results=results,
+            results=[
+                f.results(metric_variables, what) for f in forwards if what
+            ],
             has_loss=not own,
         )
         if global_step is not None and trains:
