@@ -94,9 +94,9 @@ class CoordinatedLoop(Loop):
         if step.staleness:
             self.own_variables.append(step.staleness.counts)
         example = example or input_fn(tf.distribute.InputContext())
-        self._largest = loop.dispatch_size(step.model, steps_per_dispatch)
-        in_compile = step.model.steps_per_execution > 1
-        self._asked = bool(steps_per_dispatch) or in_compile
+        self._largest, self._asked = loop.dispatch_size(
+            step.model, steps_per_dispatch
+        )
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)

@@ -183,13 +183,8 @@ def over_replicas(
 
     `size` is how many of its examples this one has, a scalar float32.
     """
-    every = [*found.dense, *found.deltas]
-    changed = [i for i, change in enumerate(every) if change is not None]
-    sums = {place for place, i in enumerate(changed) if i in layout.sums}
-    means, total = replicas.mean([every[i] for i in changed], size, sums)
-    for i, mean in zip(changed, means, strict=True):
-        every[i] = mean
-    num = len(found.dense)
+    num, whole = len(found.dense), [*found.dense, *found.deltas]
+    means, total = replicas.mean(whole, size, layout.sums)
     # Every replica has looked up other rows; those of a frozen table stay.
     routes, rows = [], []
     for group, route, gradient in zip(
@@ -211,9 +206,9 @@ def over_replicas(
     return dataclasses.replace(
         found,
         requests=request(layout, routes),
-        dense=every[:num],
+        dense=means[:num],
         rows=rows,
-        deltas=every[num:],
+        deltas=means[num:],
     )
 
 

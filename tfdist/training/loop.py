@@ -50,18 +50,16 @@ class EndOfInput(Exception):
 
 
 class Loop:
-    """What a session runs; as it stands, steps in this process, one by one.
+    """What a session runs.
 
     `global_step`, a scalar int64 variable, is incremented once per step.
     """
 
-    # What the steps read from, where its position can be saved with a
-    # checkpoint; else None.
+    # What the steps read from, if its position can be saved.
     iterator: tf.data.Iterator | None = None
     # Whether each worker reads a part of the data that nobody else ever reads.
     fixed_shares = False
-    # Whether the data are this process's alone, and others have others.
-    own_batches = False
+    own_batches = False  # Whether other processes read other data.
     resizable = False  # Whether `resize` can be called.
     # They are 0 when it begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
@@ -167,14 +165,15 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
     return int(np.clip(500 // max(num_variables, 1), 1, 10))
 
 
-def dispatch_size(model: keras.Model, wanted: int | None) -> int:
-    """Steps per dispatch: as wanted, as `compile` was told, or automatic."""
+def dispatch_size(model: keras.Model, wanted: int | None) -> tuple[int, bool]:
+    """Steps per dispatch; whether the user chose them, here or in `compile`."""
     if wanted is None and model.steps_per_execution > 1:
-        return model.steps_per_execution
+        wanted = model.steps_per_execution
     if wanted is None:
-        return automatic_steps_per_dispatch(len(model.trainable_variables))
+        num_variables = len(model.trainable_variables)
+        return automatic_steps_per_dispatch(num_variables), False
     check_positive("steps_per_dispatch", wanted)
-    return wanted
+    return wanted, True
 
 
 def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
@@ -196,9 +195,9 @@ def dispatch(
 ) -> Callable[..., tf.Tensor]:
     """What is traced to run `num_steps` steps.
 
-    Its arguments are an iterator (or the batches), the number of the first step
-    and what else `steps` takes after these (see `run_steps`). The packed metric
-    states end with what `TimedIterator.seconds` tells.
+    It takes an iterator (or the batches), the number of the first step and what
+    else `steps` does (see `run_steps`). The packed metric states end with what
+    `TimedIterator.seconds` tells.
     """
 
     def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
@@ -216,10 +215,7 @@ def run_steps(
     first_step: tf.Tensor,
     *args: Any,
 ) -> tf.Tensor:
-    """Runs steps, unrolled; returns their packed metric states.
-
-    `args` are those of `step.train` beyond the states.
-    """
+    """Packed metric states of steps; `args` are those of `step.train`."""
     states = step.zero_states()
     for i in range(num_steps):
         states = step.train(iterator.get_next(), first_step + i, states, *args)
@@ -275,8 +271,7 @@ class LocalLoop(Loop):
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
         if step.single_steps:
             steps_per_dispatch = 1
-        self._full = dispatch_size(step.model, steps_per_dispatch)
-        asked = steps_per_dispatch or step.model.steps_per_execution > 1
+        self._full, asked = dispatch_size(step.model, steps_per_dispatch)
         self._secs_alone = 0.0 if asked else math.inf
         read = self._batches_per_step * (dataset.element_spec,)
         number = tf.TensorSpec([], tf.int64)
@@ -303,24 +298,27 @@ class LocalLoop(Loop):
     ) -> dict[str, float]:
         """See `Loop.run`."""
         total: float | np.ndarray = 0.0
-        first_step = self.step
-        end, ended = first_step + num_steps, True
+        first_step, ended = self.step, False
+        end = first_step + num_steps
         with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
             for source, size in self._sources(num_steps):
                 start = time.monotonic()
                 number = tf.constant(first_step, tf.int64)
                 packed = self._functions[size](source, number).numpy()
-                self._spend(time.monotonic() - start)
+                secs = time.monotonic() - start
+                if self._secs_alone == math.inf:
+                    # A first step takes as long as tracing one.
+                    self._secs_alone = secs * self._full
+                self._secs_alone -= secs
                 first_step += size
                 states = self._input_secs.without(packed)
                 total = self._step.joined(total, states)
-                if self._ended_before(first_step):
+                if ended := self._ended_before(first_step):
                     break
-            else:
-                ended = first_step < end
-        if ended:
-            raise EndOfInput(metrics_from_states(total, self._step))
-        return metrics_from_states(total, self._step)
+        logs = metrics_from_states(total, self._step)
+        if ended or first_step < end:
+            raise EndOfInput(logs)
+        return logs
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
@@ -334,11 +332,10 @@ class LocalLoop(Loop):
             evaluate = traced(step.evaluate, reduce_retracing=True)
             self._evaluation = step, evaluate
         step, evaluate = self._evaluation
-        states: States = []
+        states = step.zero_states()
         for batch in batches:
-            states = evaluate(batch, states or step.zero_states())
-        packed = step.pack(states).numpy() if states else 0.0
-        return metrics_from_states(packed, step)
+            states = evaluate(batch, states)
+        return metrics_from_states(step.pack(states).numpy(), step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
@@ -361,12 +358,6 @@ class LocalLoop(Loop):
                     yield batches[i : i + each], 1
                 return
             yield batches, size
-
-    def _spend(self, secs: float) -> None:
-        """Counts down; a first step took as long as tracing one takes."""
-        if self._secs_alone == math.inf:
-            self._secs_alone = secs * self._full
-        self._secs_alone -= secs
 
     def _waits(self) -> dict[str, float]:
         """See `InputWatch`."""

@@ -55,27 +55,27 @@ class Replicas:
 
     def mean(
         self,
-        tensors: Sequence[tf.Tensor],
+        tensors: Sequence[tf.Tensor | None],
         size: tf.Tensor,
         counts: Collection[int] = (),
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Means over all examples, and how many these are.
+    ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
+        """Means over all examples, or None; and how many these are.
 
         From those over this replica's `size` examples: a scalar float32,
         maybe 0. Those of the tensors with the indices `counts` just add up.
         """
+        known = {i: t for i, t in enumerate(tensors) if t is not None}
         # Sums may be too large for what has two bytes.
-        wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in tensors]
+        wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in known.values()]
         any_here = tf.cast(size > 0, size.dtype)
-        sizes = [any_here if i in counts else size for i in range(len(wide))]
+        sizes = [any_here if i in counts else size for i in known]
         *sums, total = self.sum([*map(mean_to_sum, wide, sizes), size])
         self._traced.total = total
-        means = [
-            t if i in counts else t / tf.cast(total, t.dtype)
-            for i, t in enumerate(sums)
-        ]
-        pairs = zip(means, tensors, strict=True)
-        return [as_dtype(mean, t.dtype) for mean, t in pairs], total
+        means: list[tf.Tensor | None] = [None] * len(tensors)
+        for (i, own), mean in zip(known.items(), sums, strict=True):
+            mean = mean if i in counts else mean / tf.cast(total, mean.dtype)
+            means[i] = as_dtype(mean, own.dtype)
+        return means, total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensors of all replicas, one after the other along axis 0."""

@@ -130,15 +130,14 @@ class UpdatesAtOnce:
         self, deltas: Sequence[tf.Tensor | None], size: tf.Tensor
     ) -> None:
         """Adds to `moving` what replicas found, as `mean` does, and counts."""
-        pairs = zip(self._moving, deltas, strict=True)
-        changed = [(v, delta) for v, delta in pairs if delta is not None]
-        sums = {i for i, (v, _) in enumerate(changed) if v.aggregation == "sum"}
-        found = [delta for _, delta in changed]
-        means, _ = self._replicas.mean(found, size, sums)
+        moving = self._moving
+        sums = {i for i, v in enumerate(moving) if v.aggregation == "sum"}
+        means, _ = self._replicas.mean(deltas, size, sums)
 
-        def end(means: list[tf.Tensor]) -> None:
-            for (variable, _), delta in zip(changed, means, strict=True):
-                exchange.add(variable.value, delta)
+        def end(means: Sequence[tf.Tensor | None]) -> None:
+            for variable, delta in zip(moving, means, strict=True):
+                if delta is not None:
+                    exchange.add(variable.value, delta)
             self._global_step.assign_add(1)
 
         self._replicas.update(end, means)
