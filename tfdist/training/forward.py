@@ -1,11 +1,10 @@
 """What a model does with a batch, as a graph that is looked at, not run.
 
 A step wants all rows that it needs from one server in one message, so it must
-know every id before the first row arrives. It therefore runs the model (call,
-losses, metrics) twice while tracing: first here, on stand-ins for everything
-that it has not read yet; then, with the rows at hand, for real. Of this graph
-only what the ids need is ever executed: nothing fails, prints or counts
-because of a number that was computed from a stand-in.
+know every id before the first row arrives. So it runs the model (call, losses,
+metrics) twice while tracing: first here, on stand-ins for all that it has not
+read yet; then with the rows at hand. Of this graph only what the ids need is
+executed: nothing fails, prints or counts because of a stand-in's number.
 """
 
 from __future__ import annotations
@@ -105,6 +104,7 @@ class Forward:
         # of each lookup, in order.
         self.updated = list(self._scope.updated.values())
         self.read = [v for v, value in self._stand_ins if value.consumers()]
+        self._before = {id(v): value for v, value in self._stand_ins}
         calls = self._collector.calls
         self.tables = [table for table, _ in calls]
         self._check_ids()
@@ -128,11 +128,10 @@ class Forward:
         for ids, (_, traced) in zip(found, self._collector.calls, strict=True):
             ids.set_shape(traced.shape)  # Those of a lookup table have none.
         if replicas:
+            pairs = zip(found, self._collector.of_all, strict=True)
             found = [
                 tf.unique(replicas.gather(ids)).y if of_all else ids
-                for ids, of_all in zip(
-                    found, self._collector.of_all, strict=True
-                )
+                for ids, of_all in pairs
             ]
         return list(zip(self.tables, found, strict=True))
 
@@ -160,9 +159,8 @@ class Forward:
         self, states: Sequence[keras.Variable]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What they are after the pass, and before."""
-        stand_ins = {id(v): value for v, value in self._stand_ins}
         after = [self._scope.get_current_value(v) for v in states]
-        return after, [stand_ins[id(v)] for v in states]
+        return after, [self._before[id(v)] for v in states]
 
     def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
         """On what the results depend that depend not on `states` alone."""
@@ -184,10 +182,9 @@ class Forward:
 
         What it adds must not depend on any of `states`.
         """
-        stand_ins = {id(v): value for v, value in self._stand_ins}
-        names = {stand_ins[id(v)].op.name for v in states}
+        names = {self._before[id(v)].op.name for v in states}
         value: Any = self._scope.get_current_value(variable)
-        while value.name != stand_ins[id(variable)].name:
+        while value.name != self._before[id(variable)].name:
             op = value.op
             changed = [
                 any(o.name in names and not shape for o, shape in _needed([t]))

@@ -21,9 +21,7 @@ States = list[tf.Tensor]
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
-    """Lets Keras make its loss and metric variables, here on the chief.
-
-    Keras makes them when it first sees a target and a prediction.
+    """Has Keras make its loss and metric variables, of targets and predictions.
 
     Raises:
         ValueError: a metric is called "loss" or "global_step".
@@ -45,9 +43,8 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
         if names.count(name) > most:
             raise ValueError(
                 f"Model {model.name!r} has a metric called {name!r}. Results "
-                "of training and evaluation use the names 'loss' (the mean "
-                "loss) and 'global_step' themselves. Give the metric another "
-                "`name`."
+                "use the names 'loss' (the mean loss) and 'global_step' "
+                "themselves. Give the metric another `name`."
             )
 
 
@@ -63,13 +60,10 @@ def no_sums(
     forwards: Sequence[Forward],
     must_add_up: bool,
 ) -> set[int]:
-    """Ids of the variables whose values might not add up over batches.
-
-    They are those of metrics, listed in `model.metrics` or not, which some
-    passes update. If several workers add them up, they `must_add_up`.
+    """Ids of the variables of metrics whose values might not add up.
 
     Raises:
-        ValueError: they must, and one does not.
+        ValueError: there is one, and all `must_add_up`, for workers do that.
     """
     names, found = _own_metrics(model, variables), set()
     for variable in variables:
@@ -128,10 +122,9 @@ def _is_keras(metric: keras.metrics.Metric) -> bool:
 class MetricStates:
     """States of a model's loss and metrics, of which these are the variables.
 
-    Which add up, or are `kept` (by id) in the metric's variable: see
-    `ModelStep`. Those of a step that `trains` go on where they were. `results`
-    follow from values of `variables`, if not as Keras does; where a step
-    `has_loss`, its mean is among them.
+    They add up, or are `kept` (by id) in the metric's variable, where those of
+    a step that `trains` go on: see `ModelStep`. `results` follow from values of
+    `variables`, if not as Keras does; if a step `has_loss`, it is one of them.
     """
 
     def __init__(
@@ -192,19 +185,18 @@ class MetricStates:
         loss, weight, *values = self._unpacked(packed)
         if not weight:
             return {}
-        own = {}
-        if self._has_loss:
-            tracker = loss_tracker(self.model)
-            others = (m.name for m in self.model.metrics if m is not tracker)
-            if "loss" not in others:
-                own = {"loss": loss / weight}
         if self._results:
             results = flat_floats(self._results(*values))
         else:
             # A result may be the variable itself.
             with self._scope([loss, weight, *values]):
                 results = flat_floats(self.model.get_metrics_result())
-        return results | own
+        if self._has_loss:
+            tracker = loss_tracker(self.model)
+            others = (m.name for m in self.model.metrics if m is not tracker)
+            if "loss" not in others:
+                results["loss"] = loss / weight
+        return results
 
     @contextlib.contextmanager
     def shown(self, packed: np.ndarray) -> Iterator[None]:
@@ -218,9 +210,8 @@ class MetricStates:
     def _unpacked(self, packed: np.ndarray) -> list[Any]:
         """Sum of losses, weight, and values of the metrics' variables."""
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
-        tracker = loss_tracker(self.model) if self._has_loss else None
         known = {}
-        if tracker:
+        if self._has_loss and (tracker := loss_tracker(self.model)):
             known = {id(tracker.total): loss, id(tracker.count): weight}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
