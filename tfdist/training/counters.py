@@ -36,12 +36,11 @@ class Counters:
         self._ahead: int | None = None
         rates = [part.learning_rate for part in self._parts]
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
+        scaled = keras.optimizers.LossScaleOptimizer
+        self._is_scaled = isinstance(optimizer, scaled)
         # What a step reads for `of_step`. Where the loss has a scale that
         # adapts, not every step is an update.
         self.reads = list(self._rates)
-        self._is_scaled = isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        )
         if self._is_scaled or global_step is None:
             self.reads.append(self._counter)
         if self._is_scaled:
@@ -92,8 +91,8 @@ class Counters:
         """Counts a step; atomic on the server that holds a counter.
 
         Only once the gradients have `arrived` there, or else the batch was
-        `read`: a step that failed before, or that found no batch, does not
-        count. It counts for the optimizer if it `is_update`.
+        `read`: a step that failed, or found no batch, does not count. It counts
+        for the optimizer if it `is_update`.
         """
         steps = [] if self._global_step is None else [self._global_step]
         for counter in (*steps, *self._counters.values()):
@@ -118,13 +117,11 @@ def step_seeds(
     And by the replica's, if there are several. Keras' generators count in a
     shared variable, so two workers could draw the same dropout mask.
     """
-    seeds = []
-    for generator in generators:
-        # They never change, so they are read while the step is traced.
-        with tf.init_scope():
-            start = generator.numpy()
-        seed = tf.cast(start, tf.int64)
-        for number in numbers:
-            seed = tf.random.fold_in(seed, number)
-        seeds.append(tf.cast(seed, generator.dtype))
-    return seeds
+    # They never change, so they are read while the step is traced.
+    with tf.init_scope():
+        starts = [generator.numpy() for generator in generators]
+    seeds = [tf.cast(start, tf.int64) for start in starts]
+    for number in numbers:
+        seeds = [tf.random.fold_in(seed, number) for seed in seeds]
+    pairs = zip(seeds, generators, strict=True)
+    return [tf.cast(seed, generator.dtype) for seed, generator in pairs]

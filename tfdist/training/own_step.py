@@ -1,9 +1,9 @@
 """A model's own `train_step` between replicas and on parameter servers.
 
 On servers, and where tables are partitioned, it runs as a function of values,
-as all of a `ModelStep` does, and what it gives to `optimizer.apply`, once, is
-taken to where the variables are. Else each update of replicas happens at once
-(`updates.py`). In one process see `keras_step.py`.
+and what it gives to `optimizer.apply`, once, is taken to where the variables
+are. Else each update of replicas happens at once (`updates.py`). In one process
+see `keras_step.py`.
 """
 
 from __future__ import annotations
@@ -162,10 +162,7 @@ class OwnStep:
 
 
 def checked_logs(what: str, logs: Any) -> dict[str, Any]:
-    """What a model's step has returned, as tensors.
-
-    Raises `TypeError` or `ValueError` if it can't be logged.
-    """
+    """What a model's step has returned, as tensors; an error if no logs are."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"{what} must return a dictionary of logs. Received: {logs!r}."
@@ -194,15 +191,14 @@ def with_others(
     known: set[int] = set()
     for whole in named.values():
         known |= {id(v) for v in getattr(whole, "variables", [whole])}
-    others: dict[str, Saveable] = {}
-    count: collections.Counter[str] = collections.Counter()
+    every, count = dict(named), collections.Counter[str]()
     for variable in used:
         if id(variable) not in known:
             name = "train_step/" + variable.name.removesuffix(":0")
             number = f"_{count[name]}" if count[name] else ""
-            others[name + number] = variable
+            every[name + number] = variable
             count[name] += 1
-    return {**named, **others}
+    return every
 
 
 def _hand_over(optimizer: Optimizer) -> None:

@@ -39,10 +39,9 @@ class Update:
     ) -> Requests:
         """Applies and counts what a step has found; see `exchange.push`."""
         if found.scale is not None:  # If it was too large, no update happens.
-            every = [*found.dense, *found.rows]
             finite = [
                 tf.reduce_all(tf.math.is_finite(gradient))
-                for gradient in every
+                for gradient in (*found.dense, *found.rows)
                 if gradient is not None
             ]
             found = dataclasses.replace(found, finite=tf.reduce_all(finite))
@@ -120,8 +119,9 @@ class UpdatesAtOnce:
             with keras.StatelessScope():
                 now, rates, scale = update.counters.of_step()
                 found = StepGradients(none, dense, [], [], rates, now, scale)
-                found = unscaled(found)
-                found = exchange.over_replicas(layout, found, replicas, size)
+                found = exchange.over_replicas(
+                    layout, unscaled(found), replicas, size
+                )
                 replicas.update(update, found)
 
         return take
