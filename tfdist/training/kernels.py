@@ -45,22 +45,21 @@ def fused_update(
     do always, and `ResourceScatterNdSub`, but not `ResourceScatterSub`.
     """
     handle = variable.value.handle
-    if type(optimizer) is _K.SGD:
-        if ids is None:
-            _OPS.ResourceApplyGradientDescent(
-                var=handle, alpha=rate, delta=gradient
-            )
-        else:
-            _OPS.ResourceScatterNdSub(
-                ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
-            )
+    if type(optimizer) is _K.SGD and ids is None:
+        _OPS.ResourceApplyGradientDescent(
+            var=handle, alpha=rate, delta=gradient
+        )
         return
-    arguments_of, names, whole, of_rows = _RULES[type(optimizer)]
+    if type(optimizer) is _K.SGD:
+        _OPS.ResourceScatterNdSub(
+            ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
+        )
+        return
+    arguments_of, names, kernel, of_rows = _RULES[type(optimizer)]
     arguments = arguments_of(optimizer, rate)
     own = slots(optimizer, variable).of_rule
     for name, slot in zip(names, own, strict=True):
         arguments[name] = slot.value.handle
-    kernel = whole
     if ids is not None:
         kernel, arguments["indices"] = of_rows, ids
     kernel(var=handle, grad=gradient, use_locking=True, **arguments)

@@ -8,6 +8,7 @@ adding and writing, which loses steps as soon as two workers do it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,7 @@ _READS_OLD_SLOTS = versions.ScheduleFreeAdamW
 def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Creates the slots of `variables`, each beside its variable.
 
-    Must run inside the strategy's scope; else Keras would create the slots at
-    the first step, on the chief.
+    To be called in the strategy's scope: Keras would make them on the chief.
     """
     if not optimizer.built:
         optimizer.build(list(variables))
@@ -197,7 +197,7 @@ def _follow(
     optimizer: Optimizer,
     variable: keras.Variable,
     iteration: tf.Tensor,
-    ids: tf.Tensor | None = None,
+    ids: tf.Tensor | None,
 ) -> None:
     """Does what follows every step, also one whose gradients were kept."""
     target = variable.value
@@ -244,9 +244,7 @@ def apply(
         own for each in found for own in _claimed(optimizer, *each, iteration)
     ]
 
-    def run() -> None:
-        _apply(optimizer, found, rate, iteration)
-
+    run = functools.partial(_apply, optimizer, found, rate, iteration)
     if not shared or all(
         is_one_op(optimizer, v, ids is not None) for v, _, ids in found
     ):
@@ -360,11 +358,11 @@ def begin_step(
     def run() -> None:
         product.assign(product * factor)
 
-    if not shared:
+    if shared:
+        with tf.device(product.device):
+            alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
+    else:
         run()
-        return
-    with tf.device(product.device):
-        alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
 
 
 def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
