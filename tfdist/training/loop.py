@@ -38,11 +38,7 @@ def unwatched() -> None:
 
 
 class EndOfInput(Exception):
-    """The input is exhausted; no error, as `StopIteration` is none.
-
-    Attributes:
-        logs: Loss and metrics of the steps that ran.
-    """
+    """The input is exhausted; `logs` are those of the steps that ran."""
 
     def __init__(self, logs: dict[str, float]) -> None:
         super().__init__("The training input is exhausted.")
@@ -81,9 +77,9 @@ class Loop:
         """Runs `num_steps` steps; returns their loss and metrics.
 
         `watch` is called at least every second while others work; it ends the
-        wait for them by raising. So many steps `ahead` may be under way on
-        return, so that nobody waits for the slowest; the next run counts them.
-        With 0 it is exactly `num_steps`, and none is under way.
+        wait for them by raising. So many steps `ahead` (default: none) may be
+        under way on return, so that nobody waits for the slowest; the next run
+        counts them.
 
         Raises:
             EndOfInput: the input ended before.
@@ -98,10 +94,8 @@ class Loop:
     ) -> dict[str, float]:
         """Loss and metrics of the current parameters; no step is under way.
 
-        Every batch counts once; empty if there is none.
-
-        Raises:
-            ValueError: the loop has no model that can be evaluated.
+        Every batch counts once; empty if there is none. A `ValueError` if the
+        loop has no model that can be evaluated.
         """
         raise ValueError(
             "`evaluate` needs a session that trains a Keras model through a "
@@ -109,10 +103,7 @@ class Loop:
         )
 
     def resize(self, cluster: Cluster) -> bool:
-        """Goes on with the workers of `cluster`; False: not now.
-
-        To be called when all of them are up and no step is under way.
-        """
+        """Goes on with the workers of `cluster`, all up; False: not now."""
         raise NotImplementedError
 
     def begin_again(self) -> None:
@@ -120,11 +111,7 @@ class Loop:
         raise NotImplementedError
 
     def check_resize(self, num_processes: int) -> None:
-        """Whether an all-reduce of so many keeps the global batch.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Raises `ValueError` if so many would change the global batch."""
 
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
@@ -145,9 +132,9 @@ class Loop:
         """Ends what the loop has started. It cannot run any more."""
 
     def has_ended(self) -> bool:
-        """Whether, once closed, it allows for another loop in this process.
+        """Whether, once closed, another one can begin; every task is up.
 
-        To be asked when every task is up; waits for ten seconds at most.
+        Waits for that, ten seconds at most.
         """
         return True
 
@@ -155,9 +142,8 @@ class Loop:
 def automatic_steps_per_dispatch(num_variables: int) -> int:
     """Steps per dispatch where the user did not choose.
 
-    A dispatch costs the chief three milliseconds of CPU whatever is in it, and
-    tracing grows with its steps times the model's variables, of which large
-    models, with long steps, have many.
+    A dispatch costs the chief three milliseconds of CPU whatever is in it;
+    tracing grows with its steps times the model's variables.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
@@ -232,8 +218,8 @@ def run_steps_ahead(
 ) -> tf.Tensor:
     """As `run_steps`, on parameter servers, with fewer messages.
 
-    What a step looks up travels with the gradients of an earlier one: the step
-    before, or `read_ahead` before that, as it is read so many steps early.
+    What a step looks up travels with the gradients of the step before, or, as
+    it is read so early, of `read_ahead` steps before that.
     """
     states = step.zero_states()
     following = (
@@ -340,8 +326,7 @@ class LocalLoop(Loop):
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
 
-        Where the data may end, the batches are read before: a function in
-        which they end would lose its other steps.
+        Data that may end are read before it, where they would end its function.
         """
         each = self._batches_per_step
         full = 1 if self._secs_alone > 0 else self._full
@@ -429,10 +414,7 @@ class Logs(dict[str, float]):
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:
-    """Loss and metrics of a sum of packed states; 0.0 is of no example.
-
-    All begin anew with the next steps.
-    """
+    """Loss and metrics of a sum of packed states (0.0: of none), which ends."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
     logs = Logs(total, step)

@@ -147,10 +147,8 @@ class SynchronousLoop(CoordinatedLoop):
         *contribution: Any,
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
-        own = Contribution(self._accumulators, *contribution)
-        return run_steps(
-            self._step, num_steps, iterator, first_step, fence, own
-        )
+        args = fence, Contribution(self._accumulators, *contribution)
+        return run_steps(self._step, num_steps, iterator, first_step, *args)
 
     def _arguments(self, begun: Any) -> list[Any]:
         with tf.device(None):
