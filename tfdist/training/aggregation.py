@@ -1,10 +1,10 @@
 """Synchronous steps on parameter servers: several workers, one update.
 
 TF1's `SyncReplicasOptimizer` had an accumulator for each variable, which took
-the first gradients to come, of whichever workers. Here each worker's gradients
-wait on the servers by themselves, and the chief says whose to take: all
-servers take those of the same workers, so a step has a global batch, whose
-size, metrics and mean gradient are exact.
+the first gradients to come. Here each worker's wait on the servers by
+themselves, and the chief says whose to take: all servers take those of the same
+workers, so a step has a global batch, whose size, metrics and mean gradient are
+exact.
 
     worker w                              server k
       gradients ------------------------>  kept for worker w
@@ -48,10 +48,10 @@ class Mean(NamedTuple):
 
 
 class Accumulators:
-    """What each worker has found for a step, on the servers that hold it all.
+    """What each worker has found for a step, on the servers; never saved.
 
-    That takes, for each worker, the memory of the variables that are no tables,
-    and of the rows of a batch. It is no part of a checkpoint.
+    For each worker that takes the memory of the variables that are no tables,
+    and of the rows of a batch.
 
     Attributes:
         of_workers: For each worker, what is kept of it, by server.
@@ -122,14 +122,12 @@ class Accumulators:
         arrived = {}
         for mean in means:
             values = [*mean.whole.values(), *mean.rows.values()]
-            server, updates = mean.server, list(mean.whole)
             if not values:
                 continue
-            with tf.device(server.device):
-                arrived[server.device] = tf.identity_n(values)[-1]
-                exchange.apply(
-                    layout, server, scalars, values, updates, mean.asked
-                )
+            args = scalars, values, list(mean.whole), mean.asked
+            with tf.device(mean.server.device):
+                arrived[mean.server.device] = tf.identity_n(values)[-1]
+                exchange.apply(layout, mean.server, *args)
         counters.count(layout.device_of, arrived, [sizes])
 
     def _mean(self, server: Server, sizes: tf.Tensor) -> Mean:

@@ -1,8 +1,7 @@
 """Replicas that run each step together, and all-reduce what they found.
 
-A replica has a copy of every variable, computes the gradients of its share of
-the global batch, and learns the mean over all shares: so all copies stay equal
-(`tf.distribute`'s synchronous strategies).
+As of `tf.distribute`'s synchronous strategies: each has a copy of every
+variable, and learns the mean of what all find in their shares of the batch.
 """
 
 from __future__ import annotations
@@ -17,19 +16,17 @@ _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
 class Replicas:
-    """What a step asks of the replicas beside its own.
+    """What a step asks of the replicas beside its own, called by each of them.
 
-    Each method is called by every replica, in its context. `anchor` is any
-    variable that was made in the strategy's scope.
+    `anchor` is any variable that was made in the strategy's scope.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, anchor: tf.Variable
     ) -> None:
         self.strategy, self.num = strategy, strategy.num_replicas_in_sync
-        # Whether a step for which no replica has an example changes nothing
-        # and does not count. That costs no message: the number of examples
-        # comes with the gradients.
+        # Whether a step for which no replica has an example does not count.
+        # That costs no message: how many there are comes with the gradients.
         self.skips_empty = False
         self._anchor = anchor
         # TensorFlow traces each replica on a thread of its own.
@@ -59,10 +56,10 @@ class Replicas:
         size: tf.Tensor,
         counts: Collection[int] = (),
     ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
-        """Means over all examples, or None; and how many these are.
+        """Means over all examples, and how many these are.
 
-        From those over this replica's `size` examples: a scalar float32,
-        maybe 0. Those of the tensors with the indices `counts` just add up.
+        From those over this replica's `size` examples, a scalar float32, maybe
+        0. Of the indices `counts`, sums; of None, None.
         """
         known = {i: t for i, t in enumerate(tensors) if t is not None}
         # Sums may be too large for what has two bytes.
