@@ -2,10 +2,9 @@
 
 A step sends each server one message with the ids of all table rows that it
 needs, and gets one with these rows and all dense variables. The server keeps
-the ids, so the gradients of rows travel without them, in one message with the
-clipped gradients of all else that it holds. Large tensors go alone. Within a
-dispatch the ids of the next step travel with the gradients: two messages a step
-to each server and from it, not three.
+the ids, so the gradients of rows travel without them, in one message with all
+other clipped gradients. Large tensors go alone. Within a dispatch the ids of
+the next step travel with the gradients: two messages a step, not three.
 
     worker                                server k
       ids of rows ----------------------->  gather
@@ -151,10 +150,7 @@ def answers(
     tables: Sequence[Any],
     rows_of: Callable[[Group], tf.Tensor] | None = None,
 ) -> lookups.Answers:
-    """Answers the lookup of each of `tables` by the rows that were read.
-
-    By those that `rows_of` a group gives at each lookup, if there is one.
-    """
+    """Answers lookups of `tables` by the rows read, or what `rows_of` gives."""
     found: list[Any] = [None] * len(tables)
     for group, rows, own in zip(
         layout.groups, read.rows, read.positions, strict=True
@@ -165,13 +161,12 @@ def answers(
         every = own if rows_of else tf.gather(rows, own)
 
         def answer(piece: tf.Tensor, group: Group = group) -> tf.Tensor:
-            return (
-                tf.gather(rows_of(group), piece) if rows_of else accessed(piece)
-            )
+            if rows_of:
+                return tf.gather(rows_of(group), piece)
+            return accessed(piece)
 
-        for i, piece in zip(
-            which, tf.split(every, lengths, num=len(which)), strict=True
-        ):
+        pieces = tf.split(every, lengths, num=len(which))
+        for i, piece in zip(which, pieces, strict=True):
             found[i] = functools.partial(answer, piece)
     return lookups.Answers(tables, found)
 
@@ -218,11 +213,10 @@ def push(
     fence: Fence | None = None,
     following: Sequence[Route] = (),
 ) -> tuple[dict[str, tf.Tensor], Requests]:
-    """Clips gradients and updates every variable where it lives.
+    """Clips gradients; updates every variable, or accumulates, where it lives.
 
-    Or keeps the gradients there, where they accumulate. What the next step
-    looks up (`following`) travels along. Returns for each server a tensor there
-    that depends on the gradients, and the requests of what this leaves.
+    What the next step looks up (`following`) travels along. Returns for each
+    server a tensor there that depends on the gradients, and what is requested.
     """
     dense, rows = clipped(layout, found)
     # A step that has failed, or found no batch, begins nothing.
@@ -271,9 +265,9 @@ def carried(
     """What a step has found, where it is needed.
 
     Yields:
-        A server; the indices in `Layout.reads` of what the step changes of
-        it; and there `scalars`, what it adds to these, the gradients of
-        rows, for each group, and, packed, the ids of `following` there.
+        A server; the indices in `Layout.reads` of what the step changes of it;
+        and there `scalars`, what it adds to these, the gradients of rows for
+        each group, and, packed, the ids of `following`.
     """
     whole = [*found.dense, *found.deltas]
     blocks = []

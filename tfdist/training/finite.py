@@ -32,9 +32,8 @@ class NonFiniteVariablesError(tf.compat.v1.train.NanLossDuringTrainingError):
 class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
-    Each device looks at what it holds; over the network comes one message per
-    device, a truth value for each variable. One in shards, or with a copy for
-    each replica, counts as one.
+    Each device looks at what it holds and sends one message, with a truth value
+    for each variable. One in shards, or with copies on replicas, is one.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
