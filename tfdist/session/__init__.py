@@ -6,9 +6,8 @@ beside them `recovery` (what is done about which error) and `lockstep`
 (all-reduce: one process leads).
 
 What each failure costs, with the test that shows it. "The last checkpoint" is
-the last that was complete: by default one is begun every 60 s, or as often as
-costs 1 % of the time where that is less often, and written while steps go on
-(see `tfdist.hooks.CheckpointSaverHook`).
+the last complete one: see `tfdist.hooks.CheckpointSaverHook` for how often one
+is begun (by default after 60 s or more), and written while steps go on.
 
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again, and begins with another
@@ -72,8 +71,8 @@ go on without the others:
 A process dies, freezes or is cut off: the others know in ten seconds or so
   (TensorFlow's heartbeat), restart themselves and wait for it, `max_wait_secs`
   at most; each says who is missing, and the limit ends it with exit code 1.
-  Then all go on from the last checkpoint, as if nobody had disturbed them. It
-  costs the steps since that one, and the start. (test_ends_as_if_undisturbed)
+  Then all go on from the last checkpoint. It costs the steps since that one,
+  and the start. (test_ends_as_if_undisturbed)
   A worker that stays away is done without after `last_call_timeout`, where
   the size may change and `min_workers` are left: nothing else is lost.
   (test_one_that_is_gone_for_good)
@@ -92,10 +91,9 @@ Processes with different programs (variables, batches, number of devices): a
   (test_another_program_is_named)
 
 How long steps stand still: until a process is in the place of the dead one (at
-once where `tfdist launch` forks it from one that has imported TensorFlow; see
-test_a_job_of_forks_goes_on), and then while the chief connects, restores
-and, if it is new, builds its model and traces its step, and workers compile it.
-`benchmarks/recovery.py` measures each part.
+once where `tfdist launch` forks it: test_a_job_of_forks_goes_on), and while the
+chief connects, restores and, if it is new, builds its model and traces its
+step, and workers compile it. `benchmarks/recovery.py` measures each part.
 
 Steps that were lost are run again; on parameter servers with other examples.
 `global_step` counts applied updates and never passes the step at which a hook
@@ -107,13 +105,12 @@ server is found to be gone. Ten failures without a step in between are raised,
 and so is what a hook raises for the third time at one step, with every server
 alive: that is the user's own error.
 
-In one process a restored session goes on with the weights, the random seeds
-and the batch of one that was never interrupted, if the loop's iterator can be
-saved; a warning says where it cannot. An input that is another one by then
-(other files, constants or functions, or files that begin otherwise) is read
-from its start, with a warning. In a dataset that shuffles by a seed before it
-batches and repeats, a position at the end of a pass has no order: after each
-such restart the same ones come again, with a warning.
+In one process a restored session goes on with the weights, random seeds and
+batch of one that was never interrupted, if the loop's iterator can be saved.
+Warnings tell where it cannot; where the input is another one by then (other
+files, constants or functions, or files that begin otherwise) and is read from
+its start; and where a dataset shuffles by a seed before it batches and repeats:
+a position at the end of a pass has no order, so the same ones come again.
 """
 
 import lazy_loader

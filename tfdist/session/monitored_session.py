@@ -73,8 +73,7 @@ class MonitoredTrainingSession(RecoverableSession):
     * What was restored is not saved again at once, and a session that is at
       its last step already runs no step.
     * `NanTensorHook`s come first, so that no checkpoint holds what they found.
-    * The end of a loop's input ends the session after the hooks have seen the
-      last steps.
+    * The end of a loop's input ends the session once hooks saw the last steps.
     * If a server is lost in `end`, this process restarts itself.
     * A `CheckpointSaverHook` of `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` and no `.meta` files are written.
@@ -114,11 +113,9 @@ class MonitoredTrainingSession(RecoverableSession):
         check_numerics: Whether, before a checkpoint is written, each server
             looks whether its variables are finite; if not, training ends with
             a `NanLossDuringTrainingError` that names them.
-        cluster: With parameter servers, of which this process is the chief;
-            or without any, for all-reduce: then each task has a session, and
-            `is_chief` is what the cluster says.
-        strategy: Where there is no cluster. Default:
-            `tf.distribute.get_strategy()`.
+        cluster: With parameter servers, of which this process is the chief; or
+            without any, for all-reduce: then `is_chief` is what it says.
+        strategy: Without a cluster. Default: `tf.distribute.get_strategy()`.
 
     Attributes:
         is_chief: Whether this process saves and leads.
@@ -329,8 +326,8 @@ class MonitoredTrainingSession(RecoverableSession):
     def _resize(self) -> None:
         """Takes workers in and lets others go, as `tfdist.cluster.size` says.
 
-        TensorFlow can do neither while it waits for a worker that has died, nor
-        any loop but a `CoordinatedLoop`. Then this process restarts itself, or
+        Neither can be done while TensorFlow waits for a worker that has died,
+        nor by a loop that is not `resizable`: this process restarts itself, or
         waits for a worker that is to stay.
         """
         size, health = self._size, self._health
