@@ -84,10 +84,10 @@ class MonitoredTrainingSession(RecoverableSession):
       stops when the leader's do: one that writes files asks `is_chief`.
 
     Args:
-        build_fn: Returns a `Trainable`. Called without an argument inside the
-            strategy's scope; if it has one argument without a default, with the
-            strategy, whose scope it then enters itself. Called again after a
-            failure; it must make the same variables each time.
+        build_fn: Returns a `Trainable`. Called in the strategy's scope, or, if
+            it has an argument without a default, with the strategy, whose scope
+            it enters itself. Called again after a failure; it must make the
+            same variables each time.
         is_chief: A session that is not the chief's runs only `hooks`, writes
             nothing, and waits for the chief's first checkpoint.
         checkpoint_dir: Of the checkpoints; None for none.
@@ -110,9 +110,8 @@ class MonitoredTrainingSession(RecoverableSession):
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        check_numerics: Whether, before a checkpoint is written, each server
-            looks whether its variables are finite; if not, training ends with
-            a `NanLossDuringTrainingError` that names them.
+        check_numerics: Whether a `NanLossDuringTrainingError` ends training
+            that is to save variables, which it names, that are not finite.
         cluster: With parameter servers, of which this process is the chief; or
             without any, for all-reduce: then `is_chief` is what it says.
         strategy: Without a cluster. Default: `tf.distribute.get_strategy()`.

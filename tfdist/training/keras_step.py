@@ -99,10 +99,7 @@ class KerasStep:
         states: States,
         fence: Fence | None = None,
     ) -> States:
-        """Runs and counts the model's `train_step`; returns the logs.
-
-        A step that found no batch, or failed, does not count.
-        """
+        """The logs of the model's `train_step`, which counts if it worked."""
         assert self._global_step is not None
         logs = self._train(batch)
         read = tf.nest.flatten(batch, expand_composites=True)

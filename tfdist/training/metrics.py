@@ -70,9 +70,9 @@ def no_sums(
         if must_add_up and variable.aggregation != "sum":
             raise ValueError(
                 f"Metric variable {variable.path!r} of model {model.name!r} "
-                f"has aggregation={variable.aggregation!r}, so its values on "
-                "several workers cannot be added up. Metrics whose variables "
-                'have aggregation="sum" (all of Keras\') can.'
+                f"has aggregation={variable.aggregation!r}: its values on "
+                "several workers cannot be added up, as those of "
+                'aggregation="sum" (all of Keras\') can.'
             )
         if id(variable) not in names:
             continue
@@ -275,7 +275,7 @@ def num_examples(batch: Any) -> tf.Tensor:
 
 
 def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
-    """Results by name, as Keras names them; of an array each number.
+    """Results by Keras' names; of an array each number.
 
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
     {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}

@@ -233,9 +233,8 @@ def apply(
     """Applies a step's `(variable, gradient, ids)`, or keeps them for later.
 
     With `gradient_accumulation_steps` the last of so many steps applies the
-    mean. Workers that run at once add to the same sums: an update takes what
-    has arrived when it is due. Shards that grow come together, as
-    `GrowingShards`, and their keys as `Found`; these get rows.
+    mean, of what has arrived by then from all workers. Shards that grow come
+    together, as `GrowingShards`, and their keys as `Found`; these get rows.
 
     If others may do so at the same moment (`shared`), they take turns, so no
     number is lost: by variable where an update `is_one_op`, else by device.
@@ -292,23 +291,17 @@ def _claimed(
     """Of each shard that grows the gradient and its rows, claimed if new."""
     if not isinstance(variable, GrowingShards):
         return [(variable, gradient, ids)]
-    beside = []
+    first = getattr(optimizer, "initial_accumulator_value", 0.0)
+    begins = {"accumulator": first}  # In Keras' rules; the rest at zero.
+    beside: list[Beside] = []
     for shard in variable.shards:
-        first = _first_values(optimizer, shard) if variable.evicts else []
-        beside.append([*first, *((s, None) for s in _begun(optimizer, shard))])
+        kinds = named_slots(optimizer, shard) if variable.evicts else {}
+        own = [(slot, begins.get(kind, 0.0)) for kind, slot in kinds.items()]
+        beside.append([*own, *((s, None) for s in _begun(optimizer, shard))])
     claimed = variable.claimed(ids, gradient, iteration, beside)
     return [
         (shard, own, rows)
         for shard, (rows, own) in zip(variable.shards, claimed, strict=True)
-    ]
-
-
-def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
-    """At what its slots begin in Keras' rules; the rest at zero."""
-    first = getattr(optimizer, "initial_accumulator_value", 0.0)
-    return [
-        (slot, first if kind == "accumulator" else 0.0)
-        for kind, slot in named_slots(optimizer, variable).items()
     ]
 
 

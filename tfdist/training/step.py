@@ -57,15 +57,13 @@ class Begun(NamedTuple):
 class ModelStep(MetricStates):
     """Training and evaluation steps of one compiled Keras model.
 
-    Metric states travel as a list of tensors that add up: the sum over any
-    split of the batches is the state of them all. Where it is not (a maximum),
-    one process hands the state on from batch to batch, in the metric's
-    variable; several tasks refuse the metric.
+    Metric states travel as a list of tensors that add up over any split of the
+    batches. What does not (a maximum) one process hands on from batch to batch,
+    in the metric's variable; several tasks refuse the metric.
 
     Args:
-        model: A compiled, built `keras.Model`. Its `compute_loss` and
-            `compute_metrics` are used, or its own `train_step`. One that
-            overrides `test_step` is for `KerasStep`.
+        model: A compiled, built `keras.Model`, whose `compute_loss` and
+            `compute_metrics` are used, or its own `train_step`.
         element_spec: `dataset.element_spec` of the batches.
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
@@ -80,10 +78,10 @@ class ModelStep(MetricStates):
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: `model` is not compiled or not built; its `train_step`
-            does what only one process can do; the batches are not what it
-            reads; ids of a table's lookup, or results, depend on what they
-            must not; states of a metric do not add up where they must.
+        ValueError: `model` is not compiled or not built, or its `train_step`
+            does what only one process can; the batches are not what it reads;
+            ids of a lookup, or results, depend on what they must not; states of
+            a metric do not add up where they must.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
