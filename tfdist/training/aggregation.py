@@ -15,6 +15,7 @@ exact.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -195,9 +196,7 @@ class Accumulators:
                     tf.split(tf.ensure_shape(t, [None, *s]), counts)
                     for t, s in ((ids, []), (rows, [groups[g].dim]))
                 ]
-                values += [
-                    p for pair in zip(*pieces, strict=True) for p in pair
-                ]
+                values += itertools.chain(*zip(*pieces, strict=True))
             pairs = zip(values, specs, strict=True)
             return [tf.ensure_shape(v, spec.shape) for v, spec in pairs]
 
@@ -232,9 +231,8 @@ def _by_id(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Each id of several workers once, and the sum of its gradients."""
     unique, index = tf.unique(tf.concat(ids, 0))
-    return unique, tf.math.unsorted_segment_sum(
-        tf.concat(gradients, 0), index, tf.size(unique)
-    )
+    every, num = tf.concat(gradients, 0), tf.size(unique)
+    return unique, tf.math.unsorted_segment_sum(every, index, num)
 
 
 def _variable(dtype: str | tf.DType) -> tf.Variable:

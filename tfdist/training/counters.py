@@ -74,10 +74,8 @@ class Counters:
             iteration = tf.cast(values[num], tf.int64)
         else:
             iteration = self.iteration(step)
-        rates = [
-            optimizers.learning_rate(part, iteration, known)
-            for part in self._parts
-        ]
+        rate_of = optimizers.learning_rate
+        rates = [rate_of(part, iteration, known) for part in self._parts]
         return iteration, rates, values[-1] if self._is_scaled else None
 
     def count(

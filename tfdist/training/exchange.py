@@ -117,10 +117,8 @@ def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
     for server in layout.servers:
         asked = requests.at[server.device]
         with tf.device(server.device):
-            read = [
-                tf.convert_to_tensor(layout.reads[i].value)
-                for i in server.reads
-            ]
+            whole = [layout.reads[i].value for i in server.reads]
+            read = [tf.convert_to_tensor(value) for value in whole]
             for g, shards in server.shards.items():
                 own, ids = rows_at(server.growing.get(g, shards), *asked[g])
                 read.append(own)
@@ -190,14 +188,10 @@ def over_replicas(
             rows.append(gradient)
             continue
         gradient = mean_to_sum(gradient, size / total)
-        routes.append(group.routed(replicas.gather(route.rows)))
-        rows.append(
-            tf.math.unsorted_segment_sum(
-                replicas.gather(gradient),
-                routes[-1].positions,
-                tf.reduce_sum(routes[-1].sizes),
-            )
-        )
+        route = group.routed(replicas.gather(route.rows))
+        every, num = replicas.gather(gradient), tf.reduce_sum(route.sizes)
+        routes.append(route)
+        rows.append(tf.math.unsorted_segment_sum(every, route.positions, num))
     return dataclasses.replace(
         found,
         requests=request(layout, routes),

@@ -152,11 +152,9 @@ class MetricStates:
 
     def zero_states(self) -> States:
         """States that have seen no example; those that are kept go on."""
-        scalar = tf.zeros([], tf.float32)
-        states = [scalar, scalar]
-        for v, start, stays in zip(
-            self._metrics, self._start, self._stays, strict=True
-        ):
+        states = [tf.zeros([], tf.float32)] * 2
+        known = zip(self._metrics, self._start, self._stays, strict=True)
+        for v, start, stays in known:
             if stays:
                 states.append(tf.convert_to_tensor(v.value))
             elif np.any(start):
@@ -168,9 +166,8 @@ class MetricStates:
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
         self._assign(states[2:])
-        return tf.concat(
-            [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
-        )
+        flat = [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states]
+        return tf.concat(flat, axis=0)
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
         """Packed states of two dispatches in one; 0.0 is of none."""
@@ -257,13 +254,9 @@ class MetricStates:
         return [loss_sum, states[1] + weight, *metrics]
 
     def _assign(self, values: Sequence[Any], every: bool = False) -> None:
-        """Has training go on from these values, where it keeps them.
-
-        Or has `every` variable this value, for whoever reads it.
-        """
-        for variable, value, stays in zip(
-            self._metrics, values, self._stays, strict=True
-        ):
+        """Gives variables that training keeps, or `every` one, these values."""
+        pairs = zip(self._metrics, values, strict=True)
+        for (variable, value), stays in zip(pairs, self._stays, strict=True):
             if stays or every:
                 variable.value.assign(value)
 

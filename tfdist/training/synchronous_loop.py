@@ -117,9 +117,8 @@ class SynchronousLoop(CoordinatedLoop):
             if not self._uncertain:
                 self._open()
             self._collect(watch)
-            able = self._found.keys() | (
-                set(range(self._workers.num_workers)) - self._exhausted
-            )
+            workers = set(range(self._workers.num_workers))
+            able = self._found.keys() | (workers - self._exhausted)
             enough = max(1, len(able) - self._backup_workers)
             if not able or len(self._found) >= enough:
                 break
