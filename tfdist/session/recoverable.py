@@ -91,9 +91,9 @@ class RecoverableSession:
         self._health: HealthMonitor | None = None
         self._trainable: Trainable
         self._loop: Loop
-        self._built = False
+        # Whether there are these two; whether they outlive the connection.
+        self._built = self._keeps = False
         self._connected: tf.distribute.ParameterServerStrategy | None = None
-        self._keeps = False  # Whether what is built outlives the connection.
         self._shapes: dict[str, tuple] | None = None
         self._ending: Loop | None = None
         self._coord = tf.train.Coordinator(recovery.END_OF_INPUT)

@@ -183,15 +183,16 @@ def over_replicas(
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
     ):
-        if group.part is None:
-            routes.append(route)
-            rows.append(gradient)
-            continue
-        gradient = mean_to_sum(gradient, size / total)
-        route = group.routed(replicas.gather(route.rows))
-        every, num = replicas.gather(gradient), tf.reduce_sum(route.sizes)
+        if group.part is not None:
+            gradient = mean_to_sum(gradient, size / total)
+            route = group.routed(replicas.gather(route.rows))
+            gradient = tf.math.unsorted_segment_sum(
+                replicas.gather(gradient),
+                route.positions,
+                tf.reduce_sum(route.sizes),
+            )
         routes.append(route)
-        rows.append(tf.math.unsorted_segment_sum(every, route.positions, num))
+        rows.append(gradient)
     return dataclasses.replace(
         found,
         requests=request(layout, routes),
