@@ -39,8 +39,9 @@ A ps, or the chief, dies while a checkpoint is written: that one is not, and
 A checkpoint cannot be written: raised after a later step, recovered from like
   any other error, and at the third time raised. A warning says so at once.
   (test_its_error_ends_training, test_what_can_never_be_written_is_raised)
-A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
-  then raises a `TimeoutError` that names it. (test_ps_stays_away)
+A ps stays away, or a task is missing at the start: the session waits
+  `max_wait_secs`, says so every ten seconds, then raises a `TimeoutError` that
+  names it. (test_ps_stays_away)
 A ps freezes: after 15 s this process restarts itself, waits as above and
   restores. (test_ps_frozen)
 The chief dies: when it is started again it restores. The servers free what the
@@ -48,18 +49,15 @@ The chief dies: when it is started again it restores. The servers free what the
 The chief freezes: when it wakes up it goes on; if the servers have given it up
   meanwhile (after 60 s at the earliest), it builds again and restores.
   (test_chief_frozen)
-A task is missing at the start: `TimeoutError`, as for a ps that stays away.
-  (test_ps_stays_away)
 A second chief starts: `RuntimeError` there, which names who holds the job.
   (test_second_chief_is_refused)
-Another job saves in the same directory: `RuntimeError` in the first of the two
-  that finds the other's checkpoint there, when it is about to save.
-  (test_another_job_saves_in_the_same_directory)
-SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
-  at most) and the one that is being written is complete, exit code 143, which
-  schedulers take as a reason to start it again. Workers and ps that are told so
-  too serve on until then. It costs nothing.
-  (test_sigterm_to_the_chief_loses_nothing, test_it_is_waited_for_after_sigterm)
+Another job saves in the same directory: `RuntimeError` in the first to find the
+  other's checkpoint as it saves. (test_another_job_saves_in_the_same_directory)
+SIGTERM to the chief: a checkpoint once the steps under way are done (20 s at
+  most) and the one being written is complete, then exit code 143, on which
+  schedulers start it again. Workers and ps that are told so too serve on until
+  then. It costs nothing. (test_sigterm_to_the_chief_loses_nothing,
+  test_it_is_waited_for_after_sigterm)
 An error in user code: raised, once. The last checkpoint stays.
   (test_error_of_the_user_is_raised_once)
 The newest checkpoint is damaged: the one before is restored, with a warning.
@@ -73,16 +71,15 @@ A process dies, freezes or is cut off: the others know in ten seconds or so
   at most; each says who is missing, and the limit ends it with exit code 1.
   Then all go on from the last checkpoint. It costs the steps since that one,
   and the start. (test_ends_as_if_undisturbed)
-  A worker that stays away is done without after `last_call_timeout`, where
-  the size may change and `min_workers` are left: nothing else is lost.
-  (test_one_that_is_gone_for_good)
+  A worker that stays away is done without after `last_call_timeout`, if the
+  size may change and `min_workers` are left. (test_one_that_is_gone_for_good)
 Workers come or go on purpose (`tfdist.cluster.size`): all save and restart
   themselves, which costs no step, but that time. The global batch stays; a
   size that would change it is refused. (test_2_to_3_to_2_processes,
   test_what_would_change_the_global_batch)
-SIGTERM: as above on the process that leads (the chief, else worker 0). For
-  another one all save and restart themselves, and it ends with exit code 143:
-  as with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. Where
+SIGTERM: as above on the process that leads (the chief, else worker 0). Another
+  ends with exit code 143 once all have saved; the others restart themselves. As
+  with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. Where
   nothing saves it goes on for 20 s. (test_one_that_is_told_to_end)
 An error in user code: raised where it happened. If that is the process that
   leads, all end with it; else the others wait for that one to come back.
