@@ -176,35 +176,30 @@ class Accumulators:
         self, kept: Kept, server: Server, updates: list[int], share: tf.Tensor
     ) -> Sequence[tf.Tensor]:
         """A worker's share of the means; of one that is not taken, nothing."""
-        reads, groups = self._layout.reads, self._layout.groups
-        specs = [tf.TensorSpec(reads[i].shape, self._dtype(i)) for i in updates]
-        for g, shards in server.trained.items():
-            row = tf.TensorSpec([None, groups[g].dim], shards[0].dtype)
-            specs += [tf.TensorSpec([None], tf.int64), row] * len(shards)
+        layout, trained = self._layout, server.trained
 
         def taken() -> list[tf.Tensor]:
-            values = [kept.whole[i].read_value() for i in updates]
-            values = [
-                v if i in self._layout.sums else v * tf.cast(share, v.dtype)
-                for i, v in zip(updates, values, strict=True)
-            ]
-            for g, shards in server.trained.items():
+            values = []
+            for i in updates:
+                value = kept.whole[i].read_value()
+                if i not in layout.sums:
+                    value *= tf.cast(share, value.dtype)
+                values.append(tf.ensure_shape(value, layout.reads[i].shape))
+            for g, shards in trained.items():
                 ids, counts, rows = [v.read_value() for v in kept.rows[g]]
                 counts = tf.ensure_shape(counts, [len(shards)])
-                rows *= tf.cast(share, rows.dtype)
-                pieces = [
-                    tf.split(tf.ensure_shape(t, [None, *s]), counts)
-                    for t, s in ((ids, []), (rows, [groups[g].dim]))
-                ]
-                values += itertools.chain(*zip(*pieces, strict=True))
-            pairs = zip(values, specs, strict=True)
-            return [tf.ensure_shape(v, spec.shape) for v, spec in pairs]
+                ids = tf.split(tf.ensure_shape(ids, [None]), counts)
+                rows = tf.ensure_shape(rows, [None, layout.groups[g].dim])
+                rows = tf.split(rows * tf.cast(share, rows.dtype), counts)
+                values += itertools.chain(*zip(ids, rows, strict=True))
+            return values
 
         def nothing() -> list[tf.Tensor]:
-            return [
-                tf.zeros([0 if d is None else d for d in s.shape], s.dtype)
-                for s in specs
-            ]
+            shapes = [(layout.reads[i].shape, self._dtype(i)) for i in updates]
+            for g, shards in trained.items():
+                rows = [0, layout.groups[g].dim], shards[0].dtype
+                shapes += [([0], tf.int64), rows] * len(shards)
+            return [tf.zeros(shape, dtype) for shape, dtype in shapes]
 
         return tf.cond(share > 0, taken, nothing)
 

@@ -45,15 +45,15 @@ def fused_update(
     do always, and `ResourceScatterNdSub`, but not `ResourceScatterSub`.
     """
     handle = variable.value.handle
-    if type(optimizer) is _K.SGD and ids is None:
-        _OPS.ResourceApplyGradientDescent(
-            var=handle, alpha=rate, delta=gradient
-        )
-        return
     if type(optimizer) is _K.SGD:
-        _OPS.ResourceScatterNdSub(
-            ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
-        )
+        if ids is None:
+            _OPS.ResourceApplyGradientDescent(
+                var=handle, alpha=rate, delta=gradient
+            )
+        else:
+            _OPS.ResourceScatterNdSub(
+                ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
+            )
         return
     arguments_of, names, kernel, of_rows = _RULES[type(optimizer)]
     arguments = arguments_of(optimizer, rate)
