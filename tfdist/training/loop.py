@@ -181,8 +181,8 @@ def dispatch(
 ) -> Callable[..., tf.Tensor]:
     """What is traced to run `num_steps` steps.
 
-    It takes an iterator (or the batches), the number of the first step and what
-    else `steps` does (see `run_steps`). The packed metric states end with what
+    It takes an iterator (or the batches), the first step's number, and what
+    else `steps` takes (see `run_steps`). The packed metric states end with what
     `TimedIterator.seconds` tells.
     """
 
@@ -326,7 +326,7 @@ class LocalLoop(Loop):
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
 
-        Data that may end are read before it, where they would end its function.
+        Data that may end are read before: a dispatch would lose other steps.
         """
         each = self._batches_per_step
         full = 1 if self._secs_alone > 0 else self._full
@@ -414,7 +414,7 @@ class Logs(dict[str, float]):
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:
-    """Loss and metrics of a sum of packed states (0.0: of none), which ends."""
+    """Loss and metrics of summed packed states (0.0: none); all begin anew."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
     logs = Logs(total, step)

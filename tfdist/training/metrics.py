@@ -63,7 +63,7 @@ def no_sums(
     """Ids of the variables of metrics whose values might not add up.
 
     Raises:
-        ValueError: there is one, and all `must_add_up`, for workers do that.
+        ValueError: one does not, and they `must_add_up`: several workers do so.
     """
     names, found = _own_metrics(model, variables), set()
     for variable in variables:
