@@ -180,12 +180,12 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
         return
 
     def run(batch: Any) -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         # A loss may have layers too: the other tower, a projection.
         for training in (True, False) if targets else (False,):
             y_pred = model(x, **training_of(model.call, training))
             if targets and not own_step and (own_loss or y is not None):
-                loss_of(model, x, y, y_pred, sample_weight, training)
+                loss_of(model, batch, y_pred, training)
 
     try:
         look_at(run, element_spec)
@@ -232,14 +232,10 @@ def training_of(function: Callable, training: bool) -> dict[str, bool]:
 
 
 def loss_of(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    training: bool,
+    model: keras.Model, batch: Any, y_pred: Any, training: bool
 ) -> tf.Tensor:
     """What `compute_loss` returns; a `ValueError` if that is no scalar."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     options = training_of(model.compute_loss, training)
     loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
     if tf.convert_to_tensor(loss).shape.rank:
@@ -260,7 +256,7 @@ def forward_pass(
     """Loss, and results of the metrics, which are updated `aside`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred = model(x, **training_of(model.call, training))
-    loss = loss_of(model, x, y, y_pred, sample_weight, training)
+    loss = loss_of(model, batch, y_pred, training)
     with aside or contextlib.nullcontext():
         results = model.compute_metrics(x, y, y_pred, sample_weight)
     return loss, results

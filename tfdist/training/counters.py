@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf import private_keras
 from tfdist.training import optimizers
@@ -24,9 +25,7 @@ class Counters:
     """
 
     def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        global_step: tf.Variable | None,
+        self, optimizer: Optimizer, global_step: tf.Variable | None
     ) -> None:
         self._parts = optimizers.parts(optimizer)
         self._global_step = global_step

@@ -82,9 +82,7 @@ class StepGradients:
     finite: tf.Tensor | None = None  # Whether the update happens. None: yes.
 
 
-def looked_up(
-    layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]
-) -> Lookups:
+def looked_up(layout: Layout, calls: list[tuple[Any, tf.Tensor]]) -> Lookups:
     """What a pass looks up, by `(table, int64 ids)` of each lookup."""
     routes = [
         group.route([call for call in calls if group.holds(call[0])])

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist._tf import private_keras
 from tfdist.embeddings import lookups
 from tfdist.training.compiled_model import forward_pass, look_at
-from tfdist.training.forward import Forward, TapedScope
+from tfdist.training.forward import Forward, TapedScope, Values
 from tfdist.training.replicas import mean_to_sum
 
 States = list[tf.Tensor]
@@ -226,11 +226,7 @@ class MetricStates:
             self._assign(self._unpacked(packed)[2:])
         return any(self._stays)
 
-    def _scope(
-        self,
-        states: States,
-        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-    ) -> TapedScope:
+    def _scope(self, states: States, values: Values = ()) -> TapedScope:
         """In it variables have these states, and others these values."""
         metrics = zip(self._metrics, states[2:], strict=True)
         return TapedScope([*metrics, *values])

@@ -390,13 +390,11 @@ def _updates(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
     return iteration // (optimizer.gradient_accumulation_steps or 1)
 
 
-def _add(
-    variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None
-) -> None:
+def _add(target: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None) -> None:
     if ids is None:
-        variable.assign_add(value)
+        target.assign_add(value)
     else:
-        variable.scatter_add(tf.IndexedSlices(value, ids))
+        target.scatter_add(tf.IndexedSlices(value, ids))
 
 
 def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:

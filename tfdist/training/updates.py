@@ -126,9 +126,7 @@ class UpdatesAtOnce:
 
         return take
 
-    def end_step(
-        self, deltas: Sequence[tf.Tensor | None], size: tf.Tensor
-    ) -> None:
+    def end_step(self, deltas: list[tf.Tensor | None], size: tf.Tensor) -> None:
         """Adds to `moving` what replicas found, as `mean` does, and counts."""
         moving = self._moving
         sums = {i for i, v in enumerate(moving) if v.aggregation == "sum"}
