@@ -114,10 +114,7 @@ class Forward:
         )
 
     def calls(
-        self,
-        batch: Any,
-        seeds: Sequence[tf.Tensor],
-        replicas: Replicas | None = None,
+        self, batch: Any, seeds: Sequence[tf.Tensor], replicas: Replicas | None
     ) -> list[tuple[Any, tf.Tensor]]:
         """Table and ids of every lookup that the pass does for a batch."""
         if not self.tables:
@@ -295,7 +292,7 @@ class TapedScope(keras.StatelessScope):
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+    def get_current_value(self, variable: keras.Variable) -> Any:
         """See `keras.StatelessScope`."""
         value = super().get_current_value(variable)
         if id(variable) in self._taped:

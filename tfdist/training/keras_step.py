@@ -22,7 +22,6 @@ from tfdist.training.compiled_model import (
     refuse_new_variables,
     refuse_unlisted,
 )
-from tfdist.training.fence import Fence
 from tfdist.training.forward import draws
 from tfdist.training.metrics import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
@@ -92,13 +91,7 @@ class KerasStep:
             self.model.reset_metrics()
         return []
 
-    def train(
-        self,
-        batch: Batch,
-        step: tf.Tensor,
-        states: States,
-        fence: Fence | None = None,
-    ) -> States:
+    def train(self, batch: Batch, step: tf.Tensor, states: States) -> States:
         """The logs of the model's `train_step`, which counts if it worked."""
         assert self._global_step is not None
         logs = self._train(batch)

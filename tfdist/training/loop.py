@@ -358,9 +358,7 @@ class FunctionLoop(Loop):
     """A user's step function as a loop."""
 
     def __init__(
-        self,
-        function: Callable[[], Mapping[str, Any]],
-        global_step: tf.Variable,
+        self, function: Callable[[], Mapping], global_step: tf.Variable
     ) -> None:
         super().__init__(global_step)
         self._function = function

@@ -232,11 +232,7 @@ class MetricStates:
         return TapedScope([*metrics, *values])
 
     def _after(
-        self,
-        scope: keras.StatelessScope,
-        states: States,
-        loss: tf.Tensor,
-        batch: Any,
+        self, scope: TapedScope, states: States, loss: tf.Tensor, batch: Any
     ) -> States:
         """States after a batch; as for Keras, its examples are its weight."""
         weight = num_examples(batch)

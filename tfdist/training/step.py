@@ -26,6 +26,7 @@ from tfdist.training.compiled_model import overrides
 from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.exchange import Lookups, Parameters, Requests
 from tfdist.training.fence import Fence
+from tfdist.training.forward import TapedScope
 from tfdist.training.metrics import (
     MetricStates,
     States,
@@ -345,7 +346,7 @@ class ModelStep(MetricStates):
         return gradients[:num], rows, self._deltas(scope, before), after
 
     def _deltas(
-        self, scope: keras.StatelessScope, before: list[tf.Tensor]
+        self, scope: TapedScope, before: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
         """See `StepGradients`."""
         layout = self._layout
@@ -395,7 +396,7 @@ class ModelStep(MetricStates):
     @contextlib.contextmanager
     def _reading(
         self, mode: str, batch: Batch, states: States
-    ) -> Iterator[keras.StatelessScope]:
+    ) -> Iterator[TapedScope]:
         """A scope for inference; from each server it reads one message."""
         if not self._remote:
             # Keras looks for these in the scope alone.
@@ -410,7 +411,7 @@ class ModelStep(MetricStates):
         layout = self._passes.layout(mode, batch)
         forward = self._passes.forward(mode, batch)
         seeds = step_seeds(self._seeds)
-        found = exchange.looked_up(layout, forward.calls(batch, seeds))
+        found = exchange.looked_up(layout, forward.calls(batch, seeds, None))
         requests = exchange.request(layout, found.routes)
         read = exchange.pull(layout, found, requests)
         given = exchange.answers(layout, read, forward.tables)
