@@ -125,13 +125,11 @@ def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
 
 
 def learning_rate(
-    optimizer: Optimizer,
-    iteration: tf.Tensor,
-    values: Sequence[tuple[keras.Variable, tf.Tensor]],
+    optimizer: Optimizer, iteration: tf.Tensor, values: Sequence[tuple]
 ) -> tf.Tensor:
     """The learning rate of one of `parts`, a float32 scalar.
 
-    `values` are those of variables that need not be read again.
+    `values`: pairs of variables and what they are, not to be read again.
     """
     known = [(private_keras.counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
