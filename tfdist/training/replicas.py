@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+_context = tf.distribute.get_replica_context
 
 
 class Replicas:
@@ -176,7 +177,3 @@ def _rows(tensor: Any, start: Any, end: Any) -> Any:
     first = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
     size = tf.concat([[end - start], shape[1:]], axis=0)
     return tf.sparse.slice(tensor, first, size)
-
-
-def _context() -> tf.distribute.ReplicaContext:
-    return tf.distribute.get_replica_context()
