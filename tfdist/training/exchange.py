@@ -211,14 +211,13 @@ def push(
     What the next step looks up (`following`) travels along. Returns for each
     server a tensor there that depends on the gradients, and what is requested.
     """
-    dense, rows = clipped(layout, found)
+    found = _clipped(layout, found)
     # A step that has failed, or found no batch, begins nothing.
-    known = [g for g in (*dense, *rows) if g is not None]
+    known = [g for g in (*found.dense, *found.rows) if g is not None]
     with tf.control_dependencies(tf.identity_n([*known, found.iteration])):
         iteration = tf.identity(found.iteration)
     for part in layout.parts:
         optimizers.begin_step(part, iteration, found.finite, layout.remote)
-    found = dataclasses.replace(found, dense=dense, rows=rows)
     scalars = [*found.rates, *as_floats(found.iteration)]
     if found.finite is not None:
         scalars.append(tf.cast(found.finite, tf.float32))
@@ -355,23 +354,18 @@ def add(variable: tf.Variable, value: tf.Tensor) -> None:
         variable.assign_add(value)
 
 
-def clipped(
-    layout: Layout, found: StepGradients
-) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
+def _clipped(layout: Layout, found: StepGradients) -> StepGradients:
     """Clips the gradients of each part of the optimizer together."""
     owners = [*layout.owners, *(group.part for group in layout.groups)]
-    clipped = [*found.dense, *found.rows]
+    every = [*found.dense, *found.rows]
+    known = [i for i, gradient in enumerate(every) if gradient is not None]
     for index, part in enumerate(layout.parts):
-        own = [
-            i
-            for i, gradient in enumerate(clipped)
-            if owners[i] == index and gradient is not None
-        ]
-        values = optimizers.clip(part, [clipped[i] for i in own])
+        own = [i for i in known if owners[i] == index]
+        values = optimizers.clip(part, [every[i] for i in own])
         for i, value in zip(own, values, strict=True):
-            clipped[i] = value
+            every[i] = value
     num = len(found.dense)
-    return clipped[:num], clipped[num:]
+    return dataclasses.replace(found, dense=every[:num], rows=every[num:])
 
 
 def _packed_ids(server: Server, routes: Sequence[Route]) -> tf.Tensor:
