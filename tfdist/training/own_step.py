@@ -21,6 +21,7 @@ from keras.optimizers import Optimizer
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import held_optimizers, trained
 from tfdist.embeddings import lookups
+from tfdist.embeddings.routing import Group
 from tfdist.training import optimizer_checks
 from tfdist.training.compiled_model import refuse_new_variables
 from tfdist.training.exchange import Parameters, answers
@@ -79,23 +80,20 @@ class OwnStep:
         tables: Sequence[Any],
     ) -> list[tf.Tensor | None]:
         """What it applies to dense variables and to the rows that were read."""
-        firsts = {id(group): group.shards[0] for group in layout.groups}
-        sources = [*layout.dense, *firsts.values()]
+        sources = [*layout.dense, *(group.shards[0] for group in layout.groups)]
         values = [*read.values[: len(layout.dense)], *read.rows]
         for variable, value in zip(sources, values, strict=True):
             scope.tape(variable, value)
-        given = answers(
-            layout,
-            read,
-            tables,
-            lambda group: scope.get_current_value(firsts[id(group)]),
-        )
         taken: dict[int, tf.Tensor | None] = {}
+
+        def rows_of(group: Group) -> tf.Tensor:
+            return scope.get_current_value(group.shards[0])
 
         def take(_: Optimizer, gradients: Gradients) -> None:
             taken.update((id(v), gradient) for v, gradient in gradients)
             scope.has_ended = True
 
+        given = answers(layout, read, tables, rows_of)
         with scope, lookups.answered_by(given):
             self.logs(batch, take)
         given.check_all_given()
