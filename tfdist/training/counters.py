@@ -12,9 +12,6 @@ from tfdist._tf import private_keras
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
 
-Numbers = tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]
-"""Of an update: iteration, learning rates, scale of the loss if it adapts."""
-
 
 class Counters:
     """Counts steps; knows each update's number and learning rates.
@@ -60,10 +57,11 @@ class Counters:
         self,
         step: tf.Tensor | None = None,
         values: Sequence[tf.Tensor] | None = None,
-    ) -> Numbers:
-        """Those of a step; `values` of `reads`, unless they are read here.
+    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]:
+        """Iteration, learning rates, and scale of the loss if it adapts.
 
-        Without a `global_step`, those of the update after the last.
+        Of a step, or without a `global_step`, of the next update. `values` are
+        those of `reads`, unless they are read here.
         """
         if values is None:
             values = [tf.convert_to_tensor(v.value) for v in self.reads]
