@@ -315,8 +315,7 @@ class RecoverableSession:
 
     def _connect(self) -> tf.distribute.Strategy:
         cluster, secs = self._cluster, self._max_wait_secs
-        recovers, on_ps = bool(self._shapes), bool(cluster and cluster.num_ps)
-        if (recovers or on_ps) and not self._keeps:
+        if (self._shapes or (cluster and cluster.num_ps)) and not self._keeps:
             # What a traceback may have held until now: the model of before, and
             # its functions, which would be sent to the servers again.
             gc.collect()

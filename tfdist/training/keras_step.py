@@ -77,10 +77,7 @@ class KerasStep:
             refuse_unlisted(model, [v.handle for v in others if v.trainable])
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
-        """All that a checkpoint holds: `named`, and what else the step uses.
-
-        That is the slots of a second optimizer, counters, seeds.
-        """
+        """What a checkpoint holds: `named`, other optimizers' slots, seeds."""
         metrics = {id(v.value) for v in self.model.metrics_variables}
         used = [v for v in self._used if id(v) not in metrics]
         return with_others(named, used)

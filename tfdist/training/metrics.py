@@ -23,8 +23,7 @@ States = list[tf.Tensor]
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
     """Has Keras make its loss and metric variables, of targets and predictions.
 
-    Raises:
-        ValueError: a metric is called "loss" or "global_step".
+    A `ValueError` if a metric is called "loss" or "global_step".
     """
 
     def run(batch: Any) -> None:

@@ -102,10 +102,7 @@ class OwnStep:
     def means(
         self, forward: Forward, states: Sequence[keras.Variable]
     ) -> list[keras.Variable]:
-        """Has logs that are no functions of `states` be means over examples.
-
-        Returns the variables of these.
-        """
+        """The variables of means, where logs are no functions of `states`."""
         names = forward.no_results(states)
         means = {name: keras.metrics.Mean(name=name) for name in names}
         self._means |= means

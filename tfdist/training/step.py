@@ -362,8 +362,7 @@ class ModelStep(MetricStates):
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
 
-        Raises:
-            ValueError: the model overrides `test_step`.
+        A `ValueError` if the model overrides `test_step`.
         """
         compiled_model.refuse_test_step(self.model)
         if self._own:
