@@ -43,10 +43,7 @@ _SHAPED_BY_VALUES = re.compile(
 
 
 def draws(graph: tf.Graph) -> dict[str, bool]:
-    """Ops that count what they have drawn: whether one has a seed.
-
-    One of its own, where the graph has none (`tf.random.set_seed`).
-    """
+    """Ops that count what they have drawn; whether one has its own seed."""
     found: dict[str, bool] = {}
     for node in _nodes(graph):
         if "seed2" in node.attr:
@@ -175,10 +172,7 @@ class Forward:
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
     ) -> bool:
-        """Whether the pass does no more to a variable than add to it.
-
-        What it adds must not depend on any of `states`.
-        """
+        """Whether a pass only adds to a variable, and that without `states`."""
         names = {self._before[id(v)].op.name for v in states}
         value: Any = self._scope.get_current_value(variable)
         while value.name != self._before[id(variable)].name:

@@ -46,10 +46,7 @@ class EndOfInput(Exception):
 
 
 class Loop:
-    """What a session runs.
-
-    `global_step`, a scalar int64 variable, is incremented once per step.
-    """
+    """What a session runs; a step adds 1 to `global_step`, a scalar int64."""
 
     # What the steps read from, if its position can be saved.
     iterator: tf.data.Iterator | None = None
@@ -132,10 +129,7 @@ class Loop:
         """Ends what the loop has started. It cannot run any more."""
 
     def has_ended(self) -> bool:
-        """Whether, once closed, another one can begin; every task is up.
-
-        Waits for that, ten seconds at most.
-        """
+        """Whether another can begin, all tasks up; waits 10 s at most."""
         return True
 
 

@@ -330,11 +330,7 @@ def begin_step(
     finite: tf.Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """Updates what an optimizer keeps for all its variables together.
-
-    Only Nadam does: the product of its momentum schedule. `shared` as of
-    `apply`.
-    """
+    """Updates the product of Nadam's schedule; `shared` is as of `apply`."""
     if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
         return
     product = private_keras.nadam_product(optimizer).value

@@ -102,7 +102,7 @@ class OwnStep:
     def means(
         self, forward: Forward, states: Sequence[keras.Variable]
     ) -> list[keras.Variable]:
-        """The variables of means, where logs are no functions of `states`."""
+        """Has logs of more than `states` be means; returns their variables."""
         names = forward.no_results(states)
         means = {name: keras.metrics.Mean(name=name) for name in names}
         self._means |= means
