@@ -139,7 +139,5 @@ class Lockstep:
                 self._peers.announce("end")
         except tf.errors.OpError as error:
             # All is done; whoever is started again will find that out.
-            _log.warning(
-                "Another process went before the end: %s",
-                summarize_error(error),
-            )
+            summary = summarize_error(error)
+            _log.warning("Another process went before the end: %s", summary)

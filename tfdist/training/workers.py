@@ -112,10 +112,9 @@ class Workers:
         """
         before, after = self.num_workers, cluster.num_workers
         servers.let_go(f"worker:{i}" for i in range(after, before))
+        workers = cluster.tasks["worker"]
         with fail_fast():
-            private_workers.connect_workers(
-                self.coordinator, cluster.tasks["worker"]
-            )
+            private_workers.connect_workers(self.coordinator, workers)
         self.num_workers = after
         private_workers.renew_tables(self.coordinator)
         if new := [f"worker:{i}" for i in range(before, after)]:
