@@ -6,9 +6,8 @@ beside them `recovery` (what is done about which error) and `lockstep`
 (all-reduce: one process leads).
 
 What each failure costs, with the test that shows it. "The last checkpoint" is
-the last that was complete: by default one is begun every 60 s, or as often as
-costs 1 % of the time where that is less often, and written while steps go on
-(see `tfdist.hooks.CheckpointSaverHook`).
+the last complete one: see `tfdist.hooks.CheckpointSaverHook` for how often one
+is begun (by default after 60 s or more), and written while steps go on.
 
 A worker dies: the others go on at once. It costs its dispatch, whose steps are
   made up for. It is taken back when it is up again, and begins with another
@@ -40,8 +39,9 @@ A ps, or the chief, dies while a checkpoint is written: that one is not, and
 A checkpoint cannot be written: raised after a later step, recovered from like
   any other error, and at the third time raised. A warning says so at once.
   (test_its_error_ends_training, test_what_can_never_be_written_is_raised)
-A ps stays away: the session waits `max_wait_secs`, says so every ten seconds,
-  then raises a `TimeoutError` that names it. (test_ps_stays_away)
+A ps stays away, or a task is missing at the start: the session waits
+  `max_wait_secs`, says so every ten seconds, then raises a `TimeoutError` that
+  names it. (test_ps_stays_away)
 A ps freezes: after 15 s this process restarts itself, waits as above and
   restores. (test_ps_frozen)
 The chief dies: when it is started again it restores. The servers free what the
@@ -49,18 +49,15 @@ The chief dies: when it is started again it restores. The servers free what the
 The chief freezes: when it wakes up it goes on; if the servers have given it up
   meanwhile (after 60 s at the earliest), it builds again and restores.
   (test_chief_frozen)
-A task is missing at the start: `TimeoutError`, as for a ps that stays away.
-  (test_ps_stays_away)
 A second chief starts: `RuntimeError` there, which names who holds the job.
   (test_second_chief_is_refused)
-Another job saves in the same directory: `RuntimeError` in the first of the two
-  that finds the other's checkpoint there, when it is about to save.
-  (test_another_job_saves_in_the_same_directory)
-SIGTERM to the chief: a checkpoint as soon as the steps under way are done (20 s
-  at most) and the one that is being written is complete, exit code 143, which
-  schedulers take as a reason to start it again. Workers and ps that are told so
-  too serve on until then. It costs nothing.
-  (test_sigterm_to_the_chief_loses_nothing, test_it_is_waited_for_after_sigterm)
+Another job saves in the same directory: `RuntimeError` in the first to find the
+  other's checkpoint as it saves. (test_another_job_saves_in_the_same_directory)
+SIGTERM to the chief: a checkpoint once the steps under way are done (20 s at
+  most) and the one being written is complete, then exit code 143, on which
+  schedulers start it again. Workers and ps that are told so too serve on until
+  then. It costs nothing. (test_sigterm_to_the_chief_loses_nothing,
+  test_it_is_waited_for_after_sigterm)
 An error in user code: raised, once. The last checkpoint stays.
   (test_error_of_the_user_is_raised_once)
 The newest checkpoint is damaged: the one before is restored, with a warning.
@@ -72,18 +69,17 @@ go on without the others:
 A process dies, freezes or is cut off: the others know in ten seconds or so
   (TensorFlow's heartbeat), restart themselves and wait for it, `max_wait_secs`
   at most; each says who is missing, and the limit ends it with exit code 1.
-  Then all go on from the last checkpoint, as if nobody had disturbed them. It
-  costs the steps since that one, and the start. (test_ends_as_if_undisturbed)
-  A worker that stays away is done without after `last_call_timeout`, where
-  the size may change and `min_workers` are left: nothing else is lost.
-  (test_one_that_is_gone_for_good)
+  Then all go on from the last checkpoint. It costs the steps since that one,
+  and the start. (test_ends_as_if_undisturbed)
+  A worker that stays away is done without after `last_call_timeout`, if the
+  size may change and `min_workers` are left. (test_one_that_is_gone_for_good)
 Workers come or go on purpose (`tfdist.cluster.size`): all save and restart
   themselves, which costs no step, but that time. The global batch stays; a
   size that would change it is refused. (test_2_to_3_to_2_processes,
   test_what_would_change_the_global_batch)
-SIGTERM: as above on the process that leads (the chief, else worker 0). For
-  another one all save and restart themselves, and it ends with exit code 143:
-  as with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. Where
+SIGTERM: as above on the process that leads (the chief, else worker 0). Another
+  ends with exit code 143 once all have saved; the others restart themselves. As
+  with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. Where
   nothing saves it goes on for 20 s. (test_one_that_is_told_to_end)
 An error in user code: raised where it happened. If that is the process that
   leads, all end with it; else the others wait for that one to come back.
@@ -92,10 +88,9 @@ Processes with different programs (variables, batches, number of devices): a
   (test_another_program_is_named)
 
 How long steps stand still: until a process is in the place of the dead one (at
-once where `tfdist launch` forks it from one that has imported TensorFlow; see
-test_a_job_of_forks_goes_on), and then while the chief connects, restores
-and, if it is new, builds its model and traces its step, and workers compile it.
-`benchmarks/recovery.py` measures each part.
+once where `tfdist launch` forks it: test_a_job_of_forks_goes_on), and while the
+chief connects, restores and, if it is new, builds its model and traces its
+step, and workers compile it. `benchmarks/recovery.py` measures each part.
 
 Steps that were lost are run again; on parameter servers with other examples.
 `global_step` counts applied updates and never passes the step at which a hook
@@ -107,13 +102,12 @@ server is found to be gone. Ten failures without a step in between are raised,
 and so is what a hook raises for the third time at one step, with every server
 alive: that is the user's own error.
 
-In one process a restored session goes on with the weights, the random seeds
-and the batch of one that was never interrupted, if the loop's iterator can be
-saved; a warning says where it cannot. An input that is another one by then
-(other files, constants or functions, or files that begin otherwise) is read
-from its start, with a warning. In a dataset that shuffles by a seed before it
-batches and repeats, a position at the end of a pass has no order: after each
-such restart the same ones come again, with a warning.
+In one process a restored session goes on with the weights, random seeds and
+batch of one that was never interrupted, if the loop's iterator can be saved.
+Warnings tell where it cannot; where the input is another one by then (other
+files, constants or functions, or files that begin otherwise) and is read from
+its start; and where a dataset shuffles by a seed before it batches and repeats:
+a position at the end of a pass has no order, so the same ones come again.
 """
 
 import lazy_loader

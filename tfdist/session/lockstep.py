@@ -31,8 +31,7 @@ class Lockstep:
     position beside the leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`
     and for a group of this size alone: `positions` makes the `Checkpoints`
     there. `watch` is called while others are waited for. A follower that has
-    received SIGTERM leaves once the leader has saved (as with TensorFlow's
-    `PreemptionCheckpointHandler`), and all begin anew.
+    received SIGTERM leaves once the leader has saved, and all begin anew.
     """
 
     cluster: Cluster
@@ -62,17 +61,14 @@ class Lockstep:
         return self._peers.leaving()
 
     def regroup(self, workers: Iterable[str]) -> None:
-        """The leader has the others end this group, for one of these workers.
-
-        Each restarts itself, if it is one of them: `next`.
-        """
+        """The leader has all end this group; these workers restart: `next`."""
         self._peers.tell(regroup=[*workers])
         self._peers.wait_for_others("regroup", self.watch)
 
     def next(self, what: str) -> Any:
-        """What the leader tells a follower next; None also at the end.
+        """What the leader tells a follower next.
 
-        Or where the job goes on without this process.
+        None also at the end, or where the job goes on without this process.
 
         Args:
             what: "restored", a path; "run", so many steps; or "agreed".
@@ -143,7 +139,5 @@ class Lockstep:
                 self._peers.announce("end")
         except tf.errors.OpError as error:
             # All is done; whoever is started again will find that out.
-            _log.warning(
-                "Another process went before the end: %s",
-                summarize_error(error),
-            )
+            summary = summarize_error(error)
+            _log.warning("Another process went before the end: %s", summary)

@@ -73,8 +73,7 @@ class MonitoredTrainingSession(RecoverableSession):
     * What was restored is not saved again at once, and a session that is at
       its last step already runs no step.
     * `NanTensorHook`s come first, so that no checkpoint holds what they found.
-    * The end of a loop's input ends the session after the hooks have seen the
-      last steps.
+    * The end of a loop's input ends the session once hooks saw the last steps.
     * If a server is lost in `end`, this process restarts itself.
     * A `CheckpointSaverHook` of `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` and no `.meta` files are written.
@@ -85,10 +84,10 @@ class MonitoredTrainingSession(RecoverableSession):
       stops when the leader's do: one that writes files asks `is_chief`.
 
     Args:
-        build_fn: Returns a `Trainable`. Called without an argument inside the
-            strategy's scope; if it has one argument without a default, with the
-            strategy, whose scope it then enters itself. Called again after a
-            failure; it must make the same variables each time.
+        build_fn: Returns a `Trainable`. Called in the strategy's scope, or, if
+            it has an argument without a default, with the strategy, whose scope
+            it enters itself. Called again after a failure; it must make the
+            same variables each time.
         is_chief: A session that is not the chief's runs only `hooks`, writes
             nothing, and waits for the chief's first checkpoint.
         checkpoint_dir: Of the checkpoints; None for none.
@@ -111,14 +110,11 @@ class MonitoredTrainingSession(RecoverableSession):
         summary_dir: Of the summaries. Default: `checkpoint_dir`.
         max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        check_numerics: Whether, before a checkpoint is written, each server
-            looks whether its variables are finite; if not, training ends with
-            a `NanLossDuringTrainingError` that names them.
-        cluster: With parameter servers, of which this process is the chief;
-            or without any, for all-reduce: then each task has a session, and
-            `is_chief` is what the cluster says.
-        strategy: Where there is no cluster. Default:
-            `tf.distribute.get_strategy()`.
+        check_numerics: Whether a `NanLossDuringTrainingError` ends training
+            that is to save variables, which it names, that are not finite.
+        cluster: With parameter servers, of which this process is the chief; or
+            without any, for all-reduce: then `is_chief` is what it says.
+        strategy: Without a cluster. Default: `tf.distribute.get_strategy()`.
 
     Attributes:
         is_chief: Whether this process saves and leads.
@@ -329,8 +325,8 @@ class MonitoredTrainingSession(RecoverableSession):
     def _resize(self) -> None:
         """Takes workers in and lets others go, as `tfdist.cluster.size` says.
 
-        TensorFlow can do neither while it waits for a worker that has died, nor
-        any loop but a `CoordinatedLoop`. Then this process restarts itself, or
+        Neither can be done while TensorFlow waits for a worker that has died,
+        nor by a loop that is not `resizable`: this process restarts itself, or
         waits for a worker that is to stay.
         """
         size, health = self._size, self._health

@@ -91,9 +91,9 @@ class RecoverableSession:
         self._health: HealthMonitor | None = None
         self._trainable: Trainable
         self._loop: Loop
-        self._built = False
+        # Whether there are these two; whether they outlive the connection.
+        self._built = self._keeps = False
         self._connected: tf.distribute.ParameterServerStrategy | None = None
-        self._keeps = False  # Whether what is built outlives the connection.
         self._shapes: dict[str, tuple] | None = None
         self._ending: Loop | None = None
         self._coord = tf.train.Coordinator(recovery.END_OF_INPUT)
@@ -140,11 +140,9 @@ class RecoverableSession:
     def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
         """Loss and metrics of the current parameters, by a cluster's workers.
 
-        Exact, whatever worker dies. No step may be under way, as is so when a
-        checkpoint is saved. Empty if there is no batch.
-
-        Raises:
-            ValueError: the session runs a plain step function.
+        Exact, whatever worker dies; empty if there is no batch. No step may be
+        under way, as when a checkpoint is saved. A `ValueError` if the session
+        runs a plain step function.
         """
         return self._loop.evaluate(untuned(batches), self._watch)
 
@@ -317,8 +315,7 @@ class RecoverableSession:
 
     def _connect(self) -> tf.distribute.Strategy:
         cluster, secs = self._cluster, self._max_wait_secs
-        recovers, on_ps = bool(self._shapes), bool(cluster and cluster.num_ps)
-        if (recovers or on_ps) and not self._keeps:
+        if (self._shapes or (cluster and cluster.num_ps)) and not self._keeps:
             # What a traceback may have held until now: the model of before, and
             # its functions, which would be sent to the servers again.
             gc.collect()

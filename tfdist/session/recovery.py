@@ -59,8 +59,8 @@ def choose_action(
     >>> choose_action(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
     'RESTART'
 
-    `in_sync`: whether the others are processes that run the same steps, no two
-    of which TensorFlow connects a second time; else `lost` are ps.
+    `in_sync`: by all-reduce, whose processes TensorFlow connects but once; else
+    `lost` are ps.
     """
     error = getattr(error, "original_exception", error)
     if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
@@ -113,9 +113,8 @@ class Failures:
         self.count = 0
         # Of the process that this one was before: how many; how often a hook
         # raised the same, and what.
-        kept = os.environ.pop(self._KEPT, "0 0 ").split(" ", 2)
-        self._before, self._times = map(int, kept[:2])
-        self._what = kept[2]
+        *numbers, self._what = os.environ.pop(self._KEPT, "0 0 ").split(" ", 2)
+        self._before, self._times = map(int, numbers)
         self._first_at = 0.0
 
     @property

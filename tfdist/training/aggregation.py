@@ -1,10 +1,10 @@
 """Synchronous steps on parameter servers: several workers, one update.
 
 TF1's `SyncReplicasOptimizer` had an accumulator for each variable, which took
-the first gradients to come, of whichever workers. Here each worker's gradients
-wait on the servers by themselves, and the chief says whose to take: all
-servers take those of the same workers, so a step has a global batch, whose
-size, metrics and mean gradient are exact.
+the first gradients to come. Here each worker's wait on the servers by
+themselves, and the chief says whose to take: all servers take those of the same
+workers, so a step has a global batch, whose size, metrics and mean gradient are
+exact.
 
     worker w                              server k
       gradients ------------------------>  kept for worker w
@@ -15,6 +15,7 @@ size, metrics and mean gradient are exact.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,10 +49,10 @@ class Mean(NamedTuple):
 
 
 class Accumulators:
-    """What each worker has found for a step, on the servers that hold it all.
+    """What each worker has found for a step, on the servers; never saved.
 
-    That takes, for each worker, the memory of the variables that are no tables,
-    and of the rows of a batch. It is no part of a checkpoint.
+    For each worker that takes the memory of the variables that are no tables,
+    and of the rows of a batch.
 
     Attributes:
         of_workers: For each worker, what is kept of it, by server.
@@ -122,14 +123,12 @@ class Accumulators:
         arrived = {}
         for mean in means:
             values = [*mean.whole.values(), *mean.rows.values()]
-            server, updates = mean.server, list(mean.whole)
             if not values:
                 continue
-            with tf.device(server.device):
-                arrived[server.device] = tf.identity_n(values)[-1]
-                exchange.apply(
-                    layout, server, scalars, values, updates, mean.asked
-                )
+            args = scalars, values, list(mean.whole), mean.asked
+            with tf.device(mean.server.device):
+                arrived[mean.server.device] = tf.identity_n(values)[-1]
+                exchange.apply(layout, mean.server, *args)
         counters.count(layout.device_of, arrived, [sizes])
 
     def _mean(self, server: Server, sizes: tf.Tensor) -> Mean:
@@ -177,37 +176,30 @@ class Accumulators:
         self, kept: Kept, server: Server, updates: list[int], share: tf.Tensor
     ) -> Sequence[tf.Tensor]:
         """A worker's share of the means; of one that is not taken, nothing."""
-        reads, groups = self._layout.reads, self._layout.groups
-        specs = [tf.TensorSpec(reads[i].shape, self._dtype(i)) for i in updates]
-        for g, shards in server.trained.items():
-            row = tf.TensorSpec([None, groups[g].dim], shards[0].dtype)
-            specs += [tf.TensorSpec([None], tf.int64), row] * len(shards)
+        layout, trained = self._layout, server.trained
 
         def taken() -> list[tf.Tensor]:
-            values = [kept.whole[i].read_value() for i in updates]
-            values = [
-                v if i in self._layout.sums else v * tf.cast(share, v.dtype)
-                for i, v in zip(updates, values, strict=True)
-            ]
-            for g, shards in server.trained.items():
+            values = []
+            for i in updates:
+                value = kept.whole[i].read_value()
+                if i not in layout.sums:
+                    value *= tf.cast(share, value.dtype)
+                values.append(tf.ensure_shape(value, layout.reads[i].shape))
+            for g, shards in trained.items():
                 ids, counts, rows = [v.read_value() for v in kept.rows[g]]
                 counts = tf.ensure_shape(counts, [len(shards)])
-                rows *= tf.cast(share, rows.dtype)
-                pieces = [
-                    tf.split(tf.ensure_shape(t, [None, *s]), counts)
-                    for t, s in ((ids, []), (rows, [groups[g].dim]))
-                ]
-                values += [
-                    p for pair in zip(*pieces, strict=True) for p in pair
-                ]
-            pairs = zip(values, specs, strict=True)
-            return [tf.ensure_shape(v, spec.shape) for v, spec in pairs]
+                ids = tf.split(tf.ensure_shape(ids, [None]), counts)
+                rows = tf.ensure_shape(rows, [None, layout.groups[g].dim])
+                rows = tf.split(rows * tf.cast(share, rows.dtype), counts)
+                values += itertools.chain(*zip(ids, rows, strict=True))
+            return values
 
         def nothing() -> list[tf.Tensor]:
-            return [
-                tf.zeros([0 if d is None else d for d in s.shape], s.dtype)
-                for s in specs
-            ]
+            shapes = [(layout.reads[i].shape, self._dtype(i)) for i in updates]
+            for g, shards in trained.items():
+                rows = [0, layout.groups[g].dim], shards[0].dtype
+                shapes += [([0], tf.int64), rows] * len(shards)
+            return [tf.zeros(shape, dtype) for shape, dtype in shapes]
 
         return tf.cond(share > 0, taken, nothing)
 
@@ -234,9 +226,8 @@ def _by_id(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Each id of several workers once, and the sum of its gradients."""
     unique, index = tf.unique(tf.concat(ids, 0))
-    return unique, tf.math.unsorted_segment_sum(
-        tf.concat(gradients, 0), index, tf.size(unique)
-    )
+    every, num = tf.concat(gradients, 0), tf.size(unique)
+    return unique, tf.math.unsorted_segment_sum(every, index, num)
 
 
 def _variable(dtype: str | tf.DType) -> tf.Variable:

@@ -32,7 +32,7 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether it trains or evaluates so that workers cannot evaluate it."""
+    """Whether only one process can evaluate it: by steps of its own."""
     return overrides(model, "train_step") or overrides(model, "test_step")
 
 
@@ -104,11 +104,10 @@ def refuse_evaluation(model: keras.Model) -> None:
 def checked_model(
     model: Any, element_spec: Any = None, targets: bool = True
 ) -> keras.Model:
-    """What a model function has returned, if it can be used.
+    """What a model function has returned; raises an error if it can't be used.
 
-    Raises `TypeError` or `ValueError` if it can't. One that has not seen its
-    inputs is built of the spec of a batch, of the features alone if there are
-    no `targets`.
+    One that has not seen its inputs is built of the spec of a batch, of the
+    features alone if there are no `targets`.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -121,7 +120,12 @@ def checked_model(
             "loss. Call `model.compile(optimizer=..., loss=...)` in the model "
             "function."
         )
-    _use_optimizer_of_its_own(model)
+    # A program may compile the model of each call with the same optimizer.
+    own = {id(v) for v in model.variables}
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    others = private_keras.trained(inner) if inner.built else []
+    if others and not any(id(v) in own for v in others):
+        renew_optimizer(model)
     if model.run_eagerly:
         raise ValueError(
             f"Model {model.name!r} is compiled with run_eagerly=True, but "
@@ -150,18 +154,6 @@ def checked_model(
     return model
 
 
-def _use_optimizer_of_its_own(model: keras.Model) -> None:
-    """Gives it a new one, where an earlier model has its optimizer.
-
-    A program makes one, and its model function compiles each model with it.
-    """
-    own = {id(v) for v in model.variables}
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    others = private_keras.trained(inner) if inner.built else []
-    if others and not any(id(v) in own for v in others):
-        renew_optimizer(model)
-
-
 def renew_optimizer(model: keras.Model) -> None:
     """Gives a model an optimizer like its own, made here and now."""
     optimizer = model.optimizer
@@ -188,12 +180,12 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
         return
 
     def run(batch: Any) -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         # A loss may have layers too: the other tower, a projection.
         for training in (True, False) if targets else (False,):
             y_pred = model(x, **training_of(model.call, training))
             if targets and not own_step and (own_loss or y is not None):
-                loss_of(model, x, y, y_pred, sample_weight, training)
+                loss_of(model, batch, y_pred, training)
 
     try:
         look_at(run, element_spec)
@@ -220,10 +212,10 @@ def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
     graph = tf.__internal__.FuncGraph("batch")
     scope = keras.StatelessScope(collect_losses=True)
     with scope, keras.SymbolicScope(), graph.as_default():
-        flat = tf.nest.flatten(element_spec, expand_composites=True)
-        parts = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in flat]
-        batch = tf.nest.pack_sequence_as(
-            element_spec, parts, expand_composites=True
+        batch = tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
+            element_spec,
+            expand_composites=True,
         )
         run(batch)
 
@@ -240,18 +232,10 @@ def training_of(function: Callable, training: bool) -> dict[str, bool]:
 
 
 def loss_of(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    training: bool,
+    model: keras.Model, batch: Any, y_pred: Any, training: bool
 ) -> tf.Tensor:
-    """What `compute_loss` returns.
-
-    Raises:
-        ValueError: it is no scalar.
-    """
+    """What `compute_loss` returns; a `ValueError` if that is no scalar."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     options = training_of(model.compute_loss, training)
     loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
     if tf.convert_to_tensor(loss).shape.rank:
@@ -272,7 +256,7 @@ def forward_pass(
     """Loss, and results of the metrics, which are updated `aside`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred = model(x, **training_of(model.call, training))
-    loss = loss_of(model, x, y, y_pred, sample_weight, training)
+    loss = loss_of(model, batch, y_pred, training)
     with aside or contextlib.nullcontext():
         results = model.compute_metrics(x, y, y_pred, sample_weight)
     return loss, results
@@ -343,7 +327,6 @@ def compiled_computation(
         reason = "it reads another number of rows in each step"
     elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
         reason = "XLA knows no strings"
-    compiled = model.jit_compile and not reason
     if model.jit_compile and reason:
         _log.warning(
             'Model %r has jit_compile=True (which "auto" stands for where '
@@ -355,14 +338,12 @@ def compiled_computation(
         private_keras.keep_losses_apart(model)
         # No function may wait for the other replicas of this process.
         return seen_alone()(computation)
-    traced = tf.function(
-        computation, autograph=False, jit_compile=compiled or None
-    )
+    compiles = (model.jit_compile and not reason) or None
+    traced = tf.function(computation, autograph=False, jit_compile=compiles)
 
     def traced_alone(*args: Any) -> Any:
-        # On a thread of its own Keras sees no replicas; where it does, it
-        # divides its own losses by their number, but none that a model
-        # computes itself, which would count for each.
+        # Where Keras sees replicas, it divides its own losses by their number,
+        # but none that a model computes itself.
         trace = traced.get_concrete_function
         return on_own_thread(trace, *specs(args))(*args)
 

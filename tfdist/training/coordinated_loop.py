@@ -35,21 +35,20 @@ _PAUSE_SECS = 0.01
 class CoordinatedLoop(Loop):
     """Steps on the workers of a `ParameterServerStrategy`.
 
-    Workers take dispatches from one queue as they become free, so none waits
-    for another: a slow one holds the others up only where somebody wants no
-    step under way (`Loop.run`, `ahead`).
+    Workers take dispatches from one queue as they become free, so a slow one
+    holds others up only where no step may be under way (`Loop.run`, `ahead`).
 
     A dispatch runs once. If its worker dies, some of its steps may have been
     applied: `global_step`, which counts where updates land, tells how many are
     missing, and other dispatches make up for those. Their metrics are lost.
-    The step in which a worker dies may have reached some servers alone; it
-    counts if it reached the one that holds `global_step`. A worker whose
-    connection to a server breaks is taken for one that died and came back: both
-    begin with another pass over the data (see `WorkerContext`).
+    The step in which a worker dies counts if it reached the server that holds
+    `global_step`; others it may not have reached. A worker whose connection to
+    a server breaks is taken for one that died and came back: both begin with
+    another pass over the data (see `WorkerContext`).
 
-    Training goes on until the data of every worker has ended. The dispatch in
-    which a worker's data ends would lose its other steps, so data of finite or
-    unknown length runs one step per dispatch.
+    Training goes on until the data of every worker has ended. A dispatch in
+    which they end would lose its other steps, so data of finite or unknown
+    length runs one step per dispatch.
 
     Args:
         step: A `remote` one.
@@ -60,8 +59,7 @@ class CoordinatedLoop(Loop):
         example: What `input_fn` has returned, if it was called already.
         max_staleness: No update is staler: workers wait for slower ones.
             Default: they never wait.
-        read_ahead: For how many steps parameters are read before they begin;
-            within a dispatch.
+        read_ahead: How many steps early parameters are read, in a dispatch.
     """
 
     resizable = True
@@ -94,9 +92,9 @@ class CoordinatedLoop(Loop):
         if step.staleness:
             self.own_variables.append(step.staleness.counts)
         example = example or input_fn(tf.distribute.InputContext())
-        self._largest = loop.dispatch_size(step.model, steps_per_dispatch)
-        in_compile = step.model.steps_per_execution > 1
-        self._asked = bool(steps_per_dispatch) or in_compile
+        self._largest, self._asked = loop.dispatch_size(
+            step.model, steps_per_dispatch
+        )
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)
@@ -263,13 +261,11 @@ class CoordinatedLoop(Loop):
         """
         under_way = sum(each.size for each in self._pending)
         missing = max(0, limit - self._applied - under_way)
-        sizes = loop.dispatch_sizes(missing, self._full, self._next_step)
-        if most < self._full:
-            sizes = [1] * missing
+        full = self._full if most >= self._full else 1
         if self._iterator is None:
             self._iterator = self._read_data()
-            sizes = [1] * min(missing, self._max_ahead)
-        for size in sizes:
+            missing, full = min(missing, self._max_ahead), 1
+        for size in loop.dispatch_sizes(missing, full, self._next_step):
             self._schedule(self._next_step, size)
             self._next_step += size
 
@@ -294,12 +290,9 @@ class CoordinatedLoop(Loop):
         return self._first.read_value() + generation
 
     def _steps(
-        self,
-        num_steps: int,
-        iterator: TimedIterator,
-        first_step: tf.Tensor,
-        generation: tf.Tensor,
+        self, num_steps: int, iterator: TimedIterator, *numbers: tf.Tensor
     ) -> tf.Tensor:
+        first_step, generation = numbers
         fence = self._generations.fence(generation)
         return loop.run_steps_ahead(
             self._step, num_steps, iterator, first_step, fence, self._read_ahead
@@ -339,10 +332,7 @@ class CoordinatedLoop(Loop):
         return self._bound is None or self._bound.begin(begun, begun.size)
 
     def _run_on_worker(self, begun: _Dispatch, iterator: Iterator) -> None:
-        """Runs on a thread of the coordinator, for that thread's worker.
-
-        The coordinator calls again, for another worker, what has failed.
-        """
+        """Runs on a coordinator's thread; again on another's if that fails."""
         if begun.worker is not None:
             begun.is_lost = True
             return
@@ -385,9 +375,9 @@ class CoordinatedLoop(Loop):
         compiling.discard(worker)
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
-        """Waits for a dispatch to end; returns the states of its steps.
+        """The states of a dispatch that has ended; 0.0: none has yet.
 
-        For none that goes beyond `target`, unless only such are left.
+        None is waited for that goes beyond `target`, if others are left.
         """
         if not self._pending:
             self._recount()
@@ -412,8 +402,7 @@ class CoordinatedLoop(Loop):
     def _recount(self) -> None:
         """Finds out what was applied, once nothing is under way any more.
 
-        A worker that is only believed dead may still have a part of a
-        dispatch: what it sends from now on is refused.
+        What a worker that is only believed dead still sends is refused.
         """
         self._generations.advance()
         self._applied = self._next_step = int(self._global_step.numpy())

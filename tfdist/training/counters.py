@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdist._tf import private_keras
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
-
-Numbers = tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]
-"""Of an update: iteration, learning rates, scale of the loss if it adapts."""
 
 
 class Counters:
@@ -24,9 +22,7 @@ class Counters:
     """
 
     def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        global_step: tf.Variable | None,
+        self, optimizer: Optimizer, global_step: tf.Variable | None
     ) -> None:
         self._parts = optimizers.parts(optimizer)
         self._global_step = global_step
@@ -36,12 +32,11 @@ class Counters:
         self._ahead: int | None = None
         rates = [part.learning_rate for part in self._parts]
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
+        scaled = keras.optimizers.LossScaleOptimizer
+        self._is_scaled = isinstance(optimizer, scaled)
         # What a step reads for `of_step`. Where the loss has a scale that
         # adapts, not every step is an update.
         self.reads = list(self._rates)
-        self._is_scaled = isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        )
         if self._is_scaled or global_step is None:
             self.reads.append(self._counter)
         if self._is_scaled:
@@ -62,10 +57,11 @@ class Counters:
         self,
         step: tf.Tensor | None = None,
         values: Sequence[tf.Tensor] | None = None,
-    ) -> Numbers:
-        """Those of a step; `values` of `reads`, unless they are read here.
+    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]:
+        """Iteration, learning rates, and scale of the loss if it adapts.
 
-        Without a `global_step`, those of the update after the last.
+        Of a step, or without a `global_step`, of the next update. `values` are
+        those of `reads`, unless they are read here.
         """
         if values is None:
             values = [tf.convert_to_tensor(v.value) for v in self.reads]
@@ -75,10 +71,8 @@ class Counters:
             iteration = tf.cast(values[num], tf.int64)
         else:
             iteration = self.iteration(step)
-        rates = [
-            optimizers.learning_rate(part, iteration, known)
-            for part in self._parts
-        ]
+        rate_of = optimizers.learning_rate
+        rates = [rate_of(part, iteration, known) for part in self._parts]
         return iteration, rates, values[-1] if self._is_scaled else None
 
     def count(
@@ -92,8 +86,8 @@ class Counters:
         """Counts a step; atomic on the server that holds a counter.
 
         Only once the gradients have `arrived` there, or else the batch was
-        `read`: a step that failed before, or that found no batch, does not
-        count. It counts for the optimizer if it `is_update`.
+        `read`: a step that failed, or found no batch, does not count. It counts
+        for the optimizer if it `is_update`.
         """
         steps = [] if self._global_step is None else [self._global_step]
         for counter in (*steps, *self._counters.values()):
@@ -118,13 +112,11 @@ def step_seeds(
     And by the replica's, if there are several. Keras' generators count in a
     shared variable, so two workers could draw the same dropout mask.
     """
-    seeds = []
-    for generator in generators:
-        # They never change, so they are read while the step is traced.
-        with tf.init_scope():
-            start = generator.numpy()
-        seed = tf.cast(start, tf.int64)
-        for number in numbers:
-            seed = tf.random.fold_in(seed, number)
-        seeds.append(tf.cast(seed, generator.dtype))
-    return seeds
+    # They never change, so they are read while the step is traced.
+    with tf.init_scope():
+        starts = [generator.numpy() for generator in generators]
+    seeds = [tf.cast(start, tf.int64) for start in starts]
+    for number in numbers:
+        seeds = [tf.random.fold_in(seed, number) for seed in seeds]
+    pairs = zip(seeds, generators, strict=True)
+    return [tf.cast(seed, generator.dtype) for seed, generator in pairs]

@@ -2,10 +2,9 @@
 
 A step sends each server one message with the ids of all table rows that it
 needs, and gets one with these rows and all dense variables. The server keeps
-the ids, so the gradients of rows travel without them, in one message with the
-clipped gradients of all else that it holds. Large tensors go alone. Within a
-dispatch the ids of the next step travel with the gradients: two messages a step
-to each server and from it, not three.
+the ids, so the gradients of rows travel without them, in one message with all
+other clipped gradients. Large tensors go alone. Within a dispatch the ids of
+the next step travel with the gradients: two messages a step, not three.
 
     worker                                server k
       ids of rows ----------------------->  gather
@@ -83,9 +82,7 @@ class StepGradients:
     finite: tf.Tensor | None = None  # Whether the update happens. None: yes.
 
 
-def looked_up(
-    layout: Layout, calls: Sequence[tuple[Any, tf.Tensor]]
-) -> Lookups:
+def looked_up(layout: Layout, calls: list[tuple[Any, tf.Tensor]]) -> Lookups:
     """What a pass looks up, by `(table, int64 ids)` of each lookup."""
     routes = [
         group.route([call for call in calls if group.holds(call[0])])
@@ -118,10 +115,8 @@ def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
     for server in layout.servers:
         asked = requests.at[server.device]
         with tf.device(server.device):
-            read = [
-                tf.convert_to_tensor(layout.reads[i].value)
-                for i in server.reads
-            ]
+            whole = [layout.reads[i].value for i in server.reads]
+            read = [tf.convert_to_tensor(value) for value in whole]
             for g, shards in server.shards.items():
                 own, ids = rows_at(server.growing.get(g, shards), *asked[g])
                 read.append(own)
@@ -151,10 +146,7 @@ def answers(
     tables: Sequence[Any],
     rows_of: Callable[[Group], tf.Tensor] | None = None,
 ) -> lookups.Answers:
-    """Answers the lookup of each of `tables` by the rows that were read.
-
-    By those that `rows_of` a group gives at each lookup, if there is one.
-    """
+    """Answers lookups of `tables` by the rows read, or what `rows_of` gives."""
     found: list[Any] = [None] * len(tables)
     for group, rows, own in zip(
         layout.groups, read.rows, read.positions, strict=True
@@ -165,13 +157,12 @@ def answers(
         every = own if rows_of else tf.gather(rows, own)
 
         def answer(piece: tf.Tensor, group: Group = group) -> tf.Tensor:
-            return (
-                tf.gather(rows_of(group), piece) if rows_of else accessed(piece)
-            )
+            if rows_of:
+                return tf.gather(rows_of(group), piece)
+            return accessed(piece)
 
-        for i, piece in zip(
-            which, tf.split(every, lengths, num=len(which)), strict=True
-        ):
+        pieces = tf.split(every, lengths, num=len(which))
+        for i, piece in zip(which, pieces, strict=True):
             found[i] = functools.partial(answer, piece)
     return lookups.Answers(tables, found)
 
@@ -183,37 +174,29 @@ def over_replicas(
 
     `size` is how many of its examples this one has, a scalar float32.
     """
-    every = [*found.dense, *found.deltas]
-    changed = [i for i, change in enumerate(every) if change is not None]
-    sums = {place for place, i in enumerate(changed) if i in layout.sums}
-    means, total = replicas.mean([every[i] for i in changed], size, sums)
-    for i, mean in zip(changed, means, strict=True):
-        every[i] = mean
-    num = len(found.dense)
+    num, whole = len(found.dense), [*found.dense, *found.deltas]
+    means, total = replicas.mean(whole, size, layout.sums)
     # Every replica has looked up other rows; those of a frozen table stay.
     routes, rows = [], []
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
     ):
-        if group.part is None:
-            routes.append(route)
-            rows.append(gradient)
-            continue
-        gradient = mean_to_sum(gradient, size / total)
-        routes.append(group.routed(replicas.gather(route.rows)))
-        rows.append(
-            tf.math.unsorted_segment_sum(
+        if group.part is not None:
+            gradient = mean_to_sum(gradient, size / total)
+            route = group.routed(replicas.gather(route.rows))
+            gradient = tf.math.unsorted_segment_sum(
                 replicas.gather(gradient),
-                routes[-1].positions,
-                tf.reduce_sum(routes[-1].sizes),
+                route.positions,
+                tf.reduce_sum(route.sizes),
             )
-        )
+        routes.append(route)
+        rows.append(gradient)
     return dataclasses.replace(
         found,
         requests=request(layout, routes),
-        dense=every[:num],
+        dense=means[:num],
         rows=rows,
-        deltas=every[num:],
+        deltas=means[num:],
     )
 
 
@@ -223,20 +206,18 @@ def push(
     fence: Fence | None = None,
     following: Sequence[Route] = (),
 ) -> tuple[dict[str, tf.Tensor], Requests]:
-    """Clips gradients and updates every variable where it lives.
+    """Clips gradients; updates every variable, or accumulates, where it lives.
 
-    Or keeps the gradients there, where they accumulate. What the next step
-    looks up (`following`) travels along. Returns for each server a tensor there
-    that depends on the gradients, and the requests of what this leaves.
+    What the next step looks up (`following`) travels along. Returns for each
+    server a tensor there that depends on the gradients, and what is requested.
     """
-    dense, rows = clipped(layout, found)
+    found = _clipped(layout, found)
     # A step that has failed, or found no batch, begins nothing.
-    known = [g for g in (*dense, *rows) if g is not None]
+    known = [g for g in (*found.dense, *found.rows) if g is not None]
     with tf.control_dependencies(tf.identity_n([*known, found.iteration])):
         iteration = tf.identity(found.iteration)
     for part in layout.parts:
         optimizers.begin_step(part, iteration, found.finite, layout.remote)
-    found = dataclasses.replace(found, dense=dense, rows=rows)
     scalars = [*found.rates, *as_floats(found.iteration)]
     if found.finite is not None:
         scalars.append(tf.cast(found.finite, tf.float32))
@@ -276,9 +257,9 @@ def carried(
     """What a step has found, where it is needed.
 
     Yields:
-        A server; the indices in `Layout.reads` of what the step changes of
-        it; and there `scalars`, what it adds to these, the gradients of
-        rows, for each group, and, packed, the ids of `following` there.
+        A server; the indices in `Layout.reads` of what the step changes of it;
+        and there `scalars`, what it adds to these, the gradients of rows for
+        each group, and, packed, the ids of `following`.
     """
     whole = [*found.dense, *found.deltas]
     blocks = []
@@ -373,23 +354,18 @@ def add(variable: tf.Variable, value: tf.Tensor) -> None:
         variable.assign_add(value)
 
 
-def clipped(
-    layout: Layout, found: StepGradients
-) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
+def _clipped(layout: Layout, found: StepGradients) -> StepGradients:
     """Clips the gradients of each part of the optimizer together."""
     owners = [*layout.owners, *(group.part for group in layout.groups)]
-    clipped = [*found.dense, *found.rows]
+    every = [*found.dense, *found.rows]
+    known = [i for i, gradient in enumerate(every) if gradient is not None]
     for index, part in enumerate(layout.parts):
-        own = [
-            i
-            for i, gradient in enumerate(clipped)
-            if owners[i] == index and gradient is not None
-        ]
-        values = optimizers.clip(part, [clipped[i] for i in own])
+        own = [i for i in known if owners[i] == index]
+        values = optimizers.clip(part, [every[i] for i in own])
         for i, value in zip(own, values, strict=True):
-            clipped[i] = value
+            every[i] = value
     num = len(found.dense)
-    return clipped[:num], clipped[num:]
+    return dataclasses.replace(found, dense=every[:num], rows=every[num:])
 
 
 def _packed_ids(server: Server, routes: Sequence[Route]) -> tf.Tensor:

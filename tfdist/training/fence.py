@@ -1,10 +1,10 @@
 """Keeps updates out that nobody waits for any more.
 
 A worker that froze in mid-step and wakes up minutes later goes on with its
-dispatch, although its steps were long done by others: `global_step` would pass
-its limit. So each dispatch belongs to a generation, each server knows which
-one is current, and gradients of another are an error there. The chief starts a
-new generation whenever a dispatch was lost, before it makes up for its steps.
+dispatch, whose steps were long done by others: `global_step` would pass its
+limit. So each dispatch belongs to a generation, each server knows the current
+one, and gradients of another are an error there. The chief starts a new one
+whenever a dispatch was lost, before it makes up for its steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ class Generations:
         self._on: dict[str, tf.Variable] = {}
         for device in devices:
             with tf.device(device):
-                self._on[device] = tf.Variable(
-                    0.0, trainable=False, name="generation"
-                )
+                own = tf.Variable(0.0, trainable=False, name="generation")
+            self._on[device] = own
         self.variables = list(self._on.values())
 
     def fence(self, generation: tf.Tensor) -> Fence:

@@ -32,20 +32,15 @@ class NonFiniteVariablesError(tf.compat.v1.train.NanLossDuringTrainingError):
 class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
-    Each device looks at what it holds; over the network comes one message per
-    device, a truth value for each variable. One in shards, or with a copy for
-    each replica, counts as one.
+    Each device looks at what it holds and sends one message, with a truth value
+    for each variable. One in shards, or with copies on replicas, is one.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._parts = collections.defaultdict(list)
         for name, whole in variables.items():
             for shard in getattr(whole, "variables", [whole]):
-                copies = [shard]
-                if isinstance(shard, tf.distribute.DistributedValues):
-                    strategy = shard.distribute_strategy
-                    copies = strategy.experimental_local_results(shard)
-                for v in copies:
+                for v in getattr(shard, "values", [shard]):  # Of each replica.
                     if v.dtype in _FLOATS:
                         self._parts[v.device].append((name, v))
         self._looks = traced(self._are_finite)

@@ -1,11 +1,10 @@
 """What a model does with a batch, as a graph that is looked at, not run.
 
 A step wants all rows that it needs from one server in one message, so it must
-know every id before the first row arrives. It therefore runs the model (call,
-losses, metrics) twice while tracing: first here, on stand-ins for everything
-that it has not read yet; then, with the rows at hand, for real. Of this graph
-only what the ids need is ever executed: nothing fails, prints or counts
-because of a number that was computed from a stand-in.
+know every id before the first row arrives. So it runs the model (call, losses,
+metrics) twice while tracing: first here, on stand-ins for all that it has not
+read yet; then with the rows at hand. Of this graph only what the ids need is
+executed: nothing fails, prints or counts because of a stand-in's number.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ _SHAPED_BY_VALUES = re.compile(
 
 
 def draws(graph: tf.Graph) -> dict[str, bool]:
-    """Ops that count what they have drawn: whether one has a seed.
-
-    One of its own, where the graph has none (`tf.random.set_seed`).
-    """
+    """Ops that count what they have drawn; whether one has its own seed."""
     found: dict[str, bool] = {}
     for node in _nodes(graph):
         if "seed2" in node.attr:
@@ -105,6 +101,7 @@ class Forward:
         # of each lookup, in order.
         self.updated = list(self._scope.updated.values())
         self.read = [v for v, value in self._stand_ins if value.consumers()]
+        self._before = {id(v): value for v, value in self._stand_ins}
         calls = self._collector.calls
         self.tables = [table for table, _ in calls]
         self._check_ids()
@@ -114,10 +111,7 @@ class Forward:
         )
 
     def calls(
-        self,
-        batch: Any,
-        seeds: Sequence[tf.Tensor],
-        replicas: Replicas | None = None,
+        self, batch: Any, seeds: Sequence[tf.Tensor], replicas: Replicas | None
     ) -> list[tuple[Any, tf.Tensor]]:
         """Table and ids of every lookup that the pass does for a batch."""
         if not self.tables:
@@ -128,11 +122,10 @@ class Forward:
         for ids, (_, traced) in zip(found, self._collector.calls, strict=True):
             ids.set_shape(traced.shape)  # Those of a lookup table have none.
         if replicas:
+            pairs = zip(found, self._collector.of_all, strict=True)
             found = [
                 tf.unique(replicas.gather(ids)).y if of_all else ids
-                for ids, of_all in zip(
-                    found, self._collector.of_all, strict=True
-                )
+                for ids, of_all in pairs
             ]
         return list(zip(self.tables, found, strict=True))
 
@@ -160,9 +153,8 @@ class Forward:
         self, states: Sequence[keras.Variable]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What they are after the pass, and before."""
-        stand_ins = {id(v): value for v, value in self._stand_ins}
         after = [self._scope.get_current_value(v) for v in states]
-        return after, [stand_ins[id(v)] for v in states]
+        return after, [self._before[id(v)] for v in states]
 
     def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
         """On what the results depend that depend not on `states` alone."""
@@ -180,14 +172,10 @@ class Forward:
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
     ) -> bool:
-        """Whether the pass does no more to a variable than add to it.
-
-        What it adds must not depend on any of `states`.
-        """
-        stand_ins = {id(v): value for v, value in self._stand_ins}
-        names = {stand_ins[id(v)].op.name for v in states}
+        """Whether a pass only adds to a variable, and that without `states`."""
+        names = {self._before[id(v)].op.name for v in states}
         value: Any = self._scope.get_current_value(variable)
-        while value.name != stand_ins[id(variable)].name:
+        while value.name != self._before[id(variable)].name:
             op = value.op
             changed = [
                 any(o.name in names and not shape for o, shape in _needed([t]))
@@ -298,7 +286,7 @@ class TapedScope(keras.StatelessScope):
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+    def get_current_value(self, variable: keras.Variable) -> Any:
         """See `keras.StatelessScope`."""
         value = super().get_current_value(variable)
         if id(variable) in self._taped:

@@ -1,8 +1,8 @@
 """Steps that a model's own `train_step` or `test_step` defines.
 
 Adversarial networks, distillation and the like override these: then the model
-applies its gradients itself, to variables that must be in this process. For
-a `train_step` where they are not, see `own_step.py`.
+applies its gradients itself, to variables in this process. For a `train_step`
+where they are elsewhere, see `own_step.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tfdist.training.compiled_model import (
     refuse_new_variables,
     refuse_unlisted,
 )
-from tfdist.training.fence import Fence
 from tfdist.training.forward import draws
 from tfdist.training.metrics import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
@@ -32,18 +31,16 @@ from tfdist.training.step import Batch
 class KerasStep:
     """As `ModelStep`, for other models, where all is in one process.
 
-    A step is what `fit` and `evaluate` make of it: the model's method is
-    traced as they trace it (with the `jit_compile` of `compile`), updates
-    weights, optimizers, metrics and random seeds in place, and what the last
-    one returns is logged. So a metric is that of all steps since metrics were
-    reset, as before each run of steps that does not `go_on`, and before an
-    evaluation; a value that is no metric is that of the last step.
+    A step is what `fit` and `evaluate` make of it: the model's method is traced
+    as they trace it (with the `jit_compile` of `compile`) and updates weights,
+    optimizers, metrics and random seeds in place. What the last one returns is
+    logged; metrics are of all steps since they were reset: before each run of
+    steps that does not `go_on`, and before an evaluation.
 
     Args:
         model: A compiled `keras.Model`, whose layers have their variables.
-        element_spec: `tf.TypeSpec` structure of one batch.
-        global_step: Scalar int64 variable that counts steps; only training
-            needs it.
+        element_spec: As of `ModelStep`.
+        global_step: As of `ModelStep`.
 
     Raises:
         TypeError: `train_step` does not return a dictionary.
@@ -76,17 +73,11 @@ class KerasStep:
             self.single_steps = bool(draws(traced.graph))
             refuse_new_variables(model, before)
             own = {id(v.value) for v in model.variables}
-            others = [v for v in self._used if v.trainable]
-            refuse_unlisted(
-                model, [v.handle for v in others if id(v) not in own]
-            )
+            others = [v for v in self._used if id(v) not in own]
+            refuse_unlisted(model, [v.handle for v in others if v.trainable])
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
-        """All that a checkpoint holds.
-
-        That is `named`, and what else the model's `train_step` uses: the slots
-        of its second optimizer, counters, seeds.
-        """
+        """What a checkpoint holds: `named`, other optimizers' slots, seeds."""
         metrics = {id(v.value) for v in self.model.metrics_variables}
         used = [v for v in self._used if id(v) not in metrics]
         return with_others(named, used)
@@ -97,17 +88,8 @@ class KerasStep:
             self.model.reset_metrics()
         return []
 
-    def train(
-        self,
-        batch: Batch,
-        step: tf.Tensor,
-        states: States,
-        fence: Fence | None = None,
-    ) -> States:
-        """Runs and counts the model's `train_step`; returns the logs.
-
-        A step that found no batch, or failed, does not count.
-        """
+    def train(self, batch: Batch, step: tf.Tensor, states: States) -> States:
+        """The logs of the model's `train_step`, which counts if it worked."""
         assert self._global_step is not None
         logs = self._train(batch)
         read = tf.nest.flatten(batch, expand_composites=True)
@@ -120,10 +102,10 @@ class KerasStep:
         return self._test(batch)
 
     def _once_read(self, batch: Batch) -> States:
-        """A step of which nothing happens where there is no batch.
+        """A step of which nothing happens, no count either, without a batch.
 
-        Not even what needs none, a counter or a seed. To wait is said here:
-        TensorFlow inlines the call, and forgets what that was to wait for.
+        To wait is said here: TensorFlow inlines the call, and forgets what that
+        was to wait for.
         """
         read = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(read):
@@ -157,8 +139,7 @@ class KerasStep:
 
     def reset(self) -> None:
         """Has the metrics of training begin anew."""
-        variables = self.model.metrics_variables
-        self._before = [(v, v.numpy()) for v in variables]
+        self._before = [(v, v.numpy()) for v in self.model.metrics_variables]
         self.model.reset_metrics()
 
     @contextlib.contextmanager

@@ -55,12 +55,11 @@ def fused_update(
                 ref=handle, indices=ids[:, tf.newaxis], updates=gradient * rate
             )
         return
-    arguments_of, names, whole, of_rows = _RULES[type(optimizer)]
+    arguments_of, names, kernel, of_rows = _RULES[type(optimizer)]
     arguments = arguments_of(optimizer, rate)
     own = slots(optimizer, variable).of_rule
     for name, slot in zip(names, own, strict=True):
         arguments[name] = slot.value.handle
-    kernel = whole
     if ids is not None:
         kernel, arguments["indices"] = of_rows, ids
     kernel(var=handle, grad=gradient, use_locking=True, **arguments)

@@ -40,8 +40,8 @@ class Layout:
     Args:
         model: A built model with a built optimizer, or a part of it.
         tables: Its `PartitionedEmbedding` layers that the pass looks up.
-        remote: Whether the variables live in other processes, the tasks of
-            which are told apart by device. Else all are where the step runs.
+        remote: Whether the variables live in other processes, told apart by
+            device. Else all are where the step runs.
         assigns: Whether `moving` is assigned, for nobody changes it meanwhile;
             a difference to infinity, or to what is far, says nothing.
         others: Tables that the pass never reads.
@@ -75,7 +75,7 @@ class Layout:
         by_width = collections.defaultdict(list)
         for table in tables:
             part = alone = None
-            if self.is_trained(table.shards[0]):
+            if id(table.shards[0]) in self._trained:
                 part = optimizers.owner(model.optimizer, table.shards[0])
                 # The norm of one variable needs its rows alone.
                 by_norm = optimizers.limit(self.parts[part], "clipnorm")
@@ -107,12 +107,11 @@ class Layout:
         self.servers = [self._server(device) for device in devices]
 
     def _server(self, device: str) -> Server:
-        def own(variables: Sequence[keras.Variable]) -> list[int]:
-            every = enumerate(map(self.device_of, variables))
-            return [i for i, holder in every if holder == device]
-
+        reads = [
+            i for i, v in enumerate(self.reads) if self.device_of(v) == device
+        ]
         shards = {
-            g: [group.shards[i] for i in own(group.shards)]
+            g: [v for v in group.shards if self.device_of(v) == device]
             for g, group in enumerate(self.groups)
             if device in group.num_shards
         }
@@ -122,17 +121,13 @@ class Layout:
         growing = {
             g: TracedShards(v) for g, v in shards.items() if growing_of(v[0])
         }
-        return Server(device, own(self.reads), shards, trained, growing)
+        return Server(device, reads, shards, trained, growing)
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""
         if isinstance(variable, keras.Variable):
             variable = variable.value
         return variable.device if self.remote else ""
-
-    def is_trained(self, variable: keras.Variable) -> bool:
-        """Whether the optimizer updates a variable."""
-        return id(variable) in self._trained
 
     def warn_of_missing(self, gradients: Sequence[tf.Tensor | None]) -> None:
         """Warns, as Keras does, of what the loss does not depend on.
@@ -169,8 +164,8 @@ class Layout:
     def check_updated(self, updated: Sequence[keras.Variable]) -> None:
         """Raises `ValueError` if a pass assigns what the optimizer updates.
 
-        Or if the gradient of a variable is its next value, as for float8; or if
-        one begins at infinity, whence no difference leads.
+        Or what begins at infinity, whence no difference leads; or if a gradient
+        is the next value, as for float8.
         """
         for variable in self.dense:
             if variable.overwrite_with_gradient:
@@ -180,19 +175,18 @@ class Layout:
                     "scales. An optimizer of tfdist would subtract it. Train "
                     "in mixed_bfloat16, or with Keras' `fit`."
                 )
-        for variable in filter(self.is_trained, updated):
-            raise ValueError(
-                f"The model assigns variable {variable.path!r} while it is "
-                "called in training, as SpectralNormalization does, and the "
-                "optimizer updates the same variable. Give the layer a "
-                "`kernel_constraint`, which is applied after each update, or "
-                "override `train_step`, on one device."
-            )
-        known = set() if self.assigns else {id(v) for v in self.moving}
+        adds = set() if self.assigns else {id(v) for v in self.moving}
         for variable in updated:
-            if id(variable) not in known or "float" not in variable.dtype:
-                continue
-            if not np.isfinite(variable.numpy()).all():
+            if id(variable) in self._trained:
+                raise ValueError(
+                    f"The model assigns variable {variable.path!r} while it is "
+                    "called in training, as SpectralNormalization does, and "
+                    "the optimizer updates the same variable. Give the layer a "
+                    "`kernel_constraint`, which is applied after each update, "
+                    "or override `train_step`, on one device."
+                )
+            is_added = id(variable) in adds and "float" in variable.dtype
+            if is_added and not np.isfinite(variable.numpy()).all():
                 raise ValueError(
                     f"Weight {variable.path!r}, which the model assigns, does "
                     "not begin at finite numbers. Workers and devices add up "

@@ -38,11 +38,7 @@ def unwatched() -> None:
 
 
 class EndOfInput(Exception):
-    """The input is exhausted; no error, as `StopIteration` is none.
-
-    Attributes:
-        logs: Loss and metrics of the steps that ran.
-    """
+    """The input is exhausted; `logs` are those of the steps that ran."""
 
     def __init__(self, logs: dict[str, float]) -> None:
         super().__init__("The training input is exhausted.")
@@ -50,18 +46,13 @@ class EndOfInput(Exception):
 
 
 class Loop:
-    """What a session runs; as it stands, steps in this process, one by one.
+    """What a session runs; a step adds 1 to `global_step`, a scalar int64."""
 
-    `global_step`, a scalar int64 variable, is incremented once per step.
-    """
-
-    # What the steps read from, where its position can be saved with a
-    # checkpoint; else None.
+    # What the steps read from, if its position can be saved.
     iterator: tf.data.Iterator | None = None
     # Whether each worker reads a part of the data that nobody else ever reads.
     fixed_shares = False
-    # Whether the data are this process's alone, and others have others.
-    own_batches = False
+    own_batches = False  # Whether other processes read other data.
     resizable = False  # Whether `resize` can be called.
     # They are 0 when it begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
@@ -83,9 +74,9 @@ class Loop:
         """Runs `num_steps` steps; returns their loss and metrics.
 
         `watch` is called at least every second while others work; it ends the
-        wait for them by raising. So many steps `ahead` may be under way on
-        return, so that nobody waits for the slowest; the next run counts them.
-        With 0 it is exactly `num_steps`, and none is under way.
+        wait for them by raising. So many steps `ahead` (default: none) may be
+        under way on return, so that nobody waits for the slowest; the next run
+        counts them.
 
         Raises:
             EndOfInput: the input ended before.
@@ -100,10 +91,8 @@ class Loop:
     ) -> dict[str, float]:
         """Loss and metrics of the current parameters; no step is under way.
 
-        Every batch counts once; empty if there is none.
-
-        Raises:
-            ValueError: the loop has no model that can be evaluated.
+        Every batch counts once; empty if there is none. A `ValueError` if the
+        loop has no model that can be evaluated.
         """
         raise ValueError(
             "`evaluate` needs a session that trains a Keras model through a "
@@ -111,10 +100,7 @@ class Loop:
         )
 
     def resize(self, cluster: Cluster) -> bool:
-        """Goes on with the workers of `cluster`; False: not now.
-
-        To be called when all of them are up and no step is under way.
-        """
+        """Goes on with the workers of `cluster`, all up; False: not now."""
         raise NotImplementedError
 
     def begin_again(self) -> None:
@@ -122,11 +108,7 @@ class Loop:
         raise NotImplementedError
 
     def check_resize(self, num_processes: int) -> None:
-        """Whether an all-reduce of so many keeps the global batch.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Raises `ValueError` if so many would change the global batch."""
 
     def staleness(self) -> np.ndarray | None:
         """Updates so far by their staleness; None where there is none."""
@@ -147,19 +129,15 @@ class Loop:
         """Ends what the loop has started. It cannot run any more."""
 
     def has_ended(self) -> bool:
-        """Whether, once closed, it allows for another loop in this process.
-
-        To be asked when every task is up; waits for ten seconds at most.
-        """
+        """Whether another can begin, all tasks up; waits 10 s at most."""
         return True
 
 
 def automatic_steps_per_dispatch(num_variables: int) -> int:
     """Steps per dispatch where the user did not choose.
 
-    A dispatch costs the chief three milliseconds of CPU whatever is in it, and
-    tracing grows with its steps times the model's variables, of which large
-    models, with long steps, have many.
+    A dispatch costs the chief three milliseconds of CPU whatever is in it;
+    tracing grows with its steps times the model's variables.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
@@ -167,14 +145,15 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
     return int(np.clip(500 // max(num_variables, 1), 1, 10))
 
 
-def dispatch_size(model: keras.Model, wanted: int | None) -> int:
-    """Steps per dispatch: as wanted, as `compile` was told, or automatic."""
+def dispatch_size(model: keras.Model, wanted: int | None) -> tuple[int, bool]:
+    """Steps per dispatch; whether the user chose them, here or in `compile`."""
     if wanted is None and model.steps_per_execution > 1:
-        return model.steps_per_execution
+        wanted = model.steps_per_execution
     if wanted is None:
-        return automatic_steps_per_dispatch(len(model.trainable_variables))
+        num_variables = len(model.trainable_variables)
+        return automatic_steps_per_dispatch(num_variables), False
     check_positive("steps_per_dispatch", wanted)
-    return wanted
+    return wanted, True
 
 
 def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
@@ -196,9 +175,9 @@ def dispatch(
 ) -> Callable[..., tf.Tensor]:
     """What is traced to run `num_steps` steps.
 
-    Its arguments are an iterator (or the batches), the number of the first step
-    and what else `steps` takes after these (see `run_steps`). The packed metric
-    states end with what `TimedIterator.seconds` tells.
+    It takes an iterator (or the batches), the first step's number, and what
+    else `steps` takes (see `run_steps`). The packed metric states end with what
+    `TimedIterator.seconds` tells.
     """
 
     def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
@@ -216,10 +195,7 @@ def run_steps(
     first_step: tf.Tensor,
     *args: Any,
 ) -> tf.Tensor:
-    """Runs steps, unrolled; returns their packed metric states.
-
-    `args` are those of `step.train` beyond the states.
-    """
+    """Packed metric states of steps; `args` are those of `step.train`."""
     states = step.zero_states()
     for i in range(num_steps):
         states = step.train(iterator.get_next(), first_step + i, states, *args)
@@ -236,8 +212,8 @@ def run_steps_ahead(
 ) -> tf.Tensor:
     """As `run_steps`, on parameter servers, with fewer messages.
 
-    What a step looks up travels with the gradients of an earlier one: the step
-    before, or `read_ahead` before that, as it is read so many steps early.
+    What a step looks up travels with the gradients of the step before, or, as
+    it is read so early, of `read_ahead` steps before that.
     """
     states = step.zero_states()
     following = (
@@ -275,8 +251,7 @@ class LocalLoop(Loop):
         self._may_end = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
         if step.single_steps:
             steps_per_dispatch = 1
-        self._full = dispatch_size(step.model, steps_per_dispatch)
-        asked = steps_per_dispatch or step.model.steps_per_execution > 1
+        self._full, asked = dispatch_size(step.model, steps_per_dispatch)
         self._secs_alone = 0.0 if asked else math.inf
         read = self._batches_per_step * (dataset.element_spec,)
         number = tf.TensorSpec([], tf.int64)
@@ -303,24 +278,27 @@ class LocalLoop(Loop):
     ) -> dict[str, float]:
         """See `Loop.run`."""
         total: float | np.ndarray = 0.0
-        first_step = self.step
-        end, ended = first_step + num_steps, True
+        first_step, ended = self.step, False
+        end = first_step + num_steps
         with self._watch, contextlib.suppress(tf.errors.OutOfRangeError):
             for source, size in self._sources(num_steps):
                 start = time.monotonic()
                 number = tf.constant(first_step, tf.int64)
                 packed = self._functions[size](source, number).numpy()
-                self._spend(time.monotonic() - start)
+                secs = time.monotonic() - start
+                if self._secs_alone == math.inf:
+                    # A first step takes as long as tracing one.
+                    self._secs_alone = secs * self._full
+                self._secs_alone -= secs
                 first_step += size
                 states = self._input_secs.without(packed)
                 total = self._step.joined(total, states)
-                if self._ended_before(first_step):
+                if ended := self._ended_before(first_step):
                     break
-            else:
-                ended = first_step < end
-        if ended:
-            raise EndOfInput(metrics_from_states(total, self._step))
-        return metrics_from_states(total, self._step)
+        logs = metrics_from_states(total, self._step)
+        if ended or first_step < end:
+            raise EndOfInput(logs)
+        return logs
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
@@ -334,17 +312,15 @@ class LocalLoop(Loop):
             evaluate = traced(step.evaluate, reduce_retracing=True)
             self._evaluation = step, evaluate
         step, evaluate = self._evaluation
-        states: States = []
+        states = step.zero_states()
         for batch in batches:
-            states = evaluate(batch, states or step.zero_states())
-        packed = step.pack(states).numpy() if states else 0.0
-        return metrics_from_states(packed, step)
+            states = evaluate(batch, states)
+        return metrics_from_states(step.pack(states).numpy(), step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """What each dispatch reads from, and its number of steps.
 
-        Where the data may end, the batches are read before: a function in
-        which they end would lose its other steps.
+        Data that may end are read before: a dispatch would lose other steps.
         """
         each = self._batches_per_step
         full = 1 if self._secs_alone > 0 else self._full
@@ -362,12 +338,6 @@ class LocalLoop(Loop):
                 return
             yield batches, size
 
-    def _spend(self, secs: float) -> None:
-        """Counts down; a first step took as long as tracing one takes."""
-        if self._secs_alone == math.inf:
-            self._secs_alone = secs * self._full
-        self._secs_alone -= secs
-
     def _waits(self) -> dict[str, float]:
         """See `InputWatch`."""
         since = self._read_at or input_wait.awaited()
@@ -382,9 +352,7 @@ class FunctionLoop(Loop):
     """A user's step function as a loop."""
 
     def __init__(
-        self,
-        function: Callable[[], Mapping[str, Any]],
-        global_step: tf.Variable,
+        self, function: Callable[[], Mapping], global_step: tf.Variable
     ) -> None:
         super().__init__(global_step)
         self._function = function
@@ -438,10 +406,7 @@ class Logs(dict[str, float]):
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:
-    """Loss and metrics of a sum of packed states; 0.0 is of no example.
-
-    All begin anew with the next steps.
-    """
+    """Loss and metrics of summed packed states (0.0: none); all begin anew."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
     logs = Logs(total, step)

@@ -1,8 +1,7 @@
 """Tensors from one device to another in as few messages as pay off.
 
-Below a megabyte the number of tensors that cross the wire costs, not their
-bytes: they are packed, one message per dtype. Larger ones go alone, because to
-pack and to unpack are two copies.
+Below a megabyte the number of tensors on the wire costs, not their bytes: they
+are packed, one message per dtype. Larger ones go alone: packing is two copies.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ def send(
     generation = None
     for own in _messages([t.dtype for t in tensors], shapes):
         with tf.device(source):
-            message = tf.concat(
-                [tf.reshape(tensors[i], [-1]) for i in own], axis=0
-            )
+            flat = [tf.reshape(tensors[i], [-1]) for i in own]
+            message = tf.concat(flat, axis=0)
         with tf.device(target):
             if fence:
                 assert target is not None  # A server's.

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist._tf import private_keras
 from tfdist.embeddings import lookups
 from tfdist.training.compiled_model import forward_pass, look_at
-from tfdist.training.forward import Forward, TapedScope
+from tfdist.training.forward import Forward, TapedScope, Values
 from tfdist.training.replicas import mean_to_sum
 
 States = list[tf.Tensor]
@@ -21,12 +21,9 @@ States = list[tf.Tensor]
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
-    """Lets Keras make its loss and metric variables, here on the chief.
+    """Has Keras make its loss and metric variables, of targets and predictions.
 
-    Keras makes them when it first sees a target and a prediction.
-
-    Raises:
-        ValueError: a metric is called "loss" or "global_step".
+    A `ValueError` if a metric is called "loss" or "global_step".
     """
 
     def run(batch: Any) -> None:
@@ -45,9 +42,8 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
         if names.count(name) > most:
             raise ValueError(
                 f"Model {model.name!r} has a metric called {name!r}. Results "
-                "of training and evaluation use the names 'loss' (the mean "
-                "loss) and 'global_step' themselves. Give the metric another "
-                "`name`."
+                "use the names 'loss' (the mean loss) and 'global_step' "
+                "themselves. Give the metric another `name`."
             )
 
 
@@ -63,22 +59,19 @@ def no_sums(
     forwards: Sequence[Forward],
     must_add_up: bool,
 ) -> set[int]:
-    """Ids of the variables whose values might not add up over batches.
-
-    They are those of metrics, listed in `model.metrics` or not, which some
-    passes update. If several workers add them up, they `must_add_up`.
+    """Ids of the variables of metrics whose values might not add up.
 
     Raises:
-        ValueError: they must, and one does not.
+        ValueError: one does not, and they `must_add_up`: several workers do so.
     """
     names, found = _own_metrics(model, variables), set()
     for variable in variables:
         if must_add_up and variable.aggregation != "sum":
             raise ValueError(
                 f"Metric variable {variable.path!r} of model {model.name!r} "
-                f"has aggregation={variable.aggregation!r}, so its values on "
-                "several workers cannot be added up. Metrics whose variables "
-                'have aggregation="sum" (all of Keras\') can.'
+                f"has aggregation={variable.aggregation!r}: its values on "
+                "several workers cannot be added up, as those of "
+                'aggregation="sum" (all of Keras\') can.'
             )
         if id(variable) not in names:
             continue
@@ -128,10 +121,10 @@ def _is_keras(metric: keras.metrics.Metric) -> bool:
 class MetricStates:
     """States of a model's loss and metrics, of which these are the variables.
 
-    Which add up, or are `kept` (by id) in the metric's variable: see
-    `ModelStep`. Those of a step that `trains` go on where they were. `results`,
-    last those of evaluations, follow from values of `variables`, if not as
-    Keras does; where a step `has_loss`, its mean is among them.
+    They add up, or are `kept` (by id) in the metric's variable, where those of
+    a step that `trains` go on: see `ModelStep`. `results`, last of evaluations,
+    follow from values of `variables`, if not as Keras does; if a step
+    `has_loss`, it is one of them.
     """
 
     def __init__(
@@ -159,11 +152,9 @@ class MetricStates:
 
     def zero_states(self) -> States:
         """States that have seen no example; those that are kept go on."""
-        scalar = tf.zeros([], tf.float32)
-        states = [scalar, scalar]
-        for v, start, stays in zip(
-            self._metrics, self._start, self._stays, strict=True
-        ):
+        states = [tf.zeros([], tf.float32)] * 2
+        known = zip(self._metrics, self._start, self._stays, strict=True)
+        for v, start, stays in known:
             if stays:
                 states.append(tf.convert_to_tensor(v.value))
             elif np.any(start):
@@ -175,9 +166,8 @@ class MetricStates:
     def pack(self, states: States) -> tf.Tensor:
         """All states in one float64 vector: one message, one copy."""
         self._assign(states[2:])
-        return tf.concat(
-            [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states], axis=0
-        )
+        flat = [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states]
+        return tf.concat(flat, axis=0)
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
         """Packed states of two dispatches in one; 0.0 is of none."""
@@ -195,19 +185,18 @@ class MetricStates:
         loss, weight, *values = self._unpacked(packed)
         if not weight:
             return {}
-        own = {}
-        if self._has_loss:
-            tracker = loss_tracker(self.model)
-            others = (m.name for m in self.model.metrics if m is not tracker)
-            if "loss" not in others:
-                own = {"loss": loss / weight}
         if self._results:
             results = flat_floats(self._results[-evaluated](*values))
         else:
             # A result may be the variable itself.
             with self._scope([loss, weight, *values]):
                 results = flat_floats(self.model.get_metrics_result())
-        return results | own
+        if self._has_loss:
+            tracker = loss_tracker(self.model)
+            others = (m.name for m in self.model.metrics if m is not tracker)
+            if "loss" not in others:
+                results["loss"] = loss / weight
+        return results
 
     @contextlib.contextmanager
     def shown(self, packed: np.ndarray) -> Iterator[None]:
@@ -221,9 +210,8 @@ class MetricStates:
     def _unpacked(self, packed: np.ndarray) -> list[Any]:
         """Sum of losses, weight, and values of the metrics' variables."""
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
-        tracker = loss_tracker(self.model) if self._has_loss else None
         known = {}
-        if tracker:
+        if self._has_loss and (tracker := loss_tracker(self.model)):
             known = {id(tracker.total): loss, id(tracker.count): weight}
         values = [
             tf.cast(known.get(id(v), value).reshape(v.shape), v.dtype)
@@ -241,21 +229,13 @@ class MetricStates:
             self._assign(self._unpacked(packed)[2:])
         return any(self._stays)
 
-    def _scope(
-        self,
-        states: States,
-        values: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-    ) -> TapedScope:
+    def _scope(self, states: States, values: Values = ()) -> TapedScope:
         """In it variables have these states, and others these values."""
         metrics = zip(self._metrics, states[2:], strict=True)
         return TapedScope([*metrics, *values])
 
     def _after(
-        self,
-        scope: keras.StatelessScope,
-        states: States,
-        loss: tf.Tensor,
-        batch: Any,
+        self, scope: TapedScope, states: States, loss: tf.Tensor, batch: Any
     ) -> States:
         """States after a batch; as for Keras, its examples are its weight."""
         weight = num_examples(batch)
@@ -269,13 +249,9 @@ class MetricStates:
         return [loss_sum, states[1] + weight, *metrics]
 
     def _assign(self, values: Sequence[Any], every: bool = False) -> None:
-        """Has training go on from these values, where it keeps them.
-
-        Or has `every` variable this value, for whoever reads it.
-        """
-        for variable, value, stays in zip(
-            self._metrics, values, self._stays, strict=True
-        ):
+        """Gives variables that training keeps, or `every` one, these values."""
+        pairs = zip(self._metrics, values, strict=True)
+        for (variable, value), stays in zip(pairs, self._stays, strict=True):
             if stays or every:
                 variable.value.assign(value)
 
@@ -287,7 +263,7 @@ def num_examples(batch: Any) -> tf.Tensor:
 
 
 def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
-    """Results by name, as Keras names them; of an array each number.
+    """Results by Keras' names; of an array each number.
 
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
     {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}

@@ -88,10 +88,9 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         variables = trainable_variables or self._trainable_variables
         if not self.built:
             self.build(list(variables))
+        pairs = list(zip(grads, variables, strict=True))
         for i, part in enumerate(self.parts):
-            pairs = zip(grads, variables, strict=True)
-            own = [pair for pair in pairs if self.owner(pair[1]) == i]
-            if own:
+            if own := [pair for pair in pairs if self.owner(pair[1]) == i]:
                 part.apply(*zip(*own, strict=True))
         self.iterations.assign_add(1)
 
@@ -116,7 +115,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
-        parts = [keras.optimizers.serialize(part) for part in self.parts]
+        parts = map(keras.optimizers.serialize, self.parts)
         pairs = list(zip(self.patterns, parts, strict=True))
         return {"name": self.name, "optimizers": pairs}
 

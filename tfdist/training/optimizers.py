@@ -8,6 +8,7 @@ adding and writing, which loses steps as soon as two workers do it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,7 @@ _READS_OLD_SLOTS = versions.ScheduleFreeAdamW
 def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Creates the slots of `variables`, each beside its variable.
 
-    Must run inside the strategy's scope; else Keras would create the slots at
-    the first step, on the chief.
+    To be called in the strategy's scope: Keras would make them on the chief.
     """
     if not optimizer.built:
         optimizer.build(list(variables))
@@ -125,13 +125,11 @@ def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
 
 
 def learning_rate(
-    optimizer: Optimizer,
-    iteration: tf.Tensor,
-    values: Sequence[tuple[keras.Variable, tf.Tensor]],
+    optimizer: Optimizer, iteration: tf.Tensor, values: Sequence[tuple]
 ) -> tf.Tensor:
     """The learning rate of one of `parts`, a float32 scalar.
 
-    `values` are those of variables that need not be read again.
+    `values`: pairs of variables and what they are, not to be read again.
     """
     known = [(private_keras.counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
@@ -197,7 +195,7 @@ def _follow(
     optimizer: Optimizer,
     variable: keras.Variable,
     iteration: tf.Tensor,
-    ids: tf.Tensor | None = None,
+    ids: tf.Tensor | None,
 ) -> None:
     """Does what follows every step, also one whose gradients were kept."""
     target = variable.value
@@ -233,9 +231,8 @@ def apply(
     """Applies a step's `(variable, gradient, ids)`, or keeps them for later.
 
     With `gradient_accumulation_steps` the last of so many steps applies the
-    mean. Workers that run at once add to the same sums: an update takes what
-    has arrived when it is due. Shards that grow come together, as
-    `GrowingShards`, and their keys as `Found`; these get rows.
+    mean, of what has arrived by then from all workers. Shards that grow come
+    together, as `GrowingShards`, and their keys as `Found`; these get rows.
 
     If others may do so at the same moment (`shared`), they take turns, so no
     number is lost: by variable where an update `is_one_op`, else by device.
@@ -244,9 +241,7 @@ def apply(
         own for each in found for own in _claimed(optimizer, *each, iteration)
     ]
 
-    def run() -> None:
-        _apply(optimizer, found, rate, iteration)
-
+    run = functools.partial(_apply, optimizer, found, rate, iteration)
     if not shared or all(
         is_one_op(optimizer, v, ids is not None) for v, _, ids in found
     ):
@@ -294,23 +289,17 @@ def _claimed(
     """Of each shard that grows the gradient and its rows, claimed if new."""
     if not isinstance(variable, GrowingShards):
         return [(variable, gradient, ids)]
-    beside = []
+    first = getattr(optimizer, "initial_accumulator_value", 0.0)
+    begins = {"accumulator": first}  # In Keras' rules; the rest at zero.
+    beside: list[Beside] = []
     for shard in variable.shards:
-        first = _first_values(optimizer, shard) if variable.evicts else []
-        beside.append([*first, *((s, None) for s in _begun(optimizer, shard))])
+        kinds = named_slots(optimizer, shard) if variable.evicts else {}
+        own = [(slot, begins.get(kind, 0.0)) for kind, slot in kinds.items()]
+        beside.append([*own, *((s, None) for s in _begun(optimizer, shard))])
     claimed = variable.claimed(ids, gradient, iteration, beside)
     return [
         (shard, own, rows)
         for shard, (rows, own) in zip(variable.shards, claimed, strict=True)
-    ]
-
-
-def _first_values(optimizer: Optimizer, variable: keras.Variable) -> Beside:
-    """At what its slots begin in Keras' rules; the rest at zero."""
-    first = getattr(optimizer, "initial_accumulator_value", 0.0)
-    return [
-        (slot, first if kind == "accumulator" else 0.0)
-        for kind, slot in named_slots(optimizer, variable).items()
     ]
 
 
@@ -341,11 +330,7 @@ def begin_step(
     finite: tf.Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """Updates what an optimizer keeps for all its variables together.
-
-    Only Nadam does: the product of its momentum schedule. `shared` as of
-    `apply`.
-    """
+    """Updates the product of Nadam's schedule; `shared` is as of `apply`."""
     if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
         return
     product = private_keras.nadam_product(optimizer).value
@@ -360,11 +345,11 @@ def begin_step(
     def run() -> None:
         product.assign(product * factor)
 
-    if not shared:
+    if shared:
+        with tf.device(product.device):
+            alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
+    else:
         run()
-        return
-    with tf.device(product.device):
-        alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
 
 
 def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -399,13 +384,11 @@ def _updates(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
     return iteration // (optimizer.gradient_accumulation_steps or 1)
 
 
-def _add(
-    variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None
-) -> None:
+def _add(target: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None) -> None:
     if ids is None:
-        variable.assign_add(value)
+        target.assign_add(value)
     else:
-        variable.scatter_add(tf.IndexedSlices(value, ids))
+        target.scatter_add(tf.IndexedSlices(value, ids))
 
 
 def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:

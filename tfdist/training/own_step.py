@@ -1,9 +1,9 @@
 """A model's own `train_step` between replicas and on parameter servers.
 
 On servers, and where tables are partitioned, it runs as a function of values,
-as all of a `ModelStep` does, and what it gives to `optimizer.apply`, once, is
-taken to where the variables are. Else each update of replicas happens at once
-(`updates.py`). In one process see `keras_step.py`.
+and what it gives to `optimizer.apply`, once, is taken to where the variables
+are. Else each update of replicas happens at once (`updates.py`). In one process
+see `keras_step.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from keras.optimizers import Optimizer
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import held_optimizers, trained
 from tfdist.embeddings import lookups
+from tfdist.embeddings.routing import Group
 from tfdist.training import optimizer_checks
 from tfdist.training.compiled_model import refuse_new_variables
 from tfdist.training.exchange import Parameters, answers
@@ -79,23 +80,20 @@ class OwnStep:
         tables: Sequence[Any],
     ) -> list[tf.Tensor | None]:
         """What it applies to dense variables and to the rows that were read."""
-        firsts = {id(group): group.shards[0] for group in layout.groups}
-        sources = [*layout.dense, *firsts.values()]
+        sources = [*layout.dense, *(group.shards[0] for group in layout.groups)]
         values = [*read.values[: len(layout.dense)], *read.rows]
         for variable, value in zip(sources, values, strict=True):
             scope.tape(variable, value)
-        given = answers(
-            layout,
-            read,
-            tables,
-            lambda group: scope.get_current_value(firsts[id(group)]),
-        )
         taken: dict[int, tf.Tensor | None] = {}
+
+        def rows_of(group: Group) -> tf.Tensor:
+            return scope.get_current_value(group.shards[0])
 
         def take(_: Optimizer, gradients: Gradients) -> None:
             taken.update((id(v), gradient) for v, gradient in gradients)
             scope.has_ended = True
 
+        given = answers(layout, read, tables, rows_of)
         with scope, lookups.answered_by(given):
             self.logs(batch, take)
         given.check_all_given()
@@ -104,10 +102,7 @@ class OwnStep:
     def means(
         self, forward: Forward, states: Sequence[keras.Variable]
     ) -> list[keras.Variable]:
-        """Has logs that are no functions of `states` be means over examples.
-
-        Returns the variables of these.
-        """
+        """Has logs of more than `states` be means; returns their variables."""
         names = forward.no_results(states)
         means = {name: keras.metrics.Mean(name=name) for name in names}
         self._means |= means
@@ -162,10 +157,7 @@ class OwnStep:
 
 
 def checked_logs(what: str, logs: Any) -> dict[str, Any]:
-    """What a model's step has returned, as tensors.
-
-    Raises `TypeError` or `ValueError` if it can't be logged.
-    """
+    """What a model's step has returned, as tensors; an error if no logs are."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"{what} must return a dictionary of logs. Received: {logs!r}."
@@ -194,15 +186,14 @@ def with_others(
     known: set[int] = set()
     for whole in named.values():
         known |= {id(v) for v in getattr(whole, "variables", [whole])}
-    others: dict[str, Saveable] = {}
-    count: collections.Counter[str] = collections.Counter()
+    every, count = dict(named), collections.Counter[str]()
     for variable in used:
         if id(variable) not in known:
             name = "train_step/" + variable.name.removesuffix(":0")
             number = f"_{count[name]}" if count[name] else ""
-            others[name + number] = variable
+            every[name + number] = variable
             count[name] += 1
-    return {**named, **others}
+    return every
 
 
 def _hand_over(optimizer: Optimizer) -> None:

@@ -63,7 +63,6 @@ class Passes:
         key = mode, repr([(s.shape, s.dtype) for s in flat])
         if key in self._forwards:
             return self._forwards[key]
-        others: list[keras.Variable] = []
         for _ in range(_TRACES):
             # In `tf.init_scope` no tape would record.
             forward = on_own_thread(self._traced, mode, spec)
@@ -73,25 +72,26 @@ class Passes:
             if self._own and mode == TRAINING:
                 self._own.check(forward, self._has_replicas)
                 others = others or self._own.means(forward, self.metrics)
-            self._check_kept(others)
-            # Those of Keras' global generator, and of metrics not listed.
-            self.seeds += [v for v in others if is_seed(v)]
-            self.metrics += [v for v in others if not is_seed(v)]
             if not others:
                 self._forwards[key] = forward
                 tables = list(dict.fromkeys(forward.tables))
                 self.tables.setdefault(mode, tables)
                 return forward
+            # Those of Keras' global generator, and of metrics not listed.
+            self.seeds += [v for v in others if is_seed(v)]
+            metrics = [v for v in others if not is_seed(v)]
+            self._check_kept(metrics)
+            self.metrics += metrics
         raise ValueError(
             f"Model {self._model.name!r} has other variables each time that it "
             f"is called: {[v.path for v in others]}. Make them once, in its "
             "`__init__` or `build`."
         )
 
-    def _check_kept(self, others: list[keras.Variable]) -> None:
-        """Raises `ValueError` for what a pass updates and no checkpoint has."""
-        for variable in others:
-            if not is_seed(variable) and variable.aggregation != "sum":
+    def _check_kept(self, metrics: list[keras.Variable]) -> None:
+        """Raises `ValueError` for what is none, and in no checkpoint."""
+        for variable in metrics:
+            if variable.aggregation != "sum":
                 raise ValueError(
                     f"Model {self._model.name!r} updates {variable.path!r}, "
                     "which is neither among its `variables` nor a metric's, "
@@ -116,12 +116,8 @@ class Passes:
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
         # Slots are none of a model's business.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
-        forward = Forward(
-            run,
-            spec,
-            list(self.seeds),
-            [*model.trainable_variables, *fixed, *self.metrics, *scalars],
-        )
+        read = [*model.trainable_variables, *fixed, *self.metrics, *scalars]
+        forward = Forward(run, spec, list(self.seeds), read)
         self._generator = private_keras.seed_generator()
         return forward
 
@@ -131,13 +127,12 @@ class Passes:
         """Where the variables are that a pass reads; in training, `rates`."""
         if mode not in self._layouts:
             self.forward(mode, batch)
-            every = itertools.chain.from_iterable(self.tables.values())
             self._layouts[mode] = Layout(
                 self._model,
                 self.tables[mode],
                 remote=self._remote,
                 assigns=not (self._remote or self._has_replicas),
-                others=list(every),
+                others=[*itertools.chain(*self.tables.values())],
                 rates=rates,
             )
         return self._layouts[mode]

@@ -1,8 +1,7 @@
 """Replicas that run each step together, and all-reduce what they found.
 
-A replica has a copy of every variable, computes the gradients of its share of
-the global batch, and learns the mean over all shares: so all copies stay equal
-(`tf.distribute`'s synchronous strategies).
+As of `tf.distribute`'s synchronous strategies: each has a copy of every
+variable, and learns the mean of what all find in their shares of the batch.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ from typing import Any
 import tensorflow as tf
 
 _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+_context = tf.distribute.get_replica_context
 
 
 class Replicas:
-    """What a step asks of the replicas beside its own.
+    """What a step asks of the replicas beside its own, called by each of them.
 
-    Each method is called by every replica, in its context. `anchor` is any
-    variable that was made in the strategy's scope.
+    `anchor` is any variable that was made in the strategy's scope.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, anchor: tf.Variable
     ) -> None:
         self.strategy, self.num = strategy, strategy.num_replicas_in_sync
-        # Whether a step for which no replica has an example changes nothing
-        # and does not count. That costs no message: the number of examples
-        # comes with the gradients.
+        # Whether a step for which no replica has an example does not count.
+        # That costs no message: how many there are comes with the gradients.
         self.skips_empty = False
         self._anchor = anchor
         # TensorFlow traces each replica on a thread of its own.
@@ -55,27 +53,27 @@ class Replicas:
 
     def mean(
         self,
-        tensors: Sequence[tf.Tensor],
+        tensors: Sequence[tf.Tensor | None],
         size: tf.Tensor,
         counts: Collection[int] = (),
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+    ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
         """Means over all examples, and how many these are.
 
-        From those over this replica's `size` examples: a scalar float32,
-        maybe 0. Those of the tensors with the indices `counts` just add up.
+        From those over this replica's `size` examples, a scalar float32, maybe
+        0. Of the indices `counts`, sums; of None, None.
         """
+        known = {i: t for i, t in enumerate(tensors) if t is not None}
         # Sums may be too large for what has two bytes.
-        wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in tensors]
+        wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in known.values()]
         any_here = tf.cast(size > 0, size.dtype)
-        sizes = [any_here if i in counts else size for i in range(len(wide))]
+        sizes = [any_here if i in counts else size for i in known]
         *sums, total = self.sum([*map(mean_to_sum, wide, sizes), size])
         self._traced.total = total
-        means = [
-            t if i in counts else t / tf.cast(total, t.dtype)
-            for i, t in enumerate(sums)
-        ]
-        pairs = zip(means, tensors, strict=True)
-        return [as_dtype(mean, t.dtype) for mean, t in pairs], total
+        means: list[tf.Tensor | None] = [None] * len(tensors)
+        for (i, own), mean in zip(known.items(), sums, strict=True):
+            mean = mean if i in counts else mean / tf.cast(total, mean.dtype)
+            means[i] = as_dtype(mean, own.dtype)
+        return means, total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensors of all replicas, one after the other along axis 0."""
@@ -179,7 +177,3 @@ def _rows(tensor: Any, start: Any, end: Any) -> Any:
     first = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
     size = tf.concat([[end - start], shape[1:]], axis=0)
     return tf.sparse.slice(tensor, first, size)
-
-
-def _context() -> tf.distribute.ReplicaContext:
-    return tf.distribute.get_replica_context()

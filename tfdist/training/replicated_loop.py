@@ -2,9 +2,9 @@
 
 Each replica gets a share of the global batch and the mean of what all of them
 found (`replicas.py`), so the weights are those of one device that had the whole
-batch. Layers that look at their whole batch see their replica's share alone:
+batch. Layers that look at their whole batch see the share alone:
 `BatchNormalization` normalizes by it, unless it is `synchronized`, and moves
-its averages by the mean over replicas. What layers add to weights with
+its averages by the mean over replicas. What is added to weights with
 `aggregation="sum"` adds up.
 """
 
@@ -59,18 +59,14 @@ class ReplicatedLoop(LocalLoop):
         )
         here = strategy.experimental_local_results(ids)
         self._first, self._num_here = here[0], len(here)
-        if (
-            own_batches
-            and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
-            and not isinstance(strategy, tf.distribute.TPUStrategy)
-        ):
-            replicas.skips_empty = True
-            nothing = without_examples(dataset.element_spec)
-            dataset = dataset.concatenate(
-                tf.data.Dataset.from_tensors(nothing).repeat()
-            )
         if own_batches:
             self._batches_per_step = len(here)
+            ends = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            if ends and not isinstance(strategy, tf.distribute.TPUStrategy):
+                replicas.skips_empty = True
+                nothing = without_examples(dataset.element_spec)
+                empty = tf.data.Dataset.from_tensors(nothing).repeat()
+                dataset = dataset.concatenate(empty)
         super().__init__(step, global_step, dataset, steps_per_dispatch)
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             task = strategy.cluster_resolver
@@ -102,18 +98,15 @@ class ReplicatedLoop(LocalLoop):
             for _ in range(num_steps)
         ]
 
-        def of_replica(
-            context: tf.distribute.experimental.ValueContext,
-        ) -> list[Any]:
+        def of_replica(context: Any) -> list[Any]:
             index = context.replica_id_in_sync_group
             if self.own_batches:
                 return [each[index - self._first] for each in read]
             num = context.num_replicas_in_sync
             return [share(batch, index, num) for (batch,) in read]
 
-        return self._strategy.experimental_distribute_values_from_function(
-            of_replica
-        )
+        distribute = self._strategy.experimental_distribute_values_from_function
+        return distribute(of_replica)
 
     def _train(
         self, batches: Sequence[Any], first_step: tf.Tensor

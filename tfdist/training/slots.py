@@ -40,22 +40,19 @@ def named_slots(
 ) -> dict[str, keras.Variable]:
     """The slots of `variable` by kind, such as `momentum`.
 
-    The kind is what Keras puts behind the variable's name in the slot's; where
-    it gives slots no such name (Adafactor's factors), that of the attribute
-    that lists them.
+    The kind is what Keras puts behind the variable's name in the slot's, or, as
+    of Adafactor's factors, the name of the attribute that lists them.
     """
     index = variable_index(optimizer, variable)
     prefix = variable.path.replace("/", "_") + "_"
     own = {id(v) for v in optimizer.variables}
     named = {}
     for attribute, each in slot_lists(optimizer).items():
-        slot = each[index]
-        if id(slot) not in own:  # None, or the dummy of a variable without.
-            continue
-        if slot.name.startswith(prefix):
-            named[slot.name.removeprefix(prefix)] = slot
-        else:
-            named[attribute.strip("_")] = slot
+        slot, kind = each[index], attribute.strip("_")
+        if id(slot) in own:  # Not None, nor the dummy of a variable without.
+            if slot.name.startswith(prefix):
+                kind = slot.name.removeprefix(prefix)
+            named[kind] = slot
     return named
 
 
@@ -84,7 +81,7 @@ class AssigningScope(keras.StatelessScope):
 
 
 class RowView:
-    """Some rows of a variable, as its value in a scope; by default all rows.
+    """Some rows of a variable, or all, as its value in a scope.
 
     An optimizer reads and assigns them as it would the whole variable;
     `scatter` writes them back. What it has read before it assigns stays.

@@ -1,8 +1,8 @@
 """Staleness: how old the parameters are that a gradient was computed from.
 
 With asynchronous updates, others land between a step's read of the parameters
-and its write. For each update the server that holds `global_step` counts how
-many; nothing more travels over the network.
+and its write. For each update the server that holds `global_step` counts them;
+nothing more travels over the network.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ PERCENTILES = (50, 90, 99)
 class StalenessCounter:
     """A histogram of all updates by their staleness, beside `global_step`.
 
-    `global_step` is not read in one atomic operation with the parameters, nor
-    when they are written: a value may be off by the updates that land within
-    the same fraction of a millisecond.
+    `global_step` is not read at the very moment of the parameters' reads and
+    writes: a value may be off by what lands in that fraction of a millisecond.
     """
 
     def __init__(self, global_step: tf.Variable) -> None:

@@ -1,10 +1,10 @@
 """One step of a compiled Keras model, as a function of values.
 
-Keras' own `train_step` updates metric and counter variables as it goes, which
-loses updates when several workers share them: `keras.Variable.assign_add`
-reads, adds, then writes. Here a step takes the states of its metrics and
-returns the new ones (design decision D3); what it does change for good, it
-changes by operations that the variable's own device executes atomically.
+Keras' own `train_step` updates metrics and counters as it goes, which loses
+updates when workers share them: `keras.Variable.assign_add` reads, adds, then
+writes. Here a step takes the states of its metrics and returns the new ones
+(design decision D3); what it changes for good, it changes by operations that
+the variable's own device executes atomically.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tfdist.training.compiled_model import overrides
 from tfdist.training.counters import Counters, step_seeds
 from tfdist.training.exchange import Lookups, Parameters, Requests
 from tfdist.training.fence import Fence
+from tfdist.training.forward import TapedScope
 from tfdist.training.metrics import (
     MetricStates,
     States,
@@ -57,35 +58,31 @@ class Begun(NamedTuple):
 class ModelStep(MetricStates):
     """Training and evaluation steps of one compiled Keras model.
 
-    Metric states travel as a list of tensors that add up: the sum over any
-    split of the batches is the state of them all. Where it is not (a maximum),
-    one process hands the state on from batch to batch, in the metric's
-    variable; several tasks refuse the metric.
+    Metric states travel as a list of tensors that add up over any split of the
+    batches. What does not (a maximum) one process hands on from batch to batch,
+    in the metric's variable; several tasks refuse the metric.
 
     Args:
-        model: A compiled, built `keras.Model`. Its `compute_loss` and
-            `compute_metrics` are used, or its own `train_step`. One that
-            overrides `test_step` is for `KerasStep`.
-        element_spec: `tf.TypeSpec` structure of one batch, as
-            `dataset.element_spec` gives it; metrics are built from it.
+        model: A compiled, built `keras.Model`, whose `compute_loss` and
+            `compute_metrics` are used, or its own `train_step`.
+        element_spec: `dataset.element_spec` of the batches.
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
         remote: Whether the variables live in other processes.
-        replicas: Those that run each step together with this one. Then a step
-            runs in the context of a replica. Default: none.
+        replicas: Those that run each step together with this one, each in its
+            replica's context. Default: none.
         metrics: Whether batches have targets; False for `predict` alone.
 
     Attributes:
-        model: The model.
         staleness: What counts the staleness of updates; None unless `remote`.
         update: What applies gradients, in training.
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: `model` is not compiled or not built; its `train_step`
-            does what only one process can do; the batches are not what it
-            reads; ids of a table's lookup, or results, depend on what they
-            must not; states of a metric do not add up where they must.
+        ValueError: `model` is not compiled or not built, or its `train_step`
+            does what only one process can; the batches are not what it reads;
+            ids of a lookup, or results, depend on what they must not; states of
+            a metric do not add up where they must.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -131,11 +128,11 @@ class ModelStep(MetricStates):
         if (is_evaluated and not own) or (own_results and not trains):
             modes.append(EVALUATION)
         forwards = [self._passes.forward(m, element_spec) for m in modes]
-        must_add_up, kept, what = bool(remote or replicas), set(), ""
+        self._many, kept, what = remote or bool(replicas), set(), ""
         if own_results:
             what = f"`{method}` of {type(model).__name__}"
         if metrics:
-            kept = no_sums(model, metric_variables, forwards, must_add_up)
+            kept = no_sums(model, metric_variables, forwards, self._many)
         super().__init__(
             model,
             metric_variables,
@@ -161,8 +158,7 @@ class ModelStep(MetricStates):
             TRAINING, element_spec, self._counters.reads
         )
         forward.check_stand_ins()
-        many = self._remote or bool(replicas)
-        if many:
+        if self._many:
             forward.check_draws()
         else:  # Those of one dispatch might draw the same.
             self.single_steps = bool(forward.draws())
@@ -182,7 +178,7 @@ class ModelStep(MetricStates):
             has_tables=bool(self.tables),
             has_replicas=bool(replicas),
             at_once=bool(self._at_once),
-            keeps_seed=not many,
+            keeps_seed=not self._many,
         )
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
@@ -208,10 +204,9 @@ class ModelStep(MetricStates):
 
         Args:
             batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
-            step: Scalar int64: the number of this step in the job, from 0.
-                Dropout and other random layers draw from a seed of this step,
-                so two workers never share a mask; learning-rate schedules and
-                Adam's bias correction count by it.
+            step: Scalar int64: the number of this step in the job, from 0. By
+                it count schedules and Adam's bias correction, and random layers
+                draw from a seed of it: two workers never share a mask.
             states: Metric states before the step; returns those after it.
             fence: What the updates must pass on each parameter server.
             contribution: What takes the gradients, instead of `update`.
@@ -256,8 +251,8 @@ class ModelStep(MetricStates):
     ) -> tuple[States, Begun | None]:
         """The rest of a step; see `train`.
 
-        With its gradients travels what the next of the `following` steps looks
-        up; returns that, too, as it must be ended.
+        With its gradients travels what the next of the `following` looks up,
+        which is returned, too, to be ended.
         """
         layout, replicas = self._layout, self._replicas
         batch, step, seeds, _, requests, read, before = self.read(begun)
@@ -352,7 +347,7 @@ class ModelStep(MetricStates):
         return gradients[:num], rows, self._deltas(scope, before), after
 
     def _deltas(
-        self, scope: keras.StatelessScope, before: list[tf.Tensor]
+        self, scope: TapedScope, before: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
         """See `StepGradients`."""
         layout = self._layout
@@ -368,18 +363,16 @@ class ModelStep(MetricStates):
     def evaluate(self, batch: Batch, states: States) -> States:
         """Updates metric states by one batch; changes nothing else.
 
-        Raises:
-            ValueError: the model overrides `test_step`.
+        A `ValueError` if the model overrides `test_step`.
         """
         compiled_model.refuse_test_step(self.model)
         if self._own:
             compiled_model.refuse_evaluation(self.model)
         # Keras weighs losses of single outputs by a batch's static size, if
         # any: the dataset's, not that of the batch at hand.
-        flat = _flat(batch)
-        shapes = [tensor.shape for tensor in flat]
-        if len(self._shapes) == len(flat):  # Weights may be in one alone.
-            shapes = self._shapes
+        flat, shapes = _flat(batch), self._shapes
+        if len(shapes) != len(flat):  # Weights may be in one alone.
+            shapes = [tensor.shape for tensor in flat]
         relaxed = [
             tf.compat.v1.placeholder_with_default(
                 t, t.shape.most_specific_compatible_shape(shape)
@@ -403,7 +396,7 @@ class ModelStep(MetricStates):
     @contextlib.contextmanager
     def _reading(
         self, mode: str, batch: Batch, states: States
-    ) -> Iterator[keras.StatelessScope]:
+    ) -> Iterator[TapedScope]:
         """A scope for inference; from each server it reads one message."""
         if not self._remote:
             # Keras looks for these in the scope alone.
@@ -418,8 +411,7 @@ class ModelStep(MetricStates):
         layout = self._passes.layout(mode, batch)
         forward = self._passes.forward(mode, batch)
         seeds = step_seeds(self._seeds)
-        calls = forward.calls(batch, seeds)
-        found = exchange.looked_up(layout, calls)
+        found = exchange.looked_up(layout, forward.calls(batch, seeds, None))
         requests = exchange.request(layout, found.routes)
         read = exchange.pull(layout, found, requests)
         given = exchange.answers(layout, read, forward.tables)

@@ -39,10 +39,9 @@ class Update:
     ) -> Requests:
         """Applies and counts what a step has found; see `exchange.push`."""
         if found.scale is not None:  # If it was too large, no update happens.
-            every = [*found.dense, *found.rows]
             finite = [
                 tf.reduce_all(tf.math.is_finite(gradient))
-                for gradient in every
+                for gradient in (*found.dense, *found.rows)
                 if gradient is not None
             ]
             found = dataclasses.replace(found, finite=tf.reduce_all(finite))
@@ -120,25 +119,23 @@ class UpdatesAtOnce:
             with keras.StatelessScope():
                 now, rates, scale = update.counters.of_step()
                 found = StepGradients(none, dense, [], [], rates, now, scale)
-                found = unscaled(found)
-                found = exchange.over_replicas(layout, found, replicas, size)
+                found = exchange.over_replicas(
+                    layout, unscaled(found), replicas, size
+                )
                 replicas.update(update, found)
 
         return take
 
-    def end_step(
-        self, deltas: Sequence[tf.Tensor | None], size: tf.Tensor
-    ) -> None:
+    def end_step(self, deltas: list[tf.Tensor | None], size: tf.Tensor) -> None:
         """Adds to `moving` what replicas found, as `mean` does, and counts."""
-        pairs = zip(self._moving, deltas, strict=True)
-        changed = [(v, delta) for v, delta in pairs if delta is not None]
-        sums = {i for i, (v, _) in enumerate(changed) if v.aggregation == "sum"}
-        found = [delta for _, delta in changed]
-        means, _ = self._replicas.mean(found, size, sums)
+        moving = self._moving
+        sums = {i for i, v in enumerate(moving) if v.aggregation == "sum"}
+        means, _ = self._replicas.mean(deltas, size, sums)
 
-        def end(means: list[tf.Tensor]) -> None:
-            for (variable, _), delta in zip(changed, means, strict=True):
-                exchange.add(variable.value, delta)
+        def end(means: Sequence[tf.Tensor | None]) -> None:
+            for variable, delta in zip(moving, means, strict=True):
+                if delta is not None:
+                    exchange.add(variable.value, delta)
             self._global_step.assign_add(1)
 
         self._replicas.update(end, means)

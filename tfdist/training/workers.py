@@ -32,9 +32,8 @@ class Workers:
         self, strategy: tf.distribute.ParameterServerStrategy, num_workers: int
     ) -> None:
         tf.get_logger().addFilter(_is_news)
-        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(
-            strategy
-        )
+        coordinators = tf.distribute.coordinator
+        self.coordinator = coordinators.ClusterCoordinator(strategy)
         private.raise_at_once(self.coordinator)
         self.num_workers = num_workers
         self._threads: set[threading.Thread] = set()
@@ -83,10 +82,7 @@ class Workers:
         """Calls a function that changes nothing with every batch, on workers.
 
         The batches are read here, in order; two per worker are on their way.
-        To be called when no step is under way.
-
-        Yields:
-            What `function` returns for each batch, in order, as NumPy arrays.
+        No step may be under way. Yields what it returns, as NumPy arrays.
         """
         concrete = private.trace(
             self.coordinator, function, batches.element_spec
@@ -109,10 +105,10 @@ class Workers:
             yield oldest()
 
     def resize(self, cluster: Cluster) -> None:
-        """Has the workers of `cluster` in the pool, and no others.
+        """Has the workers of `cluster` in the pool; tells others to end.
 
         To be called inside `private_workers.unchanging`, when all are up and
-        no call is under way. Workers that leave are told to end.
+        no call is under way.
         """
         before, after = self.num_workers, cluster.num_workers
         servers.let_go(f"worker:{i}" for i in range(after, before))
@@ -121,8 +117,7 @@ class Workers:
             private_workers.connect_workers(self.coordinator, workers)
         self.num_workers = after
         private_workers.renew_tables(self.coordinator)
-        new = [f"worker:{i}" for i in range(before, after)]
-        if new:
+        if new := [f"worker:{i}" for i in range(before, after)]:
             servers.take_in(cluster, new)
 
     def close(self) -> None:
@@ -133,8 +128,7 @@ class Workers:
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of TensorFlow's log says what is not said elsewhere.
 
-    The coordinator logs a lost task's error with the whole traceback, once for
-    each dispatch. A lost task is reported by `tfdist.cluster.health` and
-    `tfdist.session`, any other error is raised.
+    The coordinator logs a lost task's error, with its traceback, for each
+    dispatch. `tfdist.cluster.health` and `tfdist.session` report it, too.
     """
     return record.module != "cluster_coordinator"
