@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -127,18 +127,34 @@ class Source(abc.ABC):
     description: str = ""
     best_auc: float | None = None
     _label: str
-    _shared: Callable[[Callable[[], Any]], Any] | None = None
+    _path = ""  # Of the schema of a job.
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Stores what determines the schema, besides the data."""
-        self._arguments = dict(arguments)
-        kinds = (NUMERIC, CATEGORICAL, "ignore")
-        lists = {kind: set(arguments.get(kind, ())) for kind in kinds}
-        for one, other in itertools.combinations(kinds, 2):
-            if both := sorted(lists[one] & lists[other]):
+    def __init__(
+        self, arguments: Mapping[str, Any], **columns: Sequence[str]
+    ) -> None:
+        """Stores what determines the schema, besides the data.
+
+        `columns` names those of a kind, or to "ignore".
+        """
+        named = {k: {*map(column_name, names)} for k, names in columns.items()}
+        self._overrides = named
+        lists = {kind: sorted(names) for kind, names in named.items()}
+        self._arguments = {**arguments, **lists}
+        for one, other in itertools.combinations(named, 2):
+            if both := sorted(named[one] & named[other]):
                 raise ValueError(
                     f"Arguments `{one}_columns` and `{other}_columns` must not "
                     f"name the same column. Received in both: {both[0]!r}."
+                )
+
+    def _check_overrides(self, inputs: Collection[str]) -> None:
+        """Raises `ValueError` if the user has named what is no input."""
+        for kind, names in self._overrides.items():
+            for name in sorted(names.difference(inputs)):
+                raise ValueError(
+                    f"Argument `{kind}_columns` must name columns of "
+                    f"{self.description} other than the label: "
+                    f"{listed(inputs)}. Received: {name!r}."
                 )
 
     def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
@@ -148,10 +164,7 @@ class Source(abc.ABC):
             path: of the file that the chief writes in the first run.
             cluster: which task this is.
         """
-        self._shared_path = path
-        self._shared = functools.partial(
-            tfdist.compute_once, path, cluster=cluster
-        )
+        self._path, self._cluster = path, cluster
 
     @functools.cached_property
     def schema(self) -> Schema:
@@ -167,23 +180,27 @@ class Source(abc.ABC):
         # Its first use may be in a function that is being traced.
         with tf.init_scope():
             try:
-                return self._scan() if self._shared is None else self._of_job()
+                return self._of_job() if self._path else self._scan()
             except tf.errors.InvalidArgumentError as error:
-                raise ValueError(_assertion(error)) from None
+                # A reader's message, without what TensorFlow adds.
+                pattern = r"assertion failed: \[(.*?)\]\s*\[\["
+                found = re.search(pattern, error.message, re.S)
+                raise ValueError(found[1] if found else error.message) from None
 
     def _of_job(self) -> Schema:
-        saved = self._shared(
-            lambda: {
+        def compute() -> dict[str, Any]:
+            return {
                 "arguments": self._arguments,
                 "schema": dataclasses.asdict(self._scan()),
                 "data": self._found(),
             }
-        )
+
+        saved = tfdist.compute_once(self._path, compute, cluster=self._cluster)
         if saved["arguments"] != self._arguments:
             raise ValueError(
-                f"{self._shared_path} holds the columns for "
-                f"{saved['arguments']}. Received: {self._arguments}. Give "
-                "the same, or train in another model_dir."
+                f"{self._path} holds the columns for {saved['arguments']}. "
+                f"Received: {self._arguments}. Give the same, or train in "
+                "another model_dir."
             )
         schema = Schema.from_dict(saved["schema"])
         self._check_new(schema, saved["data"])
@@ -349,14 +366,6 @@ class Source(abc.ABC):
         """
 
 
-def _assertion(error: tf.errors.OpError) -> str:
-    """The message of a reader, without what TensorFlow adds."""
-    found = re.search(
-        r"assertion failed: \[(.*?)\]\s*\[\[", error.message, re.S
-    )
-    return found[1] if found else error.message
-
-
 def _numeric(name: str, numbers: Any) -> Column:
     return Column(
         name,
@@ -392,12 +401,17 @@ def positive_labels(label: str, values: Iterable[bytes]) -> tuple[str, ...]:
         return tuple(text for text in texts if numbers[text] == 1.0)
     if len(texts) == 2 and None in numbers.values():
         return (texts[-1],)
-    shown = ", ".join(map(repr, texts[:10])) + (", ..." * (len(texts) > 10))
+    shown = listed(texts[:10]) + ", ..." * (len(texts) > 10)
     raise ValueError(
         f"Label column {label!r} must hold 0 and 1, or exactly two strings "
         f"(the one that sorts last is the positive one). Received "
         f"{len(texts)} distinct values: {shown}."
     )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names as a message shows them."""
+    return ", ".join(map(repr, names))
 
 
 def _number(text: str) -> float | None:
