@@ -61,11 +61,6 @@ class Preprocess(keras.layers.Layer):
     `keras.layers.StringLookup`): all it knows is constants of the graph, which
     an export holds, too.
 
-    Args:
-        schema: of the raw columns.
-        crosses: pairs of column names.
-        name: of the layer.
-
     Call arguments: a dictionary of vectors `(batch,)`: float32 for a numeric
     column (NaN and infinity are missing), string for a categorical one (""
     and "?" are). A missing value has an id of its own, and counts as the mean.
@@ -253,15 +248,10 @@ def serving_model(
 ) -> keras.Model:
     """Returns the model that takes raw columns, to be exported.
 
-    Args:
-        model: from `build`, trained.
-        schema: of the raw columns.
-        crosses: as in `preprocessor`.
-
-    Returns:
-        A model from the raw columns, by name, to `{"probabilities": (batch,
-        1)}`; `serving_model(...).export(path)` writes a SavedModel that
-        TensorFlow Serving loads.
+    From a trained `model` of `build`, and what that was given. The result maps
+    raw columns, by name, to `{"probabilities": (batch, 1)}`;
+    `serving_model(...).export(path)` writes a SavedModel that TensorFlow
+    Serving loads.
     """
     inputs = _raw_inputs(schema)
     probabilities = model(preprocessor(schema, crosses)(inputs))

@@ -160,9 +160,7 @@ class Source(abc.ABC):
     def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
         """Makes the schema that of a job, for all its tasks and runs.
 
-        Args:
-            path: of the file that the chief writes in the first run.
-            cluster: which task this is.
+        It is in the file `path`, which the chief writes in the first run.
         """
         self._path, self._cluster = path, cluster
 
@@ -257,7 +255,7 @@ class Source(abc.ABC):
         Returns:
             A dataset of `(features, label)`: a dictionary of vectors of
             `batch_size` (or what `transform` makes of it) and a float32 tensor
-            of shape `(batch_size, 1)`.
+            `(batch_size, 1)`.
         """
         workers = input_context.num_input_pipelines if input_context else 1
         if self.schema.num_train < workers:
@@ -280,19 +278,11 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the evaluation examples, once and in order.
 
-        Args:
-            batch_size: examples in a batch; the last may have fewer.
-            transform: as in `train_input_fn`.
-
-        Returns:
-            A dataset as that of `train_input_fn`, but finite.
+        As `train_input_fn`, but the dataset is finite, and its last batch may
+        have fewer examples.
         """
-        return self._once(
-            "eval",
-            self._kinds(self.schema),
-            self._example(transform),
-            batch_size,
-        )
+        kinds, example = self._kinds(self.schema), self._example(transform)
+        return self._once("eval", kinds, example, batch_size)
 
     def _example(self, transform: Transform | None) -> Parse:
         positive = self.schema.positive
@@ -356,13 +346,8 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Batches of "train" or "eval".
 
-        Args:
-            split: which of the two.
-            batch_size: examples in a batch.
-            kinds: the columns to read, and their kinds.
-            transform: maps them and the label, as strings, to what the dataset
-                gives.
-            **options: of `tfdist.ReadOptions`.
+        `transform` maps the columns in `kinds` and the label, as strings, to
+        what the dataset gives; the `options` are those of `tfdist.ReadOptions`.
         """
 
 
