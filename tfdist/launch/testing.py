@@ -387,17 +387,15 @@ class LocalCluster:
         target = () if task is None else (task,)
         pid, effect = self._ask(kind, *target, *args)
         if task and kind == "terminate":
-            index = effect
 
             def ended() -> str | None:
-                codes = self._client.status_of(task).exit_codes[index:]
+                codes = self._client.status_of(task).exit_codes[before:]
                 return how_it_ended(codes[0]) if codes else None
 
-            limit = args[0] + PROOF_SECS
+            before, limit = effect, args[0] + PROOF_SECS
             effect = self._wait(task, ended, f"the end of pid {pid}", limit)
-        injection = Injection(kind, task, pid, *moment, effect)
-        self.injections.append(injection)
-        return injection
+        self.injections.append(Injection(kind, task, pid, *moment, effect))
+        return self.injections[-1]
 
     def _wait(
         self,
