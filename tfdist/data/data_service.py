@@ -209,11 +209,8 @@ def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
     path = os.path.join(work_dir, "data_workers.json")
     before, now = storage.read_text(path), json.dumps(data_workers)
     if before not in (None, now):
-        _log.warning(
-            "The data workers were %s and are %s: the pass starts again.",
-            before,
-            now,
-        )
+        text = "The data workers were %s and are %s: the pass starts again."
+        _log.warning(text, before, now)
         tf.io.gfile.rmtree(work_dir)
     tf.io.gfile.makedirs(work_dir)
     storage.write_text(path, now)
