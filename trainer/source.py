@@ -84,16 +84,13 @@ class Schema:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schema:
         """What `dataclasses.asdict` gives, also if it was JSON meanwhile."""
-        columns = (
-            {k: tuple(v) if isinstance(v, list) else v for k, v in c.items()}
-            for c in values["columns"]
-        )
-        return cls(
-            tuple(Column(**column) for column in columns),
-            values["label"],
-            tuple(values["positive"]),
-            values["num_train"],
-        )
+
+        def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+            pairs = fields.items()
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
+
+        columns = tuple(Column(**tuples(c)) for c in values["columns"])
+        return cls(**{**tuples(values), "columns": columns})
 
     @property
     def numeric(self) -> tuple[Column, ...]:
@@ -307,15 +304,8 @@ class Source(abc.ABC):
         batch_size: int = SCAN_BATCH,
         **options: Any,
     ) -> tf.data.Dataset:
-        return self._batches(
-            split,
-            batch_size,
-            kinds,
-            transform,
-            shuffle=False,
-            num_epochs=1,
-            **options,
-        )
+        options |= {"shuffle": False, "num_epochs": 1}
+        return self._batches(split, batch_size, kinds, transform, **options)
 
     def _check(
         self, kinds: Mapping[str, str], statistics: tfdist.FeatureStatistics

@@ -362,13 +362,12 @@ class _JsonFormatter(logging.Formatter):
     """One JSON object a line, as Cloud Logging reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(
-            {
-                "severity": record.levelname,
-                "message": super().format(record),
-                "logger": record.name,
-            }
-        )
+        fields = {
+            "severity": record.levelname,
+            "message": super().format(record),
+            "logger": record.name,
+        }
+        return json.dumps(fields)
 
 
 def _set_up_logs() -> None:
@@ -430,10 +429,8 @@ def main(argv: Sequence[str]) -> None:
             exports.append(export_dir)
     except (ValueError, OSError, *_PASSING) as error:
         logging.debug("Traceback of the error below:", exc_info=True)
-        print(
-            f"error: {error}\n(--verbosity=1 shows the traceback.)",
-            file=sys.stderr,
-        )
+        text = f"error: {error}\n(--verbosity=1 shows the traceback.)"
+        print(text, file=sys.stderr)
         sys.exit(_exit_code(error))
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues where it has saved.")
