@@ -121,20 +121,15 @@ class LocalCluster:
         self._client = Client(cwd, log_dir)
         self._ask = self._client.ask
         self.log_dir = self._client.log_dir
+        tasks = task_ids(ps, workers, evaluator, data_workers)
+        private = network == "private"
+        how = tuple(absent), restart_secs, private, self.log_dir
         try:
-            refusal = self._ask(
-                "set_up",
-                task_ids(ps, workers, evaluator, data_workers),
-                list(command),
-                tuple(absent),
-                restart_secs,
-                network == "private",
-                self.log_dir,
-            )
+            refusal = self._ask("set_up", tasks, list(command), *how)
         except BaseException:
             self.close()
             raise
-        self.private = network == "private" and not refusal
+        self.private = private and not refusal
         if refusal:
             _log.warning(
                 "The system refuses a private network (%s). The cluster is in "
