@@ -227,11 +227,11 @@ class CsvSource(Source):
     def _bad_label(self, files: Sequence[str]) -> str:
         """A message about the first label that is missing or unknown."""
         for path in _sizes(files):
-            lines = tf.data.TextLineDataset(
-                path, "GZIP" if path.endswith(".gz") else ""
-            ).as_numpy_iterator()
-            texts = (line.decode(errors="replace") for line in lines)
-            rows = csv.DictReader(texts)
+            packed = "GZIP" if path.endswith((".gz", ".gzip")) else ""
+            lines = tf.data.TextLineDataset(path, packed).as_numpy_iterator()
+            rows = csv.DictReader(
+                line.decode(errors="replace") for line in lines
+            )
             rows.fieldnames = list(map(column_name, rows.fieldnames or ()))
             for row in rows:
                 label = row[self._label]
