@@ -25,19 +25,8 @@ NUM_ITEMS = 20_000
 COUNTRIES = ("br", "de", "fr", "gb", "in", "it", "jp", "mx", "us", "za")
 DEVICES = ("desktop", "phone", "tablet", "tv")
 CATEGORIES = (
-    "books",
-    "clothes",
-    "food",
-    "games",
-    "garden",
-    "music",
-    "news",
-    "sport",
-    "tools",
-    "toys",
-    "travel",
-    "video",
-)
+    "books clothes food games garden music news sport tools toys travel video"
+).split()
 
 
 class ClickLog(tfds.core.ShardBasedBuilder):
@@ -74,27 +63,16 @@ class ClickLog(tfds.core.ShardBasedBuilder):
         super().__init__(data_dir=data_dir)
 
     def _info(self) -> tfds.core.DatasetInfo:
-        columns = {
-            "user": np.str_,
-            "item": np.str_,
-            "country": np.str_,
-            "device": np.str_,
-            "category": np.str_,
-            "hour": np.int64,
-            "age": np.float32,
-            "price": np.float32,
-            "position": np.int64,
-        }
+        words = "user item country device category".split()
+        numbers = {"hour": np.int64, "age": np.float32, "price": np.float32}
+        columns = dict.fromkeys(words, np.str_) | numbers
+        columns["position"] = np.int64
+        label = tfds.features.ClassLabel(num_classes=2)
+        others = {"probability": np.float32, "clicked": label}
         return tfds.core.DatasetInfo(
             builder=self,
             description="A synthetic click log drawn from a known model.",
-            features=tfds.features.FeaturesDict(
-                columns
-                | {
-                    "probability": np.float32,
-                    "clicked": tfds.features.ClassLabel(num_classes=2),
-                }
-            ),
+            features=tfds.features.FeaturesDict(columns | others),
             supervised_keys=({name: name for name in columns}, "clicked"),
             disable_shuffling=True,
         )
@@ -123,9 +101,8 @@ class ClickLog(tfds.core.ShardBasedBuilder):
         """
         del download_config
         splits = []
-        for split, shards in self._shard_iterators_per_split(
-            dl_manager
-        ).items():
+        iterators = self._shard_iterators_per_split(dl_manager)
+        for split, shards in iterators.items():
             template = self._get_filename_template(split_name=split)
             lengths, num_bytes = [], 0
             for index, records in enumerate(shards):

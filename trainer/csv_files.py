@@ -28,6 +28,7 @@ from trainer.source import (
     Schema,
     Source,
     column_name,
+    listed,
     positive_labels,
 )
 
@@ -76,19 +77,13 @@ class CsvSource(Source):
         self._label = column_name(label)
         self._labels: set[bytes] = set()
         self._integers: list[str] = []
-        self._overrides = {
-            NUMERIC: set(map(column_name, numeric_columns)),
-            CATEGORICAL: set(map(column_name, categorical_columns)),
-            "ignore": set(map(column_name, ignore_columns)),
-        }
-        super().__init__(
-            {
-                "label": self._label,
-                "min_count": min_count,
-                **{k: sorted(names) for k, names in self._overrides.items()},
-            }
-        )
         self.description = f"CSV files {', '.join(self._files['train'])}"
+        super().__init__(
+            {"label": self._label, "min_count": min_count},
+            numeric=numeric_columns,
+            categorical=categorical_columns,
+            ignore=ignore_columns,
+        )
 
     @functools.cached_property
     def _columns(self) -> dict[str, str]:
@@ -100,8 +95,8 @@ class CsvSource(Source):
         if set(train) != set(evaluation):
             raise ValueError(
                 f"{', '.join(self._files['eval'])}: the columns must be those "
-                f"of the training files, {_listed(train)}. "
-                f"Received: {_listed(evaluation)}."
+                f"of the training files, {listed(train)}. "
+                f"Received: {listed(evaluation)}."
             )
         names = [column_name(c) or f"column_{i}" for i, c in enumerate(train)]
         # TensorFlow takes "Age" and "age" for one name.
@@ -110,21 +105,15 @@ class CsvSource(Source):
         if twice:
             raise ValueError(
                 "The names of the columns must differ. "
-                f"Received more than once: {_listed(twice)}."
+                f"Received more than once: {listed(twice)}."
             )
         if self._label not in names:
             raise ValueError(
                 "Argument `label` must name a column of "
-                f"{', '.join(self._files['train'])}: {_listed(names)}. "
+                f"{', '.join(self._files['train'])}: {listed(names)}. "
                 f"Received: label={self._label!r}."
             )
-        inputs = [name for name in names if name != self._label]
-        for kind, named in self._overrides.items():
-            for name in sorted(named.difference(inputs)):
-                raise ValueError(
-                    f"Argument `{kind}_columns` must name columns other than "
-                    f"the label: {_listed(inputs)}. Received: {name!r}."
-                )
+        self._check_overrides([n for n in names if n != self._label])
         return dict(zip(names, train, strict=True))
 
     def _infer_kinds(self) -> dict[str, str]:
@@ -156,6 +145,30 @@ class CsvSource(Source):
         self._labels = set(labels.counts)
         if labels.missing:
             raise ValueError(self._bad_label(self._files["train"]))
+        self._check_evaluation(kinds)
+        for name, kind in kinds.items():
+            words = statistics[name].counts if kind == CATEGORICAL else ()
+            for word in words:
+                if word.strip() in (b"", _MISSING.encode()):
+                    _log.warning(
+                        "Column %r has the word %r, which is no missing value "
+                        "because of its blanks, and no number. Write the files "
+                        "without blanks around values if it should be.",
+                        name,
+                        word.decode(),
+                    )
+        for name in filter(kinds.__contains__, self._integers):
+            number = statistics[name]
+            if max(-number.minimum, number.maximum) >= 2**24:
+                _log.warning(
+                    "Column %r has integers as large as 2**24, which may be "
+                    "equal as float32. If they are ids, name it among the "
+                    "categorical columns.",
+                    name,
+                )
+
+    def _check_evaluation(self, kinds: Mapping[str, str]) -> None:
+        """Reads all evaluation examples, and warns if they tell little."""
         positive = positive_labels(self._label, self._labels)
         found = self._check_labels(self._files["eval"], kinds)
         evaluated = ", ".join(self._files["eval"])
@@ -169,38 +182,17 @@ class CsvSource(Source):
                 "AUC: what is reported as one means nothing.",
                 evaluated,
             )
-        both = set.intersection(
-            *(
-                set(map(os.path.realpath, _sizes(f)))
-                for f in self._files.values()
-            )
+        train, evaluation = (
+            {*map(os.path.realpath, _sizes(files))}
+            for files in self._files.values()
         )
-        if both:
+        if both := train & evaluation:
             _log.warning(
                 "%d of the files are trained on and evaluated on, %s among "
                 "them: metrics do not show what the model does on new data.",
                 len(both),
                 min(both),
             )
-        for name in filter(kinds.__contains__, self._integers):
-            number = statistics[name]
-            if max(-number.minimum, number.maximum) >= 2**24:
-                _log.warning(
-                    "Column %r has integers as large as 2**24, which may be "
-                    "equal as float32. If they are ids, name it among the "
-                    "categorical columns.",
-                    name,
-                )
-        for name in (n for n, kind in kinds.items() if kind == CATEGORICAL):
-            for word in statistics[name].counts:
-                if word.strip() in (b"", _MISSING.encode()):
-                    _log.warning(
-                        "Column %r has the word %r, which is no missing value "
-                        "because of its blanks, and no number. Write the files "
-                        "without blanks around values if it should be.",
-                        name,
-                        word.decode(),
-                    )
 
     def _found(self) -> dict[str, Any]:
         return {
@@ -214,7 +206,7 @@ class CsvSource(Source):
         if missing:
             raise ValueError(
                 f"{self.description}: the columns of the job must be there. "
-                f"Missing: {_listed(sorted(missing))}."
+                f"Missing: {listed(sorted(missing))}."
             )
         sizes = _sizes([*self._files["train"], *self._files["eval"]])
         new = [p for p, size in sizes.items() if found["files"].get(p) != size]
@@ -235,20 +227,22 @@ class CsvSource(Source):
     def _bad_label(self, files: Sequence[str]) -> str:
         """A message about the first label that is missing or unknown."""
         for path in _sizes(files):
-            lines = tf.data.TextLineDataset(
-                path, "GZIP" if path.endswith(".gz") else ""
-            ).as_numpy_iterator()
-            rows = csv.reader(line.decode(errors="replace") for line in lines)
-            place = list(map(column_name, next(rows))).index(self._label)
-            for row in filter(None, rows):
+            packed = "GZIP" if path.endswith((".gz", ".gzip")) else ""
+            lines = tf.data.TextLineDataset(path, packed).as_numpy_iterator()
+            rows = csv.DictReader(
+                line.decode(errors="replace") for line in lines
+            )
+            rows.fieldnames = list(map(column_name, rows.fieldnames or ()))
+            for row in rows:
+                label = row[self._label]
                 where = f"{path}, line {rows.line_num}: the label"
-                if row[place] in ("", _MISSING):
+                if label in ("", _MISSING):
                     return f"{where} {self._label!r} must not be missing."
-                if row[place].encode() not in self._labels:
+                if label.encode() not in self._labels:
                     known = sorted(label.decode() for label in self._labels)
                     return (
                         f"{where} {self._label!r} must be one of those in the "
-                        f"training files, {known}. Received: {row[place]!r}."
+                        f"training files, {known}. Received: {label!r}."
                     )
         raise AssertionError("A label is bad, and none was found.")
 
@@ -294,7 +288,3 @@ def _sizes(patterns: Sequence[str]) -> dict[str, int]:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         stats = pool.map(tf.io.gfile.stat, paths)
         return {p: stat.length for p, stat in zip(paths, stats, strict=True)}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -89,19 +89,12 @@ class TfdsSource(Source):
     ) -> None:
         self._name, self._data_dir = name, data_dir
         self._label_argument = label
-        self._overrides = {
-            CATEGORICAL: set(map(column_name, categorical_columns)),
-            "ignore": set(map(column_name, ignore_columns)),
-        }
         self._wanted_splits = {"train": train_split, "eval": eval_split}
         self.description = self.description or f"TensorFlow Datasets: {name}"
         super().__init__(
-            {
-                "data": self.description,
-                "label": label,
-                "min_count": min_count,
-                **{k: sorted(names) for k, names in self._overrides.items()},
-            }
+            {"data": self.description, "label": label, "min_count": min_count},
+            categorical=categorical_columns,
+            ignore=ignore_columns,
         )
 
     def _make_builder(self) -> tfds.core.DatasetBuilder:
@@ -162,10 +155,8 @@ class TfdsSource(Source):
         label = self._label_argument
         if label is None:
             label = (self._builder.info.supervised_keys or (None, None))[1]
-        for key in self._features:
-            if isinstance(label, str) and column_name(key) == column_name(
-                label
-            ):
+        for key in self._features if isinstance(label, str) else ():
+            if column_name(key) == column_name(label):
                 return key
         raise ValueError(
             f"Argument `label` must name a column of "
@@ -205,15 +196,12 @@ class TfdsSource(Source):
 
     def _infer_kinds(self) -> dict[str, str]:
         """The kind of each column that the model sees."""
-        for kind, names in self._overrides.items():
-            known = set(self._columns) | set(map(column_name, self._features))
-            for name in sorted(names):
-                if name not in known - {column_name(self._label)}:
-                    raise ValueError(
-                        f"Argument `{kind}_columns` must name columns of "
-                        f"{self._builder.info.full_name} other than the "
-                        f"label: {list(self._columns)}. Received: {name!r}."
-                    )
+        # Of a vector its own name, too.
+        known = dict.fromkeys(
+            [*self._columns, *map(column_name, self._features)]
+        )
+        del known[column_name(self._label)]
+        self._check_overrides(known)
         kinds = {}
         for name, (key, _) in self._columns.items():
             words = name in self._overrides[CATEGORICAL]

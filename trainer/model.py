@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.canned.vocabulary import Vocabulary
-from trainer.source import CATEGORICAL, Column, Schema
+from trainer.source import CATEGORICAL, NUMERIC, Column, Schema
 
 # Ids of every column: 0 is "missing", then what its kind says.
 _MISSING = 0
@@ -61,11 +61,6 @@ class Preprocess(keras.layers.Layer):
     `keras.layers.StringLookup`): all it knows is constants of the graph, which
     an export holds, too.
 
-    Args:
-        schema: of the raw columns.
-        crosses: pairs of column names.
-        name: of the layer.
-
     Call arguments: a dictionary of vectors `(batch,)`: float32 for a numeric
     column (NaN and infinity are missing), string for a categorical one (""
     and "?" are). A missing value has an id of its own, and counts as the mean.
@@ -93,24 +88,19 @@ class Preprocess(keras.layers.Layer):
         ids = {c.name: _ids(c, inputs[c.name]) for c in self._schema.columns}
         wide = list(ids.values())
         for a, b in self._crosses:
-            pair = tf.cast(ids[a], tf.int64) * sizes[b] + tf.cast(
-                ids[b], tf.int64
-            )
+            pair = tf.cast(ids[a], tf.int64) * sizes[b]
+            pair += tf.cast(ids[b], tf.int64)
             if sizes[a] * sizes[b] > CROSS_BUCKETS:
-                pair = tf.strings.to_hash_bucket_fast(
-                    tf.strings.as_string(pair), CROSS_BUCKETS
-                )
+                text = tf.strings.as_string(pair)
+                pair = tf.strings.to_hash_bucket_fast(text, CROSS_BUCKETS)
             wide.append(tf.cast(pair, tf.int32))
-        offsets = np.cumsum([0, *_wide_sizes(self._schema, self._crosses)])
-        outputs = {
-            "wide": tf.stack(wide, axis=1) + offsets[:-1].astype("int32")
-        }
+        rows = _wide_sizes(self._schema, self._crosses)
+        offsets = np.cumsum([0, *rows[:-1]]).astype("int32")
+        outputs = {"wide": tf.stack(wide, axis=1) + offsets}
         outputs |= {_deep(name): column for name, column in ids.items()}
-        if self._schema.numeric:
-            outputs["numeric"] = tf.stack(
-                [_normalized(c, inputs[c.name]) for c in self._schema.numeric],
-                axis=1,
-            )
+        if numeric := self._schema.numeric:
+            scaled = [_normalized(c, inputs[c.name]) for c in numeric]
+            outputs["numeric"] = tf.stack(scaled, axis=1)
         return outputs
 
 
@@ -165,12 +155,9 @@ def preprocessor(
 
 
 def _raw_inputs(schema: Schema) -> dict[str, keras.KerasTensor]:
+    dtypes = {NUMERIC: "float32", CATEGORICAL: "string"}
     return {
-        c.name: keras.Input(
-            shape=(),
-            dtype="string" if c.kind == CATEGORICAL else "float32",
-            name=c.name,
-        )
+        c.name: keras.Input((), dtype=dtypes[c.kind], name=c.name)
         for c in schema.columns
     }
 
@@ -253,15 +240,10 @@ def serving_model(
 ) -> keras.Model:
     """Returns the model that takes raw columns, to be exported.
 
-    Args:
-        model: from `build`, trained.
-        schema: of the raw columns.
-        crosses: as in `preprocessor`.
-
-    Returns:
-        A model from the raw columns, by name, to `{"probabilities": (batch,
-        1)}`; `serving_model(...).export(path)` writes a SavedModel that
-        TensorFlow Serving loads.
+    From a trained `model` of `build`, and what that was given. The result maps
+    raw columns, by name, to `{"probabilities": (batch, 1)}`;
+    `serving_model(...).export(path)` writes a SavedModel that TensorFlow
+    Serving loads.
     """
     inputs = _raw_inputs(schema)
     probabilities = model(preprocessor(schema, crosses)(inputs))

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -84,16 +84,13 @@ class Schema:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schema:
         """What `dataclasses.asdict` gives, also if it was JSON meanwhile."""
-        columns = (
-            {k: tuple(v) if isinstance(v, list) else v for k, v in c.items()}
-            for c in values["columns"]
-        )
-        return cls(
-            tuple(Column(**column) for column in columns),
-            values["label"],
-            tuple(values["positive"]),
-            values["num_train"],
-        )
+
+        def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+            pairs = fields.items()
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
+
+        columns = tuple(Column(**tuples(c)) for c in values["columns"])
+        return cls(**{**tuples(values), "columns": columns})
 
     @property
     def numeric(self) -> tuple[Column, ...]:
@@ -127,31 +124,42 @@ class Source(abc.ABC):
     description: str = ""
     best_auc: float | None = None
     _label: str
-    _shared: Callable[[Callable[[], Any]], Any] | None = None
+    _path = ""  # Of the schema of a job.
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Stores what determines the schema, besides the data."""
-        self._arguments = dict(arguments)
-        kinds = (NUMERIC, CATEGORICAL, "ignore")
-        lists = {kind: set(arguments.get(kind, ())) for kind in kinds}
-        for one, other in itertools.combinations(kinds, 2):
-            if both := sorted(lists[one] & lists[other]):
+    def __init__(
+        self, arguments: Mapping[str, Any], **columns: Sequence[str]
+    ) -> None:
+        """Stores what determines the schema, besides the data.
+
+        `columns` names those of a kind, or to "ignore".
+        """
+        named = {k: {*map(column_name, names)} for k, names in columns.items()}
+        self._overrides = named
+        lists = {kind: sorted(names) for kind, names in named.items()}
+        self._arguments = {**arguments, **lists}
+        for one, other in itertools.combinations(named, 2):
+            if both := sorted(named[one] & named[other]):
                 raise ValueError(
                     f"Arguments `{one}_columns` and `{other}_columns` must not "
                     f"name the same column. Received in both: {both[0]!r}."
                 )
 
+    def _check_overrides(self, inputs: Collection[str]) -> None:
+        """Raises `ValueError` if the user has named what is no input."""
+        for kind, names in self._overrides.items():
+            for name in sorted(names.difference(inputs)):
+                raise ValueError(
+                    f"Argument `{kind}_columns` must name columns of "
+                    f"{self.description} other than the label: "
+                    f"{listed(inputs)}. Received: {name!r}."
+                )
+
     def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
         """Makes the schema that of a job, for all its tasks and runs.
 
-        Args:
-            path: of the file that the chief writes in the first run.
-            cluster: which task this is.
+        It is in the file `path`, which the chief writes in the first run.
         """
-        self._shared_path = path
-        self._shared = functools.partial(
-            tfdist.compute_once, path, cluster=cluster
-        )
+        self._path, self._cluster = path, cluster
 
     @functools.cached_property
     def schema(self) -> Schema:
@@ -167,23 +175,27 @@ class Source(abc.ABC):
         # Its first use may be in a function that is being traced.
         with tf.init_scope():
             try:
-                return self._scan() if self._shared is None else self._of_job()
+                return self._of_job() if self._path else self._scan()
             except tf.errors.InvalidArgumentError as error:
-                raise ValueError(_assertion(error)) from None
+                # A reader's message, without what TensorFlow adds.
+                pattern = r"assertion failed: \[(.*?)\]\s*\[\["
+                found = re.search(pattern, error.message, re.S)
+                raise ValueError(found[1] if found else error.message) from None
 
     def _of_job(self) -> Schema:
-        saved = self._shared(
-            lambda: {
+        def compute() -> dict[str, Any]:
+            return {
                 "arguments": self._arguments,
                 "schema": dataclasses.asdict(self._scan()),
                 "data": self._found(),
             }
-        )
+
+        saved = tfdist.compute_once(self._path, compute, cluster=self._cluster)
         if saved["arguments"] != self._arguments:
             raise ValueError(
-                f"{self._shared_path} holds the columns for "
-                f"{saved['arguments']}. Received: {self._arguments}. Give "
-                "the same, or train in another model_dir."
+                f"{self._path} holds the columns for {saved['arguments']}. "
+                f"Received: {self._arguments}. Give the same, or train in "
+                "another model_dir."
             )
         schema = Schema.from_dict(saved["schema"])
         self._check_new(schema, saved["data"])
@@ -240,7 +252,7 @@ class Source(abc.ABC):
         Returns:
             A dataset of `(features, label)`: a dictionary of vectors of
             `batch_size` (or what `transform` makes of it) and a float32 tensor
-            of shape `(batch_size, 1)`.
+            `(batch_size, 1)`.
         """
         workers = input_context.num_input_pipelines if input_context else 1
         if self.schema.num_train < workers:
@@ -263,19 +275,11 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the evaluation examples, once and in order.
 
-        Args:
-            batch_size: examples in a batch; the last may have fewer.
-            transform: as in `train_input_fn`.
-
-        Returns:
-            A dataset as that of `train_input_fn`, but finite.
+        As `train_input_fn`, but the dataset is finite, and its last batch may
+        have fewer examples.
         """
-        return self._once(
-            "eval",
-            self._kinds(self.schema),
-            self._example(transform),
-            batch_size,
-        )
+        kinds, example = self._kinds(self.schema), self._example(transform)
+        return self._once("eval", kinds, example, batch_size)
 
     def _example(self, transform: Transform | None) -> Parse:
         positive = self.schema.positive
@@ -300,15 +304,8 @@ class Source(abc.ABC):
         batch_size: int = SCAN_BATCH,
         **options: Any,
     ) -> tf.data.Dataset:
-        return self._batches(
-            split,
-            batch_size,
-            kinds,
-            transform,
-            shuffle=False,
-            num_epochs=1,
-            **options,
-        )
+        options |= {"shuffle": False, "num_epochs": 1}
+        return self._batches(split, batch_size, kinds, transform, **options)
 
     def _check(
         self, kinds: Mapping[str, str], statistics: tfdist.FeatureStatistics
@@ -339,22 +336,9 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Batches of "train" or "eval".
 
-        Args:
-            split: which of the two.
-            batch_size: examples in a batch.
-            kinds: the columns to read, and their kinds.
-            transform: maps them and the label, as strings, to what the dataset
-                gives.
-            **options: of `tfdist.ReadOptions`.
+        `transform` maps the columns in `kinds` and the label, as strings, to
+        what the dataset gives; the `options` are those of `tfdist.ReadOptions`.
         """
-
-
-def _assertion(error: tf.errors.OpError) -> str:
-    """The message of a reader, without what TensorFlow adds."""
-    found = re.search(
-        r"assertion failed: \[(.*?)\]\s*\[\[", error.message, re.S
-    )
-    return found[1] if found else error.message
 
 
 def _numeric(name: str, numbers: Any) -> Column:
@@ -392,12 +376,17 @@ def positive_labels(label: str, values: Iterable[bytes]) -> tuple[str, ...]:
         return tuple(text for text in texts if numbers[text] == 1.0)
     if len(texts) == 2 and None in numbers.values():
         return (texts[-1],)
-    shown = ", ".join(map(repr, texts[:10])) + (", ..." * (len(texts) > 10))
+    shown = listed(texts[:10]) + ", ..." * (len(texts) > 10)
     raise ValueError(
         f"Label column {label!r} must hold 0 and 1, or exactly two strings "
         f"(the one that sorts last is the positive one). Received "
         f"{len(texts)} distinct values: {shown}."
     )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names as a message shows them."""
+    return ", ".join(map(repr, names))
 
 
 def _number(text: str) -> float | None:

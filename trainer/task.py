@@ -157,20 +157,25 @@ def source() -> Source:
     Raises:
         ValueError: the flags name no or more than one source.
     """
-    if FLAGS.tfds and (FLAGS.train_files or FLAGS.eval_files):
+    files = FLAGS.train_files or FLAGS.eval_files
+    if FLAGS.tfds and files:
         raise ValueError("--tfds excludes --train_files and --eval_files.")
     if (FLAGS.train_split or FLAGS.eval_split) and not FLAGS.tfds:
         raise ValueError("--train_split and --eval_split need --tfds.")
-    no_files = not FLAGS.train_files and not FLAGS.eval_files
     of_files = ["numeric_columns"]
     if not FLAGS.tfds:
         of_files += ["label", "categorical_columns", "ignore_columns"]
     given = [f"--{name}" for name in of_files if FLAGS[name].value]
-    if no_files and given:
+    if given and not files:
         raise ValueError(
             f"{', '.join(given)}: for CSV data, whose --train_files and "
             "--eval_files are missing."
         )
+    columns = {
+        "categorical_columns": FLAGS.categorical_columns,
+        "ignore_columns": FLAGS.ignore_columns,
+        "min_count": FLAGS.min_count,
+    }
     if FLAGS.tfds:
         return data.tfds_source(
             FLAGS.tfds,
@@ -178,17 +183,12 @@ def source() -> Source:
             train_split=FLAGS.train_split,
             eval_split=FLAGS.eval_split,
             label=FLAGS.label,
-            categorical_columns=FLAGS.categorical_columns,
-            ignore_columns=FLAGS.ignore_columns,
-            min_count=FLAGS.min_count,
+            **columns,
         )
-    if no_files:
+    if not files:
         return data.click_log_source(FLAGS.data_dir, min_count=FLAGS.min_count)
-    missing = [
-        f"--{name}"
-        for name in ("train_files", "eval_files", "label")
-        if not FLAGS[name].value
-    ]
+    required = ("train_files", "eval_files", "label")
+    missing = [f"--{name}" for name in required if not FLAGS[name].value]
     if missing:
         raise ValueError(
             "CSV data needs --train_files, --eval_files and --label. "
@@ -199,9 +199,7 @@ def source() -> Source:
         FLAGS.eval_files,
         FLAGS.label,
         numeric_columns=FLAGS.numeric_columns,
-        categorical_columns=FLAGS.categorical_columns,
-        ignore_columns=FLAGS.ignore_columns,
-        min_count=FLAGS.min_count,
+        **columns,
     )
 
 
@@ -330,12 +328,10 @@ def report(
     """The final table, and where everything was written."""
     values = {k: v for k, v in metrics.items() if k != "global_step"}
     rows = [f"  {name:<12}{value:>10.4f}" for name, value in values.items()]
-    if examples.best_auc is not None:
-        best = examples.best_auc
-        share = metrics["auc"] / best
+    if best := examples.best_auc:
         rows.append(
             f"  {'best auc':<12}{best:>10.4f}  attainable on this data; "
-            f"reached {share:.1%} of it"
+            f"reached {metrics['auc'] / best:.1%} of it"
         )
     summaries = config.summary_dir or config.model_dir
     return "\n".join(
@@ -366,13 +362,12 @@ class _JsonFormatter(logging.Formatter):
     """One JSON object a line, as Cloud Logging reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(
-            {
-                "severity": record.levelname,
-                "message": super().format(record),
-                "logger": record.name,
-            }
-        )
+        fields = {
+            "severity": record.levelname,
+            "message": super().format(record),
+            "logger": record.name,
+        }
+        return json.dumps(fields)
 
 
 def _set_up_logs() -> None:
@@ -434,10 +429,8 @@ def main(argv: Sequence[str]) -> None:
             exports.append(export_dir)
     except (ValueError, OSError, *_PASSING) as error:
         logging.debug("Traceback of the error below:", exc_info=True)
-        print(
-            f"error: {error}\n(--verbosity=1 shows the traceback.)",
-            file=sys.stderr,
-        )
+        text = f"error: {error}\n(--verbosity=1 shows the traceback.)"
+        print(text, file=sys.stderr)
         sys.exit(_exit_code(error))
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues where it has saved.")

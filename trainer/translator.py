@@ -29,13 +29,7 @@ START = 0
 
 
 class Embed(keras.layers.Layer):
-    """Vectors for the words of both languages.
-
-    Args:
-        vocabulary: Number of words.
-        units: Length of a vector.
-        name: Name of the layer.
-    """
+    """Vectors of length `units` for the words of both languages."""
 
     def __init__(self, vocabulary: int, units: int, name: str) -> None:
         super().__init__(name=name)
@@ -53,12 +47,7 @@ class Embed(keras.layers.Layer):
 
 
 class Recurrent(keras.layers.Layer):
-    """One layer of the encoder and one of the decoder.
-
-    Args:
-        units: Size of both.
-        name: Name of the layer.
-    """
+    """One layer of the encoder and one of the decoder, each of `units`."""
 
     def __init__(self, units: int, name: str) -> None:
         super().__init__(name=name)
@@ -85,12 +74,7 @@ class Recurrent(keras.layers.Layer):
 
 
 class Predict(keras.layers.Layer):
-    """Logits of the next word of the target.
-
-    Args:
-        vocabulary: Number of words.
-        name: Name of the layer.
-    """
+    """Logits of the next word of the target."""
 
     def __init__(self, vocabulary: int, name: str) -> None:
         super().__init__(name=name)

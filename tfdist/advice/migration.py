@@ -114,7 +114,7 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
         return (full if full in rows else ""), rows.get(full)
     symbol = re.sub(r"^tensorflow(_estimator)?(\.compat\.v1)?", "tf", full)
     symbol = re.sub(r"^(tf\.contrib\.\w+)\.python\.\w+", r"\1", symbol)
-    stays = _has(full)
+    stays = _value(full) is not None
     name = symbol
     while name and name not in rows:
         name = name.rpartition(".")[0]
@@ -130,15 +130,11 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
         return "", None
     v1 = symbol.replace("tf", "tensorflow.compat.v1", 1)
     new = Row(symbol, "v1", f"`tf.compat.v1.{symbol.removeprefix('tf.')}`", "")
-    return symbol, new if _has(v1) else None
-
-
-def _has(full: str) -> bool:
-    """Whether TF 2.21 has what `full` names."""
-    return _value(full) is not None
+    return symbol, None if _value(v1) is None else new
 
 
 def _value(full: str) -> Any:
+    """What a full name means in TF 2.21, or None."""
     value: Any = tf
     for name in full.split(".")[1:]:
         value = getattr(value, name, None)

@@ -12,10 +12,10 @@ shuffled: a row of 100 % here, and exit code 1.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,9 +39,9 @@ class Audit:
 
     Attributes:
         input_fn: the name of the input function.
-        batches: the batches of each worker: an int64 for each example, the same
-            for equal examples.
-        known: the numbers of all examples, in order if `in_order`.
+        batches: of each worker, with an int64 for each example, the same for
+            equal examples.
+        known: the numbers of all examples.
         in_order: whether `known` has the order of the files.
     """
 
@@ -95,16 +95,15 @@ class Audit:
         the files is not known.
         """
         place = {example: i for i, example in enumerate(self.known.tolist())}
-        spreads = []
-        for batches in self.batches:
+        spreads = [float("nan")] * len(self.batches)
+        for i, batches in enumerate(self.batches if self.in_order else ()):
             read = [place[e] for e in _all(batches).tolist() if e in place]
             # Ranks among the worker's own examples.
             own, ranks = np.unique(read, return_inverse=True)
-            spreads.append(float("nan"))
-            if self.in_order and len(own) > 2:
+            if len(own) > 2:
                 # Of two of n in a random order it is (n + 1) / 3 in the mean.
                 distance = np.abs(np.diff(ranks)).mean()
-                spreads[-1] = float((distance - 1) / ((len(own) + 1) / 3 - 1))
+                spreads[i] = float((distance - 1) / ((len(own) + 1) / 3 - 1))
         return spreads
 
     def problems(self) -> list[str]:
@@ -133,9 +132,9 @@ class Audit:
             "",
             "worker   batches  examples  distinct  shuffled",
         ]
-        spreads = self.spread
-        for i, batches in enumerate(self.batches):
-            read, spread = _all(batches), spreads[i]
+        workers = zip(self.batches, self.spread, strict=True)
+        for i, (batches, spread) in enumerate(workers):
+            read = _all(batches)
             shown = "?" if np.isnan(spread) else f"{min(spread, 1):.0%}"
             lines.append(
                 f"{i:>6} {len(batches):>9} {len(read):>9} "
@@ -352,9 +351,7 @@ def _shared_by_step(one: Batches, other: Batches) -> float:
 
 def _shared(one: np.ndarray, other: np.ndarray) -> float:
     """The share of the smaller one that is also in the other."""
-    common = collections.Counter(one.tolist()) & collections.Counter(
-        other.tolist()
-    )
+    common = Counter(one.tolist()) & Counter(other.tolist())
     return common.total() / max(1, min(len(one), len(other)))
 
 
@@ -372,13 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--index_as_tensor", action="store_true", help="as on a ps cluster")
     add("--seed", type=int, help="tf_random_seed of the RunConfig")
     args = parser.parse_args(argv)
-    in_order = args.in_order
     try:
         found = audit(
             load_function("input", args.input),
             args.workers,
             args.batches,
-            in_order=in_order and load_function("in_order", in_order),
+            in_order=args.in_order and load_function("in_order", args.in_order),
             index_as_tensor=args.index_as_tensor,
             seed=args.seed,
         )

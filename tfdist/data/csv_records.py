@@ -197,9 +197,8 @@ def infer(
     skip = int(column_names is None)
     with tf.init_scope():
         # The first file that is not empty tells.
-        filled = (i for i, path in enumerate(paths) if any(_lines(path)))
-        start = next(filled, 0)
-        origin = paths[start]
+        files = [*itertools.dropwhile(lambda p: not any(_lines(p)), paths)]
+        origin = files[0] if files else paths[0]
         record_files.check_text(origin)
         beginning = _lines(origin)
         top = next(beginning, "")
@@ -223,14 +222,12 @@ def infer(
                 f"Received: {names}."
             )
         known = _by_name(origin, names, column_defaults)
-        files = paths[start:]
         if num_rows_for_inference is not None:
             # The first with a row: some jobs write files of a header alone.
-            rest = ((p, itertools.islice(_lines(p), skip, None)) for p in files)
-            files = list(itertools.islice((p for p, r in rest if any(r)), 1))
-        lines = (itertools.islice(_lines(p), skip, None) for p in files)
-        every = itertools.chain.from_iterable(lines)
-        told = itertools.islice(every, num_rows_for_inference)
+            filled = (path for path in files if any(_lines(path, skip)))
+            files = [*itertools.islice(filled, 1)]
+        lines = itertools.chain.from_iterable(_lines(p, skip) for p in files)
+        told = itertools.islice(lines, num_rows_for_inference)
         inferred = _inferred(rows(told), names, set(known), na_value)
     return Layout(
         {name: (inferred | known)[name] for name in names},
@@ -242,11 +239,11 @@ def infer(
     )
 
 
-def _lines(path: str) -> Iterator[str]:
-    """The lines of a file, without a byte order mark."""
-    start = _BOM
+def _lines(path: str, skip: int = 0) -> Iterator[str]:
+    """The lines of a file below the first ones, without a byte order mark."""
+    start = "" if skip else _BOM
     lines = tf.data.TextLineDataset(path, record_files.compression(path))
-    for block in lines.batch(256).as_numpy_iterator():
+    for block in lines.skip(skip).batch(256).as_numpy_iterator():
         for line in block.tolist():
             yield line.decode(errors="replace").removeprefix(start)
             start = ""

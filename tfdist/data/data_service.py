@@ -82,12 +82,11 @@ def one_pass(
     To be called in the input function of training, with batches of all the
     data, not of a shard; the last batch of each data worker may be smaller. The
     order is random. For several epochs repeat the argument or the result: an
-    epoch starts when the last batch of the one before was handed out.
+    epoch starts when the last batch of the one before was handed out. As for
+    all finite data, a parameter-server job dispatches its steps one by one.
 
     As `tf.data.experimental.service.distribute` with dynamic sharding, for a
-    job that survives all processes but the dispatcher (see the top of this
-    module). A parameter-server job dispatches its steps one by one, as for all
-    finite data.
+    job that survives failures (see the top of this module).
 
     >>> dataset = tf.data.Dataset.range(5).batch(2)
     >>> batches = one_pass(dataset, tf.distribute.InputContext())
@@ -156,33 +155,24 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
     """
     sigterm = Sigterm()
     try:
-        _serve(cluster, work_dir, is_over, sigterm)
+        with starting(cluster):
+            server = _server(cluster, work_dir)
+        _log.info("Task %s serves on %s.", cluster.task, cluster.address)
+        # The chief, or worker 0 where there is none.
+        leader = next(iter(cluster.tasks.values()), {}).get(0, "")
+        while not is_over():
+            time.sleep(_POLL_SECS)
+            if sigterm.received:
+                wait_until_gone(leader, _TERM_SECS)
+                sigterm.leave()
+        # Clients still disconnect from the service.
+        wait_until_gone(leader, math.inf, unless=lambda: sigterm.received)
+        server.stop()
+        if cluster.role == "dispatcher":
+            tf.io.gfile.rmtree(work_dir)
+        _log.info("Task %s ends: training is over.", cluster.task)
     finally:
         sigterm.restore()
-
-
-def _serve(
-    cluster: Cluster,
-    work_dir: str,
-    is_over: Callable[[], bool],
-    sigterm: Sigterm,
-) -> None:
-    with starting(cluster):
-        server = _server(cluster, work_dir)
-    _log.info("Task %s serves on %s.", cluster.task, cluster.address)
-    # The chief, or worker 0 where there is none.
-    leader = next(iter(cluster.tasks.values()), {}).get(0, "")
-    while not is_over():
-        time.sleep(_POLL_SECS)
-        if sigterm.received:
-            wait_until_gone(leader, _TERM_SECS)
-            sigterm.leave()
-    # Clients still disconnect from the service.
-    wait_until_gone(leader, math.inf, unless=lambda: sigterm.received)
-    server.stop()
-    if cluster.role == "dispatcher":
-        tf.io.gfile.rmtree(work_dir)
-    _log.info("Task %s ends: training is over.", cluster.task)
 
 
 def _server(cluster: Cluster, work_dir: str) -> Any:
@@ -219,11 +209,8 @@ def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
     path = os.path.join(work_dir, "data_workers.json")
     before, now = storage.read_text(path), json.dumps(data_workers)
     if before not in (None, now):
-        _log.warning(
-            "The data workers were %s and are %s: the pass starts again.",
-            before,
-            now,
-        )
+        text = "The data workers were %s and are %s: the pass starts again."
+        _log.warning(text, before, now)
         tf.io.gfile.rmtree(work_dir)
     tf.io.gfile.makedirs(work_dir)
     storage.write_text(path, now)

@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -41,8 +40,7 @@ def match(
     """
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
-    files: dict[str, str] = {}
-    again: set[str] = set()
+    names: dict[str, list[str]] = {}  # Of each file.
     for pattern in file_pattern:
         # TensorFlow would iterate over a `Path` or bytes.
         text = os.fsdecode(pattern)
@@ -55,17 +53,14 @@ def match(
                 "pattern (*, ?, [...]) that some file matches."
             )
         for path in sorted(found):
-            file = _file(path)
-            if file in files:
-                again.add(path)
-            files.setdefault(file, path)
-    paths = sorted(files.values())
-    if not paths:
+            names.setdefault(_file(path), []).append(path)
+    if not names:
         raise ValueError(
             "Argument `file_pattern` must be a path, a pattern, or several. "
             f"Received: file_pattern={file_pattern!r}."
         )
-    if again:
+    paths = sorted(first for first, *_ in names.values())
+    if again := {path for _, *more in names.values() for path in more}:
         _log.warning(
             "%d of the files are named more than once, %s among them, and read "
             "once all the same. To have examples count more, weigh them, or "
@@ -109,9 +104,12 @@ def check_all_text(paths: Sequence[str]) -> None:
 
 def check_text(path: str) -> None:
     """Raises ValueError if a file begins like one that is no text."""
+    begins = b""
     with tf.io.gfile.GFile(path, "rb") as file:
-        packed = compression(path)
-        begins = _beginning(gzip.GzipFile(fileobj=file) if packed else file)
+        text = gzip.GzipFile(fileobj=file) if compression(path) else file
+        # That it is damaged `_check_gzip` or TensorFlow says.
+        with contextlib.suppress(EOFError, gzip.BadGzipFile, zlib.error):
+            begins = text.read(4096)
     for first, kind in _NO_TEXT.items():
         if begins.startswith(first):
             raise ValueError(f"{path} is no text in UTF-8, but {kind}.")
@@ -125,12 +123,6 @@ def check_text(path: str) -> None:
             f"{path} is no text in UTF-8: its first line has zero bytes. Leave "
             "it out, or write it again as text."
         )
-
-
-def _beginning(file: Any) -> bytes:
-    with contextlib.suppress(EOFError, gzip.BadGzipFile, zlib.error):
-        return file.read(4096)
-    return b""  # It is damaged, which `_check_gzip` or TensorFlow says.
 
 
 def _check_gzip(packed: Sequence[str], always: bool | None) -> None:

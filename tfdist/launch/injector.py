@@ -119,10 +119,9 @@ class Injector(Supervisor):
             self._add(Task(job, index, command))
         self._cluster = self.place_tasks()
         self.start_fork_server(command)
-        for name in absent:
-            self._task(name)
-        for name, task in self.tasks.items():
-            if name not in absent:
+        late = list(map(self._task, absent))
+        for task in self.tasks.values():
+            if task not in late:
                 self.start(task)
         return refusal
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tfdist.cluster.tf_config import LAST_CALL_SECS
 
@@ -19,55 +20,40 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    for flag, what in (
-        ("--workers", "workers, beside the chief"),
-        ("--ps", "parameter servers"),
-    ):
-        add(
-            flag,
-            type=range_flag,
-            default=(0, 0),
-            metavar="N|MIN:MAX",
-            help=f"{what} (default 0); MIN:MAX begins with MIN, and `tfdist "
-            "resize` changes it",
-        )
-    for flag, default, what in (
-        ("--data_workers", 0, "workers of a tf.data service, with dispatcher"),
-        ("--max_restarts", 3, "how often a task that fails is started again"),
-    ):
-        text = f"{what} (default {default})"
-        add(flag, type=count_flag, default=default, metavar="N", help=text)
-    add(
-        "--last_call_timeout",
-        type=float,
-        default=LAST_CALL_SECS,
-        metavar="SECONDS",
-        help="with MIN:MAX and without --ps: how long MIN workers wait for "
-        f"one that is missing (default {LAST_CALL_SECS:g})",
+    limits: Any = {"type": range_flag, "metavar": "N|MIN:MAX"}
+    number: Any = {"type": count_flag, "metavar": "N"}
+    seconds: Any = {"type": float, "metavar": "SECONDS"}
+    more = "MIN:MAX begins with MIN, and `tfdist resize` changes it"
+    text = f"workers, beside the chief (default 0); {more}"
+    add("--workers", **limits, default=(0, 0), help=text)
+    text = f"parameter servers (default 0); {more}"
+    add("--ps", **limits, default=(0, 0), help=text)
+    text = "workers of a tf.data service, with dispatcher (default 0)"
+    add("--data_workers", **number, default=0, help=text)
+    text = "how often a task that fails is started again (default 3)"
+    add("--max_restarts", **number, default=3, help=text)
+    text = (
+        "with MIN:MAX and without --ps: how long MIN workers wait for one that "
+        "is missing (default %(default)g)"
     )
+    add("--last_call_timeout", **seconds, default=LAST_CALL_SECS, help=text)
     add("--evaluator", action="store_true", help="adds an evaluator task")
-    add(
-        "--network",
-        choices=("private", "host"),
-        default="private",
-        help="private (default): unreachable from outside, and without access "
-        "to gs:// or any other machine",
+    text = (
+        "private (default): unreachable from outside, and without access to "
+        "gs:// or any other machine"
     )
-    add(
-        "--grace_secs",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="for the others to end by themselves after the chief succeeded "
-        "(default 15)",
+    kinds = ("private", "host")
+    add("--network", choices=kinds, default="private", help=text)
+    text = (
+        "for the others to end by themselves after the chief succeeded "
+        "(default 15)"
     )
-    add(
-        "--no_fork",
-        dest="fork",
-        action="store_false",
-        help="has each task import TensorFlow by itself, which takes seconds "
-        "at each start",
+    add("--grace_secs", **seconds, default=15.0, help=text)
+    text = (
+        "has each task import TensorFlow by itself, which takes seconds at "
+        "each start"
     )
+    add("--no_fork", dest="fork", action="store_false", help=text)
     add("-m", dest="module", action="store_true", help="run a module")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -91,16 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("workers", type=int, nargs="?", metavar="N", help="of 1 or more")
     add("--ps", type=int, metavar="N", help="parameter servers, 1 or more")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--model_dir",
-        help="of a job whose workers somebody else starts and stops",
-    )
-    where.add_argument(
-        "--launcher",
-        type=int,
-        metavar="PID",
-        help="process id of the launcher (default: the only one)",
-    )
+    text = "of a job whose workers somebody else starts and stops"
+    where.add_argument("--model_dir", help=text)
+    text = "process id of the launcher (default: the only one)"
+    where.add_argument("--launcher", type=int, metavar="PID", help=text)
     options = parser.parse_args(argv)
     given = {"workers": options.workers, "ps": options.ps}
     asked = {key: n for key, n in given.items() if n is not None}

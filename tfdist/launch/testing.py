@@ -121,20 +121,15 @@ class LocalCluster:
         self._client = Client(cwd, log_dir)
         self._ask = self._client.ask
         self.log_dir = self._client.log_dir
+        tasks = task_ids(ps, workers, evaluator, data_workers)
+        private = network == "private"
+        how = tuple(absent), restart_secs, private, self.log_dir
         try:
-            refusal = self._ask(
-                "set_up",
-                task_ids(ps, workers, evaluator, data_workers),
-                list(command),
-                tuple(absent),
-                restart_secs,
-                network == "private",
-                self.log_dir,
-            )
+            refusal = self._ask("set_up", tasks, list(command), *how)
         except BaseException:
             self.close()
             raise
-        self.private = network == "private" and not refusal
+        self.private = private and not refusal
         if refusal:
             _log.warning(
                 "The system refuses a private network (%s). The cluster is in "
@@ -387,17 +382,15 @@ class LocalCluster:
         target = () if task is None else (task,)
         pid, effect = self._ask(kind, *target, *args)
         if task and kind == "terminate":
-            index = effect
 
             def ended() -> str | None:
-                codes = self._client.status_of(task).exit_codes[index:]
+                codes = self._client.status_of(task).exit_codes[before:]
                 return how_it_ended(codes[0]) if codes else None
 
-            limit = args[0] + PROOF_SECS
+            before, limit = effect, args[0] + PROOF_SECS
             effect = self._wait(task, ended, f"the end of pid {pid}", limit)
-        injection = Injection(kind, task, pid, *moment, effect)
-        self.injections.append(injection)
-        return injection
+        self.injections.append(Injection(kind, task, pid, *moment, effect))
+        return self.injections[-1]
 
     def _wait(
         self,

@@ -46,12 +46,10 @@ _MACHINES = {
 }
 # What a flag says something of -> those flags.
 _NEEDED_BY = {
-    "ps": ("chief_machine", "ps_machine"),
-    "evaluator": ("evaluator_machine", "evaluator_accelerator"),
-    "reduction_servers": ("reduction_machine",),
-    "metric": (
-        *("goal", "max_trials", "parallel_trials", "algorithm", "stopping"),
-    ),
+    "ps": "chief_machine ps_machine",
+    "evaluator": "evaluator_machine evaluator_accelerator",
+    "reduction_servers": "reduction_machine",
+    "metric": "goal max_trials parallel_trials algorithm stopping",
 }
 
 
@@ -152,7 +150,7 @@ def _check_all_count(
     unused = [
         f"--{flag} counts only with --{needed}."
         for needed, flags in _NEEDED_BY.items()
-        for flag in flags
+        for flag in flags.split()
         if not getattr(options, needed)
         and getattr(options, flag) != default(flag)
     ]
@@ -171,15 +169,15 @@ def _job(options: argparse.Namespace) -> Job:
     if wrong := [text for text in options.env if "=" not in text]:
         raise ValueError(f"--env must be NAME=VALUE. Received: {wrong[0]!r}")
     values["env"] = dict(text.split("=", 1) for text in options.env)
-    given = [f.name for f in dataclasses.fields(Machine) if f.metadata]
-    fields = {name: values[name] for name in given}
+    fields = dataclasses.fields(Machine)
+    given = {f.name: values[f.name] for f in fields if f.metadata}
     further = {
-        "machine": {**options.accelerator, **fields},
+        "machine": {**options.accelerator, **given},
         "evaluator_machine": options.evaluator_accelerator,
     }
     for name in _MACHINES:
-        machine_type, more = values[name], further.get(name, {})
-        values[name] = Machine(machine_type=machine_type, **more)
+        more = further.get(name, {})
+        values[name] = Machine(machine_type=values[name], **more)
     return Job(**{f.name: values[f.name] for f in dataclasses.fields(Job)})
 
 

@@ -309,10 +309,8 @@ def checked(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         problems = problems_of_job(spec)
     except ImportError as e:
-        warnings.warn(
-            f"The names and values of the job's fields are unchecked. {e}",
-            stacklevel=3,
-        )
+        text = f"The names and values of the job's fields are unchecked. {e}"
+        warnings.warn(text, stacklevel=3)
         problems = rules_broken_by(spec)
     check(problems)
     return spec

@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ import yaml
 
 from tfdist.cluster.spec import Cluster
 from tfdist.launch.processes import PS_ENV, PS_JOB_ENV
+from tfdist.launch.supervisor import task_ids
 from tfdist.vertex.command import add_flags
 from tfdist.vertex.job_file import Dumper
 from tfdist.vertex.jobs import Tasks, as_list, flag, given
@@ -50,8 +52,10 @@ _USER = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 1000)
 _HTTPS = "0.0.0.0/0:443"  # Where gs:// is, and GKE's credentials for it:
 _METADATA = ("169.254.169.254/32:80", "169.254.169.252/32:988")
 _CIDR_PORT = r"[0-9a-f.:]+/\d+:\d+"
-_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
-_NAMESPACE = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAMES = {  # The first begins each host name.
+    "name": (40, r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"),
+    "namespace": (63, r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"),
+}
 _TFJOB_ROLES = {
     "chief": ("Chief", "ExitCode"),
     "worker": ("Worker", "ExitCode"),
@@ -85,16 +89,12 @@ class Job(Tasks):
                 "Argument `image` must name the container image of the tasks. "
                 f"Received: image={self.image!r}."
             )
-        if not re.fullmatch(_NAME, self.name):  # It begins each host name.
-            raise ValueError(
-                "Argument `name` must be at most 40 small letters, digits and "
-                f"dashes. Received: name={self.name!r}."
-            )
-        if not re.fullmatch(_NAMESPACE, self.namespace):
-            raise ValueError(
-                "Argument `namespace` must be at most 63 small letters, digits "
-                f"and dashes. Received: namespace={self.namespace!r}."
-            )
+        for field, (most, pattern) in _NAMES.items():
+            if not re.fullmatch(pattern, name := getattr(self, field)):
+                raise ValueError(
+                    f"Argument `{field}` must be at most {most} small letters, "
+                    f"digits and dashes. Received: {field}={name!r}."
+                )
         if self.ps and self.gpus > 1:
             raise ValueError(
                 "Argument `gpus` must be at most 1 with `ps`, where a worker "
@@ -109,13 +109,8 @@ class Job(Tasks):
     @property
     def replicas(self) -> dict[str, int]:
         """Role -> number of its tasks, without roles that have none."""
-        counts = {
-            "chief": 1,
-            "worker": self.workers,
-            "ps": self.ps,
-            "evaluator": int(self.evaluator),
-        }
-        return {role: count for role, count in counts.items() if count}
+        tasks = task_ids(self.ps, self.workers, self.evaluator, data_workers=0)
+        return Counter(role for role, _ in tasks)
 
     def cluster(self, job: str = "{}") -> Cluster:
         """The tasks by their names in the headless Service, as the chief.
@@ -147,7 +142,7 @@ class Job(Tasks):
             self._object("v1", "Service", service),
             *(
                 self._object("batch/v1", "Job", spec, suffix=f"-{role}")
-                for role, spec in self._jobs(self.cluster())
+                for role, spec in self._jobs(self.cluster()).items()
             ),
         ]
 
@@ -160,7 +155,7 @@ class Job(Tasks):
             "failurePolicy": {"maxRestarts": 0},  # A Job starts pods again.
             "replicatedJobs": [
                 {"name": role, "replicas": 1, "template": {"spec": job}}
-                for role, job in self._jobs(self.cluster("{}-0"))
+                for role, job in self._jobs(self.cluster("{}-0")).items()
             ],
         }
         jobset = self._object("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
@@ -217,14 +212,14 @@ class Job(Tasks):
         }
         return self._object("networking.k8s.io/v1", "NetworkPolicy", spec)
 
-    def _jobs(self, cluster: Cluster) -> list[tuple[str, dict[str, Any]]]:
-        """Each role and its Job, whose pod number i is called `<its name>-<i>`.
+    def _jobs(self, cluster: Cluster) -> dict[str, dict[str, Any]]:
+        """The Job of each role, whose pod number i is `<name of the Job>-<i>`.
 
         A failed pod starts again under its name. That of a chief who made a
         mistake does not, and a pod whose machine was taken away costs no try.
         """
         roles = self.replicas.items()
-        return [(role, self._job(role, n, cluster)) for role, n in roles]
+        return {role: self._job(role, n, cluster) for role, n in roles}
 
     def _job(self, role: str, count: int, cluster: Cluster) -> dict[str, Any]:
         taken = {"type": "DisruptionTarget", "status": "True"}
@@ -312,8 +307,7 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
     # Copies, or YAML would refer to what occurs twice by an alias.
     copies = json.loads(json.dumps(objects))
     options = {"sort_keys": False, "width": 10_000}
-    body = yaml.dump_all(copies, Dumper=Dumper, **options)
-    return head + body
+    return head + yaml.dump_all(copies, Dumper=Dumper, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
