@@ -66,9 +66,8 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
         ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
         article = "an" if name == "int" else "a"
         raise TypeError(
-            f"Argument `{argument}` must be {article} "
-            f"{'tfdist.' * ours}{name}. "
-            f"Received: {argument}={value!r}."
+            f"Argument `{argument}` must be {article} {'tfdist.' * ours}{name}."
+            f" Received: {argument}={value!r}."
         )
 
 

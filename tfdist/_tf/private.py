@@ -98,8 +98,8 @@ def unique_id(variable: tf.Variable) -> str:
 def expire_remote_state_after(secs: int) -> None:
     """Sets after how long the servers free what a dead chief held there.
 
-    TensorFlow has 600 seconds, as the default of two arguments that nobody
-    passes and for a runtime that is not yet initialized.
+    TensorFlow has 600 seconds, for a runtime that is not yet initialized and as
+    the default of two arguments that nobody passes.
     """
     context._KEEP_ALIVE_SECS = secs
     context.Context.set_server_def.__defaults__ = (secs,)
@@ -127,9 +127,9 @@ def trace(
 def local_state_kept() -> Iterator[None]:
     """Keeps this process's lookup tables and variables while it connects.
 
-    The first time its devices are others then, and what was on those of before
-    is lost: preprocessing layers that were made before training. Later it
-    stays, and functions that were traced with it are not to part from it.
+    The first time, that replaces its devices, and what was on them is lost:
+    preprocessing layers that were made before training. Later it stays, and
+    functions that were traced with it need it.
     """
     here, kind = _here(), type(tf.Variable(0))
     objects = gc.get_objects()
@@ -237,8 +237,7 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
 def tell_cluster(key: str, value: str) -> None:
     """Writes down a value, once, for all processes of an all-reduce job.
 
-    TensorFlow's coordination service keeps it in the first one's memory; public
-    TensorFlow shows that in `tf.experimental.dtensor` alone.
+    TensorFlow's coordination service keeps it in the first one's memory.
     """
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
@@ -259,9 +258,9 @@ def ask_cluster(key: str, timeout_secs: float) -> str | None:
 def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
     """Has the processes of an all-reduce job wait for each other at their end.
 
-    Else the first one, which all others talk to, may be gone before they have
-    said goodbye, and they look for it for half a minute. To be called before
-    the strategy is made, with the size of each job and the first task's device.
+    Else the first one may be gone before the others have said goodbye, and they
+    look for it for half a minute. To be called before the strategy is made,
+    with the size of each job and the first task's device.
     """
     context.context().configure_coordination_service(
         "standalone",
@@ -293,8 +292,8 @@ def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
 def accessed(value: tf.Tensor) -> tf.Tensor:
     """A value that stands for a trainable variable, which is being read.
 
-    All tapes watch it, and `tf.custom_gradient` finds it by that, within which
-    nothing is recorded.
+    All tapes watch it; so `tf.custom_gradient`, in which nothing is recorded,
+    finds it.
     """
     value.handle, value.trainable = value, True
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
@@ -310,8 +309,8 @@ def accessed(value: tf.Tensor) -> tf.Tensor:
 def seen_alone() -> Iterator[None]:
     """A replica that Keras takes for the only one.
 
-    It divides its own losses by the number of replicas, but none that a model
-    computes itself. What is asked of the replica's context is as before.
+    Keras divides its own losses by the number of replicas, but none that a
+    model computes itself. The replica's context is as before.
     """
     alone = distribute_lib._get_default_strategy()
     context = tf.distribute.get_replica_context()

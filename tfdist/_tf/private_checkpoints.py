@@ -189,9 +189,9 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     """A checkpoint that is written by one function, traced once.
 
     Where variables are on several devices, TensorFlow traces a function for
-    each checkpoint, and calls every task of the cluster for each function: it
-    costs time, and hangs while a task is frozen. `_write` is what a
-    `tf.train.CheckpointManager` calls.
+    each checkpoint, and calls every task for each function: that costs time,
+    and hangs while a task is frozen. A `tf.train.CheckpointManager` calls
+    `_write`.
     """
 
     _traced: Callable[[str], tf.Tensor] | None = None

@@ -1,8 +1,8 @@
 """Where an input is, and which: what a checkpoint holds of an iterator.
 
 TensorFlow restores a position in whatever dataset has the same kinds of ops:
-batches that were buffered are the other one's, and then as much of the new one
-is skipped as was read of that. So the two datasets are compared.
+buffered batches are the other one's, and as much of the new one is skipped as
+was read of that. So the two datasets are compared.
 
 Private names of TensorFlow, as in `private`.
 """
@@ -216,9 +216,9 @@ def digest_of(graph: tf.compat.v1.GraphDef) -> str:
 
     Not its random seeds, nor the int64 scalars from `LEAST_SEED` on that its
     functions are given, which are taken for seeds. Of its first files what they
-    begin with, so that a file may grow. It is the same in each process;
-    `tf.raw_ops.DatasetFingerprint` is not, where a function has several side
-    effects. Takes from the graph what does not count.
+    begin with, so that a file may grow. It is the same in each process, unlike
+    `tf.raw_ops.DatasetFingerprint`, if a function has several side effects.
+    Removes from the graph what does not count.
     """
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.

@@ -71,11 +71,10 @@ def connect_workers(
 
 
 def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
-    """Makes again what a worker was given: its iterators.
+    """Makes a worker's iterators again; to be called in what `schedule` calls.
 
     TensorFlow does so for a worker that was lost, but not for one that has lost
-    its connection to a parameter server, nor for a call that was cancelled. To
-    be called in what `schedule` calls.
+    its connection to a parameter server, nor for a call that was cancelled.
     """
     cancelled = isinstance(error, tf.errors.CancelledError)
     if cancelled or not cluster_coordinator._is_worker_failure(error):
@@ -90,9 +89,8 @@ def renew_tables(coordinator: ClusterCoordinator) -> None:
     and by another coordinator for those of another connection.
     """
     number = len(coordinator._cluster.workers)
-    for table in gc.get_objects():
-        if type(table) is not ps_values.DistributedTable:
-            continue
+    kind = ps_values.DistributedTable
+    for table in [o for o in gc.get_objects() if type(o) is kind]:
         copies = table._distributed_table  # None: it was made for an export.
         is_old = table._coordinator is not coordinator
         if copies and (is_old or len(copies._values) != number):

@@ -96,11 +96,11 @@ def same_path(path: str, other: str) -> bool:
     >>> same_path("gs://bucket/job", "gs://bucket/job/")
     True
     """
-    paths = [
+    one, two = (
         p.rstrip("/") if is_object_store(p) else os.path.realpath(p)
         for p in (path, other)
-    ]
-    return paths[0] == paths[1]
+    )
+    return one == two
 
 
 def advice(path: str, error: tf.errors.OpError) -> str:
@@ -121,7 +121,7 @@ def is_damage(error: Exception) -> bool:
     """Whether an error in reading a checkpoint says that it is damaged.
 
     TensorFlow has a dozen for files that are cut, missing or overwritten,
-    IndexError among them. Those of its reader have a class for few others.
+    IndexError among them, and few classes for others.
 
     >>> is_damage(tf.errors.OpError(None, None, "Too many open files", 2))
     False
@@ -134,8 +134,8 @@ def is_damage(error: Exception) -> bool:
 def check_writable(directory: str, name: str = "model_dir") -> None:
     """Raises ValueError unless a file can be written in a directory.
 
-    Which the user calls `name`. A job then fails at its start, not at its first
-    checkpoint.
+    So a job fails at its start, not at its first checkpoint. The message calls
+    the directory `name`.
     """
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
@@ -164,13 +164,10 @@ def make_directory(path: str) -> None:
 
 
 def check_no_pattern(directory: str | os.PathLike[str]) -> str:
-    """Refuses a directory whose name TensorFlow takes for a pattern.
+    """A directory's path as a string, unless TensorFlow takes it for a pattern.
 
     It finds and deletes checkpoints by patterns: none in `job[1]`, and with
     those of `job*` those of `job2`.
-
-    Returns:
-        Its path as a string.
     """
     directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):
@@ -218,9 +215,9 @@ def read_text(path: str) -> str | None:
 def write_text(path: str, text: str) -> None:
     """Writes a file at once: no reader sees half of it."""
     on_gs = path.startswith("gs://")  # There it is seen when it is closed.
+    temporary = path if on_gs else f"{path}.temp"
     if not on_gs:
         tf.io.gfile.makedirs(os.path.dirname(path))
-    temporary = path if on_gs else f"{path}.temp"
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     if not on_gs:
@@ -247,10 +244,9 @@ def remove_tree(directory: str) -> None:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             tf.io.gfile.rmtree(directory)
+            return
         except tf.errors.NotFoundError:
             if not tf.io.gfile.exists(directory):  # TensorFlow repeats this.
                 return
             if attempt == _ATTEMPTS:
                 raise
-        else:
-            return

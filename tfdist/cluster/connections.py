@@ -49,14 +49,19 @@ def connections(
 
 def _peers(address: str) -> set[tuple[str, int]]:
     """IP addresses and port of a task, as `getpeername` tells them."""
-    host, _, port = address.rpartition(":")
+    host, port = _endpoint(address)
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port))
+        infos = socket.getaddrinfo(host, port)
     except OSError:
         return set()
     ips = {str(info[4][0]) for info in infos}
     ips |= {f"::ffff:{ip}" for ip in ips if ":" not in ip}
-    return {(ip, int(port)) for ip in ips}
+    return {(ip, port) for ip in ips}
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def cut_connections(address: str) -> int:
@@ -100,12 +105,9 @@ class Sentinel:
             held[address].append(os.dup(connection.fileno()))
         try:
             for address, fds in held.items():
+                name, few = [address.encode()], fds[:_MOST_CONNECTIONS]
                 with contextlib.suppress(BlockingIOError):  # It is busy.
-                    socket.send_fds(
-                        self._channel,
-                        [address.encode()],
-                        fds[:_MOST_CONNECTIONS],
-                    )
+                    socket.send_fds(self._channel, name, few)
         except OSError:
             _log.warning(
                 "The process that watches over this one has ended: a task that "
@@ -146,9 +148,10 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
             continue
         if not message:
             return
-        for connection in held.get(message.decode(), ()):
+        address = message.decode()
+        for connection in held.get(address, ()):
             connection.close()
-        held[message.decode()] = [socket.socket(fileno=fd) for fd in fds]
+        held[address] = [socket.socket(fileno=fd) for fd in fds]
         silent_since.clear()
 
 
@@ -157,16 +160,12 @@ def _is_silent(address: str) -> bool:
 
     A gRPC server sends its settings before anything is asked.
     """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection(
-            (host.strip("[]"), int(port)), timeout=_PROBE_SECS
-        ) as connection:
+        endpoint = _endpoint(address)
+        with socket.create_connection(endpoint, _PROBE_SECS) as connection:
             connection.recv(1)
-    except TimeoutError:
-        return True
-    except OSError:
-        return False  # Nobody is there: calls to it fail by themselves.
+    except OSError as error:  # Where nobody is, calls fail by themselves.
+        return isinstance(error, TimeoutError)
     return False
 
 

@@ -38,8 +38,8 @@ _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 class Peers:
     """What the processes of a job tell each other.
 
-    To be made once they are connected (`strategies.multi_worker_strategy`), and
-    in every process as often as in the others, in the same order.
+    To be made once they are connected (`strategies.multi_worker_strategy`), in
+    all processes equally often and in the same order.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -95,19 +95,18 @@ class Peers:
 
         Raises OpError if one of them is gone, or does not in two minutes.
         """
-        return {
-            name: self._wait_for(
-                f"{what}/{name}", self._watching(name, watch), _PATIENCE_SECS
-            )
-            for name in self._others
-        }
+        said = {}
+        for name in self._others:
+            look = self._watching(name, watch)
+            said[name] = self._wait_for(f"{what}/{name}", look, _PATIENCE_SECS)
+        return said
 
     def _watching(
         self, name: str, watch: Callable[[], None]
     ) -> Callable[[], None]:
         """`watch`, and raises OpError once another process is gone.
 
-        TensorFlow notices that of one that it has a call to.
+        TensorFlow itself notices it only in a call to that process.
         """
         seen = time.monotonic()
 

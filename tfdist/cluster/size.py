@@ -1,15 +1,15 @@
 """How many of a cluster's tasks train: a file says it, and may change.
 
 `TF_CONFIG` names all workers that a job may have. The first N of them train,
-where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all. A
-worker that is not among them is not waited for, counted or given any data. The
-chief looks at the file while it trains. `python -m tfdist resize` writes it;
-`tfdist.launch --workers=MIN:MAX` has one of its own, named by the environment,
-and starts the workers that it asks for.
+where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all.
+The others are not waited for, counted or given any data. The chief looks at the
+file while it trains. `python -m tfdist resize` writes it; `tfdist.launch
+--workers=MIN:MAX` has one of its own, named by the environment, and starts the
+workers that it asks for.
 
-The same for parameter servers: `{"ps": N}`, or both. What they hold is dealt
-anew, for which the chief saves and restarts itself. Tasks that are too many are
-told to end, unless the file changes while the chief is not connected to them.
+Likewise `{"ps": N}` for parameter servers, or both. What they hold is dealt
+anew, for which the chief saves and restarts itself. Surplus tasks are told to
+end, unless the file changes while the chief is not connected to them.
 
 An all-reduce job goes on with fewer, where the file says `"min_workers"` and
 others stay away for `"last_call_timeout"` seconds (torchrun's word; default
@@ -49,10 +49,10 @@ class ClusterSize:
             launcher has a file.
 
     Attributes:
-        size: How many workers train now, on how many parameter servers `ps`.
-        wanted: How many the file asks for, and how many `wanted_ps`.
-        least: How many an all-reduce job waits for in any case, and for how
-            many seconds, `last_call_timeout`, for the others.
+        size, ps: How many workers and parameter servers train now.
+        wanted, wanted_ps: How many the file asks for.
+        least: How many workers an all-reduce job waits for in any case.
+        last_call_timeout: For how many seconds it waits for the others.
         may_change: Whether there is a file.
 
     Raises:
@@ -108,7 +108,7 @@ class ClusterSize:
             # Nobody follows what is malformed.
             text = storage.read_text(self.path) or ""
             tf_config.parse_size(text, self.path)
-            content = {**json.loads(text), **numbers}
+            content = json.loads(text) | numbers
             storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
@@ -188,7 +188,8 @@ class ClusterSize:
         return number
 
     def _run(self) -> None:
-        remote, problem = "://" in str(self.path), ""
+        assert self.path
+        remote, problem = storage.is_object_store(self.path), ""
         secs = _REMOTE_ROUND_SECS if remote else _ROUND_SECS
         while not self._stopped.wait(secs):
             with self._looking:

@@ -1,7 +1,6 @@
 """A `Cluster` becomes a `tf.distribute.Strategy`.
 
-What this adds to `tf.distribute.ParameterServerStrategy` is a start that ends
-in a clear error when a task is missing.
+A start that ends in a clear error when a task is missing.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
-# How long the servers keep what a chief holds there after its last sign of
-# life. A chief that was frozen for longer rebuilds everything.
+# How long the servers keep what a silent chief holds there. One that was frozen
+# for longer rebuilds everything.
 _KEEP_ALIVE_SECS = 60
 _CONNECT_SECS = 15.0
 # How long the processes of an all-reduce job wait for each other at the end.
@@ -98,10 +97,7 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses a strategy that there is not, or that the cluster is not for.
-
-    And TF1's graphs, in which there is none.
-    """
+    """Refuses an unknown strategy, one that does not fit, and TF1's graphs."""
     check_tensorflow()
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
@@ -144,10 +140,10 @@ def local_strategy(name: str) -> tf.distribute.Strategy:
 
     Each is made once: TensorFlow would mix up the messages of two. "mirrored"
     is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
-    that `TPU_NAME` names or this machine has, or RuntimeError.
+    that `TPU_NAME` names or this machine has.
 
     Raises:
-        RuntimeError: in the scope of another.
+        RuntimeError: in the scope of another; there is no TPU.
     """
     if tf.distribute.has_strategy():
         raise RuntimeError(
@@ -237,9 +233,9 @@ def _time_limit(secs: float) -> Iterator[None]:
 
     For a call that waits in C and holds Python's lock: no thread and no signal
     handler of Python's runs meanwhile. So the signal has faulthandler's
-    handler, which is in C, and after it the system's own, which ends the
-    process. (`faulthandler.dump_traceback_later` has one timer a process, and
-    it may be the user's.) Other threads than the main one have no limit.
+    handler, which is in C, then the system's own, which ends the process.
+    (`faulthandler.dump_traceback_later` has one timer a process, maybe the
+    user's.) Other threads than the main one have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -282,8 +278,8 @@ def fail_fast() -> Iterator[None]:
     """Makes a task that died since the probe an error instead of a hang.
 
     TensorFlow reads the variable at each call. Afterwards the user's value
-    holds; where there is none, `use_caller`, which TensorFlow recommends: its
-    own default is `true`, with which recovery would spin.
+    holds, else `use_caller`, which TensorFlow recommends: with its own default,
+    `true`, recovery would spin.
     """
     name = "GRPC_FAIL_FAST"
     before = os.environ.get(name, "use_caller")

@@ -34,29 +34,20 @@ _GROWING = "_tfdist_growing"
 COUNTED = "refused", "not_admitted", "evicted_ids"
 """Columns of the counters: gradients of ids that found no room, and of ids that
 were not admitted yet; ids that lost their rows."""
-# The mutex of a server's tables that evict.
-_EVICTING = "tfdist_evicting"
+_EVICTING = "tfdist_evicting"  # The mutex of a server's tables that evict.
 
 Beside = Sequence[tuple[keras.Variable, float | None]]
 """Slots of a shard: at which value each begins; None: as the row does."""
 
 
 class Found(NamedTuple):
-    """Keys, and what was found out when their rows were read, if they were.
+    """Keys, and what was found out when their rows were read, if they were."""
 
-    Attributes:
-        keys: int64 `(n,)`.
-        places: Theirs.
-        slots: In the shard of each; -1: none.
-        rows: What was read.
-        is_whole: Whether all have slots, a scalar.
-    """
-
-    keys: tf.Tensor
-    places: Places
-    slots: Any = None
-    rows: Any = None
-    is_whole: Any = None
+    keys: tf.Tensor  # int64 `(n,)`.
+    places: Places  # Theirs.
+    slots: Any = None  # In the shard of each; -1: none.
+    rows: Any = None  # What was read.
+    is_whole: Any = None  # Whether all have slots, a scalar.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +101,9 @@ class GrowingShards:
         self._tables = [each.table for each in own]
         self._seen = [each.seen for each in own]
         self._counters = [each.counters for each in own]
-        sketches = [each.sketch for each in own]
-        self._sketches = [each for each in sketches if each is not None]
+        self._sketches = [e.sketch for e in own if e.sketch is not None]
         firsts = [each.first_segment for each in own]
-        nums = [each.table.num_segments for each in own]
+        nums = [table.num_segments for table in self._tables]
         self._index = Index([each.keys for each in own], firsts, nums)
         self._admit_after = self._tables[0].admit_after
         self.evicts = self._tables[0].evict_after_steps
@@ -151,15 +141,10 @@ class GrowingShards:
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Of each shard, slots of its unique keys, and their gradients.
 
-        Those that have no row get one, if they are admitted and there is room;
-        else they are left out, and counted. An id that has lost its row since
-        it was read is a new one.
-
-        Args:
-            found: The keys.
-            gradient: Of each.
-            iteration: Updates before this one, int64.
-            beside: What begins with a row, of each shard the same kinds.
+        Keys without a row get one, if they are admitted and there is room; else
+        they are left out, and counted. An id that has lost its row since it was
+        read is a new one. `iteration`, int64, counts the updates before this
+        one; `beside` is what begins with a row, of each shard the same kinds.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
@@ -262,9 +247,9 @@ class GrowingShards:
         return times >= self._admit_after
 
     def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
-        """After how many periods of its sketch each segment is.
+        """How many periods of its sketch each segment has behind it.
 
-        Who was admitted has been counted too: in a full table, who evicts.
+        Ids that evict, in a full table, were admitted and so counted, too.
         """
         counts = places.gather(self._counters, segment)
         sights = tf.reduce_sum(counts[:, COUNTED.index("not_admitted") :], 1)
@@ -312,9 +297,9 @@ class GrowingShards:
 
 
 def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-    """Updates since some, by numbers that begin anew after 2**32, int32.
+    """Updates since `seen`, int32: numbers of updates wrap around at 2**32.
 
-    Below 0 they came later; what is farther away than `OLDEST` is as old.
+    Negative where `seen` is later; farther away than `OLDEST` counts as that.
     """
     steps = now - seen
     is_near = (steps >= -OLDEST) & (steps <= OLDEST)
@@ -322,9 +307,9 @@ def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
 
 
 class TracedShards(GrowingShards):
-    """Of a loop that trains them, whose functions are of many steps.
+    """As `GrowingShards`, in functions that hold many steps of a loop.
 
-    Each is traced once, and compiled once, where the shards are.
+    Each method is traced, and compiled, once, where the shards are.
     """
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
@@ -395,7 +380,7 @@ def taking_turns(
 ) -> None:
     """Runs a server's update; of tables that evict, while no other runs.
 
-    Else an id might lose its slot when its gradient is on the way to it.
+    Else an id might lose its slot while its gradient is on the way.
     """
     found = filter(None, map(growing_of, shards))
     if any(growing.table.evict_after_steps for growing in found):

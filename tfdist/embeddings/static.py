@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.embeddings import lookups
 from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 
@@ -16,8 +17,8 @@ from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 class StaticTables:
     """Answers the lookups of growing tables from copies of their rows in use.
 
-    For `lookups.answered_by` while a SavedModel is traced, which holds the
-    variables that it reads. Those are kept as long as this.
+    For `lookups.answered_by` while a SavedModel is traced. To be kept until it
+    is written: it holds the copies.
 
     Args:
         variables: Of a model; the tables among them are copied, row by row.
@@ -41,11 +42,9 @@ class StaticTables:
             return table._read(ids)
         held, rows = self._copies[id(table)]
         keys = mixed(ids)
-        # No quotes: TensorFlow would escape them.
         message = f"Ids of table {table.path} must not be {NO_ID}."
         any_id = tf.reduce_all(tf.not_equal(keys, EMPTY))
-        with tf.control_dependencies([tf.debugging.Assert(any_id, [message])]):
-            keys = tf.identity(keys)
+        keys = lookups.checked(keys, any_id, message)
         at = tf.searchsorted(held, keys, out_type=tf.int64)
         at = tf.minimum(at, held.shape[0] - 1)
         missing = tf.where(tf.not_equal(tf.gather(held, at), keys))

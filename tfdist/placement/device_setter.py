@@ -1,8 +1,8 @@
 """TF1's `replica_device_setter`, also for TF2.
 
 In TF1 a device function placed every op of a program: variables on parameter
-servers, all else on the worker. TF2 has none where it executes eagerly; there
-the setter is a scope that catches the creation of variables.
+servers, all else on the worker. Eager TF2 has none: there the setter is a scope
+that catches the creation of variables.
 """
 
 import contextlib
@@ -32,10 +32,9 @@ def replica_device_setter(
     also a scope, for `with` in TF2; `ReplicaDeviceSetter` says what the scope
     does. Use `device_scope` where the setter may be `None`.
 
-    Differences from TF1: a task that does not exist is an error, not a device
-    string that fails when the program runs; and numbers of tasks need not be
-    contiguous: in a cluster `{"ps": {3: ..., 5: ...}}` the strategy's 0 is task
-    3 and its 1 is task 5, where TF1 used tasks 0 and 1, which are not there.
+    Differences from TF1: a task that does not exist is an error at once; and
+    numbers of tasks may have gaps: in a cluster `{"ps": {3: ..., 5: ...}}` the
+    strategy's 0 is task 3 and its 1 is task 5, where TF1 used tasks 0 and 1.
 
     Args:
         ps_tasks: Number of parameter servers; `cluster` overrides it. Default:
@@ -55,8 +54,7 @@ def replica_device_setter(
             `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
 
     Returns:
-        A `ReplicaDeviceSetter`, or `None` if there are no parameter servers,
-        which `tf.device` takes for "no constraint".
+        A `ReplicaDeviceSetter`, or `None` without parameter servers.
 
     Raises:
         TypeError: If `cluster` is none of the above, or `ps_strategy` is not
@@ -117,13 +115,10 @@ class ReplicaDeviceSetter:
     inner `tf.device` blocks win, `ps_device` with the strategy's task, or
     `worker_device`, fills the others.
 
-    Entered as a scope:
-
-      - in a TF1 graph, it is that device function for all ops;
-      - inside a `tf.function`, it is that for the function's ops, and each
-        variable created there is placed by the same rules;
-      - eagerly, each variable created, also by functions called in the scope,
-        is placed by the same rules, and ops run on `worker_device`.
+    As a scope, in a TF1 graph, it is that device function for all ops; so it is
+    inside a `tf.function`. In TF2 each variable created in the scope, also by
+    functions called there, is placed by the same rules; eagerly, ops run on
+    `worker_device`.
 
     The strategy is asked once for a variable, whose initial value is computed
     on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
@@ -131,9 +126,8 @@ class ReplicaDeviceSetter:
     function or graph, a block that names just what `worker_device` names is not
     seen; `/job:ps` alone takes the worker's task number (name the task, as
     `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
-    the scope, is taken for one outside.
-
-    Not thread-safe: a scope belongs to the thread that enters it.
+    the scope, is taken for one outside. A scope belongs to the thread that
+    enters it.
     """
 
     device_function: Callable[[Any], str]
@@ -242,14 +236,15 @@ def _eager_device() -> str:
 def _difference(outer: str, inner: str) -> str:
     """Returns the fields of `inner` that blocks inside `outer` have changed."""
     old, new = map(tf.DeviceSpec.from_string, (outer, inner))
-    changed = {}
-    for name in ("job", "replica", "task", "device_type", "device_index"):
-        if getattr(new, name) != getattr(old, name):
-            changed[name] = getattr(new, name)
+    changed = {
+        name
+        for name in ("job", "replica", "task", "device_type", "device_index")
+        if getattr(new, name) != getattr(old, name)
+    }
     # A task is one of its job, an index one of its kind.
     if "job" in changed:
-        changed["task"] = new.task
-    if "device_type" in changed or "device_index" in changed:
-        changed["device_type"] = new.device_type
-        changed["device_index"] = new.device_index
-    return tf.DeviceSpec(**changed).to_string()
+        changed.add("task")
+    if changed & {"device_type", "device_index"}:
+        changed |= {"device_type", "device_index"}
+    fields = {name: getattr(new, name) for name in changed}
+    return tf.DeviceSpec(**fields).to_string()
