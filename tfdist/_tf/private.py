@@ -292,8 +292,7 @@ def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
 def accessed(value: tf.Tensor) -> tf.Tensor:
     """A value that stands for a trainable variable, which is being read.
 
-    All tapes watch it; so `tf.custom_gradient`, in which nothing is recorded,
-    finds it.
+    All tapes watch it: so `tf.custom_gradient`, which stops them, finds it.
     """
     value.handle, value.trainable = value, True
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()

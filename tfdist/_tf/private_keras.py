@@ -16,11 +16,8 @@ from keras.src.trainers import data_adapters
 from keras.src.utils import naming
 
 SEED_STATE_NAME = "seed_generator_state"
-"""Name of the variable in which a `keras.random.SeedGenerator` counts.
-
-Keras marks it in no other way. A step gives each generator a seed that
-belongs to that step instead of this shared counter.
-"""
+"""Name of the variable in which a `keras.random.SeedGenerator` counts, which
+Keras marks in no other way. A step gives each generator a seed of its own."""
 
 METHODS_OF_ALL_GRADIENTS = (
     "apply",
@@ -52,9 +49,8 @@ def use_seed_generator(generator: keras.random.SeedGenerator | None) -> None:
 def reset_object_names() -> None:
     """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
 
-    A model function that is called twice must make the same paths, which name
-    variables in checkpoints. The public `keras.utils.clear_session()` also
-    drops the user's dtype policy.
+    A model function that is called twice must make the same paths, the names in
+    checkpoints. (`keras.utils.clear_session()` drops the user's dtype policy.)
     """
     naming.reset_uids()
 
@@ -110,7 +106,7 @@ def assigned() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def without_default_signatures() -> Iterator[None]:
-    """Has a SavedModel hold none that Keras adds for each model within.
+    """Has a SavedModel hold none of those that Keras adds for inner models.
 
     It guesses their dtypes: a float for a string, say, which fails.
     """
@@ -125,8 +121,7 @@ def without_default_signatures() -> Iterator[None]:
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
     """The optimizer's lists with one slot per trainable variable, by name.
 
-    They have any name (`_momentums`, `_accumulators`, ...), and their order is
-    that of the variables.
+    They have any name (`_momentums`, ...) and the order of the variables.
     """
     own = {id(variable) for variable in optimizer.variables}
     return {
@@ -150,8 +145,8 @@ def variable_index(
 def leave_strategy(model: keras.Model) -> None:
     """Has a model, and those in it, predict and evaluate in this process alone.
 
-    Keras has them do so by the strategy in whose scope they were made, which
-    fails on parameter servers and in all-reduce: a callback may call them.
+    A callback may ask for it. Keras uses the strategy in whose scope they were
+    made, which fails on parameter servers and in all-reduce.
     """
     for each in model._flatten_layers():
         if isinstance(each, keras.Model):
@@ -354,10 +349,7 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """The metric that `compile` makes for the loss.
-
-    A model may have one of its own that is called so.
-    """
+    """The metric that `compile` makes for the loss; another may be so called."""
     return model._loss_tracker
 
 

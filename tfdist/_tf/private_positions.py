@@ -37,8 +37,7 @@ _ORDERS = b"epoch_num_random_samples"
 _CSV_HEADER = 3  # Which of its inputs says whether there is one.
 _REPEATS = "RepeatDataset", "AssertCardinalityDataset"
 _IGNORE = 1  # What a dataset refers to, as the state of a table.
-# A number that a function is given is a seed if it is that large; what a clock
-# says is less.
+# What a function is given from here on is a seed; what a clock says is less.
 LEAST_SEED = 1 << 61
 _MOST_FILES, _MOST_REMOTE_FILES, _MOST_BYTES = 1000, 8, 4096
 

@@ -134,8 +134,7 @@ def is_damage(error: Exception) -> bool:
 def check_writable(directory: str, name: str = "model_dir") -> None:
     """Raises ValueError unless a file can be written in a directory.
 
-    So a job fails at its start, not at its first checkpoint. The message calls
-    the directory `name`.
+    The message calls it `name`. A job fails at its start, not when it saves.
     """
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
@@ -166,8 +165,8 @@ def make_directory(path: str) -> None:
 def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     """A directory's path as a string, unless TensorFlow takes it for a pattern.
 
-    It finds and deletes checkpoints by patterns: none in `job[1]`, and with
-    those of `job*` those of `job2`.
+    It would find no checkpoints in `job[1]`, and delete those of `job2` with
+    those of `job*`.
     """
     directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):

@@ -2,10 +2,9 @@
 
 A call to a frozen server waits for ever; without its connection it fails, as a
 call to a dead one does. While such a call holds Python's lock (TensorFlow's
-does that when it sends a function that was traced to every task), no thread of
-this process can cut anything. So a second process, the sentinel, is handed the
-connections as well. This file is its program: it imports the standard library
-alone.
+does, when it sends a traced function to every task), no thread of this process
+can cut anything. So a second process, the sentinel, has the connections as
+well. This file is its program: it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ _MOST_CONNECTIONS = 100
 def connections(
     addresses: Iterable[str],
 ) -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP connections to tasks, by address.
-
-    Each is closed after its turn.
-    """
+    """This process's TCP connections to tasks, each closed after its turn."""
     tasks = {peer: a for a in addresses for peer in _peers(a)}
     for path in pathlib.Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
@@ -81,8 +77,8 @@ def _shut_down(connection: socket.socket) -> None:
 class Sentinel:
     """A process that cuts the connections to frozen tasks when we cannot.
 
-    It ends with this process, however that ends. A task is frozen after
-    `frozen_secs` without a sign of life.
+    A task is frozen after `frozen_secs` without a sign of life. The sentinel
+    ends with this process, however that ends.
     """
 
     def __init__(self, frozen_secs: float) -> None:

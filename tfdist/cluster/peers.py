@@ -27,10 +27,8 @@ from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
 _POLL_SECS = 1.0
-# A process that is busy may trace a model before it answers.
-_PATIENCE_SECS = 120.0
-# One that does not answer at all, not even at a second try, is gone.
-_GONE_SECS = 2.0
+_PATIENCE_SECS = 120.0  # A process may trace a model before it answers.
+_GONE_SECS = 2.0  # Not even a second try is answered.
 # How often the leader looks who wants to leave, and for how long.
 _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 
@@ -93,7 +91,7 @@ class Peers:
     ) -> dict[str, str]:
         """What every other process has announced, by its name.
 
-        Raises OpError if one of them is gone, or does not in two minutes.
+        Raises OpError if one of them is gone, or silent for two minutes.
         """
         said = {}
         for name in self._others:
@@ -129,8 +127,7 @@ class Peers:
     def check_same_program(self, program: Mapping[str, str]) -> None:
         """Raises ValueError if processes are about to run different programs.
 
-        They would wait for each other for ever. `program` describes each part,
-        by name.
+        They would wait for ever. `program` describes each part, by name.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program").items():

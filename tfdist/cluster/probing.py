@@ -24,8 +24,7 @@ WAITING = b"waiting"
 """What a task answers that waits for the others of an all-reduce job."""
 
 _POLL_SECS = 0.2
-# Where gRPC looks for a proxy, unless `no_proxy` names the host.
-_PROXIES = {"grpc", "https", "http"}
+_PROXIES = {"grpc", "https", "http"}  # Where gRPC looks for one.
 
 
 class TaskState(enum.Enum):
@@ -87,9 +86,8 @@ def wait_until_up(
 ) -> None:
     """Waits until every worker and ps of `cluster` answers.
 
-    When a task is missing, `ParameterServerStrategy` itself would block inside
-    C for many minutes, deaf to signals. `give_up` is called again and again;
-    it ends the wait by raising.
+    When one is missing, `ParameterServerStrategy` itself would block inside C
+    for minutes, deaf to signals. `give_up`, called meanwhile, may raise.
 
     Raises:
         TimeoutError: Some task was not up in time; the message names each.

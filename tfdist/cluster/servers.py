@@ -44,11 +44,8 @@ _ROUND_SECS = 10.0
 # many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
-# How long a task that is let go serves on: the chief disconnects meanwhile.
-_LET_GO_SECS = 5.0
-# How long a server that is told to end serves on for a chief that is told so
-# at the same time and writes its last checkpoint.
-_TERM_SECS = 20.0
+_LET_GO_SECS = 5.0  # In which the chief disconnects.
+_TERM_SECS = 20.0  # In which the chief writes its last checkpoint.
 _held: set[str] = set()  # Addresses at which this process has been the chief.
 _released: list[Cluster] = []  # The jobs that this process has released.
 _serves: list[Cluster] = []  # Those that it was told to serve.
@@ -101,23 +98,19 @@ def serve(
     process is there the server goes on, for a minute at most; if the chief has
     connected again, as for another job of the same program, until that is done
     or the chief is gone. A second call serves the second job on the same
-    server, and so on.
+    server. A task that the chief does without (see `tfdist.cluster.size`)
+    returns, too.
 
-    A task that the chief does without (see `tfdist.cluster.size`) returns, too.
-
-    After SIGTERM it serves on for at most 20 seconds while the chief is there:
-    the whole job may be told to end at once, and the chief then writes its
-    last checkpoint.
+    After SIGTERM it serves on while the chief is there, which may have to write
+    its last checkpoint, for at most 20 seconds.
 
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
-        restart: Replaces this process, for the reason it is given. It is
-            called when a chief connects for the twentieth time, which then
-            recovers as from the death of this task.
+        restart: Replaces this process, for the reason it is given, when a chief
+            connects for the twentieth time, which recovers as from its death.
 
     Raises:
-        RuntimeError: The server could not start; most often another process
-            holds its port.
+        RuntimeError: The server could not start: is its port in use?
         SystemExit: with code 143, after SIGTERM, unless the job ends first.
     """
     sigterm = Sigterm()
@@ -195,9 +188,8 @@ def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
 def _trim_memory() -> None:
     """Gives the system back what this process has freed, in milliseconds.
 
-    glibc keeps it for later, in an arena for each of TensorFlow's threads. A
-    worker that traced a step in each of twelve recoveries held 260 MB so, a
-    fourth of all it had.
+    glibc keeps it in an arena for each of TensorFlow's threads: a fourth of all
+    memory, 260 MB, in a worker that traced a step in each of twelve recoveries.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -343,8 +335,7 @@ def hold(cluster: Cluster) -> None:
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
     """Waits until every worker reaches every parameter server, or raises.
 
-    While a worker's own connection waits (see `retried`), reads on that server
-    fail.
+    A worker's own connection may wait (see `retried`), and reads on it fail.
     """
 
     @traced

@@ -2,10 +2,9 @@
 
 `TF_CONFIG` names all workers that a job may have. The first N of them train,
 where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all.
-The others are not waited for, counted or given any data. The chief looks at the
-file while it trains. `python -m tfdist resize` writes it; `tfdist.launch
---workers=MIN:MAX` has one of its own, named by the environment, and starts the
-workers that it asks for.
+Nobody waits for the others, or gives them data. The chief looks at the file
+while it trains. `python -m tfdist resize` writes it; `tfdist.launch
+--workers=MIN:MAX` has its own, named by the environment, and starts workers.
 
 Likewise `{"ps": N}` for parameter servers, or both. What they hold is dealt
 anew, for which the chief saves and restarts itself. Surplus tasks are told to
@@ -45,8 +44,7 @@ class ClusterSize:
 
     Args:
         cluster: With all workers that there may be.
-        model_dir: Where the file is; None: all workers train, unless the
-            launcher has a file.
+        model_dir: Where the file is, if the launcher has none. None: nowhere.
 
     Attributes:
         size, ps: How many workers and parameter servers train now.
@@ -152,10 +150,7 @@ class ClusterSize:
         return time.monotonic() - self._due_since > secs
 
     def there(self) -> int:
-        """How many of those wanted answer, without a gap; 1 at least.
-
-        Waits a little for all of them.
-        """
+        """How many of those wanted answer soon, without a gap; 1 at least."""
 
         def live() -> int:
             return _num_live(probing.ask(self._addresses[: self.wanted]))

@@ -206,8 +206,7 @@ class Cluster:
     def is_chief(self) -> bool:
         """Whether this process leads: writes checkpoints, summaries, exports.
 
-        True for the chief, for worker 0 where there is no chief, and for a
-        local process.
+        So do the chief, worker 0 where there is none, and a local process.
         """
         if self.task_type == "worker":
             return "chief" not in self.tasks and self.task_index == 0
@@ -239,10 +238,7 @@ class Cluster:
         return self.jobs.get(self.task_type, {}).get(self.task_index)
 
     def addresses(self, *jobs: str) -> dict[str, str]:
-        """Name, such as "ps:0", to address of each task of some jobs.
-
-        Default: of all that train.
-        """
+        """By name ("ps:0") the tasks of some jobs; default: all that train."""
         return {
             f"{job}:{index}": address
             for job in jobs or TRAINING_JOBS

@@ -23,12 +23,9 @@ from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
-# How long the servers keep what a silent chief holds there. One that was frozen
-# for longer rebuilds everything.
-_KEEP_ALIVE_SECS = 60
+_KEEP_ALIVE_SECS = 60  # For which servers keep what a silent chief holds there.
 _CONNECT_SECS = 15.0
-# How long the processes of an all-reduce job wait for each other at the end.
-_LEAVE_SECS = 10.0
+_LEAVE_SECS = 10.0  # For which all-reduce processes wait for each other.
 # A process can join the others of a job once.
 _joined: dict[Cluster, tf.distribute.MultiWorkerMirroredStrategy] = {}
 
@@ -190,9 +187,9 @@ def multi_worker_strategy(
 
     Raises:
         UnavailableError: One that was to take part has gone meanwhile.
-        TimeoutError: A task was not up in time. One that goes away after that
-            would leave TensorFlow waiting in C, deaf to Python: then this
-            process ends as late, with a traceback and by SIGALRM.
+        TimeoutError: A task was not up in time. If one goes away after that,
+            TensorFlow waits in C, deaf to Python: then this process ends as
+            late, with a traceback and by SIGALRM.
     """
     if cluster in _joined:
         return _joined[cluster]
@@ -277,9 +274,8 @@ def _resolver(
 def fail_fast() -> Iterator[None]:
     """Makes a task that died since the probe an error instead of a hang.
 
-    TensorFlow reads the variable at each call. Afterwards the user's value
-    holds, else `use_caller`, which TensorFlow recommends: with its own default,
-    `true`, recovery would spin.
+    TensorFlow reads the variable at each call. Afterwards it is the user's, or
+    `use_caller`, as recommended: with the default, `true`, recovery would spin.
     """
     name = "GRPC_FAIL_FAST"
     before = os.environ.get(name, "use_caller")
