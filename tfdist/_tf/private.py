@@ -235,10 +235,7 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
 
 
 def tell_cluster(key: str, value: str) -> None:
-    """Writes down a value, once, for all processes of an all-reduce job.
-
-    TensorFlow's coordination service keeps it in the first one's memory.
-    """
+    """Writes a value, once, for all processes of an all-reduce job to ask."""
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
 

@@ -34,10 +34,7 @@ _OBJECT_NAMES = "object_name_uids"
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:
-    """What this thread draws from where `keras.random` is given no seed.
-
-    None until then; each thread makes its own.
-    """
+    """This thread's generator for `keras.random` without a seed, if any yet."""
     return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
 
 
@@ -119,10 +116,7 @@ def without_default_signatures() -> Iterator[None]:
 
 
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
-    """The optimizer's lists with one slot per trainable variable, by name.
-
-    They have any name (`_momentums`, ...) and the order of the variables.
-    """
+    """An optimizer's lists of a slot for each trainable variable, by name."""
     own = {id(variable) for variable in optimizer.variables}
     return {
         name: value
@@ -349,7 +343,7 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """The metric that `compile` makes for the loss; another may be so called."""
+    """The metric that `compile` makes for the loss; others may be called so."""
     return model._loss_tracker
 
 

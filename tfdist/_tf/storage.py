@@ -132,10 +132,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def check_writable(directory: str, name: str = "model_dir") -> None:
-    """Raises ValueError unless a file can be written in a directory.
-
-    The message calls it `name`. A job fails at its start, not when it saves.
-    """
+    """Raises ValueError, about `name`, unless a directory can be written."""
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
     try:

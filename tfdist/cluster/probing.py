@@ -106,10 +106,7 @@ def wait_for_all(
     timeout_secs: float,
     give_up: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, as `wait_until_up`, until the `states` of all are `LIVE`.
-
-    `tasks` are names and addresses; `states` has the same order.
-    """
+    """Waits, as `wait_until_up`, for `tasks` (name to address) by `states`."""
     missing = ""
     next_message = time.monotonic() + 5.0
 

@@ -298,10 +298,7 @@ def _widen_thread_pool() -> None:
 
 
 def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
-    """Raises if XLA could not compile a model's step, as a TPU needs it.
-
-    `tables` are its `PartitionedEmbedding` layers.
-    """
+    """Raises if XLA cannot compile the step of a model with these tables."""
     specs = tf.nest.flatten(element_spec)
     problems = [
         f"Its table {table.path!r} looks up each row once, so the number of "

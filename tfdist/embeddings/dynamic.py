@@ -41,8 +41,8 @@ class DynamicEmbedding(PartitionedEmbedding):
     strings, hashed or not, and no two share a row. Training gives an id a
     row in its first update, or a later one (`admit_after`); evaluation,
     prediction and exports never do. An id without a row reads what its row
-    would begin with; its gradients, until it is admitted and has room, are
-    dropped and counted: see `counters`.
+    would begin with; until it gets one its gradients are dropped, and counted
+    (`counters`).
 
     >>> layer = DynamicEmbedding(4, capacity=10_000, combiner="sum")
     >>> layer(tf.constant([["a user", "an item"], ["a user", ""]])).shape
@@ -66,15 +66,14 @@ class DynamicEmbedding(PartitionedEmbedding):
             most 127, so that ids that come once take none. A sketch of 2 bytes
             a row counts them, and halves its counts whenever it has counted
             half as many ids as the table has rows: a rare id may wait longer,
-            and of 20 new ones about one waits shorter. Default: 1. To be chosen
-            before a job begins.
+            and of 20 new ones about one waits shorter. Default: 1. A job that
+            goes on cannot change it.
         evict_after_steps: An id that has been in none of so many updates, of
             all workers together, may lose its row to one that finds no room:
             the oldest of the 32 that the new one may take. It begins anew when
             it comes back, even if it was read before and is updated after the
             loss. Updates of a server's tables that evict take turns. Default:
-            none loses its row. Switched on in a job that goes on, it counts ids
-            as never seen until they are.
+            never. Switched on later, ids count as never seen until they are.
         embeddings_initializer: Constant, uniform or normal, of Keras'. A row
             begins with a function of id, layer name and the initializer's
             seed (None counts as 0), so it does not depend on `num_shards`.

@@ -33,13 +33,10 @@ def place(
     Args:
         keys: int64 `(n,)`, unique; see `mixed`.
         num_segments: Of the table.
-        name: The table's, for the message.
+        name: The table's, for the ValueError if some find no room.
 
     Returns:
         int64 `(buckets, 16)`: whose the slots are; int64 `(n,)`: slots.
-
-    Raises:
-        ValueError: some find no room.
     """
     shape = [num_segments * SEGMENT // BUCKET, BUCKET]
     with tf.device("CPU"):
@@ -68,8 +65,7 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
 
     Raises:
         TypeError: they are neither int nor str.
-        ValueError: the rows are of another shape, an id is there twice, or
-            some find no room.
+        ValueError: rows have another shape, ids repeat, or some find no room.
     """
     ids = tf.constant(np.asarray(ids))
     table._check_dtype(ids.dtype.name)

@@ -1,8 +1,4 @@
-"""Reads and claims rows of shards; in growing ones they have to be found.
-
-Whoever reads or updates rows of a server's shards asks here, by row or by key,
-as their tables have it.
-"""
+"""Reads and claims rows of a server's shards: by key, where they grow."""
 
 from __future__ import annotations
 
@@ -90,10 +86,7 @@ class Growing:
 
 
 class GrowingShards:
-    """Shards of one server that grow alike: their keys are found together.
-
-    Of tables of one `group_key`. Each shard numbers its own slots.
-    """
+    """Shards of one server and one `group_key`: keys are found together."""
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         own: list[Growing] = [getattr(shard, _GROWING) for shard in shards]
@@ -362,10 +355,7 @@ def rows_at(
     ids: Sequence[tf.Tensor],
     counts: tf.Tensor,
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
-    """Rows of a server's shards, and what their update has to know.
-
-    `ids` are rows of each, or keys if they grow.
-    """
+    """Rows of shards, by number or, if they grow, key; what updates need."""
     if isinstance(shards, GrowingShards):
         found = shards.rows(asked_for(ids, counts))
         return found.rows, found

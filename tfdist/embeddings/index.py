@@ -6,8 +6,7 @@ whose lower ones another bucket of it: the key is in one of the two or nowhere.
 So the slot of an id does not depend on how segments are dealt to shards.
 
 Finding takes no lock. Inserts take turns on each server, and publish a key when
-its row is ready. Where keys may lose their slots, a reader looks again when it
-has the row (see `growing`).
+its row is ready. Where keys lose slots, readers look again (see `growing`).
 """
 
 from __future__ import annotations

@@ -50,14 +50,13 @@ class PartitionedEmbedding(keras.layers.Layer):
     [4, 3, 3]
 
     A model may look it up several times, in `call`, losses and metrics, by ids
-    that depend on the batch and on `keras.random`. Ids that depend on variables
-    or on rows, and lookups inside a `tf.cond`, a loop or a `tf.function`, are
-    refused when training starts.
+    that depend on the batch and on `keras.random`. When training starts, ids
+    that depend on variables or rows are refused, and lookups inside a
+    `tf.cond`, a loop or a `tf.function`.
 
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
-    an error on every device; a regularizer and a constraint see the rows of the
-    batch alone.
+    an error on every device; regularizer and constraint see the batch's rows.
 
     Args:
         input_dim: Rows of the table.
@@ -65,8 +64,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         num_shards: Pieces. Default: 1, or what `partitioner` says. A server
             holds a second copy of a shard while that is initialized or
             restored, so let none be larger than some 64 MB.
-        partitioner: One of `tfdist.placement.partitioners`'s; excludes
-            `num_shards`.
+        partitioner: One of `tfdist.placement`'s; excludes `num_shards`.
         combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
             sum of squared weights) over the last axis of ids. Default: none;
             sparse ids need one. An example without ids gets zeros.
@@ -80,29 +78,25 @@ class PartitionedEmbedding(keras.layers.Layer):
         partition_strategy: Which rows a shard has. Default: `"balanced"`, for
             ids in the order of their frequency, as in vocabularies: each shard
             has the same share of the frequent ones. `"div"`, TF1's:
-            consecutive rows, the most frequent ones on the first server. Both
-            read each other's checkpoints.
+            consecutive rows. Both read each other's checkpoints.
         embeddings_regularizer: Keras regularizer. Each call adds its loss for
             the rows that it looks up, each row once: of the whole batch where
-            replicas share it in training. (Of workers that share a step on
-            parameter servers it is the mean, so less for rows that some of
-            them do not look up.)
+            replicas share it in training. (Of workers that share a step on ps
+            it is the mean, so less for rows that some do not look up.)
         embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
             applied in a step to the rows that it has updated.
-        mask_zero: Whether id 0 is padding, to be left out by a `combiner`, or
-            by the next layers, which get a mask.
+        mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
+            later layers by their mask.
         **kwargs: As for every layer.
 
     Call arguments:
         ids: Integers `(batch, ...)`: a tensor, a `tf.RaggedTensor` or a
-            `tf.SparseTensor`. Also floats, which a `keras.Sequential` without
-            an input makes of them, whose dtype holds all ids of the table: at
-            most 16,777,216 in float32.
+            `tf.SparseTensor`. Also floats, as from a `keras.Sequential` without
+            input, which hold all ids of the table: 16,777,216 in float32.
         weights: Of the form of `ids`, float; for a combiner. Default: ones.
 
     Returns:
-        `ids.shape + (output_dim,)`, without the last axis of `ids` if there
-        is a combiner.
+        `ids.shape + (output_dim,)`; a combiner removes the last axis of `ids`.
 
     Raises:
         ValueError: a size is not positive, more shards than rows, an unknown

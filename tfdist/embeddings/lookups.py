@@ -1,8 +1,7 @@
 """Who answers a table's lookups while a step is traced.
 
 A step first collects the ids of all lookups (`Collector`; see `forward.py`),
-then answers them with rows (`Answers`). Outside a step, tables look up
-themselves.
+then answers them with rows (`Answers`). Outside a step, tables do it.
 """
 
 from __future__ import annotations
@@ -104,15 +103,11 @@ class Zeros:
 
 
 class Collector(Zeros):
-    """As `Zeros`, and writes down the ids of each lookup.
-
-    Made in the graph in which lookups are to be.
-    """
+    """As `Zeros`, in the graph it is made in; notes the ids of each lookup."""
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-        # Table and ids of each lookup, in order, and whether they are those of
-        # all replicas.
+        # Table and ids of each lookup; whether the ids are of all replicas.
         self.calls: list[tuple[Any, tf.Tensor]] = []
         self.of_all: list[bool] = []
         self.answers: list[str] = []  # Names of the ops of the zeros.

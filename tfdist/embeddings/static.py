@@ -17,8 +17,7 @@ from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 class StaticTables:
     """Answers the lookups of growing tables from copies of their rows in use.
 
-    For `lookups.answered_by` while a SavedModel is traced. To be kept until it
-    is written: it holds the copies.
+    For `lookups.answered_by`; to be kept until a SavedModel of it is written.
 
     Args:
         variables: Of a model; the tables among them are copied, row by row.
@@ -55,10 +54,7 @@ class StaticTables:
 
 
 def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
-    """The keys in use, in their order, and their rows.
-
-    And `EMPTY`, which is no id's, so that there is one.
-    """
+    """The keys in use and, lest there be none, `EMPTY`, sorted; their rows."""
     growing = filter(None, map(growing_of, table.shards))
     held = [each.keys.numpy().ravel() for each in growing]
     slots = [np.flatnonzero(each) for each in held]

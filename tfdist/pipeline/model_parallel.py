@@ -6,8 +6,7 @@ one device works at a time, a batch goes through in micro-batches: while the
 second stage has the first of them, the first stage has the next.
 
 A stage is a `tf.device` scope of one graph, and TensorFlow sends what another
-device needs. So a device may as well be in another process:
-`/job:worker/task:1/device:GPU:0`.
+device needs, also one of another process: `/job:worker/task:1/device:GPU:0`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Pipeline(keras.Model):
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
     devices of the first row; in every step the others get copies and send
-    gradients back. What layers change themselves (moving averages) becomes the
-    mean over replicas.
+    gradients back. Moving averages and the like become the mean over replicas.
 
     The gradient of an embedding is as large as its table, and an id that a
     batch repeats counts once, with the sum; Keras' own Adam squares each apart.
@@ -68,8 +66,7 @@ class Pipeline(keras.Model):
     >>> loss = model.train_on_batch(x, y)
 
     Args:
-        inputs: `keras.Input`, or a structure of them: what the first stage
-            takes.
+        inputs: `keras.Input`, or a structure of them, for the first stage.
         stages: Each a layer, or a list of layers that follow one another; a
             Keras model is a layer too. Each takes what the one before returns,
             a tensor or a structure of them. Layers keep what they change in
@@ -91,9 +88,9 @@ class Pipeline(keras.Model):
 
     Raises:
         ValueError: there is no stage, or not a device for each; a device does
-            not exist; a stage has variables on another device, or shares them
-            with another stage; `num_micro_batches` is below 1; this is in the
-            scope of a `tf.distribute` strategy.
+            not exist; a stage has variables elsewhere, or in common with
+            another; `num_micro_batches` is below 1; this is in the scope of a
+            `tf.distribute` strategy.
         TypeError: a stage is no layer.
     """
 
@@ -153,8 +150,7 @@ class Pipeline(keras.Model):
 
         Raises:
             ValueError: the optimizer skips updates.
-            tf.errors.InvalidArgumentError: the batch does not divide into
-                micro-batches.
+            tf.errors.InvalidArgumentError: the batch does not divide.
         """
         _check_optimizer(self.optimizer)
         with tf.init_scope():
@@ -198,10 +194,7 @@ class Pipeline(keras.Model):
         return sorted(timed, key=lambda work: work.start)
 
     def variable_devices(self) -> dict[str, str]:
-        """Path of every variable, slot and counter to its device.
-
-        See also `tfdist.pipeline.stages.op_devices`.
-        """
+        """Path of every variable, slot and counter to its device."""
         variables = list(self.variables)
         if self.optimizer is not None:
             variables += self.optimizer.variables

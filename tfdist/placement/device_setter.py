@@ -37,19 +37,16 @@ def replica_device_setter(
     strategy's 0 is task 3 and its 1 is task 5, where TF1 used tasks 0 and 1.
 
     Args:
-        ps_tasks: Number of parameter servers; `cluster` overrides it. Default:
-            0, no setter.
+        ps_tasks: Number of parameter servers. Default: 0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
             `""` puts everything on the worker. Default: `"/job:ps"`.
-        worker_device: Device of all else; `""` leaves it open. Default:
-            `"/job:worker"`.
+        worker_device: Of all else; `""` leaves it open. Default: `"/job:worker"`.
         merge_devices: Whether fields that an inner `tf.device` leaves open
             are filled in. `False` leaves alone whatever has an inner device,
             and is deprecated as in TF1. Default: True.
-        cluster: Dict, `ClusterSpec` or `ClusterDef` that tells the number of
-            parameter servers. Default: none.
-        ps_ops: Types of ops that go to parameter servers. Default: those of
-            TF1, variables and tables.
+        cluster: Dict, `ClusterSpec` or `ClusterDef` that overrides `ps_tasks`.
+        ps_ops: Types of ops that go to parameter servers. Default: TF1's,
+            variables and tables.
         ps_strategy: Callable from the op (in TF2, from the variable's
             `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
 
@@ -111,14 +108,13 @@ def device_scope(
 class ReplicaDeviceSetter:
     """A device function and a scope. Made by `replica_device_setter`.
 
-    Called with an op, it returns the op's device by TF1's rules: the fields of
-    inner `tf.device` blocks win, `ps_device` with the strategy's task, or
+    Called with an op, it returns the op's device by TF1's rules: fields of
+    inner `tf.device` blocks win; `ps_device` with the strategy's task, or
     `worker_device`, fills the others.
 
-    As a scope, in a TF1 graph, it is that device function for all ops; so it is
-    inside a `tf.function`. In TF2 each variable created in the scope, also by
-    functions called there, is placed by the same rules; eagerly, ops run on
-    `worker_device`.
+    As a scope it is that device function for all ops of a TF1 graph or a
+    `tf.function`; eager ops run on `worker_device`. In TF2 each variable made
+    in it, also by functions called there, is placed by the same rules.
 
     The strategy is asked once for a variable, whose initial value is computed
     on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
@@ -126,8 +122,7 @@ class ReplicaDeviceSetter:
     function or graph, a block that names just what `worker_device` names is not
     seen; `/job:ps` alone takes the worker's task number (name the task, as
     `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
-    the scope, is taken for one outside. A scope belongs to the thread that
-    enters it.
+    the scope, is taken for one outside. A scope is of the thread that enters.
     """
 
     device_function: Callable[[Any], str]
@@ -139,10 +134,7 @@ class ReplicaDeviceSetter:
         self._asked: list[str] | None = None
 
     def __call__(self, op: Any) -> str:
-        """Returns the device of a `tf.Operation` or `NodeDef`.
-
-        Its own device is the one that inner blocks gave it.
-        """
+        """The device of a `tf.Operation` or `NodeDef`; see the class."""
         if self._asked is None:
             return self.device_function(op)
         self._asked.append(op.device or "")

@@ -185,8 +185,7 @@ def apply_partitioner(
     The checks are those of TF1's `get_variable`, but only axis 0 may be split.
 
     Raises:
-        TypeError: If `partitioner` is not callable or returns no sequence of
-            integers.
+        TypeError: If it is not callable or returns no sequence of integers.
         ValueError: If the answer does not fit the shape.
     """
     check_callable("partitioner", partitioner)

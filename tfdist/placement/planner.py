@@ -3,8 +3,8 @@
     python -m tfdist.placement --model=trainer.model:model_fn --ps=2,3,8
 
 prints, for a model and clusters that do not exist yet, the bytes and traffic of
-every parameter server, the largest load over the mean, and its distance from a
-bound that no placement can beat.
+every parameter server, the largest load over the mean, and how far that is from
+the best.
 """
 
 import argparse
@@ -130,8 +130,7 @@ def simulate(
         load_fn: As in `plan`.
 
     Raises:
-        TypeError, ValueError: As `plan`; or the strategy returns no integer, or
-            a task that does not exist.
+        TypeError, ValueError: As `plan`; or the strategy returns no task.
 
     >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]

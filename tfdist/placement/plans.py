@@ -40,11 +40,10 @@ class Plan:
     Attributes:
         variables: The variables, in order of creation.
         num_ps: Number of parameter servers.
-        assignments: By variable name, its pieces in order of rows; one piece,
-            if it is not split.
+        assignments: By variable name, its pieces in order of rows, one or more.
         load_fn: What was balanced.
-        lower_bound: The largest load of no placement, with the same permission
-            to split, is below this.
+        lower_bound: No placement that may split the same variables has a
+            largest load below this.
         largest_indivisible: The largest load that cannot be split.
 
     >>> from tfdist.placement import plan
@@ -102,10 +101,9 @@ class Plan:
         A variable is found by its name; else by the last part of its name, its
         shape and its dtype, in order of creation: Keras numbers the layers of a
         second model on (`dense_3`), and a variable creator is told `kernel`
-        alone. The pieces of a split variable are those that
-        `PartitionedEmbedding` makes, `<name>_part_<i>`. What was not planned,
-        such as a counter, goes to the task that holds the fewest bytes, with a
-        warning if it is no scalar.
+        alone. Pieces of a split variable are those that `PartitionedEmbedding`
+        makes, `<name>_part_<i>`. What was not planned, such as a counter, goes
+        to the task with the fewest bytes, with a warning if it is no scalar.
 
         Returns:
             Callable from a variable to its task, for one model. It raises

@@ -64,8 +64,7 @@ class GreedyLoadBalancingStrategy:
     Raises:
         ValueError: If `num_tasks` is not a positive integer; when called, if
             the load is NaN, infinite or negative.
-        TypeError: If `load_fn` is not callable; when called, if the load is
-            not a number.
+        TypeError: If `load_fn` is not callable; if the load is no number.
 
     >>> strategy = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> shapes = [2, 2], [2, 1], [2, 2], [1, 3]
@@ -129,8 +128,7 @@ def byte_size_load_fn(variable: Any) -> int:
 
     `tf.contrib.training.byte_size_load_fn` returned 1 for every resource
     variable, so that greedy balancing became round robin, and 8 for every
-    string. Without slots this one returns contrib's numbers for reference
-    variables.
+    string. Without slots this one returns its numbers for reference variables.
 
     Args:
         variable: A `VariableSpec`, a variable or the TF1 op that makes one.

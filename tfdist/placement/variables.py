@@ -180,9 +180,8 @@ def describe(
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, if `model_fn` computes with
-            variables, which have no values here, or if `rows_per_step` names
-            an unknown variable.
+        ValueError: If the model is not built, `model_fn` computes with
+            variables, which have no values here, or `rows_per_step` names none.
 
     >>> def model_fn():
     ...     model = keras.Sequential(
