@@ -93,10 +93,8 @@ class HealthMonitor:
     so that its dispatch fails, as that of a killed worker does, and goes to
     another. When it wakes up it is taken back.
 
-    Args:
-        cluster: The cluster; this process is its chief.
-        on_stuck: Called from the monitor's thread when the main thread is
-            stuck in a call to a frozen server: nobody has stopped this monitor.
+    `on_stuck` is called from the monitor's thread when the main thread is stuck
+    in a call to a frozen server: nobody has stopped this monitor.
     """
 
     def __init__(

@@ -28,15 +28,10 @@ _KEYS = 1 << 16
 def place(
     keys: np.ndarray, num_segments: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of an empty table once all are inserted, and their slots.
+    """Inserts unique keys, int64 `(n,)`, into an empty table.
 
-    Args:
-        keys: int64 `(n,)`, unique; see `mixed`.
-        num_segments: Of the table.
-        name: The table's, for the ValueError if some find no room.
-
-    Returns:
-        int64 `(buckets, 16)`: whose the slots are; int64 `(n,)`: slots.
+    Returns whose all slots are, int64 `(buckets, 16)`, and the keys' slots;
+    ValueError, if some find no room in the table of this name.
     """
     shape = [num_segments * SEGMENT // BUCKET, BUCKET]
     with tf.device("CPU"):

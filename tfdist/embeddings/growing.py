@@ -23,7 +23,7 @@ from tfdist.embeddings.index import (
     own_segments,
     still_held,
 )
-from tfdist.embeddings.places import Places, places_of, write
+from tfdist.embeddings.places import WRITE, Places, places_of
 
 # Attribute of a shard in which ids have to be found.
 _GROWING = "_tfdist_growing"
@@ -48,25 +48,19 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """A shard that gives rows to ids as they come.
+    """A shard that gives rows to ids as they come."""
 
-    Attributes:
-        table: The `DynamicEmbedding`.
-        shard: The rows.
-        first_segment: Of those that the shard holds.
-        keys: int64 `(buckets, 16)`: whose rows they are, in the same order.
-        seen: int32, one for each row: number of the last update, from 1 and
-            modulo 2**32, if the table evicts; else 0.
-        counters: int64, `(segments, 3)`; see `COUNTED`.
-        sketch: int32, of ids without a row; None: all are admitted.
-    """
-
-    table: Any
-    shard: keras.Variable
-    first_segment: int
-    keys: keras.Variable
+    table: Any  # The `DynamicEmbedding`.
+    shard: keras.Variable  # The rows.
+    first_segment: int  # Of those that the shard holds.
+    keys: (
+        keras.Variable
+    )  # Whose rows they are, in order; int64 `(buckets, 16)`.
+    # int32, one for each row: number of the last update, from 1 and modulo
+    # 2**32, if the table evicts; else 0.
     seen: keras.Variable
-    counters: keras.Variable
+    counters: keras.Variable  # int64 `(segments, 3)`; see `COUNTED`.
+    # int32, of ids without a row; None: all are admitted.
     sketch: keras.Variable | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +182,7 @@ class GrowingShards:
         seen = places.gather(self._seen, slots)
         # A worker may be late.
         latest = tf.where(_passed(seen, now) < 0, seen, now)
-        places.scatter(write, self._seen, slots, latest)
+        places.scatter(WRITE, self._seen, slots, latest)
 
     def _inserted(
         self,
@@ -204,14 +198,14 @@ class GrowingShards:
             slots: tf.Tensor, places: Places, which: tf.Tensor, lost: tf.Tensor
         ) -> list[Any]:
             own = tf.gather(rows, which)
-            ops = places.scatter(write, self.shards, slots, own)
+            ops = places.scatter(WRITE, self.shards, slots, own)
             for kind in zip(*beside, strict=True):
                 variables, (value, *_) = zip(*kind, strict=True)
                 first = own if value is None else tf.fill(tf.shape(own), value)
-                ops += places.scatter(write, variables, slots, first)
+                ops += places.scatter(WRITE, variables, slots, first)
             if self.evicts:
                 at = tf.fill(tf.shape(slots), now)
-                ops += places.scatter(write, self._seen, slots, at)
+                ops += places.scatter(WRITE, self._seen, slots, at)
                 taken = tf.where(tf.not_equal(lost, EMPTY))[:, 0]
                 segment = tf.gather(slots, taken) // SEGMENT
                 ops += self._count("evicted_ids", segment, places.some(taken))
@@ -255,7 +249,8 @@ class GrowingShards:
         ones = tf.one_hot(columns, len(COUNTED), dtype=tf.int64)
         ages = self._sketches and what != "refused"
         before = self._periods(segment, places) if ages else None
-        ops = places.scatter(_add, self._counters, segment, ones)
+        add = tf.raw_ops.ResourceScatterAdd
+        ops = places.scatter(add, self._counters, segment, ones)
         if ages:
             due = tf.where(before != self._periods(segment, places))[:, 0]
             segment, places = tf.gather(segment, due), places.some(due)
@@ -335,12 +330,6 @@ def _traced_once(function: Callable[..., Any]) -> Any:
     """Not inlined, or TensorFlow would compile each call of it."""
     options = {"experimental_attributes": {"_noinline": True}}
     return traced(function, reduce_retracing=True, **options)
-
-
-def _add(handle: Any, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterAdd(
-        resource=handle, indices=rows, updates=values
-    )
 
 
 def asked_for(ids: Found | Sequence[tf.Tensor], counts: tf.Tensor) -> Found:

@@ -46,17 +46,11 @@ and the keys that lost them (`EMPTY`: nobody's). Returns ops."""
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the ids of some shards are, each of which numbers its own slots.
+    """Where the ids of some shards are, each of which numbers its own slots."""
 
-    Attributes:
-        keys: Of each shard, int64 `(buckets, 16)`.
-        first_segments: Of each shard, of those of its table.
-        num_segments: Of each shard's whole table.
-    """
-
-    keys: Sequence[keras.Variable]
-    first_segments: Sequence[int]
-    num_segments: Sequence[int]
+    keys: Sequence[keras.Variable]  # Of each shard, int64 `(buckets, 16)`.
+    first_segments: Sequence[int]  # Of each shard, of those of its table.
+    num_segments: Sequence[int]  # Of each shard's whole table.
 
 
 def mixed(ids: tf.Tensor) -> tf.Tensor:
@@ -199,26 +193,20 @@ def _round(
     which, slot = tf.gather(missing, given), tf.gather(slot, given)
     places = places.some(given)
     at = tf.stack([slot // BUCKET, slot % BUCKET], axis=1)
-    ready = []
+    publish, ready = tf.raw_ops.ResourceScatterNdUpdate, []
     if age:
         # Before its row changes.
         none = tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
-        ready = places.scatter(_publish, index.keys, at, none)
+        ready = places.scatter(publish, index.keys, at, none)
     lost = tf.gather(tf.gather(held, best, batch_dims=1), given)
     with tf.control_dependencies(ready):
         ready = begin(slot, places, which, lost)
     with tf.control_dependencies(ready):
         new = tf.gather(wanted, which)
-        published = places.scatter(_publish, index.keys, at, new)
+        published = places.scatter(publish, index.keys, at, new)
     with tf.control_dependencies(published):
         slots = tf.tensor_scatter_nd_update(slots, which[:, tf.newaxis], slot)
         return slots, tf.size(given) > 0
-
-
-def _publish(handle: Any, at: tf.Tensor, keys: tf.Tensor) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterNdUpdate(
-        ref=handle, indices=at, updates=keys
-    )
 
 
 def _found(

@@ -33,11 +33,9 @@ def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
 
 
 def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
-    """The weights of ids, one for each, if they are that.
+    """The weights of ids, if there is one for each.
 
-    Raises:
-        ValueError: they are not, as far as is known before a step.
-        InvalidArgumentError: in a step: they are at other places.
+    Else raises ValueError, or InvalidArgumentError in a step.
     """
     if combiner is None:
         raise ValueError("Argument `weights` needs a `combiner`.")

@@ -18,12 +18,8 @@ class StaticTables:
     """Answers the lookups of growing tables from copies of their rows in use.
 
     For `lookups.answered_by`; to be kept until a SavedModel of it is written.
-
-    Args:
-        variables: Of a model; the tables among them are copied, row by row.
-
-    Attributes:
-        replaced: By ids of objects, the variables that are not read any more.
+    `variables` are those of a model, of which, by `id`, the `replaced` ones are
+    not read any more.
     """
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:

@@ -36,12 +36,10 @@ class Work:
 
     Attributes:
         device: Full name of the device.
-        replica: Index of the replica.
-        stage: Index of the stage.
+        replica, stage: Their indices.
         micro_batch: Index among the micro-batches of the replica.
         forward: Whether it is the forward pass.
-        start: Seconds since the first work of the batch began.
-        end: Seconds since then.
+        start, end: Seconds since the first work of the batch began.
     """
 
     device: str
@@ -57,10 +55,9 @@ class DeviceSchedule:
     """Has each device do one work after the other, in the order of `run`.
 
     Else it would begin all that it can, and the first micro-batch would leave
-    the first stage as late as the last one.
-
-    A `timed` one reads the clock of the device's machine when a work's inputs
-    are there and its device is free, and when its outputs are.
+    the first stage as late as the last one. A `timed` one reads the clock of
+    the device's machine when inputs are there and the device is free, and when
+    outputs are.
     """
 
     def __init__(self, timed: bool = False) -> None:

@@ -40,7 +40,7 @@ def replica_device_setter(
         ps_tasks: Number of parameter servers. Default: 0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
             `""` puts everything on the worker. Default: `"/job:ps"`.
-        worker_device: Of all else; `""` leaves it open. Default: `"/job:worker"`.
+        worker_device: Of all else; `""`: open. Default: `"/job:worker"`.
         merge_devices: Whether fields that an inner `tf.device` leaves open
             are filled in. `False` leaves alone whatever has an inner device,
             and is deprecated as in TF1. Default: True.
