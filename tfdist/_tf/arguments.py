@@ -34,7 +34,7 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
 def check_at_least(argument: str, value: Any, least: float) -> None:
     """Raises unless `value` is None or a number of at least `least`.
 
-    What counts, as 1 for `least` and a name in "steps" say, must be an integer.
+    An integer, if `least` is 1 or more, or the argument's name ends in "steps".
 
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):

@@ -23,41 +23,30 @@ import tensorflow as tf
 _PIECE_BYTES = 1 << 20
 _ATTEMPTS = 5
 
-_ADVICE = (
-    (
-        tf.errors.PermissionDeniedError,
-        "response code 401",
+_ADVICE = {
+    (tf.errors.PermissionDeniedError, "response code 401"): (
         "TensorFlow found no valid credentials. On Google Cloud the machine's "
         "service account is used; elsewhere run `gcloud auth "
         "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to "
-        "the path of a service account's key.",
+        "the path of a service account's key."
     ),
-    (
-        tf.errors.PermissionDeniedError,
-        "response code 403",
+    (tf.errors.PermissionDeniedError, "response code 403"): (
         "The account that TensorFlow uses may not do this. Grant it on the "
         "bucket the roles `roles/storage.objectUser` and, for TensorFlow asks "
-        "whether there is such a bucket, `roles/storage.legacyBucketReader`.",
+        "whether there is such a bucket, `roles/storage.legacyBucketReader`."
     ),
-    (
-        tf.errors.NotFoundError,
-        "",
-        "Is there such a bucket? `gcloud storage buckets create` makes one.",
+    (tf.errors.NotFoundError, ""): (
+        "Is there such a bucket? `gcloud storage buckets create` makes one."
     ),
-    (
-        tf.errors.FailedPreconditionError,
-        "libcurl code",
+    (tf.errors.FailedPreconditionError, "libcurl code"): (
         "Google Cloud Storage cannot be reached from here. In a private "
-        "network of `python -m tfdist.launch` nothing can: use "
-        "--network=host.",
+        "network of `python -m tfdist.launch` nothing can: use --network=host."
     ),
-    (
-        tf.errors.AbortedError,
-        "retry attempts failed",
+    (tf.errors.AbortedError, "retry attempts failed"): (
         "Google Cloud Storage does not answer as it should. Is there a "
-        "network, and a proxy between?",
+        "network, and a proxy between?"
     ),
-)
+}
 
 # Errors in reading that say nothing about the file.
 _NO_DAMAGE = (
@@ -111,7 +100,7 @@ def advice(path: str, error: tf.errors.OpError) -> str:
     'Is there such a bucket? `gcloud storage buckets create` makes one.'
     """
     if path.startswith("gs://"):
-        for kind, sign, text in _ADVICE:
+        for (kind, sign), text in _ADVICE.items():
             if isinstance(error, kind) and sign in error.message:
                 return text
     return ""

@@ -1,8 +1,8 @@
 """Layers on different devices, in a pipeline of micro-batches.
 
 A model too large for one device is cut into stages, each on a device of its
-own: its variables, their optimizer slots and every op of the stage. So that not
-one device works at a time, a batch goes through in micro-batches: while the
+own: its variables, their optimizer slots and every op of the stage. For devices
+to work at the same time, a batch goes through in micro-batches: while the
 second stage has the first of them, the first stage has the next.
 
 A stage is a `tf.device` scope of one graph, and TensorFlow sends what another

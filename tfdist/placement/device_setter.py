@@ -40,7 +40,8 @@ def replica_device_setter(
         ps_tasks: Number of parameter servers. Default: 0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
             `""` puts everything on the worker. Default: `"/job:ps"`.
-        worker_device: Of all else; `""`: open. Default: `"/job:worker"`.
+        worker_device: Device of all else; `""` leaves it open. Default:
+            `"/job:worker"`.
         merge_devices: Whether fields that an inner `tf.device` leaves open
             are filled in. `False` leaves alone whatever has an inner device,
             and is deprecated as in TF1. Default: True.
@@ -122,7 +123,7 @@ class ReplicaDeviceSetter:
     function or graph, a block that names just what `worker_device` names is not
     seen; `/job:ps` alone takes the worker's task number (name the task, as
     `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
-    the scope, is taken for one outside. A scope is of the thread that enters.
+    the scope, is taken for one outside. Not thread-safe.
     """
 
     device_function: Callable[[Any], str]
