@@ -54,8 +54,8 @@ class ClusterSize:
         may_change: Whether there is a file.
 
     Raises:
-        ValueError: the file is malformed, or asks for more tasks than the
-            cluster names, or for an all-reduce of one process.
+        ValueError: the file is malformed, or asks for more tasks than there
+            are, or for an all-reduce of one process.
     """
 
     def __init__(self, cluster: Cluster, model_dir: str | None) -> None:

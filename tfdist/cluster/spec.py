@@ -28,9 +28,8 @@ from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
-"""Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
-worker pool 2 holds Google's reduction servers: the service's variables call
-them what they call parameter servers."""
+"""Is "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose worker
+pool 2 holds Google's reduction servers, which it calls parameter servers."""
 
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
 
@@ -54,8 +53,7 @@ class Cluster:
         jobs: job -> {index: "host:port"} for the jobs "chief", "worker", "ps",
             "evaluator", "dispatcher" and "data_worker" that have tasks. Only
             the indices of workers may have gaps. Default: no cluster.
-        task_type: this process's job: one of those, "chief" also where the
-            environment says "master".
+        task_type: this process's job; "chief" also for "master".
         task_index: this process's index in its job.
         has_evaluator: whether there is an evaluator task, also one without a
             known address (Vertex AI), so that the chief need not evaluate.
@@ -148,8 +146,7 @@ class Cluster:
         Args:
             jobs: job -> ["host:port", ...] or {index: "host:port"}; "chief"
                 may be called "master".
-            task_type: this process's job. May be omitted where `jobs` holds
-                one task at most.
+            task_type: this process's job; needed where there are two tasks.
             task_index: this process's index in it, likewise.
 
         Raises:
@@ -271,7 +268,7 @@ class Cluster:
             task_index: the task's index. Default: this process's.
 
         Raises:
-            ValueError: if the cluster has no such task.
+            ValueError: the cluster has no such task.
         """
         task = dataclasses.replace(
             self,

@@ -39,11 +39,10 @@ def parameter_server_strategy(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
-    The chief's own address is in the cluster spec: without it the servers
-    could not call back after a reconnection.
-
-    Arguments are those of `probing.wait_until_up`, and `again`, a strategy that
-    is connected anew; errors are its, `check_is_chief`'s and `servers.hold`'s.
+    The chief's address is in the cluster spec, or servers could not call back
+    after a reconnection. Arguments are those of `probing.wait_until_up`, and
+    `again`, a strategy that is connected anew; errors are its,
+    `check_is_chief`'s and `servers.hold`'s.
     """
     check_is_chief(cluster)
     _widen_thread_pool()

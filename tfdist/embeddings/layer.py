@@ -152,8 +152,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             shape = tf.TensorShape([input_dim, output_dim])
             dtype = self.variable_dtype
             num_shards = apply_partitioner(partitioner, shape, dtype)
-        self.input_dim = input_dim
-        self.output_dim = output_dim
+        self.input_dim, self.output_dim = input_dim, output_dim
         self.num_shards = 1 if num_shards is None else num_shards
         self.slices = row_slices(input_dim, self.num_shards)
         self.partition_strategy = partition_strategy
