@@ -15,12 +15,8 @@ from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-
-# Whether tapes of this thread record, for `accessed`.
-from tensorflow.python import pywrap_tfe
-
-# What a thread knows of its replica, for `seen_alone`.
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python import pywrap_tfe  # Whether tapes record: `accessed`.
+from tensorflow.python.distribute import distribute_lib  # For `seen_alone`.
 
 # Describes the processes of an all-reduce job, for `leave_together`.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -33,12 +29,9 @@ from tensorflow.python.distribute.coordinator import (
     coordinator_context,
 )
 
-# The connection to the servers, for `expire_remote_state_after`.
-# What a `tf.GradientTape` knows of variables, for `accessed`.
+# The connection to the servers; what a `tf.GradientTape` knows of variables.
 from tensorflow.python.eager import context, tape
-
-# Whether ops are to be deterministic, for `now`.
-from tensorflow.python.framework import config
+from tensorflow.python.framework import config  # Of deterministic ops: `now`.
 
 # The spec of a part that is None; public from TensorFlow 2.19 or later on.
 from tensorflow.python.framework.none_tensor import (

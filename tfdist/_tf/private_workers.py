@@ -12,15 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
-
-# What a lookup table is that was made in a strategy's scope.
-from tensorflow.python.distribute import ps_values
+from tensorflow.python.distribute import ps_values  # Tables of a strategy.
 
 # A worker's thread, and what it is given to wake up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
-
-# The connection to the servers.
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context  # The connection to the servers.
 
 from tfdist._tf import private
 from tfdist._tf.private import ClusterCoordinator

@@ -8,16 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.embeddings import index
 from tfdist.embeddings.growing import growing_of
-from tfdist.embeddings.index import (
-    BUCKET,
-    EMPTY,
-    NO_ID,
-    SEGMENT,
-    Index,
-    insert,
-    mixed,
-)
 from tfdist.embeddings.layer import own_rows
 from tfdist.embeddings.places import Places
 
@@ -33,12 +25,12 @@ def place(
     Returns whose all slots are, int64 `(buckets, 16)`, and the keys' slots;
     ValueError, if some find no room in the table of this name.
     """
-    shape = [num_segments * SEGMENT // BUCKET, BUCKET]
+    shape = [num_segments * index.SEGMENT // index.BUCKET, index.BUCKET]
     with tf.device("CPU"):
         held = keras.Variable(tf.zeros(shape, tf.int64), dtype="int64")
-        index = Index([held], [0], [num_segments])
+        into = index.Index([held], [0], [num_segments])
         add = tf.function(
-            lambda some: insert(index, some, Places(), lambda *_: []),
+            lambda some: index.insert(into, some, Places(), lambda *_: []),
             [tf.TensorSpec([None], tf.int64)],
             autograph=False,
         )
@@ -49,7 +41,7 @@ def place(
     if lost := np.count_nonzero(slots < 0):
         raise ValueError(
             f"{lost} of {len(keys)} ids of table {name!r} find no room in a "
-            f"capacity of {num_segments * SEGMENT}. Let it be at least "
+            f"capacity of {num_segments * index.SEGMENT}. Let it be at least "
             f"{-(-len(keys) * 4 // 3)}."
         )
     return held.numpy(), slots
@@ -64,18 +56,18 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
     """
     ids = tf.constant(np.asarray(ids))
     table._check_dtype(ids.dtype.name)
-    keys = mixed(table._as_ids(ids)).numpy()
-    different = len(np.unique(keys[keys != EMPTY]))
+    keys = index.mixed(table._as_ids(ids)).numpy()
+    different = len(np.unique(keys[keys != index.EMPTY]))
     if rows.shape != (different, table.output_dim) or different < len(keys):
         raise ValueError(
             f"Table {table.path!r} takes rows of length {table.output_dim}, "
-            f"and for each row an id that no other has, nor is it {NO_ID}. "
-            f"Received: {len(keys)} ids, of them {different} different, for "
-            f"rows of shape {rows.shape}."
+            "and for each row an id that no other has, nor is it "
+            f"{index.NO_ID}. Received: {len(keys)} ids, of them {different} "
+            f"different, for rows of shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)
     for growing in filter(None, map(growing_of, table.shards)):
-        at = slots - growing.first_segment * SEGMENT
+        at = slots - growing.first_segment * index.SEGMENT
         own = np.flatnonzero((at >= 0) & (at < growing.shard.shape[0]))
         shard = np.zeros(growing.shard.shape, rows.dtype)
         shard[at[own]] = rows[own]

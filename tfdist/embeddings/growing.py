@@ -11,18 +11,7 @@ import tensorflow as tf
 
 from tfdist._tf.mutex import alone
 from tfdist._tf.tracing import traced
-from tfdist.embeddings import admission
-from tfdist.embeddings.index import (
-    EMPTY,
-    NO_ROOM,
-    OLDEST,
-    SEGMENT,
-    Index,
-    find,
-    insert,
-    own_segments,
-    still_held,
-)
+from tfdist.embeddings import admission, index
 from tfdist.embeddings.places import WRITE, Places, places_of
 
 # Attribute of a shard in which ids have to be found.
@@ -75,7 +64,7 @@ class Growing:
     def ids_by_segment(self) -> tf.Tensor:
         """How many ids each of its segments holds, counted where they are."""
         with tf.device(self.keys.value.device):
-            held = tf.reshape(self.keys.value, [-1, SEGMENT])
+            held = tf.reshape(self.keys.value, [-1, index.SEGMENT])
             return tf.math.count_nonzero(held, axis=1)
 
 
@@ -91,19 +80,19 @@ class GrowingShards:
         self._sketches = [e.sketch for e in own if e.sketch is not None]
         firsts = [each.first_segment for each in own]
         nums = [table.num_segments for table in self._tables]
-        self._index = Index([each.keys for each in own], firsts, nums)
+        self._index = index.Index([each.keys for each in own], firsts, nums)
         self._admit_after = self._tables[0].admit_after
         self.evicts = self._tables[0].evict_after_steps
 
     def rows(self, asked: Found) -> Found:
         """Reads the rows of keys; one of none is what it would begin with."""
         keys, places = asked.keys, asked.places
-        slots = find(self._index, keys, places)
+        slots = index.find(self._index, keys, places)
         rows = places.gather(self.shards, tf.maximum(slots, 0))
         if self.evicts:
             # Was it another's row by then?
             with tf.control_dependencies([rows]):
-                slots = still_held(self._index, keys, slots, places)
+                slots = index.still_held(self._index, keys, slots, places)
 
         def some() -> tf.Tensor:
             missing = tf.where(slots < 0)
@@ -136,7 +125,7 @@ class GrowingShards:
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
         if self.evicts or slots is None:
-            read, slots = None, find(self._index, keys, places)
+            read, slots = None, index.find(self._index, keys, places)
             is_whole = tf.reduce_all(slots >= 0)
         if self.evicts:
             held = tf.where(slots >= 0)[:, 0]
@@ -206,8 +195,8 @@ class GrowingShards:
             if self.evicts:
                 at = tf.fill(tf.shape(slots), now)
                 ops += places.scatter(WRITE, self._seen, slots, at)
-                taken = tf.where(tf.not_equal(lost, EMPTY))[:, 0]
-                segment = tf.gather(slots, taken) // SEGMENT
+                taken = tf.where(tf.not_equal(lost, index.EMPTY))[:, 0]
+                segment = tf.gather(slots, taken) // index.SEGMENT
                 ops += self._count("evicted_ids", segment, places.some(taken))
             return ops
 
@@ -215,7 +204,7 @@ class GrowingShards:
             steps = _passed(places.gather(self._seen, slots), now)
             return tf.where(steps >= self.evicts, steps, 0)
 
-        return insert(
+        return index.insert(
             self._index,
             new,
             places,
@@ -226,7 +215,7 @@ class GrowingShards:
 
     def _admitted(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
         """Which of keys without a slot were seen often enough, now too."""
-        segment = own_segments(self._index, keys, places)
+        segment = index.own_segments(self._index, keys, places)
         times = admission.seen_again(self._sketches, segment, keys, places)
         waiting = tf.where(times < self._admit_after)[:, 0]
         segment, places = tf.gather(segment, waiting), places.some(waiting)
@@ -277,9 +266,9 @@ class GrowingShards:
         check = tf.debugging.Assert(
             tf.equal(tf.size(many), 0), [message, tf.gather(numbers, many)]
         )
-        refused = tf.where(tf.equal(slots, NO_ROOM))[:, 0]
-        places = places.some(refused)
-        segment = own_segments(self._index, tf.gather(keys, refused), places)
+        refused = tf.where(tf.equal(slots, index.NO_ROOM))[:, 0]
+        places, its = places.some(refused), tf.gather(keys, refused)
+        segment = index.own_segments(self._index, its, places)
         with tf.control_dependencies([check]):
             self._count("refused", segment, places)
 
@@ -290,8 +279,8 @@ def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
     Negative where `seen` is later; farther away than `OLDEST` counts as that.
     """
     steps = now - seen
-    is_near = (steps >= -OLDEST) & (steps <= OLDEST)
-    return tf.where(is_near, steps, OLDEST)
+    is_near = (steps >= -index.OLDEST) & (steps <= index.OLDEST)
+    return tf.where(is_near, steps, index.OLDEST)
 
 
 class TracedShards(GrowingShards):
