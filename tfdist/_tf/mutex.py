@@ -15,9 +15,8 @@ def alone(
 ) -> Result:
     """Calls `run` in the mutex of this name on the device, in a `tf.function`.
 
-    It is taken once what is `needed` is there, lest it be held while a message
-    is under way, and is free when all that has effects is done, or has failed.
-    Not to be nested under one name.
+    It is taken once what is `needed` is there, not while a message is under
+    way, and free when all effects are done or have failed. Not to be nested.
     """
 
     def locked() -> Result:

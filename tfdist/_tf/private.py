@@ -104,10 +104,7 @@ def trace(
     function: tf.types.experimental.PolymorphicFunction,
     *args: Any,
 ) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function as `coordinator.schedule` would, but does not run it.
-
-    Per-worker values among `args` are as they are on one worker.
-    """
+    """Traces a function with what `coordinator.schedule` gives one worker."""
     on_one = cluster_coordinator._select_worker_slice(0, args)
     specs = tf.nest.map_structure(
         cluster_coordinator._maybe_as_type_spec, on_one
@@ -153,10 +150,7 @@ def now() -> tf.Tensor:
 
 
 def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:
-    """Gives each worker that calls a function its own lookup tables.
-
-    Else it would ask this process, for every lookup in its input.
-    """
+    """Gives workers that call a function their own lookup tables, not ours."""
     for handle in function.graph.external_captures:
         table: Any = getattr(handle, "_parent_trackable", lambda: None)()
         if type(table) is tf.lookup.StaticHashTable:

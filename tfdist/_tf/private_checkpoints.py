@@ -127,8 +127,7 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*others, (row, size - odd), (row + size - odd, odd)]
 
 
-# Bytes of a shard that may be copied when it is cut: of many small tables the
-# number of ops costs time.
+# Bytes of a shard that may be copied when it is cut: many small ops cost time.
 _SMALL = 1 << 18
 
 

@@ -287,10 +287,7 @@ def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
 
 
 def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """What `optimizer.iterations` is computed from, where it is no variable.
-
-    With `gradient_accumulation_steps` it counts steps, not updates.
-    """
+    """What counts an optimizer's steps; `iterations` is computed from it."""
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 

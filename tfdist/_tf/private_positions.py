@@ -32,8 +32,7 @@ _log = logging.getLogger(__name__)
 _STATE, _DATASET = "ITERATOR_STATE", "DATASET"
 # Attributes of a dataset's ops that differ where a program runs again.
 _DIFFER = "seed", "seed2", "metadata", "shared_name"
-# What a state has for each op that has begun to shuffle.
-_ORDERS = b"epoch_num_random_samples"
+_ORDERS = b"epoch_num_random_samples"  # Once for each op that shuffles.
 _CSV_HEADER = 3  # Which of its inputs says whether there is one.
 _REPEATS = "RepeatDataset", "AssertCardinalityDataset"
 _IGNORE = 1  # What a dataset refers to, as the state of a table.

@@ -151,8 +151,7 @@ def make_directory(path: str) -> None:
 def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     """A directory's path as a string, unless TensorFlow takes it for a pattern.
 
-    It would find no checkpoints in `job[1]`, and delete those of `job2` with
-    those of `job*`.
+    It would find no checkpoints in `job[1]`, and delete `job2`'s with `job*`'s.
     """
     directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
-# How long the sentinel hears nothing before it looks after the tasks itself.
-_SILENCE_SECS = 3.0
+_SILENCE_SECS = 3.0  # After which the sentinel looks after the tasks itself.
 _PROBE_SECS = 3.0
 _MOST_CONNECTIONS = 100
 

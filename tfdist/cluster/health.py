@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 # After so long without an answer, on an open connection, a task is frozen.
 FROZEN_SECS = 15.0
 _ROUND_SECS = 1.0
-# However many calls fail, tasks are asked no more often.
-_LEAST_SECS = 0.1
+_LEAST_SECS = 0.1  # Between two rounds, however many calls fail.
 _DEAD_ROUNDS = 2
 # A frozen server may hold the main thread inside C: then this thread acts.
 _ACT_SECS = 5.0

@@ -31,8 +31,7 @@ from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
 _MEETING = "tfdist.Meeting"
-# For those who take part, all of whom were there a moment ago.
-_GATHER_SECS = 15.0
+_GATHER_SECS = 15.0  # For those who take part, who were just there.
 
 
 def meet(

@@ -98,8 +98,7 @@ def serve(
     process is there the server goes on, for a minute at most; if the chief has
     connected again, as for another job of the same program, until that is done
     or the chief is gone. A second call serves the second job on the same
-    server. A task that the chief does without (see `tfdist.cluster.size`)
-    returns, too.
+    server. A task that the chief does without (`tfdist.cluster.size`) returns.
 
     After SIGTERM it serves on while the chief is there, which may have to write
     its last checkpoint, for at most 20 seconds.

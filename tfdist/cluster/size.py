@@ -35,8 +35,7 @@ _log = logging.getLogger(__name__)
 
 _ROUND_SECS = 1.0
 _REMOTE_ROUND_SECS = 10.0
-# How long new workers are waited for, to take all of them in at once.
-_TOGETHER_SECS = 15.0
+_TOGETHER_SECS = 15.0  # For new workers, to take all of them in at once.
 
 
 class ClusterSize:

@@ -13,8 +13,7 @@ from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import own_rows
 from tfdist.embeddings.places import Places
 
-# Keys that are inserted together: 512 bytes each meanwhile.
-_KEYS = 1 << 16
+_KEYS = 1 << 16  # Inserted together: 512 bytes each meanwhile.
 
 
 def place(

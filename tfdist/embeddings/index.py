@@ -36,8 +36,7 @@ MOST_ROWS = 1 << 35
 """Of a table: its buckets times the 32 bits that choose one are an int64."""
 OLDEST = 1 << 30
 """The greatest age of a slot."""
-# The mutex of a server, whatever shards are searched together.
-_INSERTING = "tfdist_inserting"
+_INSERTING = "tfdist_inserting"  # The mutex of a server, for all its shards.
 
 Begin = Callable[[tf.Tensor, Places, tf.Tensor, tf.Tensor], list[Any]]
 """Fills slots: which, their places, whose rows (indices of the keys) they get,

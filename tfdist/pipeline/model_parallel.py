@@ -155,8 +155,8 @@ class Pipeline(keras.Model):
         _check_optimizer(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
-        self._build_metrics(data)
         batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(batch)
         passes = self._passes(DeviceSchedule(), *batch)
         with tf.device(self.stages[-1].device):
             logs = self._logs(passes, *batch)
@@ -175,12 +175,12 @@ class Pipeline(keras.Model):
         The clocks of several machines should agree. What a GPU does ends here
         when it is queued, not when it is done: use `tf.profiler` there.
         """
-        self._build_metrics(data)
+        batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(batch)
         schedule = DeviceSchedule(timed=True)
 
         @tf.function(autograph=False)
         def run() -> Passes:
-            batch = keras.utils.unpack_x_y_sample_weight(data)
             # All of it: TensorFlow does not compute what nobody asks for.
             return self._passes(schedule, *batch)
 
@@ -200,11 +200,10 @@ class Pipeline(keras.Model):
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
-    def _build_metrics(self, data: Any) -> None:
+    def _build_metrics(self, batch: tuple[Any, ...]) -> None:
         """Has Keras make its metrics, which it could not in the passes."""
         tracker = id(metrics.loss_tracker(self))  # `compile` renews it.
         if self._metrics_built_for != tracker:
-            batch = keras.utils.unpack_x_y_sample_weight(data)
             known = itertools.takewhile(lambda part: part is not None, batch)
             with tf.init_scope():
                 metrics.build_metrics(self, tuple(known))

@@ -22,8 +22,7 @@ from tfdist.placement.variables import VariableSpec, full_name, variable_spec
 PlacementStrategy = Callable[[Any], int]
 LoadFn = Callable[[Any], float]
 
-# A row that is looked up costs its id as well, on the way there and back.
-_ID_BYTES = 8
+_ID_BYTES = 8  # A row that is looked up costs its id as well, each way.
 
 
 class RoundRobinStrategy:
