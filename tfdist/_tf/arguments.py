@@ -34,7 +34,7 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
 def check_at_least(argument: str, value: Any, least: float) -> None:
     """Raises unless `value` is None or a number of at least `least`.
 
-    What counts, as 1 for `least` and a name in "steps" say, must be an integer.
+    An integer, if `least` is 1 or more, or the argument's name ends in "steps".
 
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):
@@ -66,9 +66,8 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
         ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
         article = "an" if name == "int" else "a"
         raise TypeError(
-            f"Argument `{argument}` must be {article} "
-            f"{'tfdist.' * ours}{name}. "
-            f"Received: {argument}={value!r}."
+            f"Argument `{argument}` must be {article} {'tfdist.' * ours}{name}."
+            f" Received: {argument}={value!r}."
         )
 
 

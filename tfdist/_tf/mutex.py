@@ -15,9 +15,8 @@ def alone(
 ) -> Result:
     """Calls `run` in the mutex of this name on the device, in a `tf.function`.
 
-    It is taken once what is `needed` is there, or it would be held while a
-    message is under way, and is free when all that has effects is done, or has
-    failed. Not to be nested under one name.
+    It is taken once what is `needed` is there, not while a message is under
+    way, and free when all effects are done or have failed. Not to be nested.
     """
 
     def locked() -> Result:
@@ -35,8 +34,7 @@ def alone(
             tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         return result
 
-    # A function's stateful ops run one by one: in the caller's, servers would
-    # wait for each other.
+    # In the caller's function servers would wait: stateful ops run one by one.
     if tf.inside_function():
         return tf.function(locked, autograph=False)()
     return locked()

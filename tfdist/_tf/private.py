@@ -15,12 +15,8 @@ from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-
-# Whether tapes of this thread record, for `accessed`.
-from tensorflow.python import pywrap_tfe
-
-# What a thread knows of its replica, for `seen_alone`.
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python import pywrap_tfe  # Whether tapes record: `accessed`.
+from tensorflow.python.distribute import distribute_lib  # For `seen_alone`.
 
 # Describes the processes of an all-reduce job, for `leave_together`.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -33,12 +29,9 @@ from tensorflow.python.distribute.coordinator import (
     coordinator_context,
 )
 
-# The connection to the servers, for `expire_remote_state_after`.
-# What a `tf.GradientTape` knows of variables, for `accessed`.
+# The connection to the servers; what a `tf.GradientTape` knows of variables.
 from tensorflow.python.eager import context, tape
-
-# Whether ops are to be deterministic, for `now`.
-from tensorflow.python.framework import config
+from tensorflow.python.framework import config  # Of deterministic ops: `now`.
 
 # The spec of a part that is None; public from TensorFlow 2.19 or later on.
 from tensorflow.python.framework.none_tensor import (
@@ -98,8 +91,8 @@ def unique_id(variable: tf.Variable) -> str:
 def expire_remote_state_after(secs: int) -> None:
     """Sets after how long the servers free what a dead chief held there.
 
-    TensorFlow has 600 seconds, as the default of two arguments that nobody
-    passes and for a runtime that is not yet initialized.
+    TensorFlow has 600 seconds, for a runtime that is not yet initialized and as
+    the default of two arguments that nobody passes.
     """
     context._KEEP_ALIVE_SECS = secs
     context.Context.set_server_def.__defaults__ = (secs,)
@@ -111,10 +104,7 @@ def trace(
     function: tf.types.experimental.PolymorphicFunction,
     *args: Any,
 ) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function as `coordinator.schedule` would, but does not run it.
-
-    Per-worker values among `args` are as they are on one worker.
-    """
+    """Traces a function with what `coordinator.schedule` gives one worker."""
     on_one = cluster_coordinator._select_worker_slice(0, args)
     specs = tf.nest.map_structure(
         cluster_coordinator._maybe_as_type_spec, on_one
@@ -127,9 +117,9 @@ def trace(
 def local_state_kept() -> Iterator[None]:
     """Keeps this process's lookup tables and variables while it connects.
 
-    The first time its devices are others then, and what was on those of before
-    is lost: preprocessing layers that were made before training. Later it
-    stays, and functions that were traced with it are not to part from it.
+    The first time, that replaces its devices, and what was on them is lost:
+    preprocessing layers that were made before training. Later it stays, and
+    functions that were traced with it need it.
     """
     here, kind = _here(), type(tf.Variable(0))
     objects = gc.get_objects()
@@ -160,10 +150,7 @@ def now() -> tf.Tensor:
 
 
 def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:
-    """Gives each worker that calls a function its own lookup tables.
-
-    Else it would ask this process, for every lookup in its input.
-    """
+    """Gives workers that call a function their own lookup tables, not ours."""
     for handle in function.graph.external_captures:
         table: Any = getattr(handle, "_parent_trackable", lambda: None)()
         if type(table) is tf.lookup.StaticHashTable:
@@ -235,11 +222,7 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
 
 
 def tell_cluster(key: str, value: str) -> None:
-    """Writes down a value, once, for all processes of an all-reduce job.
-
-    TensorFlow's coordination service keeps it in the first one's memory; public
-    TensorFlow shows that in `tf.experimental.dtensor` alone.
-    """
+    """Writes a value, once, for all processes of an all-reduce job to ask."""
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
 
@@ -259,9 +242,9 @@ def ask_cluster(key: str, timeout_secs: float) -> str | None:
 def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
     """Has the processes of an all-reduce job wait for each other at their end.
 
-    Else the first one, which all others talk to, may be gone before they have
-    said goodbye, and they look for it for half a minute. To be called before
-    the strategy is made, with the size of each job and the first task's device.
+    Else the first one may be gone before the others have said goodbye, and they
+    look for it for half a minute. To be called before the strategy is made,
+    with the size of each job and the first task's device.
     """
     context.context().configure_coordination_service(
         "standalone",
@@ -293,8 +276,7 @@ def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
 def accessed(value: tf.Tensor) -> tf.Tensor:
     """A value that stands for a trainable variable, which is being read.
 
-    All tapes watch it, and `tf.custom_gradient` finds it by that, within which
-    nothing is recorded.
+    All tapes watch it: so `tf.custom_gradient`, which stops them, finds it.
     """
     value.handle, value.trainable = value, True
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
@@ -310,8 +292,8 @@ def accessed(value: tf.Tensor) -> tf.Tensor:
 def seen_alone() -> Iterator[None]:
     """A replica that Keras takes for the only one.
 
-    It divides its own losses by the number of replicas, but none that a model
-    computes itself. What is asked of the replica's context is as before.
+    Keras divides its own losses by the number of replicas, but none that a
+    model computes itself. The replica's context is as before.
     """
     alone = distribute_lib._get_default_strategy()
     context = tf.distribute.get_replica_context()

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# What a checkpoint saves as slices of one tensor and restores in any number of
-# pieces; public TensorFlow makes one only through a `variable_partitioner`,
-# which Keras 3 cannot use.
+# What a checkpoint saves as slices of one tensor; public TensorFlow makes one
+# only through a `variable_partitioner`, which Keras 3 cannot use.
 from tensorflow.python.distribute.sharded_variable import (
     ShardedVariable as ShardedVariable,
 )
@@ -35,8 +34,7 @@ Saveable = tf.Variable | ShardedVariable
 class PartitionedVariable(ShardedVariable):
     """Shards of one table, saved and read in the order of its rows.
 
-    Each server writes what it holds, each run of rows as a slice of the table.
-    A run is its first row and its size.
+    Each server writes what it holds, a slice for each run (first row and size).
     """
 
     def __init__(
@@ -118,10 +116,9 @@ class _Slices(saveable_object.SaveableObject):
 
 
 def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of a shard of which the longest begin and end where none is copied.
+    """Runs of a shard, the odd rows at its end as a run of their own.
 
-    TensorFlow copies no part of a tensor that begins, and ends, at multiples of
-    64 bytes. So the last rows are a run of their own.
+    TensorFlow copies no part of a tensor from and to multiples of 64 bytes.
     """
     *others, (row, size) = runs
     odd = sum(size for _, size in runs) % ALIGNED
@@ -130,8 +127,7 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*others, (row, size - odd), (row + size - odd, odd)]
 
 
-# Bytes of a shard that may be copied when it is cut: of many small tables it is
-# the number of operations that costs time, when they are first saved.
+# Bytes of a shard that may be copied when it is cut: many small ops cost time.
 _SMALL = 1 << 18
 
 
@@ -189,9 +185,8 @@ class CheckpointTracedOnce(tf.train.Checkpoint):
     """A checkpoint that is written by one function, traced once.
 
     Where variables are on several devices, TensorFlow traces a function for
-    each checkpoint, and calls every task of the cluster for each function: it
-    costs time, and hangs while a task is frozen. `_write` is what a
-    `tf.train.CheckpointManager` calls.
+    each checkpoint, and calls every task for each function: that costs time,
+    and hangs while a task is frozen. A `CheckpointManager` calls `_write`.
     """
 
     _traced: Callable[[str], tf.Tensor] | None = None

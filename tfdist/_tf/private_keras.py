@@ -16,11 +16,8 @@ from keras.src.trainers import data_adapters
 from keras.src.utils import naming
 
 SEED_STATE_NAME = "seed_generator_state"
-"""Name of the variable in which a `keras.random.SeedGenerator` counts.
-
-Keras marks it in no other way. A step gives each generator a seed that
-belongs to that step instead of this shared counter.
-"""
+"""Name of the variable in which a `keras.random.SeedGenerator` counts, which
+Keras marks in no other way. A step gives each generator a seed of its own."""
 
 METHODS_OF_ALL_GRADIENTS = (
     "apply",
@@ -37,10 +34,7 @@ _OBJECT_NAMES = "object_name_uids"
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:
-    """What this thread draws from where `keras.random` is given no seed.
-
-    None until then; each thread makes its own.
-    """
+    """This thread's generator for `keras.random` without a seed, if any yet."""
     return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
 
 
@@ -52,9 +46,8 @@ def use_seed_generator(generator: keras.random.SeedGenerator | None) -> None:
 def reset_object_names() -> None:
     """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
 
-    Checkpoints name variables by their path, so a model function that is called
-    twice in one process must make the same paths. The public
-    `keras.utils.clear_session()` also drops the user's dtype policy.
+    A model function that is called twice must make the same paths, the names in
+    checkpoints. (`keras.utils.clear_session()` drops the user's dtype policy.)
     """
     naming.reset_uids()
 
@@ -83,9 +76,9 @@ def own_object_names() -> Iterator[None]:
 def _forget_uninitialized() -> None:
     """Drops variables that an earlier model could not make.
 
-    Keras makes them at the end of a `StatelessScope`. After an error in an
-    initializer, or an interrupt, all of that model's stay on its list, and
-    every later scope of the process fails: one "is already initialized".
+    Keras makes them at the end of a `StatelessScope`. After an error or an
+    interrupt there, they stay on its list, and every later scope of the process
+    fails: one "is already initialized".
     """
     if global_state.get_global_attribute("stateless_scope") is None:
         global_state.set_global_attribute("uninitialized_variables", [])
@@ -110,7 +103,7 @@ def assigned() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def without_default_signatures() -> Iterator[None]:
-    """Has a SavedModel hold none that Keras adds for each model within.
+    """Has a SavedModel hold none of those that Keras adds for inner models.
 
     It guesses their dtypes: a float for a string, say, which fails.
     """
@@ -123,11 +116,7 @@ def without_default_signatures() -> Iterator[None]:
 
 
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
-    """The optimizer's lists with one slot per trainable variable, by name.
-
-    Their names are any (`_momentums`, `_accumulators`, ...); what they share is
-    the index of the variable.
-    """
+    """An optimizer's lists of a slot for each trainable variable, by name."""
     own = {id(variable) for variable in optimizer.variables}
     return {
         name: value
@@ -150,8 +139,8 @@ def variable_index(
 def leave_strategy(model: keras.Model) -> None:
     """Has a model, and those in it, predict and evaluate in this process alone.
 
-    Keras has them do so by the strategy in whose scope they were made, which
-    fails on parameter servers and in all-reduce: a callback may call them.
+    A callback may ask for it. Keras uses the strategy in whose scope they were
+    made, which fails on parameter servers and in all-reduce.
     """
     for each in model._flatten_layers():
         if isinstance(each, keras.Model):
@@ -159,10 +148,10 @@ def leave_strategy(model: keras.Model) -> None:
 
 
 def tell_apart(model: keras.Model) -> None:
-    """Has variables that share a path, and their layers, get others.
+    """Gives variables that share a path, and their layers, other paths.
 
     Keras builds the layers of a functional model before it is part of another,
-    so two towers whose layers have the same names have the same paths. Theirs
+    so two towers whose layers have the same names have the same paths. Now they
     begin with the names of the layers that they are in, as in a `Sequential`.
     """
     paths = collections.Counter(variable.path for variable in model.variables)
@@ -191,8 +180,8 @@ def tell_apart(model: keras.Model) -> None:
 def read_statistics(model: keras.Model) -> None:
     """Has each `Normalization` use the mean and variance among its weights.
 
-    It uses constants, made of these by `adapt` and where Keras loads weights:
-    what a checkpoint restores would change nothing.
+    It uses constants, which `adapt` and Keras' loading of weights make of
+    these; a restored checkpoint would change nothing.
     """
     for layer in model._flatten_layers():
         is_adapted = isinstance(layer, keras.layers.Normalization)
@@ -242,8 +231,8 @@ class _OwnIds(threading.local):
 def keep_losses_apart(model: keras.Model) -> None:
     """Has each thread keep what its own call of the model has added as losses.
 
-    Replicas take turns where they wait for each other, in the midst of a call;
-    and a call begins with forgetting what the one before has added.
+    A call begins with forgetting what was added before, and replicas take turns
+    in the midst of a call, where they wait for each other.
     """
     for layer in model._flatten_layers():
         vars(layer)["_loss_ids"] = _OwnIds()
@@ -298,10 +287,7 @@ def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
 
 
 def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """What `optimizer.iterations` is computed from, where it is no variable.
-
-    With `gradient_accumulation_steps` it counts steps, not updates.
-    """
+    """What counts an optimizer's steps; `iterations` is computed from it."""
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
@@ -354,10 +340,7 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """The metric that `compile` makes for the loss.
-
-    A model may have one of its own that is called so.
-    """
+    """The metric that `compile` makes for the loss; others may be called so."""
     return model._loss_tracker
 
 
@@ -377,16 +360,12 @@ def py_dataset_batches(
     """A pass over a `PyDataset`, whose own workers load it, as for `fit`."""
     adapter = data_adapters.get_data_adapter(data, shuffle=shuffle)
     adapter.on_epoch_begin()
-    ended = False
-    try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(adapter.on_epoch_end)
         for number, batch in enumerate(adapter.get_numpy_iterator(), 1):
             if number == adapter.num_batches:  # Nobody may ask for more.
-                ended = True
-                adapter.on_epoch_end()
+                at_end.close()
             yield batch
-    finally:
-        if not ended:
-            adapter.on_epoch_end()
 
 
 def py_dataset_spec(data: keras.utils.PyDataset) -> Any:

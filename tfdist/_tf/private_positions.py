@@ -1,8 +1,8 @@
 """Where an input is, and which: what a checkpoint holds of an iterator.
 
 TensorFlow restores a position in whatever dataset has the same kinds of ops:
-batches that were buffered are the other one's, and then as much of the new one
-is skipped as was read of that. So the two datasets are compared.
+buffered batches are the other one's, and as much of the new one is skipped as
+was read of that. So the two datasets are compared.
 
 Private names of TensorFlow, as in `private`.
 """
@@ -32,13 +32,11 @@ _log = logging.getLogger(__name__)
 _STATE, _DATASET = "ITERATOR_STATE", "DATASET"
 # Attributes of a dataset's ops that differ where a program runs again.
 _DIFFER = "seed", "seed2", "metadata", "shared_name"
-# What a state has for each op that has begun to shuffle.
-_ORDERS = b"epoch_num_random_samples"
+_ORDERS = b"epoch_num_random_samples"  # Once for each op that shuffles.
 _CSV_HEADER = 3  # Which of its inputs says whether there is one.
 _REPEATS = "RepeatDataset", "AssertCardinalityDataset"
 _IGNORE = 1  # What a dataset refers to, as the state of a table.
-# A number that a function is given is a seed if it is that large; what a clock
-# says is less.
+# What a function is given from here on is a seed; what a clock says is less.
 LEAST_SEED = 1 << 61
 _MOST_FILES, _MOST_REMOTE_FILES, _MOST_BYTES = 1000, 8, 4096
 
@@ -134,10 +132,7 @@ def _saved_orders(state: tf.Tensor, path: str) -> float:
 
 
 def _looked_at(iterator: Any) -> tuple[str, str, int]:
-    """Digest of its dataset, what is lost with it, and how often it shuffles.
-
-    Done once, since it may hold large arrays.
-    """
+    """Digest of its dataset, what is lost, how often it shuffles; kept."""
     if not hasattr(iterator, "_tfdist_looked_at"):
         graph = graph_of(iterator._dataset)
         lost, num_orders = _lost(graph), _num_orders(graph)
@@ -216,9 +211,9 @@ def digest_of(graph: tf.compat.v1.GraphDef) -> str:
 
     Not its random seeds, nor the int64 scalars from `LEAST_SEED` on that its
     functions are given, which are taken for seeds. Of its first files what they
-    begin with, so that a file may grow. It is the same in each process;
-    `tf.raw_ops.DatasetFingerprint` is not, where a function has several side
-    effects. Takes from the graph what does not count.
+    begin with, so that a file may grow. It is the same in each process, unlike
+    `tf.raw_ops.DatasetFingerprint`, if a function has several side effects.
+    Removes from the graph what does not count.
     """
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.

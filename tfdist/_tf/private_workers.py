@@ -12,15 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
-
-# What a lookup table is that was made in a strategy's scope.
-from tensorflow.python.distribute import ps_values
+from tensorflow.python.distribute import ps_values  # Tables of a strategy.
 
 # A worker's thread, and what it is given to wake up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
-
-# The connection to the servers.
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context  # The connection to the servers.
 
 from tfdist._tf import private
 from tfdist._tf.private import ClusterCoordinator
@@ -71,11 +67,10 @@ def connect_workers(
 
 
 def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
-    """Makes again what a worker was given: its iterators.
+    """Makes a worker's iterators again; to be called in what `schedule` calls.
 
     TensorFlow does so for a worker that was lost, but not for one that has lost
-    its connection to a parameter server, nor for a call that was cancelled. To
-    be called in what `schedule` calls.
+    its connection to a parameter server, nor for a call that was cancelled.
     """
     cancelled = isinstance(error, tf.errors.CancelledError)
     if cancelled or not cluster_coordinator._is_worker_failure(error):
@@ -90,9 +85,8 @@ def renew_tables(coordinator: ClusterCoordinator) -> None:
     and by another coordinator for those of another connection.
     """
     number = len(coordinator._cluster.workers)
-    for table in gc.get_objects():
-        if type(table) is not ps_values.DistributedTable:
-            continue
+    kind = ps_values.DistributedTable
+    for table in [o for o in gc.get_objects() if type(o) is kind]:
         copies = table._distributed_table  # None: it was made for an export.
         is_old = table._coordinator is not coordinator
         if copies and (is_old or len(copies._values) != number):

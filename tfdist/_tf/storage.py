@@ -23,41 +23,30 @@ import tensorflow as tf
 _PIECE_BYTES = 1 << 20
 _ATTEMPTS = 5
 
-_ADVICE = (
-    (
-        tf.errors.PermissionDeniedError,
-        "response code 401",
+_ADVICE = {
+    (tf.errors.PermissionDeniedError, "response code 401"): (
         "TensorFlow found no valid credentials. On Google Cloud the machine's "
         "service account is used; elsewhere run `gcloud auth "
         "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to "
-        "the path of a service account's key.",
+        "the path of a service account's key."
     ),
-    (
-        tf.errors.PermissionDeniedError,
-        "response code 403",
+    (tf.errors.PermissionDeniedError, "response code 403"): (
         "The account that TensorFlow uses may not do this. Grant it on the "
         "bucket the roles `roles/storage.objectUser` and, for TensorFlow asks "
-        "whether there is such a bucket, `roles/storage.legacyBucketReader`.",
+        "whether there is such a bucket, `roles/storage.legacyBucketReader`."
     ),
-    (
-        tf.errors.NotFoundError,
-        "",
-        "Is there such a bucket? `gcloud storage buckets create` makes one.",
+    (tf.errors.NotFoundError, ""): (
+        "Is there such a bucket? `gcloud storage buckets create` makes one."
     ),
-    (
-        tf.errors.FailedPreconditionError,
-        "libcurl code",
+    (tf.errors.FailedPreconditionError, "libcurl code"): (
         "Google Cloud Storage cannot be reached from here. In a private "
-        "network of `python -m tfdist.launch` nothing can: use "
-        "--network=host.",
+        "network of `python -m tfdist.launch` nothing can: use --network=host."
     ),
-    (
-        tf.errors.AbortedError,
-        "retry attempts failed",
+    (tf.errors.AbortedError, "retry attempts failed"): (
         "Google Cloud Storage does not answer as it should. Is there a "
-        "network, and a proxy between?",
+        "network, and a proxy between?"
     ),
-)
+}
 
 # Errors in reading that say nothing about the file.
 _NO_DAMAGE = (
@@ -96,11 +85,11 @@ def same_path(path: str, other: str) -> bool:
     >>> same_path("gs://bucket/job", "gs://bucket/job/")
     True
     """
-    paths = [
+    one, two = (
         p.rstrip("/") if is_object_store(p) else os.path.realpath(p)
         for p in (path, other)
-    ]
-    return paths[0] == paths[1]
+    )
+    return one == two
 
 
 def advice(path: str, error: tf.errors.OpError) -> str:
@@ -111,7 +100,7 @@ def advice(path: str, error: tf.errors.OpError) -> str:
     'Is there such a bucket? `gcloud storage buckets create` makes one.'
     """
     if path.startswith("gs://"):
-        for kind, sign, text in _ADVICE:
+        for (kind, sign), text in _ADVICE.items():
             if isinstance(error, kind) and sign in error.message:
                 return text
     return ""
@@ -121,7 +110,7 @@ def is_damage(error: Exception) -> bool:
     """Whether an error in reading a checkpoint says that it is damaged.
 
     TensorFlow has a dozen for files that are cut, missing or overwritten,
-    IndexError among them. Those of its reader have a class for few others.
+    IndexError among them, and few classes for others.
 
     >>> is_damage(tf.errors.OpError(None, None, "Too many open files", 2))
     False
@@ -132,11 +121,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def check_writable(directory: str, name: str = "model_dir") -> None:
-    """Raises ValueError unless a file can be written in a directory.
-
-    Which the user calls `name`. A job then fails at its start, not at its first
-    checkpoint.
-    """
+    """Raises ValueError, about `name`, unless a directory can be written."""
     # Several tasks may look at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
     try:
@@ -164,13 +149,9 @@ def make_directory(path: str) -> None:
 
 
 def check_no_pattern(directory: str | os.PathLike[str]) -> str:
-    """Refuses a directory whose name TensorFlow takes for a pattern.
+    """A directory's path as a string, unless TensorFlow takes it for a pattern.
 
-    It finds and deletes checkpoints by patterns: none in `job[1]`, and with
-    those of `job*` those of `job2`.
-
-    Returns:
-        Its path as a string.
+    It would find no checkpoints in `job[1]`, and delete `job2`'s with `job*`'s.
     """
     directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):
@@ -218,9 +199,9 @@ def read_text(path: str) -> str | None:
 def write_text(path: str, text: str) -> None:
     """Writes a file at once: no reader sees half of it."""
     on_gs = path.startswith("gs://")  # There it is seen when it is closed.
+    temporary = path if on_gs else f"{path}.temp"
     if not on_gs:
         tf.io.gfile.makedirs(os.path.dirname(path))
-    temporary = path if on_gs else f"{path}.temp"
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     if not on_gs:
@@ -247,10 +228,9 @@ def remove_tree(directory: str) -> None:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             tf.io.gfile.rmtree(directory)
+            return
         except tf.errors.NotFoundError:
             if not tf.io.gfile.exists(directory):  # TensorFlow repeats this.
                 return
             if attempt == _ATTEMPTS:
                 raise
-        else:
-            return

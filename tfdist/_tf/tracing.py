@@ -14,8 +14,7 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
     """A `tf.function` of its own, in which autograph converts nothing.
 
     TensorFlow counts traces by code, and would warn that `function` is retraced
-    in a process that makes many objects, each with such a function that it
-    calls a few times. Of a partial it knows no code.
+    where many objects each have such a function. Of a partial it knows no code.
 
     >>> traced(lambda x: x + 1)(tf.constant(1)).numpy()
     np.int32(2)
@@ -24,12 +23,7 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def check_tensorflow() -> None:
-    """Refuses what is no TensorFlow 2, from which all else follows.
-
-    Raises:
-        RuntimeError: graphs are built, as TF1 did, or Keras computes by
-            something else.
-    """
+    """Raises RuntimeError where graphs are built, as by TF1, or without TF."""
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             "tfdist needs Keras with TensorFlow: set KERAS_BACKEND=tensorflow "

@@ -2,10 +2,9 @@
 
 A call to a frozen server waits for ever; without its connection it fails, as a
 call to a dead one does. While such a call holds Python's lock (TensorFlow's
-does that when it sends a function that was traced to every task), no thread of
-this process can cut anything. So a second process, the sentinel, is handed the
-connections as well. This file is its program: it imports the standard library
-alone.
+does, when it sends a traced function to every task), no thread of this process
+can cut anything. So a second process, the sentinel, has the connections as
+well. This file is its program: it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
-# How long the sentinel hears nothing before it looks after the tasks itself.
-_SILENCE_SECS = 3.0
+_SILENCE_SECS = 3.0  # After which the sentinel looks after the tasks itself.
 _PROBE_SECS = 3.0
 _MOST_CONNECTIONS = 100
 
@@ -32,10 +30,7 @@ _MOST_CONNECTIONS = 100
 def connections(
     addresses: Iterable[str],
 ) -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP connections to tasks, by address.
-
-    Each is closed after its turn.
-    """
+    """This process's TCP connections to tasks, each closed after its turn."""
     tasks = {peer: a for a in addresses for peer in _peers(a)}
     for path in pathlib.Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
@@ -49,14 +44,19 @@ def connections(
 
 def _peers(address: str) -> set[tuple[str, int]]:
     """IP addresses and port of a task, as `getpeername` tells them."""
-    host, _, port = address.rpartition(":")
+    host, port = _endpoint(address)
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port))
+        infos = socket.getaddrinfo(host, port)
     except OSError:
         return set()
     ips = {str(info[4][0]) for info in infos}
     ips |= {f"::ffff:{ip}" for ip in ips if ":" not in ip}
-    return {(ip, int(port)) for ip in ips}
+    return {(ip, port) for ip in ips}
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def cut_connections(address: str) -> int:
@@ -76,8 +76,8 @@ def _shut_down(connection: socket.socket) -> None:
 class Sentinel:
     """A process that cuts the connections to frozen tasks when we cannot.
 
-    It ends with this process, however that ends. A task is frozen after
-    `frozen_secs` without a sign of life.
+    A task is frozen after `frozen_secs` without a sign of life. The sentinel
+    ends with this process, however that ends.
     """
 
     def __init__(self, frozen_secs: float) -> None:
@@ -100,12 +100,9 @@ class Sentinel:
             held[address].append(os.dup(connection.fileno()))
         try:
             for address, fds in held.items():
+                name, few = [address.encode()], fds[:_MOST_CONNECTIONS]
                 with contextlib.suppress(BlockingIOError):  # It is busy.
-                    socket.send_fds(
-                        self._channel,
-                        [address.encode()],
-                        fds[:_MOST_CONNECTIONS],
-                    )
+                    socket.send_fds(self._channel, name, few)
         except OSError:
             _log.warning(
                 "The process that watches over this one has ended: a task that "
@@ -146,9 +143,10 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
             continue
         if not message:
             return
-        for connection in held.get(message.decode(), ()):
+        address = message.decode()
+        for connection in held.get(address, ()):
             connection.close()
-        held[message.decode()] = [socket.socket(fileno=fd) for fd in fds]
+        held[address] = [socket.socket(fileno=fd) for fd in fds]
         silent_since.clear()
 
 
@@ -157,16 +155,12 @@ def _is_silent(address: str) -> bool:
 
     A gRPC server sends its settings before anything is asked.
     """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection(
-            (host.strip("[]"), int(port)), timeout=_PROBE_SECS
-        ) as connection:
+        endpoint = _endpoint(address)
+        with socket.create_connection(endpoint, _PROBE_SECS) as connection:
             connection.recv(1)
-    except TimeoutError:
-        return True
-    except OSError:
-        return False  # Nobody is there: calls to it fail by themselves.
+    except OSError as error:  # Where nobody is, calls fail by themselves.
+        return isinstance(error, TimeoutError)
     return False
 
 

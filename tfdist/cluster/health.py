@@ -2,10 +2,10 @@
 
 A dead server is noticed by all that talk to it. A frozen one is not: its
 connections stay open and every call to it waits for ever. So a thread of the
-chief asks each worker and parameter server for its status (`probing.ask`),
-whatever the job is doing. The answer comes from a thread of TensorFlow's C++
-server: a step that takes minutes does not delay it. A process of its own cuts
-connections where even that thread is held up (`tfdist.cluster.connections`).
+chief asks each worker and parameter server for its status (`probing.ask`). The
+answer comes from a thread of TensorFlow's C++ server: a step that takes minutes
+does not delay it. Where even the chief's thread is held up, a process of its
+own cuts the connections (`tfdist.cluster.connections`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 # After so long without an answer, on an open connection, a task is frozen.
 FROZEN_SECS = 15.0
 _ROUND_SECS = 1.0
-# However many calls fail, tasks are asked no more often.
-_LEAST_SECS = 0.1
+_LEAST_SECS = 0.1  # Between two rounds, however many calls fail.
 _DEAD_ROUNDS = 2
 # A frozen server may hold the main thread inside C: then this thread acts.
 _ACT_SECS = 5.0
@@ -72,7 +71,7 @@ class _Record:
     state: TaskState = TaskState.LIVE
     since: float = 0.0  # When `state` began.
     rounds: int = 0  # How often in a row it was found so.
-    handled: bool = False  # Whether the chief has cut its connections to it.
+    cut: bool = False  # Whether the chief has cut its connections to it.
 
     def failure(self, frozen_secs: float) -> ServerFailure | None:
         """What this means for the variables there, if it is a ps."""
@@ -93,10 +92,8 @@ class HealthMonitor:
     so that its dispatch fails, as that of a killed worker does, and goes to
     another. When it wakes up it is taken back.
 
-    Args:
-        cluster: The cluster; this process is its chief.
-        on_stuck: Called from the monitor's thread when the main thread is
-            stuck in a call to a frozen server: nobody has stopped this monitor.
+    `on_stuck` is called from the monitor's thread when the main thread is stuck
+    in a call to a frozen server: nobody has stopped this monitor.
     """
 
     def __init__(
@@ -140,11 +137,11 @@ class HealthMonitor:
         self, frozen_secs: float = FROZEN_SECS
     ) -> dict[str, ServerFailure]:
         """The parameter servers that are lost, as far as is known now."""
-        failures = {
-            task: record.failure(frozen_secs)
+        return {
+            task: failure
             for task, record in self._of("ps").items()
+            if (failure := record.failure(frozen_secs))
         }
-        return {task: failure for task, failure in failures.items() if failure}
 
     def look(self) -> dict[str, ServerFailure]:
         """Asks all tasks now, twice, and returns the servers that are lost."""
@@ -220,12 +217,12 @@ class HealthMonitor:
         else:
             _log.warning("%s: %s.", task, answer.state.value)
         record.state, record.since = answer.state, time.monotonic()
-        record.rounds, record.handled = 1, False
+        record.rounds, record.cut = 1, False
 
     def _cut_frozen_workers(self) -> None:
         for task, record in self._of("worker").items():
             failure = record.failure(FROZEN_SECS)
-            if failure is ServerFailure.FROZEN and not record.handled:
+            if failure is ServerFailure.FROZEN and not record.cut:
                 _log.warning(
                     "%s does not answer since %.0f s: it is treated as dead, "
                     "and the job goes on with the others.",
@@ -233,4 +230,4 @@ class HealthMonitor:
                     time.monotonic() - record.since,
                 )
                 cut_connections(record.address)
-                record.handled = True
+                record.cut = True

@@ -1,9 +1,8 @@
 """The processes of an all-reduce job find each other, and agree who takes part.
 
-TensorFlow would itself wait in C, for ever, name nobody, and take what is left
-of a frozen task for one that is there. So each task listens at its own address,
-and leaves it to TensorFlow when it has both asked and been asked by each other
-one.
+TensorFlow itself would wait in C for ever, name nobody, and take a frozen task
+for one that is there. So each task listens at its own address, and leaves it to
+TensorFlow once it has both asked and been asked by each other one.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
 _MEETING = "tfdist.Meeting"
-# For those who take part, all of whom were there a moment ago.
-_GATHER_SECS = 15.0
+_GATHER_SECS = 15.0  # For those who take part, who were just there.
 
 
 def meet(
@@ -48,8 +46,8 @@ def meet(
     torchrun's rendezvous: all that are wanted, or, `last_call_timeout` after
     the least number of them is there, those who are. Others wait meanwhile.
 
-    Arguments and errors are those of `probing.wait_until_up`; and
-    `UnavailableError` if one that was to take part has gone meanwhile.
+    Other arguments and errors are those of `probing.wait_until_up`, and
+    `UnavailableError` if one that was to take part has gone.
 
     Returns:
         The training tasks that take part, the workers numbered from 0.
@@ -99,15 +97,13 @@ class _Meeting:
     def __init__(
         self, own: str, timeout_secs: float, wait: Callable[..., Any]
     ) -> None:
-        # The addresses of those who take part, once that is decided.
-        self.members: list[str] = []
+        self.members: list[str] = []  # Addresses of those who take part.
         self._own, self._timeout_secs, self._wait = own, timeout_secs, wait
         # A process that was started again is another one: it has to meet again.
         self._identity = os.urandom(8)
         self._asked_by: dict[str, bytes] = {}
         self._answers: dict[str, Answer] = {}
-        # The leader's, which the others learn when they ask.
-        self._decision = b""
+        self._decision = b""  # The leader's; others learn it when they ask.
 
     @contextlib.contextmanager
     def listening(self, cluster: Cluster) -> Iterator[None]:

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 
-# In the memory of each server, where the chief reads it.
-_FILE = "ram://tfdist/free_bytes"
+_FILE = "ram://tfdist/free_bytes"  # Of each server; the chief reads it.
 # Limit, use, and details of it: of a container, by version of its kernel's.
 _CGROUPS = (
     "memory.max memory.current memory.stat",

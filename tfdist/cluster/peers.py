@@ -27,10 +27,8 @@ from tfdist.cluster.spec import Cluster
 
 _numbers = itertools.count()
 _POLL_SECS = 1.0
-# A process that is busy may trace a model before it answers.
-_PATIENCE_SECS = 120.0
-# One that does not answer at all, not even at a second try, is gone.
-_GONE_SECS = 2.0
+_PATIENCE_SECS = 120.0  # A process may trace a model before it answers.
+_GONE_SECS = 2.0  # Not even a second try is answered.
 # How often the leader looks who wants to leave, and for how long.
 _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 
@@ -38,8 +36,8 @@ _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 class Peers:
     """What the processes of a job tell each other.
 
-    To be made once they are connected (`strategies.multi_worker_strategy`), and
-    in every process as often as in the others, in the same order.
+    To be made once they are connected (`strategies.multi_worker_strategy`), in
+    all processes equally often and in the same order.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -93,21 +91,20 @@ class Peers:
     ) -> dict[str, str]:
         """What every other process has announced, by its name.
 
-        Raises OpError if one of them is gone, or does not in two minutes.
+        Raises OpError if one of them is gone, or silent for two minutes.
         """
-        return {
-            name: self._wait_for(
-                f"{what}/{name}", self._watching(name, watch), _PATIENCE_SECS
-            )
-            for name in self._others
-        }
+        said = {}
+        for name in self._others:
+            look = self._watching(name, watch)
+            said[name] = self._wait_for(f"{what}/{name}", look, _PATIENCE_SECS)
+        return said
 
     def _watching(
         self, name: str, watch: Callable[[], None]
     ) -> Callable[[], None]:
         """`watch`, and raises OpError once another process is gone.
 
-        TensorFlow notices that of one that it has a call to.
+        TensorFlow itself notices it only in a call to that process.
         """
         seen = time.monotonic()
 
@@ -130,8 +127,7 @@ class Peers:
     def check_same_program(self, program: Mapping[str, str]) -> None:
         """Raises ValueError if processes are about to run different programs.
 
-        They would wait for each other for ever. `program` describes each part,
-        by name.
+        They would wait for ever. `program` describes each part, by name.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program").items():

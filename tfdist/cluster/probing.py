@@ -24,8 +24,7 @@ WAITING = b"waiting"
 """What a task answers that waits for the others of an all-reduce job."""
 
 _POLL_SECS = 0.2
-# Where gRPC looks for a proxy, unless `no_proxy` names the host.
-_PROXIES = {"grpc", "https", "http"}
+_PROXIES = {"grpc", "https", "http"}  # Where gRPC looks for one.
 
 
 class TaskState(enum.Enum):
@@ -41,9 +40,7 @@ class Answer(NamedTuple):
     """What is known of a task that was asked for its status."""
 
     state: TaskState
-    # What it answered, which differs between two servers started at one
-    # address; None without answer.
-    identity: bytes | None = None
+    identity: bytes | None = None  # Its answer; each server has its own.
 
 
 def ask(
@@ -61,8 +58,9 @@ def ask(
     with contextlib.ExitStack() as channels:
         calls = []
         for address in addresses:
-            channel = grpc.insecure_channel(address, options=options)
-            channels.enter_context(channel)
+            channel = channels.enter_context(
+                grpc.insecure_channel(address, options=options)
+            )
             call = channel.unary_unary(method)
             calls.append(call.future(request, timeout=timeout_secs))
         return [_answer(call) for call in calls]
@@ -76,9 +74,9 @@ def _answer(call: grpc.Future) -> Answer:
         return Answer(TaskState.FROZEN if frozen else TaskState.DEAD)
 
 
-def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
+def probe(address: str) -> TaskState:
     """The state of the task at `address`; see `ask`."""
-    return ask([address], timeout_secs)[0].state
+    return ask([address])[0].state
 
 
 def wait_until_up(
@@ -88,9 +86,8 @@ def wait_until_up(
 ) -> None:
     """Waits until every worker and ps of `cluster` answers.
 
-    `ParameterServerStrategy` itself would block inside C for many minutes,
-    deaf to signals, when a task is missing. `give_up` is called again and again
-    meanwhile; it ends the wait by raising.
+    When one is missing, `ParameterServerStrategy` itself would block inside C
+    for minutes, deaf to signals. `give_up`, called meanwhile, may raise.
 
     Raises:
         TimeoutError: Some task was not up in time; the message names each.
@@ -109,10 +106,7 @@ def wait_for_all(
     timeout_secs: float,
     give_up: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, as `wait_until_up`, until the `states` of all are `LIVE`.
-
-    `tasks` are names and addresses; `states` has the same order.
-    """
+    """Waits, as `wait_until_up`, for `tasks` (name to address) by `states`."""
     missing = ""
     next_message = time.monotonic() + 5.0
 
@@ -124,12 +118,13 @@ def wait_for_all(
             for (name, address), state in found
             if state is not TaskState.LIVE
         )
-        if missing:
-            give_up()
-        if missing and time.monotonic() >= next_message:
+        if not missing:
+            return True
+        give_up()
+        if time.monotonic() >= next_message:
             _log.warning("Waiting for %s.", missing)
             next_message = time.monotonic() + 10.0
-        return not missing
+        return False
 
     if not wait_for(all_up, timeout_secs, _POLL_SECS):
         proxies = _PROXIES & urllib.request.getproxies().keys()

@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.tracing import traced
 from tfdist._tf.waiting import wait_for
@@ -38,22 +39,16 @@ _LET_GO = "ram://tfdist/let_go"
 _SAID, _CONNECTED = "ram://tfdist/said", "."
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
-# TensorFlow keeps the functions, 4 MB of a small model, that were running when
-# a step failed, and on workers a thread for each of their input ops. So after
-# so many chiefs and recoveries a server restarts itself.
+# TensorFlow keeps the functions that were running when a step failed (4 MB of a
+# small model), and on workers a thread for each of their input ops. So after so
+# many chiefs and recoveries a server restarts itself.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
-# How long a task that is let go serves on: the chief disconnects meanwhile.
-_LET_GO_SECS = 5.0
-# How long a server that is told to end serves on for a chief that is told so
-# at the same time and writes its last checkpoint.
-_TERM_SECS = 20.0
-# Where this process has been the chief.
-_held: set[str] = set()
-# For each job, of several in one program, that this process has released.
-_released: list[Cluster] = []
-# The jobs that this process was told to serve, and its server still does.
-_serves: list[Cluster] = []
+_LET_GO_SECS = 5.0  # In which the chief disconnects.
+_TERM_SECS = 20.0  # In which the chief writes its last checkpoint.
+_held: set[str] = set()  # Addresses at which this process has been the chief.
+_released: list[Cluster] = []  # The jobs that this process has released.
+_serves: list[Cluster] = []  # Those that it was told to serve.
 # gRPC's own settings leave a server that came back alone for up to two minutes.
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
@@ -68,21 +63,16 @@ def reconnect_quickly() -> None:
     The user's `TF_GRPC_DEFAULT_OPTIONS` win.
     """
     name = "TF_GRPC_DEFAULT_OPTIONS"
-    set_already = os.environ.get(name, "")
-    ours = [
-        f"{option}={value}"
-        for option, value in _RECONNECT.items()
-        if option not in set_already
-    ]
-    os.environ[name] = ",".join([*filter(None, [set_already]), *ours])
+    given = os.environ.get(name, "")
+    ours = [f"{o}={value}" for o, value in _RECONNECT.items() if o not in given]
+    os.environ[name] = ",".join(filter(None, [given, *ours]))
 
 
 def inter_op_threads() -> int:
     """Size of the thread pool that runs ops: the CPUs, but at least four.
 
-    A server whose pool has a single thread (a one-CPU container) hangs on the
-    first step that pulls from and pushes to it: the pull waits inside the
-    thread that the push needs.
+    A server with a single thread (a one-CPU container) hangs on the first step
+    that pulls and pushes: the pull waits inside the thread that the push needs.
     """
     return max(4, len(os.sched_getaffinity(0)))
 
@@ -104,27 +94,22 @@ def serve(
 ) -> None:
     """Runs this task's server until the chief says that the job is done.
 
-    It does so by `release`, which `train_and_evaluate` calls. As long as the
-    chief's process is there it may go on: for a minute, and once it has
+    The chief says so by `release`, which `train_and_evaluate` calls. While its
+    process is there the server goes on, for a minute at most; if the chief has
     connected again, as for another job of the same program, until that is done
-    or the chief is gone. A second call serves the second job, and so on, on the
-    same server.
+    or the chief is gone. A second call serves the second job on the same
+    server. A task that the chief does without (`tfdist.cluster.size`) returns.
 
-    A task that the chief does without (see `tfdist.cluster.size`) returns, too.
-
-    Told to end by SIGTERM, it serves on for at most 20 seconds as long as the
-    chief is there, since the whole job may be told so at once and the chief
-    then writes its last checkpoint.
+    After SIGTERM it serves on while the chief is there, which may have to write
+    its last checkpoint, for at most 20 seconds.
 
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
-        restart: Replaces this process, for the reason it is given. It is
-            called when a chief connects for the twentieth time, which then
-            recovers as from the death of this task.
+        restart: Replaces this process, for the reason it is given, when a chief
+            connects for the twentieth time, which recovers as from its death.
 
     Raises:
-        RuntimeError: The server could not start; most often another process
-            holds its port.
+        RuntimeError: The server could not start: is its port in use?
         SystemExit: with code 143, after SIGTERM, unless the job ends first.
     """
     sigterm = Sigterm()
@@ -193,23 +178,17 @@ def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
 
     The chief's process still frees what it holds here; let it leave first.
     """
-    wait_for(
-        lambda: (
-            sigterm.received
-            or _said() != said
-            or probe(chief) is not TaskState.LIVE
-        ),
-        _GOODBYE_SECS,
+    wait_until_gone(
+        chief, _GOODBYE_SECS, lambda: sigterm.received or _said() != said
     )
     return _said() == said
 
 
 def _trim_memory() -> None:
-    """Gives the system back what this process has freed.
+    """Gives the system back what this process has freed, in milliseconds.
 
-    glibc keeps freed memory for later, in an arena for each of TensorFlow's
-    threads. A worker that traced a step for each of twelve recoveries held
-    260 MB like that, a fourth of all it had. Takes milliseconds.
+    glibc keeps it in an arena for each of TensorFlow's threads: a fourth of all
+    memory, 260 MB, in a worker that traced a step in each of twelve recoveries.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -219,10 +198,7 @@ def _said() -> str:
 
     Such as "..1;.2;": in the first job it has connected again.
     """
-    if not tf.io.gfile.exists(_SAID):
-        return ""
-    with tf.io.gfile.GFile(_SAID) as file:
-        return file.read()
+    return storage.read_text(_SAID) or ""
 
 
 def _is_done(said: str) -> bool:
@@ -300,7 +276,7 @@ def num_connected(job: str) -> int:
 
 def num_ps(strategy: tf.distribute.Strategy) -> int:
     """How many parameter servers hold the variables of a strategy."""
-    # A job of this process alone may follow one on servers.
+    # A process stays connected when a job of its own follows.
     on_ps = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     return num_connected("ps") if on_ps else 0
 
@@ -327,9 +303,8 @@ def hold(cluster: Cluster) -> None:
     """Leaves this chief's name with the first server, and counts at each.
 
     Raises RuntimeError if another chief that is up holds the job: TensorFlow
-    lets any number attach to one cluster, each of which would overwrite what
-    the others train. Two that start within the same milliseconds are not told
-    apart.
+    lets any number attach to one cluster, which would overwrite each other's
+    training. Two that start within the same milliseconds are not told apart.
     """
     address = cluster.tasks["chief"][0]
     own = {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
@@ -359,16 +334,14 @@ def hold(cluster: Cluster) -> None:
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
     """Waits until every worker reaches every parameter server, or raises.
 
-    A worker's own connections may be idle, as `retried` says: what the worker
-    is told to read on a server fails meanwhile.
+    A worker's own connection may wait (see `retried`), and reads on it fail.
     """
-    devices = [_device(task) for task in cluster.addresses("ps")]
 
     @traced
     def exists() -> list[tf.Tensor]:
         found = []
-        for device in devices:
-            with tf.device(device):
+        for task in cluster.addresses("ps"):
+            with tf.device(_device(task)):
                 found.append(tf.io.matching_files(_SAID))
         return found
 
@@ -379,7 +352,7 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
 
 
 def retried(call: Callable[[], Any], secs: float) -> Any:
-    """What `call` returns, which may fail for so long.
+    """What `call` returns, repeated for so long while a task is unavailable.
 
     A connection to a server that was restarted waits up to half a second
     between its attempts (`reconnect_quickly`).

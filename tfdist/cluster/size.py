@@ -1,15 +1,14 @@
 """How many of a cluster's tasks train: a file says it, and may change.
 
 `TF_CONFIG` names all workers that a job may have. The first N of them train,
-where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all. A
-worker that is not among them is not waited for, counted or given any data. The
-chief looks at the file while it trains. `python -m tfdist resize` writes it;
-`tfdist.launch --workers=MIN:MAX` has one of its own, named by the environment,
-and starts the workers that it asks for.
+where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all.
+Nobody waits for the others, or gives them data. The chief looks at the file
+while it trains. `python -m tfdist resize` writes it; `tfdist.launch
+--workers=MIN:MAX` has its own, named by the environment, and starts workers.
 
-The same for parameter servers: `{"ps": N}`, or both. What they hold is dealt
-anew, for which the chief saves and restarts itself. Tasks that are too many are
-told to end, unless the file changes while the chief is not connected to them.
+Likewise `{"ps": N}` for parameter servers, or both. What they hold is dealt
+anew, for which the chief saves and restarts itself. Surplus tasks are told to
+end, unless the file changes while the chief is not connected to them.
 
 An all-reduce job goes on with fewer, where the file says `"min_workers"` and
 others stay away for `"last_call_timeout"` seconds (torchrun's word; default
@@ -36,8 +35,7 @@ _log = logging.getLogger(__name__)
 
 _ROUND_SECS = 1.0
 _REMOTE_ROUND_SECS = 10.0
-# How long new workers are waited for, to take all of them in at once.
-_TOGETHER_SECS = 15.0
+_TOGETHER_SECS = 15.0  # For new workers, to take all of them in at once.
 
 
 class ClusterSize:
@@ -45,19 +43,18 @@ class ClusterSize:
 
     Args:
         cluster: With all workers that there may be.
-        model_dir: Where the file is; None: all workers train, unless the
-            launcher has a file.
+        model_dir: Where the file is, if the launcher has none. None: nowhere.
 
     Attributes:
-        size: How many workers train now, on how many parameter servers `ps`.
-        wanted: How many the file asks for, and how many `wanted_ps`.
-        least: How many an all-reduce job waits for in any case, and for how
-            many seconds, `last_call_timeout`, for the others.
+        size, ps: How many workers and parameter servers train now.
+        wanted, wanted_ps: How many the file asks for.
+        least: How many workers an all-reduce job waits for in any case.
+        last_call_timeout: For how many seconds it waits for the others.
         may_change: Whether there is a file.
 
     Raises:
-        ValueError: the file is malformed, or asks for more tasks than the
-            cluster names, or for an all-reduce of one process.
+        ValueError: the file is malformed, or asks for more tasks than there
+            are, or for an all-reduce of one process.
     """
 
     def __init__(self, cluster: Cluster, model_dir: str | None) -> None:
@@ -108,7 +105,7 @@ class ClusterSize:
             # Nobody follows what is malformed.
             text = storage.read_text(self.path) or ""
             tf_config.parse_size(text, self.path)
-            content = {**json.loads(text), **numbers}
+            content = json.loads(text) | numbers
             storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
@@ -152,10 +149,7 @@ class ClusterSize:
         return time.monotonic() - self._due_since > secs
 
     def there(self) -> int:
-        """How many of those wanted answer, without a gap; 1 at least.
-
-        Waits a little for all of them.
-        """
+        """How many of those wanted answer soon, without a gap; 1 at least."""
 
         def live() -> int:
             return _num_live(probing.ask(self._addresses[: self.wanted]))
@@ -188,7 +182,8 @@ class ClusterSize:
         return number
 
     def _run(self) -> None:
-        remote, problem = "://" in str(self.path), ""
+        assert self.path
+        remote, problem = storage.is_object_store(self.path), ""
         secs = _REMOTE_ROUND_SECS if remote else _ROUND_SECS
         while not self._stopped.wait(secs):
             with self._looking:

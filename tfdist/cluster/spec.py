@@ -5,12 +5,11 @@ an environment variable: `TF_CONFIG` (Vertex AI, Kubeflow, `python -m
 tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every replica).
 `Cluster.from_env()` turns either into one frozen value, without TensorFlow.
 
-It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`,
-and differs from it: the evaluator is never part of the training cluster (a
+It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`.
+Unlike there, the evaluator is never part of the training cluster (a
 `ParameterServerStrategy` that finds it there blocks for ever), nor is a tf.data
-service (`tfdist.data.one_pass`); workers without a chief are accepted, worker 0
-then leads them (`MultiWorkerMirroredStrategy`); and what is malformed is
-refused here, not by a hang later.
+service (`tfdist.data.one_pass`); worker 0 leads where there is no chief
+(`MultiWorkerMirroredStrategy`); and what is malformed is refused at once.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
-"""Set to "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose
-worker pool 2 holds Google's reduction servers: the service's variables call
-them what they call parameter servers."""
+"""Is "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose worker
+pool 2 holds Google's reduction servers, which it calls parameter servers."""
 
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
 
@@ -55,15 +53,13 @@ class Cluster:
         jobs: job -> {index: "host:port"} for the jobs "chief", "worker", "ps",
             "evaluator", "dispatcher" and "data_worker" that have tasks. Only
             the indices of workers may have gaps. Default: no cluster.
-        task_type: this process's job: one of those, "chief" also where the
-            environment says "master".
+        task_type: this process's job; "chief" also for "master".
         task_index: this process's index in its job.
-        has_evaluator: whether an evaluator task exists anywhere we can see
-            (Vertex AI tells no address), so that the chief need not evaluate.
+        has_evaluator: whether there is an evaluator task, also one without a
+            known address (Vertex AI), so that the chief need not evaluate.
 
     Raises:
-        ValueError: if the tasks do not make a cluster, or this task is not
-            one of them.
+        ValueError: the tasks make no cluster, or this task is none of them.
     """
 
     # A mapping has no hash; equal clusters still hash equal without it.
@@ -90,13 +86,13 @@ class Cluster:
 
         A blank variable counts as absent; `TF_CONFIG='{}'` is one local
         process. Accepted are: Vertex AI's evaluator outside the cluster (also
-        with no cluster at all) and Kubeflow's inside it, `master` for `chief`,
-        a job as a list or as an {index: address} object, an index as a string,
-        and no `task` where there is one node at most. Other keys (`job`,
-        `environment`, ...) are ignored, and so is a job without tasks.
+        without one) and Kubeflow's inside it, `master` for `chief`, a job as a
+        list or as an {index: address} object, an index as a string, and no
+        `task` where there is one node at most. Other keys (`job`,
+        `environment`, ...) and jobs without tasks are ignored.
 
         Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
-        learns of it from the `CLUSTER_SPEC` that is set beside it. Where
+        learns of it from the `CLUSTER_SPEC` beside it. Where
         `TFDIST_REDUCTION_SERVERS` is 1, parameter servers are taken for
         reduction servers, which are no part of the cluster.
 
@@ -111,8 +107,8 @@ class Cluster:
             environ: the environment. Default: `os.environ`.
 
         Raises:
-            ValueError: if a variable is malformed. The message names the
-                variable, quotes the offending part and shows a right one.
+            ValueError: a variable is malformed. The message names it, quotes
+                the offending part and shows a right one.
         """
         read = functools.partial(
             cls._read, os.environ if environ is None else environ
@@ -150,8 +146,7 @@ class Cluster:
         Args:
             jobs: job -> ["host:port", ...] or {index: "host:port"}; "chief"
                 may be called "master".
-            task_type: this process's job. May be omitted where `jobs` holds
-                one task at most.
+            task_type: this process's job; needed where there are two tasks.
             task_index: this process's index in it, likewise.
 
         Raises:
@@ -188,11 +183,10 @@ class Cluster:
     def role(self) -> str:
         """What this process has to do.
 
-        "local" trains alone: no cluster, or a cluster of one node (there may
-        be an evaluator or a tf.data service beside it). "chief" leads,
+        "local" trains alone: no cluster, or one of a single node, an evaluator
+        and a tf.data service not counted. "chief" (see `is_chief`) leads,
         "worker" and "ps" serve, "evaluator" reads checkpoints, "dispatcher"
-        and "data_worker" hand out examples. Worker 0 of a cluster without a
-        chief is "chief".
+        and "data_worker" hand out examples.
         """
         if self.task_type in ("ps", "evaluator", *DATA_JOBS):
             return self.task_type
@@ -209,8 +203,7 @@ class Cluster:
     def is_chief(self) -> bool:
         """Whether this process leads: writes checkpoints, summaries, exports.
 
-        True for the chief, for worker 0 where there is no chief, and for a
-        local process.
+        So do the chief, worker 0 where there is none, and a local process.
         """
         if self.task_type == "worker":
             return "chief" not in self.tasks and self.task_index == 0
@@ -242,10 +235,7 @@ class Cluster:
         return self.jobs.get(self.task_type, {}).get(self.task_index)
 
     def addresses(self, *jobs: str) -> dict[str, str]:
-        """Name, such as "ps:0", to address of each task of some jobs.
-
-        Default: of all that train.
-        """
+        """By name ("ps:0") the tasks of some jobs; default: all that train."""
         return {
             f"{job}:{index}": address
             for job in jobs or TRAINING_JOBS
@@ -270,16 +260,15 @@ class Cluster:
     ) -> str:
         """The `TF_CONFIG` that tells a task its place in this cluster.
 
-        The evaluator is written inside "cluster", as Kubeflow does; where its
-        address is not known it is left out, and only the evaluator itself
-        still knows of it.
+        An evaluator with a known address is inside "cluster", as Kubeflow has
+        it; of another one only itself still knows.
 
         Args:
             task_type: the task's job. Default: this process's.
             task_index: the task's index. Default: this process's.
 
         Raises:
-            ValueError: if the cluster has no such task.
+            ValueError: the cluster has no such task.
         """
         task = dataclasses.replace(
             self,
@@ -315,7 +304,7 @@ def _check_jobs(jobs: reading.Jobs) -> None:
     have = {job: as_list(tasks) for job, tasks in jobs.items()}
     for job, tasks in have.items():
         single = job in ("chief", "evaluator", "dispatcher")
-        if single and list(jobs[job]) != [0]:
+        if single and [*jobs[job]] != [0]:
             raise reading.wrong(
                 f'There can only be one "{job}", with index 0.', {job: tasks}
             )
@@ -382,11 +371,9 @@ def _endpoint(address: object) -> tuple[str, int] | None:
 def _check_task(cluster: Cluster) -> None:
     """Refuses a task that the cluster does not have."""
     job, index = cluster.task_type, cluster.task_index
-    known = list(cluster.jobs.get(job, ()))
-    if (job == "evaluator" and cluster.has_evaluator) or (
-        job in ("chief", "worker") and not cluster.tasks
-    ):
-        known = [0]
+    alone = job in ("chief", "worker") and not cluster.tasks
+    is_evaluator = job == "evaluator" and cluster.has_evaluator
+    known = [0] if alone or is_evaluator else [*cluster.jobs.get(job, ())]
     if not known:
         raise ValueError(
             f'The task "{job}" must be part of the cluster, which has: '
@@ -404,7 +391,7 @@ _running: list[Cluster] = []
 
 
 def current_cluster() -> Cluster:
-    """The cluster of the `RunConfig` of the running job, else `from_env`'s.
+    """The cluster of the running job's `RunConfig`, else `from_env`'s.
 
     What runs inside a user's `model_fn` or `input_fn` sees no `RunConfig`.
     """

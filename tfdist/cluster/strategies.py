@@ -1,7 +1,6 @@
 """A `Cluster` becomes a `tf.distribute.Strategy`.
 
-What this adds to `tf.distribute.ParameterServerStrategy` is a start that ends
-in a clear error when a task is missing.
+A start that ends in a clear error when a task is missing.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
-# How long the servers keep what a chief holds there after its last sign of
-# life. A chief that was frozen for longer rebuilds everything.
-_KEEP_ALIVE_SECS = 60
+_KEEP_ALIVE_SECS = 60  # For which servers keep what a silent chief holds there.
 _CONNECT_SECS = 15.0
-# How long the processes of an all-reduce job wait for each other at the end.
-_LEAVE_SECS = 10.0
+_LEAVE_SECS = 10.0  # For which all-reduce processes wait for each other.
 # A process can join the others of a job once.
 _joined: dict[Cluster, tf.distribute.MultiWorkerMirroredStrategy] = {}
 
@@ -43,11 +39,10 @@ def parameter_server_strategy(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
-    The chief's own address is in the cluster spec: without it the servers
-    could not call back after a reconnection.
-
-    Arguments are those of `probing.wait_until_up`, and `again`, a strategy that
-    is connected anew; errors are its, `check_is_chief`'s and `servers.hold`'s.
+    The chief's address is in the cluster spec, or servers could not call back
+    after a reconnection. Arguments are those of `probing.wait_until_up`, and
+    `again`, a strategy that is connected anew; errors are its,
+    `check_is_chief`'s and `servers.hold`'s.
     """
     check_is_chief(cluster)
     _widen_thread_pool()
@@ -98,10 +93,7 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses a strategy that there is not, or that the cluster is not for.
-
-    And TF1's graphs, in which there is none.
-    """
+    """Refuses an unknown strategy, one that does not fit, and TF1's graphs."""
     check_tensorflow()
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
@@ -144,10 +136,10 @@ def local_strategy(name: str) -> tf.distribute.Strategy:
 
     Each is made once: TensorFlow would mix up the messages of two. "mirrored"
     is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
-    that `TPU_NAME` names or this machine has, or RuntimeError.
+    that `TPU_NAME` names or this machine has.
 
     Raises:
-        RuntimeError: in the scope of another.
+        RuntimeError: in the scope of another; there is no TPU.
     """
     if tf.distribute.has_strategy():
         raise RuntimeError(
@@ -194,9 +186,9 @@ def multi_worker_strategy(
 
     Raises:
         UnavailableError: One that was to take part has gone meanwhile.
-        TimeoutError: A task was not up in time. One that goes away after that
-            would leave TensorFlow waiting in C, deaf to Python: then this
-            process ends as late, with a traceback and by SIGALRM.
+        TimeoutError: A task was not up in time. If one goes away after that,
+            TensorFlow waits in C, deaf to Python: then this process ends as
+            late, with a traceback and by SIGALRM.
     """
     if cluster in _joined:
         return _joined[cluster]
@@ -237,9 +229,9 @@ def _time_limit(secs: float) -> Iterator[None]:
 
     For a call that waits in C and holds Python's lock: no thread and no signal
     handler of Python's runs meanwhile. So the signal has faulthandler's
-    handler, which is in C, and after it the system's own, which ends the
-    process. (`faulthandler.dump_traceback_later` has one timer a process, and
-    it may be the user's.) Other threads than the main one have no limit.
+    handler, which is in C, then the system's own, which ends the process.
+    (`faulthandler.dump_traceback_later` has one timer a process, maybe the
+    user's.) Other threads than the main one have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -281,9 +273,8 @@ def _resolver(
 def fail_fast() -> Iterator[None]:
     """Makes a task that died since the probe an error instead of a hang.
 
-    TensorFlow reads the variable at each call. Afterwards the user's value
-    holds; where there is none, `use_caller`, which TensorFlow recommends: its
-    own default is `true`, with which recovery would spin.
+    TensorFlow reads the variable at each call. Afterwards it is the user's, or
+    `use_caller`, as recommended: with the default, `true`, recovery would spin.
     """
     name = "GRPC_FAIL_FAST"
     before = os.environ.get(name, "use_caller")
@@ -306,10 +297,7 @@ def _widen_thread_pool() -> None:
 
 
 def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
-    """Raises if XLA could not compile a model's step, as a TPU needs it.
-
-    `tables` are its `PartitionedEmbedding` layers.
-    """
+    """Raises if XLA cannot compile the step of a model with these tables."""
     specs = tf.nest.flatten(element_spec)
     problems = [
         f"Its table {table.path!r} looks up each row once, so the number of "

@@ -66,8 +66,8 @@ class Sigterm:
 def keeping_sigterm() -> Iterator[None]:
     """Has SIGTERM wait meanwhile; Python's handler hears it afterwards.
 
-    For whoever joins an all-reduce job: TensorFlow's `PreemptionNotifier` then
-    replaces the handler, and tells nobody of a signal.
+    Joining an all-reduce job, TensorFlow's `PreemptionNotifier` replaces the
+    handler, and tells nobody of a signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

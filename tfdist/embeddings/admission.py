@@ -9,13 +9,12 @@ halving, so that the ids of long ago make room, Einziger and Friedman, 2015.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.embeddings.places import Places, write
+from tfdist.embeddings.places import WRITE, Places
 
 WIDTH = 2048
 """Words of a segment, of four counts each: two counts for each slot."""
@@ -34,11 +33,8 @@ def seen_again(
 ) -> tf.Tensor:
     """Counts each key once; returns how often each was seen, int32.
 
-    Args:
-        sketches: int32 `(segments, WIDTH)`, of each shard.
-        segment: Of each key, in the sketch of its shard.
-        keys: Unique in a shard.
-        places: Theirs.
+    A sketch is int32 `(segments, WIDTH)`, of one shard. Each key is unique in
+    its shard and has a `segment` there.
     """
     bits = tf.bitwise.right_shift(keys[:, tf.newaxis], _PLACES)
     row = tf.broadcast_to(segment[:, tf.newaxis], tf.shape(bits))
@@ -50,7 +46,7 @@ def seen_again(
     # Of keys that share a count each raises it, so none is too low.
     raised = tf.cast((counts == lowest) & (counts < MOST), tf.int32)
     raised = tf.bitwise.left_shift(raised, shift)
-    places.scatter(_add, sketches, at, raised)
+    places.scatter(tf.raw_ops.ResourceScatterNdAdd, sketches, at, raised)
     return tf.minimum(lowest[:, 0] + 1, MOST)
 
 
@@ -61,10 +57,4 @@ def age(
     halves = tf.bitwise.right_shift(places.gather(sketches, segment), 1)
     # Without the bits that came from the count beside.
     halves = tf.bitwise.bitwise_and(halves, 0x7F7F7F7F)
-    places.scatter(write, sketches, segment, halves)
-
-
-def _add(handle: Any, at: tf.Tensor, values: tf.Tensor) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterNdAdd(
-        ref=handle, indices=at, updates=values
-    )
+    places.scatter(WRITE, sketches, segment, halves)

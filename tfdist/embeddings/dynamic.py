@@ -12,10 +12,11 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import VariableBeside
 from tfdist.embeddings.admission import MOST, WIDTH
-from tfdist.embeddings.growing import COUNTED, Growing, GrowingShards, rows_at
+from tfdist.embeddings.growing import COUNTED, Found, Growing, GrowingShards
 from tfdist.embeddings.index import BUCKET, MOST_ROWS, OLDEST, SEGMENT, mixed
 from tfdist.embeddings.initial import first_rows, salt
 from tfdist.embeddings.layer import PartitionedEmbedding, mark_shard, own_rows
+from tfdist.embeddings.places import places_of
 from tfdist.embeddings.routing import KeyedGroup
 from tfdist.placement.partitioners import Run, row_slices
 
@@ -38,10 +39,10 @@ class DynamicEmbedding(PartitionedEmbedding):
 
     As `PartitionedEmbedding`, without a vocabulary: ids are any integers or
     strings, hashed or not, and no two share a row. Training gives an id a
-    row in its first update, or a later one: `admit_after`; evaluation,
+    row in its first update, or a later one (`admit_after`); evaluation,
     prediction and exports never do. An id without a row reads what its row
-    would begin with. Until it is admitted, and where there is no room, its
-    gradients are dropped, and counted: see `counters`.
+    would begin with; until it gets one its gradients are dropped, and counted
+    (`counters`).
 
     >>> layer = DynamicEmbedding(4, capacity=10_000, combiner="sum")
     >>> layer(tf.constant([["a user", "an item"], ["a user", ""]])).shape
@@ -49,11 +50,9 @@ class DynamicEmbedding(PartitionedEmbedding):
     >>> layer.num_ids()
     0
 
-    Tables of one width, whose options below are the same, are looked up
-    together, in hardly more ops than one. A SavedModel that tfdist exports
-    holds the rows in use alone.
-
-    Not supported yet: regularizers, constraints, `mask_zero`.
+    Tables of one width with the same options are looked up together, in hardly
+    more ops than one. A SavedModel that tfdist exports holds the rows in use
+    alone. Not supported yet: regularizers, constraints, `mask_zero`.
 
     Args:
         output_dim: Length of a row.
@@ -67,15 +66,14 @@ class DynamicEmbedding(PartitionedEmbedding):
             most 127, so that ids that come once take none. A sketch of 2 bytes
             a row counts them, and halves its counts whenever it has counted
             half as many ids as the table has rows: a rare id may wait longer,
-            and of 20 new ones about one waits shorter. Default: in the first.
-            A job may go on with another: what it turns on counts from 0.
+            and of 20 new ones about one waits shorter. Default: 1. A job may go
+            on with another: what it turns on counts from 0.
         evict_after_steps: An id that has been in none of so many updates, of
             all workers together, may lose its row to one that finds no room:
             the oldest of the 32 that the new one may take. It begins anew when
-            it comes back, even if it was read before it lost the row and is
-            updated after. Updates of the tables of one server that evict take
-            turns. Default: none loses its row. Switched on in a job that goes
-            on, it counts ids as never seen until they are.
+            it comes back, even if it was read before and is updated after the
+            loss. Updates of a server's tables that evict take turns. Default:
+            never. Switched on later, ids count as never seen until they are.
         embeddings_initializer: Constant, uniform or normal, of Keras'. A row
             begins with a function of id, layer name and the initializer's
             seed (None counts as 0), so it does not depend on `num_shards`.
@@ -83,8 +81,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         **kwargs: As for every layer.
 
     Call arguments:
-        ids: Integers or strings: dense, ragged or sparse, as of
-            `PartitionedEmbedding`.
+        ids: Integers or strings: dense, ragged or sparse.
         weights: As of `PartitionedEmbedding`.
 
     Raises:
@@ -212,14 +209,15 @@ class DynamicEmbedding(PartitionedEmbedding):
         `fullest_segment`, at 1 the first ids find no room; `dropped_gradients`:
         of ids that found none, `refused`, or were `not_admitted` yet.
         """
-        held = [each.ids_by_segment().numpy() for each in self._growing]
+        by_segment = [each.ids_by_segment().numpy() for each in self._growing]
+        held = np.concatenate(by_segment)
         counts = sum(g.counters.numpy().sum(axis=0) for g in self._growing)
         told = dict(zip(COUNTED, map(int, counts), strict=True))
-        num_ids = int(np.concatenate(held).sum())
+        num_ids = int(held.sum())
         return {
             "num_ids": num_ids,
             "admitted_ids": num_ids + told["evicted_ids"],
-            "fullest_segment": float(np.concatenate(held).max() / SEGMENT),
+            "fullest_segment": float(held.max() / SEGMENT),
             "dropped_gradients": told["refused"] + told["not_admitted"],
             **told,
         }
@@ -253,8 +251,9 @@ class DynamicEmbedding(PartitionedEmbedding):
     def _read(self, flat: tf.Tensor) -> tf.Tensor:
         group = KeyedGroup([self], 0, lambda _: "")
         route = group.route([(self, flat)])
-        ids = tf.split(route.ids[""], route.counts[""], num=self.num_shards)
-        rows, _ = rows_at(GrowingShards(group.shards), ids, route.counts[""])
+        places = places_of(route.counts[""], self.num_shards)
+        asked = Found(route.ids[""], places)
+        rows = GrowingShards(group.shards).rows(asked).rows
         if self.trainable:
             # By it, an id without a row would learn nothing, silently.
             rows = tf.raw_ops.PreventGradient(

@@ -8,45 +8,28 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.embeddings import index
 from tfdist.embeddings.growing import growing_of
-from tfdist.embeddings.index import (
-    BUCKET,
-    EMPTY,
-    NO_ID,
-    SEGMENT,
-    Index,
-    insert,
-    mixed,
-)
 from tfdist.embeddings.layer import own_rows
 from tfdist.embeddings.places import Places
 
-# Keys that are inserted together: 512 bytes each meanwhile.
-_KEYS = 1 << 16
+_KEYS = 1 << 16  # Inserted together: 512 bytes each meanwhile.
 
 
 def place(
     keys: np.ndarray, num_segments: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of an empty table once all are inserted, and their slots.
+    """Inserts unique keys, int64 `(n,)`, into an empty table.
 
-    Args:
-        keys: int64 `(n,)`, unique; see `mixed`.
-        num_segments: Of the table.
-        name: The table's, for the message.
-
-    Returns:
-        int64 `(buckets, 16)`: whose the slots are; int64 `(n,)`: slots.
-
-    Raises:
-        ValueError: some find no room.
+    Returns whose all slots are, int64 `(buckets, 16)`, and the keys' slots;
+    ValueError, if some find no room in the table of this name.
     """
-    shape = [num_segments * SEGMENT // BUCKET, BUCKET]
+    shape = [num_segments * index.SEGMENT // index.BUCKET, index.BUCKET]
     with tf.device("CPU"):
         held = keras.Variable(tf.zeros(shape, tf.int64), dtype="int64")
-        index = Index([held], [0], [num_segments])
+        into = index.Index([held], [0], [num_segments])
         add = tf.function(
-            lambda some: insert(index, some, Places(), lambda *_: []),
+            lambda some: index.insert(into, some, Places(), lambda *_: []),
             [tf.TensorSpec([None], tf.int64)],
             autograph=False,
         )
@@ -57,7 +40,7 @@ def place(
     if lost := np.count_nonzero(slots < 0):
         raise ValueError(
             f"{lost} of {len(keys)} ids of table {name!r} find no room in a "
-            f"capacity of {num_segments * SEGMENT}. Let it be at least "
+            f"capacity of {num_segments * index.SEGMENT}. Let it be at least "
             f"{-(-len(keys) * 4 // 3)}."
         )
     return held.numpy(), slots
@@ -68,23 +51,22 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
 
     Raises:
         TypeError: they are neither int nor str.
-        ValueError: the rows are of another shape, an id is there twice, or
-            some find no room.
+        ValueError: rows have another shape, ids repeat, or some find no room.
     """
     ids = tf.constant(np.asarray(ids))
     table._check_dtype(ids.dtype.name)
-    keys = mixed(table._as_ids(ids)).numpy()
-    different = len(np.unique(keys[keys != EMPTY]))
+    keys = index.mixed(table._as_ids(ids)).numpy()
+    different = len(np.unique(keys[keys != index.EMPTY]))
     if rows.shape != (different, table.output_dim) or different < len(keys):
         raise ValueError(
             f"Table {table.path!r} takes rows of length {table.output_dim}, "
-            f"and for each row an id that no other has, nor is it {NO_ID}. "
-            f"Received: {len(keys)} ids, of them {different} different, for "
-            f"rows of shape {rows.shape}."
+            "and for each row an id that no other has, nor is it "
+            f"{index.NO_ID}. Received: {len(keys)} ids, of them {different} "
+            f"different, for rows of shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)
     for growing in filter(None, map(growing_of, table.shards)):
-        at = slots - growing.first_segment * SEGMENT
+        at = slots - growing.first_segment * index.SEGMENT
         own = np.flatnonzero((at >= 0) & (at < growing.shard.shape[0]))
         shard = np.zeros(growing.shard.shape, rows.dtype)
         shard[at[own]] = rows[own]

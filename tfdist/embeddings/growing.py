@@ -1,8 +1,4 @@
-"""Reads and claims rows of shards; in growing ones they have to be found.
-
-Whoever reads or updates rows of a server's shards asks here, by row or by key,
-as their tables have it.
-"""
+"""Reads and claims rows of a server's shards: by key, where they grow."""
 
 from __future__ import annotations
 
@@ -15,71 +11,45 @@ import tensorflow as tf
 
 from tfdist._tf.mutex import alone
 from tfdist._tf.tracing import traced
-from tfdist.embeddings import admission
-from tfdist.embeddings.index import (
-    EMPTY,
-    NO_ROOM,
-    OLDEST,
-    SEGMENT,
-    Index,
-    find,
-    insert,
-    own_segments,
-    still_held,
-)
-from tfdist.embeddings.places import Places, places_of, write
+from tfdist.embeddings import admission, index
+from tfdist.embeddings.places import WRITE, Places, places_of
 
 # Attribute of a shard in which ids have to be found.
 _GROWING = "_tfdist_growing"
 COUNTED = "refused", "not_admitted", "evicted_ids"
 """Columns of the counters: gradients of ids that found no room, and of ids that
 were not admitted yet; ids that lost their rows."""
-# The mutex of a server's tables that evict.
-_EVICTING = "tfdist_evicting"
+_EVICTING = "tfdist_evicting"  # The mutex of a server's tables that evict.
 
 Beside = Sequence[tuple[keras.Variable, float | None]]
 """Slots of a shard: at which value each begins; None: as the row does."""
 
 
 class Found(NamedTuple):
-    """Keys, and what was found out when their rows were read, if they were.
+    """Keys, and what was found out when their rows were read, if they were."""
 
-    Attributes:
-        keys: int64 `(n,)`.
-        places: Theirs.
-        slots: In the shard of each; -1: none.
-        rows: What was read.
-        is_whole: Whether all have slots, a scalar.
-    """
-
-    keys: tf.Tensor
-    places: Places
-    slots: Any = None
-    rows: Any = None
-    is_whole: Any = None
+    keys: tf.Tensor  # int64 `(n,)`.
+    places: Places  # Theirs.
+    slots: Any = None  # In the shard of each; -1: none.
+    rows: Any = None  # What was read.
+    is_whole: Any = None  # Whether all have slots, a scalar.
 
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """A shard that gives rows to ids as they come.
+    """A shard that gives rows to ids as they come."""
 
-    Attributes:
-        table: The `DynamicEmbedding`.
-        shard: The rows.
-        first_segment: Of those that the shard holds.
-        keys: int64 `(buckets, 16)`: whose rows they are, in the same order.
-        seen: int32, one for each row: number of the last update, from 1 and
-            modulo 2**32, if the table evicts; else 0.
-        counters: int64, `(segments, 3)`; see `COUNTED`.
-        sketch: int32, of ids without a row; None: all are admitted.
-    """
-
-    table: Any
-    shard: keras.Variable
-    first_segment: int
-    keys: keras.Variable
+    table: Any  # The `DynamicEmbedding`.
+    shard: keras.Variable  # The rows.
+    first_segment: int  # Of those that the shard holds.
+    keys: (
+        keras.Variable
+    )  # Whose rows they are, in order; int64 `(buckets, 16)`.
+    # int32, one for each row: number of the last update, from 1 and modulo
+    # 2**32, if the table evicts; else 0.
     seen: keras.Variable
-    counters: keras.Variable
+    counters: keras.Variable  # int64 `(segments, 3)`; see `COUNTED`.
+    # int32, of ids without a row; None: all are admitted.
     sketch: keras.Variable | None = None
 
     def __post_init__(self) -> None:
@@ -94,15 +64,12 @@ class Growing:
     def ids_by_segment(self) -> tf.Tensor:
         """How many ids each of its segments holds, counted where they are."""
         with tf.device(self.keys.value.device):
-            held = tf.reshape(self.keys.value, [-1, SEGMENT])
+            held = tf.reshape(self.keys.value, [-1, index.SEGMENT])
             return tf.math.count_nonzero(held, axis=1)
 
 
 class GrowingShards:
-    """Shards of one server that grow alike: their keys are found together.
-
-    Of tables of one `group_key`. Each shard numbers its own slots.
-    """
+    """Shards of one server and one `group_key`: keys are found together."""
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         own: list[Growing] = [getattr(shard, _GROWING) for shard in shards]
@@ -110,23 +77,22 @@ class GrowingShards:
         self._tables = [each.table for each in own]
         self._seen = [each.seen for each in own]
         self._counters = [each.counters for each in own]
-        sketches = [each.sketch for each in own]
-        self._sketches = [each for each in sketches if each is not None]
+        self._sketches = [e.sketch for e in own if e.sketch is not None]
         firsts = [each.first_segment for each in own]
-        nums = [each.table.num_segments for each in own]
-        self._index = Index([each.keys for each in own], firsts, nums)
+        nums = [table.num_segments for table in self._tables]
+        self._index = index.Index([each.keys for each in own], firsts, nums)
         self._admit_after = self._tables[0].admit_after
         self.evicts = self._tables[0].evict_after_steps
 
     def rows(self, asked: Found) -> Found:
         """Reads the rows of keys; one of none is what it would begin with."""
         keys, places = asked.keys, asked.places
-        slots = find(self._index, keys, places)
+        slots = index.find(self._index, keys, places)
         rows = places.gather(self.shards, tf.maximum(slots, 0))
         if self.evicts:
             # Was it another's row by then?
             with tf.control_dependencies([rows]):
-                slots = still_held(self._index, keys, slots, places)
+                slots = index.still_held(self._index, keys, slots, places)
 
         def some() -> tf.Tensor:
             missing = tf.where(slots < 0)
@@ -151,20 +117,15 @@ class GrowingShards:
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Of each shard, slots of its unique keys, and their gradients.
 
-        Those that have no row get one, if they are admitted and there is room;
-        else they are left out, and counted. An id that has lost its row since
-        it was read is a new one.
-
-        Args:
-            found: The keys.
-            gradient: Of each.
-            iteration: Updates before this one, int64.
-            beside: What begins with a row, of each shard the same kinds.
+        Keys without a row get one, if they are admitted and there is room; else
+        they are left out, and counted. An id that has lost its row since it was
+        read is a new one. `iteration`, int64, counts the updates before this
+        one; `beside` is what begins with a row, of each shard the same kinds.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
         if self.evicts or slots is None:
-            read, slots = None, find(self._index, keys, places)
+            read, slots = None, index.find(self._index, keys, places)
             is_whole = tf.reduce_all(slots >= 0)
         if self.evicts:
             held = tf.where(slots >= 0)[:, 0]
@@ -210,7 +171,7 @@ class GrowingShards:
         seen = places.gather(self._seen, slots)
         # A worker may be late.
         latest = tf.where(_passed(seen, now) < 0, seen, now)
-        places.scatter(write, self._seen, slots, latest)
+        places.scatter(WRITE, self._seen, slots, latest)
 
     def _inserted(
         self,
@@ -226,16 +187,16 @@ class GrowingShards:
             slots: tf.Tensor, places: Places, which: tf.Tensor, lost: tf.Tensor
         ) -> list[Any]:
             own = tf.gather(rows, which)
-            ops = places.scatter(write, self.shards, slots, own)
+            ops = places.scatter(WRITE, self.shards, slots, own)
             for kind in zip(*beside, strict=True):
                 variables, (value, *_) = zip(*kind, strict=True)
                 first = own if value is None else tf.fill(tf.shape(own), value)
-                ops += places.scatter(write, variables, slots, first)
+                ops += places.scatter(WRITE, variables, slots, first)
             if self.evicts:
                 at = tf.fill(tf.shape(slots), now)
-                ops += places.scatter(write, self._seen, slots, at)
-                taken = tf.where(tf.not_equal(lost, EMPTY))[:, 0]
-                segment = tf.gather(slots, taken) // SEGMENT
+                ops += places.scatter(WRITE, self._seen, slots, at)
+                taken = tf.where(tf.not_equal(lost, index.EMPTY))[:, 0]
+                segment = tf.gather(slots, taken) // index.SEGMENT
                 ops += self._count("evicted_ids", segment, places.some(taken))
             return ops
 
@@ -243,7 +204,7 @@ class GrowingShards:
             steps = _passed(places.gather(self._seen, slots), now)
             return tf.where(steps >= self.evicts, steps, 0)
 
-        return insert(
+        return index.insert(
             self._index,
             new,
             places,
@@ -254,7 +215,7 @@ class GrowingShards:
 
     def _admitted(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
         """Which of keys without a slot were seen often enough, now too."""
-        segment = own_segments(self._index, keys, places)
+        segment = index.own_segments(self._index, keys, places)
         times = admission.seen_again(self._sketches, segment, keys, places)
         waiting = tf.where(times < self._admit_after)[:, 0]
         segment, places = tf.gather(segment, waiting), places.some(waiting)
@@ -262,9 +223,9 @@ class GrowingShards:
         return times >= self._admit_after
 
     def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
-        """After how many periods of its sketch each segment is.
+        """How many periods of its sketch each segment has behind it.
 
-        Who was admitted has been counted too: in a full table, who evicts.
+        Ids that evict, in a full table, were admitted and so counted, too.
         """
         counts = places.gather(self._counters, segment)
         sights = tf.reduce_sum(counts[:, COUNTED.index("not_admitted") :], 1)
@@ -277,7 +238,8 @@ class GrowingShards:
         ones = tf.one_hot(columns, len(COUNTED), dtype=tf.int64)
         ages = self._sketches and what != "refused"
         before = self._periods(segment, places) if ages else None
-        ops = places.scatter(_add, self._counters, segment, ones)
+        add = tf.raw_ops.ResourceScatterAdd
+        ops = places.scatter(add, self._counters, segment, ones)
         if ages:
             due = tf.where(before != self._periods(segment, places))[:, 0]
             segment, places = tf.gather(segment, due), places.some(due)
@@ -304,27 +266,27 @@ class GrowingShards:
         check = tf.debugging.Assert(
             tf.equal(tf.size(many), 0), [message, tf.gather(numbers, many)]
         )
-        refused = tf.where(tf.equal(slots, NO_ROOM))[:, 0]
-        places = places.some(refused)
-        segment = own_segments(self._index, tf.gather(keys, refused), places)
+        refused = tf.where(tf.equal(slots, index.NO_ROOM))[:, 0]
+        places, its = places.some(refused), tf.gather(keys, refused)
+        segment = index.own_segments(self._index, its, places)
         with tf.control_dependencies([check]):
             self._count("refused", segment, places)
 
 
 def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-    """Updates since some, by numbers that begin anew after 2**32, int32.
+    """Updates since `seen`, int32: numbers of updates wrap around at 2**32.
 
-    Below 0 they came later; what is farther away than `OLDEST` is as old.
+    Negative where `seen` is later; farther away than `OLDEST` counts as that.
     """
     steps = now - seen
-    is_near = (steps >= -OLDEST) & (steps <= OLDEST)
-    return tf.where(is_near, steps, OLDEST)
+    is_near = (steps >= -index.OLDEST) & (steps <= index.OLDEST)
+    return tf.where(is_near, steps, index.OLDEST)
 
 
 class TracedShards(GrowingShards):
-    """Of a loop that trains them, whose functions are of many steps.
+    """As `GrowingShards`, in functions that hold many steps of a loop.
 
-    Each is traced once, and compiled once, where the shards are.
+    Each method is traced, and compiled, once, where the shards are.
     """
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
@@ -359,12 +321,6 @@ def _traced_once(function: Callable[..., Any]) -> Any:
     return traced(function, reduce_retracing=True, **options)
 
 
-def _add(handle: Any, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterAdd(
-        resource=handle, indices=rows, updates=values
-    )
-
-
 def asked_for(ids: Found | Sequence[tf.Tensor], counts: tf.Tensor) -> Found:
     """Keys of each of some shards that grow, so many as `counts` says."""
     if isinstance(ids, Found):
@@ -377,10 +333,7 @@ def rows_at(
     ids: Sequence[tf.Tensor],
     counts: tf.Tensor,
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
-    """Rows of a server's shards, and what their update has to know.
-
-    `ids` are rows of each, or keys if they grow.
-    """
+    """Rows of shards, by number or, if they grow, key; what updates need."""
     if isinstance(shards, GrowingShards):
         found = shards.rows(asked_for(ids, counts))
         return found.rows, found
@@ -395,7 +348,7 @@ def taking_turns(
 ) -> None:
     """Runs a server's update; of tables that evict, while no other runs.
 
-    Else an id might lose its slot when its gradient is on the way to it.
+    Else an id might lose its slot while its gradient is on the way.
     """
     found = filter(None, map(growing_of, shards))
     if any(growing.table.evict_after_steps for growing in found):

@@ -5,9 +5,8 @@ id is mixed into a key, whose upper bits choose a bucket, and so a segment, and
 whose lower ones another bucket of it: the key is in one of the two or nowhere.
 So the slot of an id does not depend on how segments are dealt to shards.
 
-Who finds takes no lock. Inserts take turns, on each server, and publish a key
-when its row is ready: who finds a key finds its row. Where keys lose their
-slots to others, who finds looks again when it has the row (see `growing`).
+Finding takes no lock. Inserts take turns on each server, and publish a key when
+its row is ready. Where keys lose slots, readers look again (see `growing`).
 """
 
 from __future__ import annotations
@@ -37,29 +36,20 @@ MOST_ROWS = 1 << 35
 """Of a table: its buckets times the 32 bits that choose one are an int64."""
 OLDEST = 1 << 30
 """The greatest age of a slot."""
-# The mutex of a server, whatever shards are searched together.
-_INSERTING = "tfdist_inserting"
+_INSERTING = "tfdist_inserting"  # The mutex of a server, for all its shards.
 
 Begin = Callable[[tf.Tensor, Places, tf.Tensor, tf.Tensor], list[Any]]
-"""Has slots at some places begin, with the rows of which of the keys.
-
-And told whose keys lost them: `EMPTY`, nobody's. Returns ops.
-"""
+"""Fills slots: which, their places, whose rows (indices of the keys) they get,
+and the keys that lost them (`EMPTY`: nobody's). Returns ops."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the ids of some shards are, each of which numbers its own slots.
+    """Where the ids of some shards are, each of which numbers its own slots."""
 
-    Attributes:
-        keys: Of each shard, where it is: int64 `(buckets, 16)`.
-        first_segments: Of each shard, of those of its table.
-        num_segments: Of each shard's whole table.
-    """
-
-    keys: Sequence[keras.Variable]
-    first_segments: Sequence[int]
-    num_segments: Sequence[int]
+    keys: Sequence[keras.Variable]  # Of each shard, int64 `(buckets, 16)`.
+    first_segments: Sequence[int]  # Of each shard, of those of its table.
+    num_segments: Sequence[int]  # Of each shard's whole table.
 
 
 def mixed(ids: tf.Tensor) -> tf.Tensor:
@@ -70,8 +60,8 @@ def mixed(ids: tf.Tensor) -> tf.Tensor:
     """
     x = tf.bitcast(tf.bitwise.bitwise_xor(ids, NO_ID), tf.uint64)
     for factor in _FACTORS:
-        x = _shifted(x, 33) * tf.constant(factor, tf.uint64)
-    return tf.bitcast(_shifted(x, 33), tf.int64)
+        x = _shifted(x) * tf.constant(factor, tf.uint64)
+    return tf.bitcast(_shifted(x), tf.int64)
 
 
 def unmixed(keys: np.ndarray) -> np.ndarray:
@@ -91,9 +81,13 @@ def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
     return tf.bitwise.right_shift(scaled, tf.constant(32, tf.int64))
 
 
-def own_segments(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
-    """The segment of each key in its shard, int64."""
-    return _scaled(index, keys, places, 1)
+def own_segments(
+    index: Index, keys: tf.Tensor, places: Places, parts: int = 1
+) -> tf.Tensor:
+    """The segment of each key in its shard, int64; or which of its `parts`."""
+    nums = [num * parts for num in index.num_segments]
+    firsts = [first * parts for first in index.first_segments]
+    return segments(keys, places.each(nums)) - places.each(firsts)
 
 
 def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
@@ -119,9 +113,9 @@ def insert(
     admit: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
     age: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """As `find`, once keys that are missing got slots where there is room.
+    """As `find`, once missing keys got slots where there is room.
 
-    While nobody else does on the same server.
+    Nobody else inserts on the same server meanwhile.
 
     Args:
         index: Where to.
@@ -170,9 +164,8 @@ def _round(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Gives slots to keys, in the emptier one of each key's two buckets.
 
-    In one round a bucket gives away one slot: of many keys, those that come
-    later choose by what the ones before them have left. Returns all slots, and
-    whether any were given.
+    In one round a bucket gives away one slot: later keys choose by what earlier
+    ones have left. Returns all slots, and whether any were given.
     """
     missing = tf.where(slots == NO_ROOM)[:, 0]
     own, places = tf.gather(buckets, missing), places.some(missing)
@@ -199,26 +192,20 @@ def _round(
     which, slot = tf.gather(missing, given), tf.gather(slot, given)
     places = places.some(given)
     at = tf.stack([slot // BUCKET, slot % BUCKET], axis=1)
-    ready = []
+    publish, ready = tf.raw_ops.ResourceScatterNdUpdate, []
     if age:
         # Before its row changes.
         none = tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
-        ready = places.scatter(_publish, index.keys, at, none)
+        ready = places.scatter(publish, index.keys, at, none)
     lost = tf.gather(tf.gather(held, best, batch_dims=1), given)
     with tf.control_dependencies(ready):
         ready = begin(slot, places, which, lost)
     with tf.control_dependencies(ready):
         new = tf.gather(wanted, which)
-        published = places.scatter(_publish, index.keys, at, new)
+        published = places.scatter(publish, index.keys, at, new)
     with tf.control_dependencies(published):
         slots = tf.tensor_scatter_nd_update(slots, which[:, tf.newaxis], slot)
         return slots, tf.size(given) > 0
-
-
-def _publish(handle: Any, at: tf.Tensor, keys: tf.Tensor) -> tf.Operation:
-    return tf.raw_ops.ResourceScatterNdUpdate(
-        ref=handle, indices=at, updates=keys
-    )
 
 
 def _found(
@@ -241,22 +228,13 @@ def _hits(keys: Any, buckets: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
 
 def _buckets(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
     """The two buckets of each key in its shard; int64 `(n, 2)`."""
-    first = _scaled(index, keys, places, _BUCKETS)
+    first = own_segments(index, keys, places, _BUCKETS)
     # Odd, so the second is another one, of the same segment.
     bits = tf.bitwise.bitwise_and(keys, tf.constant(_BUCKETS - 1, tf.int64))
     bits = tf.bitwise.bitwise_or(bits, tf.constant(1, tf.int64))
     return tf.stack([first, tf.bitwise.bitwise_xor(first, bits)], axis=1)
 
 
-def _scaled(
-    index: Index, keys: tf.Tensor, places: Places, parts: int
-) -> tf.Tensor:
-    """In which of a shard's segments, each cut into `parts`, a key is."""
-    nums = [num * parts for num in index.num_segments]
-    firsts = [first * parts for first in index.first_segments]
-    return segments(keys, places.each(nums)) - places.each(firsts)
-
-
-def _shifted(x: tf.Tensor, bits: int) -> tf.Tensor:
-    shift = tf.bitwise.right_shift(x, tf.constant(bits, tf.uint64))
+def _shifted(x: tf.Tensor) -> tf.Tensor:
+    shift = tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
     return tf.bitwise.bitwise_xor(x, shift)

@@ -1,8 +1,7 @@
 """What rows begin with.
 
-In a table that grows it is a function of the id's key alone. So every worker
-knows the row of an id that has no slot yet, and a server that gives it one
-begins there, whenever that is.
+In a table that grows it is a function of the id's key alone: a worker knows the
+row of an id that has no slot yet, and a server begins there at any time.
 """
 
 from __future__ import annotations
@@ -32,15 +31,13 @@ _KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
 def first_rows(initializer: Any, dim: int) -> Drawn:
     """From int64 keys `(n,)` and a salt to float32 rows `(n, dim)`.
 
-    By other salts, one or one of each key, keys begin with other rows.
-
     Args:
-        initializer: One of Keras', whose seed `salt` takes.
+        initializer: One of Keras'. Its seed is in the salt, one for all keys or
+            one for each.
         dim: Length of a row.
 
     Raises:
-        ValueError: it is another one than constant, uniform or normal, or its
-            seed is a generator.
+        ValueError: it is not constant, uniform or normal, its seed a number.
 
     >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2)
     >>> first, again = rows(tf.constant([5, 5], tf.int64), 0).numpy()
@@ -82,8 +79,7 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
 def salt(initializer: Any, name: str) -> int:
     """An int64 by which the tables of a model begin with different rows.
 
-    A seed that is None counts as 0, so that a job that goes on begins rows as
-    before.
+    A seed of None counts as 0: a job that goes on begins rows as before.
     """
     seed = initializer.get_config().get("seed") or 0
     number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
@@ -103,11 +99,8 @@ def shard_rows(
         initializer: The table's.
         table_shape: Rows of the table, and their length.
         runs: The first row and the size of each run that the shard has.
-        shape: Of the shard.
+        shape: Of the shard; ValueError, if the initializer returns another.
         dtype: Of its rows.
-
-    Raises:
-        ValueError: `initializer` returns rows of another shape.
 
     >>> matrix = initializers.Constant(np.arange(8).reshape(4, 2))
     >>> shard_rows(matrix, (4, 2), [(1, 2)], (2, 2), "int32").numpy().tolist()

@@ -28,7 +28,6 @@ from tfdist.placement.partitioners import (
 # Attribute that a shard carries: a checkpoint saves shards as one variable. The
 # end of its path, and the first row and the size of each run of rows it holds.
 _SHARD = "_tfdist_shard"
-_NO_SHARD = (None,)
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _STRATEGIES = ("balanced", "div")
 # Floats tell all integers apart up to this.
@@ -50,15 +49,14 @@ class PartitionedEmbedding(keras.layers.Layer):
     >>> [shard.shape[0] for shard in layer.shards]
     [4, 3, 3]
 
-    A model may look it up, several times, in `call`, in losses and in metrics,
-    by ids that depend on the batch and on `keras.random`. Ids that depend on
-    variables or on rows, and lookups inside a `tf.cond`, a loop or a
-    `tf.function`, are refused when training starts.
+    A model may look it up several times, in `call`, losses and metrics, by ids
+    that depend on the batch and on `keras.random`. When training starts, ids
+    that depend on variables or rows are refused, and lookups inside a
+    `tf.cond`, a loop or a `tf.function`.
 
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
-    an error on every device, never another row; a regularizer and a constraint
-    see the rows of the batch alone.
+    an error on every device; regularizer and constraint see the batch's rows.
 
     Args:
         input_dim: Rows of the table.
@@ -66,44 +64,39 @@ class PartitionedEmbedding(keras.layers.Layer):
         num_shards: Pieces. Default: 1, or what `partitioner` says. A server
             holds a second copy of a shard while that is initialized or
             restored, so let none be larger than some 64 MB.
-        partitioner: One of `tfdist.placement.partitioners`'s; excludes
-            `num_shards`.
+        partitioner: One of `tfdist.placement`'s; excludes `num_shards`.
         combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
             sum of squared weights) over the last axis of ids. Default: none;
             sparse ids need one. An example without ids gets zeros.
         embeddings_initializer: Keras initializer, applied to each shard on
             the server that holds it. A random one draws differently for each
-            shard, so a table's initial values depend on `num_shards`. Of
-            `keras.initializers.Constant(matrix)`, as of rows that another
+            shard, so initial values depend on `num_shards`. Of
+            `keras.initializers.Constant(matrix)`, such as rows that another
             model has learnt, each shard takes its rows; one that scales the
             variance does so by the shape of the table, as in TF1.
         name: Name of the layer.
         partition_strategy: Which rows a shard has. Default: `"balanced"`, for
-            ids in the order of their frequency, as vocabularies are: each
-            shard has the same share of the frequent ones. `"div"`, TF1's:
-            consecutive rows, the most frequent ones on the first server. Both
-            read each other's checkpoints.
+            ids in the order of their frequency, as in vocabularies: each shard
+            has the same share of the frequent ones. `"div"`, TF1's:
+            consecutive rows. Both read each other's checkpoints.
         embeddings_regularizer: Keras regularizer. Each call adds its loss for
             the rows that it looks up, each row once: of the whole batch where
-            replicas share it in training. (Between workers of parameter
-            servers that share a step it is the mean of theirs, so less for
-            rows that some of them do not look up.)
+            replicas share it in training. (Of workers that share a step on ps
+            it is the mean, so less for rows that some do not look up.)
         embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
             applied in a step to the rows that it has updated.
         mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
-            the layers after this one by their mask.
+            later layers by their mask.
         **kwargs: As for every layer.
 
     Call arguments:
         ids: Integers `(batch, ...)`: a tensor, a `tf.RaggedTensor` or a
-            `tf.SparseTensor`. Whole numbers in floats, which a
-            `keras.Sequential` without an input makes of them, where that dtype
-            holds all ids of the table: at most 16,777,216 in float32.
+            `tf.SparseTensor`. Also floats, as from a `keras.Sequential` without
+            input, which hold all ids of the table: 16,777,216 in float32.
         weights: Of the form of `ids`, float; for a combiner. Default: ones.
 
     Returns:
-        `ids.shape + (output_dim,)`, without the last axis of `ids` if there
-        is a combiner.
+        `ids.shape + (output_dim,)`; a combiner removes the last axis of `ids`.
 
     Raises:
         ValueError: a size is not positive, more shards than rows, an unknown
@@ -159,8 +152,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             shape = tf.TensorShape([input_dim, output_dim])
             dtype = self.variable_dtype
             num_shards = apply_partitioner(partitioner, shape, dtype)
-        self.input_dim = input_dim
-        self.output_dim = output_dim
+        self.input_dim, self.output_dim = input_dim, output_dim
         self.num_shards = 1 if num_shards is None else num_shards
         self.slices = row_slices(input_dim, self.num_shards)
         self.partition_strategy = partition_strategy
@@ -335,12 +327,8 @@ class PartitionedEmbedding(keras.layers.Layer):
             return ids
         is_whole = tf.cast(ids, flat.dtype) == flat
         wanted = f"Ids of table {self.path} must be whole numbers. Received:"
-        check = tf.raw_ops.Assert(
-            condition=tf.reduce_all(is_whole),
-            data=[wanted, tf.boolean_mask(flat, ~is_whole)],
-        )
-        with tf.control_dependencies([check]):
-            return tf.identity(ids)
+        bad = tf.boolean_mask(flat, ~is_whole)
+        return lookups.checked(ids, tf.reduce_all(is_whole), wanted, bad)
 
     def _read(self, flat: tf.Tensor) -> tf.Tensor:
         """Rows of int64 ids, from where they are."""
@@ -362,8 +350,8 @@ class PartitionedEmbedding(keras.layers.Layer):
     def _check_dtype(self, dtype: str) -> None:
         if self._takes(dtype):
             return
-        message = f"Ids of table {self.path!r} must be {self._ids_are}. "
-        message += f"Received: {dtype}"
+        wanted = f"Ids of table {self.path!r} must be {self._ids_are}."
+        message = f"{wanted} Received: {dtype}"
         if dtype in _EXACT:
             message += (
                 f", which tells none apart beyond {_EXACT[dtype]}. That is "
@@ -381,23 +369,18 @@ class PartitionedEmbedding(keras.layers.Layer):
         """`flat`, if every id is in the table."""
         # Of no ids, the greatest and the least int64.
         least, greatest = tf.reduce_min(flat), tf.reduce_max(flat)
-        # No quotes: TensorFlow would escape them.
+        inside = (least >= 0) & (greatest < self.input_dim)
         wanted = f"Ids of table {self.path} must be in [0, {self.input_dim})."
-        # `tf.debugging.Assert` would trace two functions for each lookup.
-        check = tf.raw_ops.Assert(
-            condition=(least >= 0) & (greatest < self.input_dim),
-            data=[f"{wanted} Received: from", least, "to", greatest],
-        )
-        with tf.control_dependencies([check]):
-            return tf.identity(flat)
+        received = f"{wanted} Received: from", least, "to", greatest
+        return lookups.checked(flat, inside, *received)
 
     def get_config(self) -> dict[str, Any]:
         """Configuration from which `from_config` makes the same layer."""
-        serialized = keras.saving.serialize_keras_object
-        own = {
-            name: serialized(getattr(self, name)) for name in self._arguments
-        }
-        return {**super().get_config(), **own}
+        config = super().get_config()
+        for name in self._arguments:
+            value = getattr(self, name)
+            config[name] = keras.saving.serialize_keras_object(value)
+        return config
 
 
 def mark_shard(
@@ -412,7 +395,7 @@ def mark_shard(
 
 def shard_of(variable: keras.Variable) -> str | None:
     """Path of the whole of which `variable` is a shard; None if it is none."""
-    part = getattr(variable, _SHARD, _NO_SHARD)[0]
+    part, _ = getattr(variable, _SHARD, (None, None))
     return None if part is None else variable.path.removesuffix(part)
 
 
@@ -423,7 +406,7 @@ def runs_of(variable: keras.Variable) -> list[tuple[int, int]]:
 
 def own_rows(variable: keras.Variable, table: Any) -> Any:
     """The rows of a table that `variable` holds, which may be the table."""
-    if shard_of(variable) is None:
+    if not hasattr(variable, _SHARD):
         return table
     runs = runs_of(variable)
     return np.concatenate([table[row : row + size] for row, size in runs])
@@ -436,14 +419,15 @@ def logical_path(variable: keras.Variable) -> str:
 
 def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
     """Marks a slot of a shard as a shard."""
-    setattr(slot, _SHARD, getattr(variable, _SHARD, _NO_SHARD))
+    if shard := getattr(variable, _SHARD, None):
+        mark_shard(slot, *shard)
 
 
 def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
     """Rows in the shape of `ids`; at run time only what is not static."""
     if ids.shape.rank == 1:
         return rows
-    if (ids.shape.rank or 0) >= 2 and all(ids.shape[1:]):
+    if ids.shape.rank and all(ids.shape[1:]):
         return tf.reshape(rows, [-1, *ids.shape[1:], dim])
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
     rows.set_shape([*ids.shape, dim])

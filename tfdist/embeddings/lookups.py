@@ -1,8 +1,7 @@
 """Who answers a table's lookups while a step is traced.
 
 A step first collects the ids of all lookups (`Collector`; see `forward.py`),
-then answers them with rows (`Answers`). Outside a step, tables look themselves
-up.
+then answers them with rows (`Answers`). Outside a step, tables do it.
 """
 
 from __future__ import annotations
@@ -22,20 +21,28 @@ def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
     )
 
 
-def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
-    """The weights of ids, one for each, if they are that.
+def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
+    """`value`, or InvalidArgumentError in a step, with what is `told`.
 
-    Raises:
-        ValueError: they are not, as far as is known before a step.
-        InvalidArgumentError: in a step: they are at other places.
+    Without quotes, which TensorFlow would escape. (`tf.debugging.Assert` would
+    trace two functions for each lookup.)
+    """
+    check = tf.raw_ops.Assert(condition=condition, data=told)
+    with tf.control_dependencies([check]):
+        return tf.identity(value)
+
+
+def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
+    """The weights of ids, if there is one for each.
+
+    Else raises ValueError, or InvalidArgumentError in a step.
     """
     if combiner is None:
         raise ValueError("Argument `weights` needs a `combiner`.")
     if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
         ids, weights = tf.convert_to_tensor(ids), tf.convert_to_tensor(weights)
-    if type(ids) is not type(weights) or not (
-        ids.shape.is_compatible_with(weights.shape)
-    ):
+    same_kind = type(ids) is type(weights)
+    if not (same_kind and ids.shape.is_compatible_with(weights.shape)):
         raise ValueError(
             "There must be a weight for each id, in a tensor of the same kind "
             f"and shape. Received: ids={ids}, weights={weights}."
@@ -94,21 +101,14 @@ class Zeros:
 
 
 class Collector(Zeros):
-    """Writes down the ids of each lookup, too.
-
-    Made in the graph in which lookups are to be.
-
-    Attributes:
-        calls: Table and ids of each lookup, in order.
-        of_all: Of each, whether it is of the ids of all replicas.
-        answers: Names of the ops of the zeros.
-    """
+    """As `Zeros`, in the graph it is made in; notes the ids of each lookup."""
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
+        # Table and ids of each lookup; whether the ids are of all replicas.
         self.calls: list[tuple[Any, tf.Tensor]] = []
         self.of_all: list[bool] = []
-        self.answers: list[str] = []
+        self.answers: list[str] = []  # Names of the ops of the zeros.
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
@@ -133,9 +133,7 @@ class Collector(Zeros):
 class Answers:
     """Answers each lookup, in the order in which they were collected.
 
-    Args:
-        tables: The table of each lookup.
-        answers: Its rows `(n, dim)`, or what returns them at its time.
+    Of each it takes the table, and its rows `(n, dim)` or what returns them.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ or writes a variable is an op for each of them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,19 +15,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+WRITE = tf.raw_ops.ResourceScatterUpdate
+
 
 class Places(NamedTuple):
-    """In which shards `n` keys are; those of the first shard come first.
+    """In which shards `n` keys are; those of the first shard come first."""
 
-    Attributes:
-        num: Number of shards.
-        counts: int32 `(num,)`: how many are in each; None: `num` is 1.
-        which: int32 `(n,)`: the shard of each; None: `num` is 1.
-    """
-
-    num: int = 1
-    counts: tf.Tensor | None = None
-    which: tf.Tensor | None = None
+    num: int = 1  # Of shards; if it is 1, what follows is None.
+    counts: tf.Tensor | None = None  # int32 `(num,)`: how many are in each.
+    which: tf.Tensor | None = None  # int32 `(n,)`: the shard of each.
 
     def some(self, chosen: tf.Tensor) -> Places:
         """Those of some of the keys, by ascending indices."""
@@ -71,10 +68,14 @@ class Places(NamedTuple):
         rows: tf.Tensor,
         values: tf.Tensor,
     ) -> list[tf.Operation]:
-        """Changes rows of each key's shard by `op(handle, rows, values)`."""
+        """Changes rows of each key's shard by one of TensorFlow's raw ops."""
         values = tf.cast(values, shards[0].dtype)
         own = zip(shards, self.split(rows), self.split(values), strict=True)
-        return [op(shard.value.handle, *each) for shard, *each in own]
+        handle, *_ = inspect.signature(op).parameters  # "resource" or "ref".
+        return [
+            op(**{handle: shard.value.handle}, indices=at, updates=new)
+            for shard, at, new in own
+        ]
 
 
 def places_of(counts: tf.Tensor, num: int) -> Places:
@@ -97,10 +98,3 @@ def repeated(repeats: tf.Tensor) -> tf.Tensor:
         sorted_inputs=[ends], values=[tf.range(ends[-1])]
     )
     return tf.reshape(each, [-1])
-
-
-def write(handle: Any, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
-    """Sets rows of a variable."""
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=handle, indices=rows, updates=values
-    )

@@ -24,8 +24,7 @@ class Group:
     """Tables of one width and optimizer, whose rows are numbered through.
 
     `part` is the index of that optimizer; None: they are frozen. Shards are
-    ranked by the server that holds them, so that the rows of one server are
-    neighbours in every tensor.
+    ranked by server, so that its rows are neighbours in every tensor.
     """
 
     def __init__(
@@ -34,8 +33,7 @@ class Group:
         part: int | None,
         device_of: Callable[[keras.Variable], str],
     ) -> None:
-        self.tables = list(tables)
-        self.part = part
+        self.tables, self.part = list(tables), part
         self.dim = tables[0].output_dim
         self._offsets: dict[int, int] = {}
         shards: list[keras.Variable] = []
@@ -158,16 +156,19 @@ class KeyedGroup(Group):
 
 
 def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
-    """All ids, and which of the calls each is of."""
-    which = _repeated([lookups.length(ids) for _, ids in calls])
+    """All ids, and which of the calls each is of: an array, if it is known."""
+    repeats = stacked([lookups.length(ids) for _, ids in calls])
+    is_known = isinstance(repeats, list)
+    numbers = np.arange(len(calls))
+    which = np.repeat(numbers, repeats) if is_known else repeated(repeats)
     return tf.concat([ids for _, ids in calls], axis=0), which
 
 
 def _each(values: Sequence[int], which: Any) -> Any:
     """For each id the value of its call, int64; an array if it is known."""
-    known = np.array(values, np.int64)
+    each = np.array(values, np.int64)
     is_known = isinstance(which, np.ndarray)
-    return known[which] if is_known else tf.gather(known, which)
+    return each[which] if is_known else tf.gather(each, which)
 
 
 def _check(
@@ -187,22 +188,15 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where the rows that a step needs of a group are.
+    """Where the rows that a step needs of a group are."""
 
-    Attributes:
-        ids: For each server, int64: the rows of its shards, shard by shard.
-        counts: For each server, int32: how many of each shard.
-        sizes: How many of each server.
-        positions: For each id that was looked up, where all servers' rows,
-            one after the other, have its row.
-        rows: These rows, numbered through the group; int64 `(n,)`.
-    """
-
+    # For each server, int64: the rows of its shards, shard by shard.
     ids: dict[str, tf.Tensor]
-    counts: dict[str, tf.Tensor]
-    sizes: tf.Tensor
+    counts: dict[str, tf.Tensor]  # For each server, int32: one for each shard.
+    sizes: tf.Tensor  # How many of each server.
+    # For each id that was looked up, its row among those of all servers.
     positions: tf.Tensor
-    rows: tf.Tensor
+    rows: tf.Tensor  # These rows, numbered through the group; int64 `(n,)`.
 
     def size_at(self, device: str) -> tf.Tensor:
         """How many rows are on a server."""
@@ -213,11 +207,3 @@ def stacked(lengths: Sequence[Any]) -> Any:
     """A list of ints as it is, else one tensor."""
     static = all(isinstance(length, int) for length in lengths)
     return list(lengths) if static else tf.stack(lengths)
-
-
-def _repeated(lengths: Sequence[Any]) -> Any:
-    """0 as often as the first length says, and so on; if known, an array."""
-    repeats = stacked(lengths)
-    if isinstance(repeats, list):
-        return np.repeat(np.arange(len(repeats)), repeats)
-    return repeated(repeats)

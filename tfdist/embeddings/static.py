@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.embeddings import lookups
 from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 
@@ -16,14 +17,9 @@ from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 class StaticTables:
     """Answers the lookups of growing tables from copies of their rows in use.
 
-    For `lookups.answered_by` while a SavedModel is traced, which holds the
-    variables that it reads. Those are kept as long as this.
-
-    Args:
-        variables: Of a model; the tables among them are copied, row by row.
-
-    Attributes:
-        replaced: By ids of objects, the variables that are not read any more.
+    For `lookups.answered_by`; to be kept until a SavedModel of it is written.
+    `variables` are those of a model, of which, by `id`, the `replaced` ones are
+    not read any more.
     """
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:
@@ -41,11 +37,9 @@ class StaticTables:
             return table._read(ids)
         held, rows = self._copies[id(table)]
         keys = mixed(ids)
-        # No quotes: TensorFlow would escape them.
         message = f"Ids of table {table.path} must not be {NO_ID}."
         any_id = tf.reduce_all(tf.not_equal(keys, EMPTY))
-        with tf.control_dependencies([tf.debugging.Assert(any_id, [message])]):
-            keys = tf.identity(keys)
+        keys = lookups.checked(keys, any_id, message)
         at = tf.searchsorted(held, keys, out_type=tf.int64)
         at = tf.minimum(at, held.shape[0] - 1)
         missing = tf.where(tf.not_equal(tf.gather(held, at), keys))
@@ -56,10 +50,7 @@ class StaticTables:
 
 
 def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
-    """The keys in use, in their order, and their rows.
-
-    And `EMPTY`, which is no id's, so that there is one.
-    """
+    """The keys in use and, lest there be none, `EMPTY`, sorted; their rows."""
     growing = filter(None, map(growing_of, table.shards))
     held = [each.keys.numpy().ravel() for each in growing]
     slots = [np.flatnonzero(each) for each in held]

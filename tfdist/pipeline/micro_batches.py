@@ -8,8 +8,8 @@ wait for what they need and for nothing else:
 
 This is the schedule of GPipe (Huang et al., 2019). The loss waits for the
 predictions for the whole batch, so it may be any function of them; that costs
-nothing, since the last stage goes forward through all of the batch before it
-goes back. Activations are kept until then.
+nothing, since the last stage goes forward through all of it before it goes
+back. Activations are kept until then.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ class Work:
 
     Attributes:
         device: Full name of the device.
-        replica: Index of the replica.
-        stage: Index of the stage.
+        replica, stage: Their indices.
         micro_batch: Index among the micro-batches of the replica.
         forward: Whether it is the forward pass.
-        start: Seconds since the first work of the batch began.
-        end: Seconds since then.
+        start, end: Seconds since the first work of the batch began.
     """
 
     device: str
@@ -57,10 +55,9 @@ class DeviceSchedule:
     """Has each device do one work after the other, in the order of `run`.
 
     Else it would begin all that it can, and the first micro-batch would leave
-    the first stage as late as the last one.
-
-    A `timed` one reads the clock of the device's machine when a work's inputs
-    are there and its device is free, and when its outputs are.
+    the first stage as late as the last one. A `timed` one reads the clock of
+    the device's machine when inputs are there and the device is free, and when
+    outputs are.
     """
 
     def __init__(self, timed: bool = False) -> None:
@@ -117,10 +114,9 @@ def forward_and_back(
 ) -> Passes:
     """Runs both passes.
 
-    There is a row of `devices` for each replica. The `loss`, a scalar, is that
-    of predictions for the whole batch, and scaled for the backward pass. Of
-    each stage, `values` are those of its variables, on its device. The inputs,
-    `x`, are divisible by the number of all micro-batches.
+    There is a row of `devices` for each replica. The scalar `loss` of the whole
+    batch's predictions is scaled for the backward pass. Of each stage, `values`
+    are those of its variables, on its device. `x` divides into micro-batches.
     """
     num_parts = len(devices) * num_micro_batches
     weight = scale_loss(tf.constant(1 / num_parts))
@@ -147,15 +143,13 @@ def forward_and_back(
         for copy in reversed(replica):
             part = copy.backward(k, part)
     copies = list(zip(*replicas, strict=True))  # Of each stage.
+    pairs = zip(copies, values, strict=True)
     losses = [x for own in copies for copy in own for x in copy.losses]
     with tf.device(stages[-1].device):
         added = [tf.zeros([]), *(tf.cast(x, tf.float32) for x in losses)]
         added_loss = tf.add_n(added) / num_parts
     return Passes(
-        [
-            _summed(own, before, scale_loss)
-            for own, before in zip(copies, values, strict=True)
-        ],
+        [_summed(own, before, scale_loss) for own, before in pairs],
         [_changed_states(own) for own in copies],
         y_pred,
         masks,
@@ -181,8 +175,8 @@ class _StageCopy:
     ) -> None:
         self.stage, self._work = stage, work
         self._schedule, self._weight = schedule, weight
-        # Also where nothing is copied the device is said: a loop that reads a
-        # value without one would pass it through the default device.
+        # Said also where nothing is copied: a loop that reads a value without a
+        # device would pass it through the default one.
         with tf.device(work.device):
             # Values of its variables: before the batch, and so far.
             self.before = [

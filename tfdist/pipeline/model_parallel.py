@@ -1,18 +1,18 @@
 """Layers on different devices, in a pipeline of micro-batches.
 
 A model too large for one device is cut into stages, each on a device of its
-own: its variables, their optimizer slots and every op of the stage. By itself
-that lets one device work at a time, so a batch goes through in micro-batches:
-while the second stage has the first of them, the first stage has the next.
+own: its variables, their optimizer slots and every op of the stage. For devices
+to work at the same time, a batch goes through in micro-batches: while the
+second stage has the first of them, the first stage has the next.
 
-No code here sends a tensor. A stage is a `tf.device` scope of one graph, and
-TensorFlow sends what another device needs. So a device may as well be in
-another process: `/job:worker/task:1/device:GPU:0`.
+A stage is a `tf.device` scope of one graph, and TensorFlow sends what another
+device needs, also one of another process: `/job:worker/task:1/device:GPU:0`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -40,20 +40,19 @@ class Pipeline(keras.Model):
     A Keras model: `fit`, `evaluate`, `predict`, `export`, `tfdist.Estimator`
     and checkpoints work. Training gives the weights that the same layers have
     on one device, but for rounding: the gradients of the micro-batches add up
-    to that of the loss of the whole batch. Three kinds of layers differ by
-    nature: BatchNorm normalizes over a micro-batch, Dropout draws a mask for
-    each, and what a layer adds by `add_loss` is the mean over them.
+    to that of the whole batch's loss. Three kinds of layers differ by nature:
+    BatchNorm normalizes over a micro-batch, Dropout draws a mask for each, and
+    what a layer adds by `add_loss` is the mean over them.
 
     With several rows of `devices` there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
-    devices of the first row; in every step the others get a copy of the values
-    and send gradients back. What layers change themselves (moving averages)
-    becomes the mean over replicas.
+    devices of the first row; in every step the others get copies and send
+    gradients back. Moving averages and the like become the mean over replicas.
 
-    The gradient of an embedding is as large as its table, and the ids that a
-    batch repeats count once, with their sum; Keras' own Adam squares each
-    apart. The graph has every stage once for each micro-batch, so tracing takes
-    longer the more there are; with an Estimator, let a dispatch be one step
+    The gradient of an embedding is as large as its table, and an id that a
+    batch repeats counts once, with the sum; Keras' own Adam squares each apart.
+    The graph has every stage once for each micro-batch, so tracing takes longer
+    the more there are; with an Estimator, let a dispatch be one step
     (`RunConfig(steps_per_dispatch=1)`).
 
     >>> model = Pipeline(
@@ -67,8 +66,7 @@ class Pipeline(keras.Model):
     >>> loss = model.train_on_batch(x, y)
 
     Args:
-        inputs: `keras.Input`, or a structure of them: what the first stage
-            takes.
+        inputs: `keras.Input`, or a structure of them, for the first stage.
         stages: Each a layer, or a list of layers that follow one another; a
             Keras model is a layer too. Each takes what the one before returns,
             a tensor or a structure of them. Layers keep what they change in
@@ -90,9 +88,9 @@ class Pipeline(keras.Model):
 
     Raises:
         ValueError: there is no stage, or not a device for each; a device does
-            not exist; a stage has variables on another device, or shares them
-            with another stage; `num_micro_batches` is below 1; this is in the
-            scope of a `tf.distribute` strategy.
+            not exist; a stage has variables elsewhere, or in common with
+            another; `num_micro_batches` is below 1; this is in the scope of a
+            `tf.distribute` strategy.
         TypeError: a stage is no layer.
     """
 
@@ -152,14 +150,13 @@ class Pipeline(keras.Model):
 
         Raises:
             ValueError: the optimizer skips updates.
-            tf.errors.InvalidArgumentError: the batch does not divide into
-                micro-batches.
+            tf.errors.InvalidArgumentError: the batch does not divide.
         """
         _check_optimizer(self.optimizer)
         with tf.init_scope():
             optimizers.build(self.optimizer, self.trainable_variables)
-        self._build_metrics(data)
         batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(batch)
         passes = self._passes(DeviceSchedule(), *batch)
         with tf.device(self.stages[-1].device):
             logs = self._logs(passes, *batch)
@@ -178,40 +175,35 @@ class Pipeline(keras.Model):
         The clocks of several machines should agree. What a GPU does ends here
         when it is queued, not when it is done: use `tf.profiler` there.
         """
-        self._build_metrics(data)
+        batch = keras.utils.unpack_x_y_sample_weight(data)
+        self._build_metrics(batch)
         schedule = DeviceSchedule(timed=True)
 
         @tf.function(autograph=False)
         def run() -> Passes:
-            batch = keras.utils.unpack_x_y_sample_weight(data)
             # All of it: TensorFlow does not compute what nobody asks for.
             return self._passes(schedule, *batch)
 
         run()  # The first run also allocates.
         times = np.array(run().times)
-        starts, ends = (times - times.min()).reshape(-1, 2).T.tolist()
-        works = zip(schedule.work, starts, ends, strict=True)
+        times = (times - times.min()).reshape(-1, 2).tolist()
         timed = [
             dataclasses.replace(work, start=start, end=end)
-            for work, start, end in works
+            for work, (start, end) in zip(schedule.work, times, strict=True)
         ]
         return sorted(timed, key=lambda work: work.start)
 
     def variable_devices(self) -> dict[str, str]:
-        """Path of every variable, slot and counter to its device.
-
-        See also `tfdist.pipeline.stages.op_devices`.
-        """
+        """Path of every variable, slot and counter to its device."""
         variables = list(self.variables)
         if self.optimizer is not None:
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
-    def _build_metrics(self, data: Any) -> None:
+    def _build_metrics(self, batch: tuple[Any, ...]) -> None:
         """Has Keras make its metrics, which it could not in the passes."""
         tracker = id(metrics.loss_tracker(self))  # `compile` renews it.
         if self._metrics_built_for != tracker:
-            batch = keras.utils.unpack_x_y_sample_weight(data)
             known = itertools.takewhile(lambda part: part is not None, batch)
             with tf.init_scope():
                 metrics.build_metrics(self, tuple(known))
@@ -231,18 +223,17 @@ class Pipeline(keras.Model):
             with scope:  # Metrics that a loss updates wait for `_logs`.
                 return self.compute_loss(x, y, y_pred, sample_weight)
 
-        def passes() -> Passes:
-            return micro_batches.forward_and_back(
-                self.stages,
-                self.devices,
-                self.num_micro_batches,
-                schedule,
-                self.optimizer.scale_loss,
-                loss,
-                values,
-                x,
-            )
-
+        passes = functools.partial(
+            micro_batches.forward_and_back,
+            self.stages,
+            self.devices,
+            self.num_micro_batches,
+            schedule,
+            self.optimizer.scale_loss,
+            loss,
+            values,
+            x,
+        )
         if tf.executing_eagerly():
             return passes()
         # `tf.function` would have stateful ops (the LSTM of cuDNN, the clock)
@@ -295,13 +286,9 @@ def bubble(num_stages: int, num_micro_batches: int) -> float:
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that skips updates."""
     scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    accumulating = [
-        part
-        for part in optimizers.parts(optimizer)
-        if part.gradient_accumulation_steps
-    ]
-    if scaling or accumulating:
-        part = accumulating[0] if accumulating else optimizer
+    parts = optimizers.parts(optimizer)
+    part = next((p for p in parts if p.gradient_accumulation_steps), optimizer)
+    if scaling or part.gradient_accumulation_steps:
         raise ValueError(
             f"Optimizer {part.name!r} skips some updates, which a Pipeline "
             f"does not support. Received: {type(optimizer).__name__} with "

@@ -20,10 +20,8 @@ class Stage:
 
     Args:
         index: Number of the stage in the pipeline.
-        layers: The layers.
-        device: Full name of the device of their variables.
-
-    Attributes `layers` (a tuple) and `device` are as given.
+        layers: The layers; as attribute a tuple.
+        device: Full name of the device of their variables; an attribute.
 
     >>> from tfdist.pipeline import Pipeline
     >>> relu = keras.layers.ReLU(name="relu")
@@ -146,11 +144,10 @@ def resolve_devices(
 
 
 def op_devices(function: Any) -> dict[str, str]:
-    """The device that each op of a `ConcreteFunction` asks for.
+    """By `function name/op name` the devices a `ConcreteFunction` asks for.
 
-    Returns:
-        `function name/op name` to device, also of ops in functions that it
-        calls. "" is TensorFlow's choice: for ops on a variable its device.
+    Also those in functions that it calls. "" is TensorFlow's choice: for ops on
+    a variable its device.
     """
     graph = function.graph.as_graph_def()
     called = [(f.signature.name, f.node_def) for f in graph.library.function]

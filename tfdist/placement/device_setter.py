@@ -1,8 +1,8 @@
 """TF1's `replica_device_setter`, also for TF2.
 
 In TF1 a device function placed every op of a program: variables on parameter
-servers, all else on the worker. TF2 has none where it executes eagerly; there
-the setter is a scope that catches the creation of variables.
+servers, all else on the worker. Eager TF2 has none: there the setter is a scope
+that catches the creation of variables.
 """
 
 import contextlib
@@ -32,14 +32,12 @@ def replica_device_setter(
     also a scope, for `with` in TF2; `ReplicaDeviceSetter` says what the scope
     does. Use `device_scope` where the setter may be `None`.
 
-    Differences from TF1: a task that does not exist is an error, not a device
-    string that fails when the program runs; and numbers of tasks need not be
-    contiguous: in a cluster `{"ps": {3: ..., 5: ...}}` the strategy's 0 is task
-    3 and its 1 is task 5, where TF1 used tasks 0 and 1, which are not there.
+    Differences from TF1: a task that does not exist is an error at once; and
+    numbers of tasks may have gaps: in a cluster `{"ps": {3: ..., 5: ...}}` the
+    strategy's 0 is task 3 and its 1 is task 5, where TF1 used tasks 0 and 1.
 
     Args:
-        ps_tasks: Number of parameter servers; `cluster` overrides it. Default:
-            0, no setter.
+        ps_tasks: Number of parameter servers. Default: 0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
             `""` puts everything on the worker. Default: `"/job:ps"`.
         worker_device: Device of all else; `""` leaves it open. Default:
@@ -47,16 +45,14 @@ def replica_device_setter(
         merge_devices: Whether fields that an inner `tf.device` leaves open
             are filled in. `False` leaves alone whatever has an inner device,
             and is deprecated as in TF1. Default: True.
-        cluster: Dict, `ClusterSpec` or `ClusterDef` that tells the number of
-            parameter servers. Default: none.
-        ps_ops: Types of ops that go to parameter servers. Default: those of
-            TF1, variables and tables.
+        cluster: Dict, `ClusterSpec` or `ClusterDef` that overrides `ps_tasks`.
+        ps_ops: Types of ops that go to parameter servers. Default: TF1's,
+            variables and tables.
         ps_strategy: Callable from the op (in TF2, from the variable's
             `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
 
     Returns:
-        A `ReplicaDeviceSetter`, or `None` if there are no parameter servers,
-        which `tf.device` takes for "no constraint".
+        A `ReplicaDeviceSetter`, or `None` without parameter servers.
 
     Raises:
         TypeError: If `cluster` is none of the above, or `ps_strategy` is not
@@ -113,17 +109,13 @@ def device_scope(
 class ReplicaDeviceSetter:
     """A device function and a scope. Made by `replica_device_setter`.
 
-    Called with an op, it returns the op's device by TF1's rules: the fields of
-    inner `tf.device` blocks win, `ps_device` with the strategy's task, or
+    Called with an op, it returns the op's device by TF1's rules: fields of
+    inner `tf.device` blocks win; `ps_device` with the strategy's task, or
     `worker_device`, fills the others.
 
-    Entered as a scope:
-
-      - in a TF1 graph, it is that device function for all ops;
-      - inside a `tf.function`, it is that for the function's ops, and each
-        variable created there is placed by the same rules;
-      - eagerly, each variable created, also by functions called in the scope,
-        is placed by the same rules, and ops run on `worker_device`.
+    As a scope it is that device function for all ops of a TF1 graph or a
+    `tf.function`; eager ops run on `worker_device`. In TF2 each variable made
+    in it, also by functions called there, is placed by the same rules.
 
     The strategy is asked once for a variable, whose initial value is computed
     on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
@@ -131,9 +123,7 @@ class ReplicaDeviceSetter:
     function or graph, a block that names just what `worker_device` names is not
     seen; `/job:ps` alone takes the worker's task number (name the task, as
     `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
-    the scope, is taken for one outside.
-
-    Not thread-safe: a scope belongs to the thread that enters it.
+    the scope, is taken for one outside. Not thread-safe.
     """
 
     device_function: Callable[[Any], str]
@@ -145,10 +135,7 @@ class ReplicaDeviceSetter:
         self._asked: list[str] | None = None
 
     def __call__(self, op: Any) -> str:
-        """Returns the device of a `tf.Operation` or `NodeDef`.
-
-        Its own device is the one that inner blocks gave it.
-        """
+        """The device of a `tf.Operation` or `NodeDef`; see the class."""
         if self._asked is None:
             return self.device_function(op)
         self._asked.append(op.device or "")
@@ -242,14 +229,15 @@ def _eager_device() -> str:
 def _difference(outer: str, inner: str) -> str:
     """Returns the fields of `inner` that blocks inside `outer` have changed."""
     old, new = map(tf.DeviceSpec.from_string, (outer, inner))
-    changed = {}
-    for name in ("job", "replica", "task", "device_type", "device_index"):
-        if getattr(new, name) != getattr(old, name):
-            changed[name] = getattr(new, name)
+    changed = {
+        name
+        for name in ("job", "replica", "task", "device_type", "device_index")
+        if getattr(new, name) != getattr(old, name)
+    }
     # A task is one of its job, an index one of its kind.
     if "job" in changed:
-        changed["task"] = new.task
-    if "device_type" in changed or "device_index" in changed:
-        changed["device_type"] = new.device_type
-        changed["device_index"] = new.device_index
-    return tf.DeviceSpec(**changed).to_string()
+        changed.add("task")
+    if changed & {"device_type", "device_index"}:
+        changed |= {"device_type", "device_index"}
+    fields = {name: getattr(new, name) for name in changed}
+    return tf.DeviceSpec(**fields).to_string()

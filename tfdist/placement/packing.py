@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike
 _CLOSE_ENOUGH = 1 + 1e-4
 # Sums of floats must not be "improved" by their rounding.
 _LESS = 1 - 1e-9
-# Of a bin's items, so many of the largest are moved or swapped alone, and so
-# many two at a time.
+# So many of a bin's largest items are moved or swapped alone, and in pairs.
 _MAX_SINGLE, _MAX_PAIRED = 300, 20
 
 
@@ -117,8 +116,7 @@ def lower_bound(loads: ArrayLike, num_bins: int) -> float:
 def _simple_bound(ordered: np.ndarray, num_bins: int) -> float:
     """The largest of the mean, the largest item, and crowds of items.
 
-    Of the k * num_bins + 1 largest items, some bin has k + 1: at least the
-    k + 1 smallest of them.
+    Some bin has at least the k + 1 smallest of the k * num_bins + 1 largest.
     """
     total = np.concatenate([[0.0], np.cumsum(ordered)])
     k = np.arange((ordered.size - 1) // num_bins + 1)

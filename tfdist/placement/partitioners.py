@@ -1,11 +1,9 @@
 """How a variable is split: along its rows, in nearly equal shards.
 
 The three partitioners are TF1's own; only arguments that TF1 accepted and then
-failed on, or ignored, are refused here. Like `ParameterServerStrategy`, tfdist
-splits axis 0 only.
-
-A partitioner is a callable `(shape: tf.TensorShape, dtype)` that returns the
-number of parts along each axis, a list of int.
+failed on, or ignored, are refused here. A partitioner is a callable `(shape:
+tf.TensorShape, dtype)` that returns the number of parts along each axis, a list
+of int. Like `ParameterServerStrategy`, tfdist splits axis 0 only.
 """
 
 import numbers
@@ -62,7 +60,7 @@ def variable_axis_size_partitioner(
 
     Args:
         max_shard_bytes: Bytes of the largest shard, at least 1.
-        axis: Axis to split. Default: 0, the only one tfdist can split.
+        axis: As of `fixed_size_partitioner`.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
         max_shards: Most shards, whatever their size. Default: no limit.
 
@@ -95,7 +93,7 @@ def min_max_variable_partitioner(
 
     Args:
         max_partitions: Most shards. Default: 1.
-        axis: Axis to split. Default: 0, the only one tfdist can split.
+        axis: As of `fixed_size_partitioner`.
         min_slice_size: Bytes a shard should have at least. Default: 256 KiB.
         bytes_per_string_element: Bytes to count for a string. Default: 16.
 
@@ -120,8 +118,7 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
     Returns `(offset, size)` of each shard, in order.
 
     Raises:
-        ValueError: If a number is not positive, or if there are more shards
-            than rows.
+        ValueError: If a number is not positive, or some shard would be empty.
 
     >>> row_slices(13, 3)
     ((0, 5), (5, 4), (9, 4))
@@ -148,10 +145,9 @@ def row_runs(
 
     "div" gives each shard one run, as TF1 did. "balanced" is for rows ordered
     by frequency: they are dealt in rounds, at first one by one, and then so
-    many that a round has two fifths of all rows until its end. A shard that is
-    early in one round is late in another, so it has about the same share of the
-    rows between any two ranks. Each run is a slice in a checkpoint, which costs
-    a millisecond to restore.
+    many that a round has two fifths of all rows until its end. Shards take
+    turns at being early, so each has about the same share of the rows between
+    any two ranks. A run is a slice in a checkpoint: a millisecond to restore.
 
     >>> [(run.row, run.size, run.shard) for run in row_runs(8, 2)]
     [(0, 1, 1), (1, 1, 0), (2, 1, 1), (3, 3, 0), (6, 2, 1)]
@@ -171,29 +167,25 @@ def row_runs(
     row = start = 0
     for number, end in reversed([*enumerate(ends)]):
         for shard in orders[number % 4]:
-            run = Run(row, min(end, sizes[shard]) - start, shard, start)
-            row += run.size
+            size = min(end, sizes[shard]) - start
             if runs and runs[-1].shard == shard:
-                before = runs.pop()
-                run = before._replace(size=before.size + run.size)
-            runs.append(run)
+                runs[-1] = runs[-1]._replace(size=runs[-1].size + size)
+            else:
+                runs.append(Run(row, size, shard, start))
+            row += size
         start = end
     return tuple(runs)
 
 
 def apply_partitioner(
-    partitioner: Partitioner,
-    shape: tf.TensorShape,
-    dtype: str = "float32",
+    partitioner: Partitioner, shape: tf.TensorShape, dtype: str = "float32"
 ) -> int:
     """The number of shards that a partitioner wants for a variable.
 
-    The checks are those of TF1's `get_variable`; unlike there, a split of
-    another axis than 0 is refused.
+    The checks are those of TF1's `get_variable`, but only axis 0 may be split.
 
     Raises:
-        TypeError: If `partitioner` is not callable or returns no sequence of
-            integers.
+        TypeError: If it is not callable or returns no sequence of integers.
         ValueError: If the answer does not fit the shape.
     """
     check_callable("partitioner", partitioner)

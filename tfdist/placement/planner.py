@@ -2,9 +2,9 @@
 
     python -m tfdist.placement --model=trainer.model:model_fn --ps=2,3,8
 
-prints, for a model and clusters that do not exist yet, the bytes and the
-traffic of every parameter server, the largest load over the mean, and the
-distance from a lower bound that no placement can beat.
+prints, for a model and clusters that do not exist yet, the bytes and traffic of
+every parameter server, the largest load over the mean, and how far that is from
+the best.
 """
 
 import argparse
@@ -38,11 +38,10 @@ def plan(
 
     It sees all variables at once, so it beats a strategy, which sees one after
     another. The largest variable left goes to the server with the smallest
-    load; then moves and swaps lower the largest load. `Plan.distance` says how
-    far the result is from a bound that no placement can beat. Where it is
-    allowed, variables are split into `num_ps` parts, as
-    `PartitionedEmbedding(..., num_shards=num_ps)` does: only the largest, as
-    few as bring the plan within 1 % of the bound, none below 256 KiB.
+    load; then moves and swaps lower the largest load. Where it is allowed,
+    variables are split into `num_ps` parts, as `PartitionedEmbedding(...,
+    num_shards=num_ps)` does: only the largest, as few as bring the plan within
+    1 % of a bound that no placement can beat, none below 256 KiB.
 
     Args:
         variables: Descriptions with different names, as from `describe`.
@@ -55,9 +54,6 @@ def plan(
         memory_limits: Bytes of variables and slots that a server may hold, one
             number for all or one for each; it needs more, and while it makes a
             shard, twice that shard's. Default: no limit.
-
-    Returns:
-        A `Plan`.
 
     Raises:
         TypeError: If `variables` holds something else, or a load is no number.
@@ -90,14 +86,10 @@ def plan(
     plans, error = [], None
     numbers = {0, most, *(1 << i for i in range(most.bit_length()))}
     for number in sorted(numbers):
-        split_now = largest_first[:number]
-        parts = np.ones(rows.size, int)
-        parts[split_now] = np.minimum(rows[split_now], num_ps)
-        pieces = [
-            (i, *run)
-            for i in range(rows.size)
-            for run in row_slices(rows[i], parts[i])
-        ]
+        split_now, pieces = {*largest_first[:number]}, []
+        for i, num_rows in enumerate(rows):
+            parts = min(num_rows, num_ps) if i in split_now else 1
+            pieces += [(i, *run) for run in row_slices(num_rows, parts)]
         of = [i for i, _, _ in pieces]
         share = np.array([size for _, _, size in pieces], int) / rows[of]
         try:
@@ -138,8 +130,7 @@ def simulate(
         load_fn: As in `plan`.
 
     Raises:
-        TypeError, ValueError: As `plan`; or the strategy returns no integer, or
-            a task that does not exist.
+        TypeError, ValueError: As `plan`; or the strategy returns no task.
 
     >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]

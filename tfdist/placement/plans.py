@@ -40,10 +40,9 @@ class Plan:
     Attributes:
         variables: The variables, in order of creation.
         num_ps: Number of parameter servers.
-        assignments: By variable name, its pieces in order of rows. One that is
-            not split has one piece.
+        assignments: By variable name, its pieces in order of rows, one or more.
         load_fn: What was balanced.
-        lower_bound: No placement, with the same permission to split, has a
+        lower_bound: No placement that may split the same variables has a
             largest load below this.
         largest_indivisible: The largest load that cannot be split.
 
@@ -100,17 +99,15 @@ class Plan:
         """Returns a placement strategy that places as planned.
 
         A variable is found by its name; else by the last part of its name, its
-        shape and its dtype, in order of creation, since Keras numbers the
-        layers of a second model on (`dense_3`) and a variable creator is told
-        `kernel` alone. The pieces of a split variable are those that
-        `PartitionedEmbedding` makes, `<name>_part_<i>`. What was not planned,
-        such as a counter, goes to the task that holds the fewest bytes, with a
-        warning if it is no scalar.
+        shape and its dtype, in order of creation: Keras numbers the layers of a
+        second model on (`dense_3`), and a variable creator is told `kernel`
+        alone. Pieces of a split variable are those that `PartitionedEmbedding`
+        makes, `<name>_part_<i>`. What was not planned, such as a counter, goes
+        to the task with the fewest bytes, with a warning if it is no scalar.
 
         Returns:
-            Callable from a variable to its task; use a new one for each model
-            that is built. It raises `ValueError` for a whole variable that the
-            plan splits.
+            Callable from a variable to its task, for one model. It raises
+            `ValueError` for a whole variable that the plan splits.
 
         >>> from tfdist.placement import plan
         >>> table = VariableSpec("table", (1000, 100))

@@ -22,8 +22,7 @@ from tfdist.placement.variables import VariableSpec, full_name, variable_spec
 PlacementStrategy = Callable[[Any], int]
 LoadFn = Callable[[Any], float]
 
-# A row that is looked up costs its id as well, on the way there and back.
-_ID_BYTES = 8
+_ID_BYTES = 8  # A row that is looked up costs its id as well, each way.
 
 
 class RoundRobinStrategy:
@@ -64,8 +63,7 @@ class GreedyLoadBalancingStrategy:
     Raises:
         ValueError: If `num_tasks` is not a positive integer; when called, if
             the load is NaN, infinite or negative.
-        TypeError: If `load_fn` is not callable; when called, if the load is
-            not a number.
+        TypeError: If `load_fn` is not callable; if the load is no number.
 
     >>> strategy = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> shapes = [2, 2], [2, 1], [2, 2], [1, 3]
@@ -129,8 +127,7 @@ def byte_size_load_fn(variable: Any) -> int:
 
     `tf.contrib.training.byte_size_load_fn` returned 1 for every resource
     variable, so that greedy balancing became round robin, and 8 for every
-    string. This one counts bytes, and charges the slots to the task that holds
-    them. Without slots it returns contrib's numbers for reference variables.
+    string. Without slots this one returns its numbers for reference variables.
 
     Args:
         variable: A `VariableSpec`, a variable or the TF1 op that makes one.
@@ -154,9 +151,7 @@ def traffic_load_fn(variable: Any) -> int:
     A step pulls the variable, or the `rows_per_step` rows that it looks up,
     and pushes a gradient of the same size if the variable is trainable. A row
     that is looked up costs 8 bytes more each way for its id. Slots never
-    leave the server.
-
-    Arguments and errors are those of `byte_size_load_fn`.
+    leave the server. Arguments and errors are those of `byte_size_load_fn`.
 
     >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
     8000
@@ -175,15 +170,13 @@ def traffic_load_fn(variable: Any) -> int:
 def load_of(variable: Any, load_fn: LoadFn) -> float:
     """Returns `load_fn(variable)`, or raises: TypeError, ValueError."""
     load = load_fn(variable)
-    message = (
-        "Argument `load_fn` must return a finite number that is not negative. "
-        f"Received: {load!r} from {_name(load_fn)} for variable "
-        f"{_name(variable)}."
-    )
-    if not isinstance(load, numbers.Real) or isinstance(load, bool):
-        raise TypeError(message)
-    if not math.isfinite(load) or load < 0:
-        raise ValueError(message)
+    is_number = isinstance(load, numbers.Real) and not isinstance(load, bool)
+    if not is_number or not 0 <= load < math.inf:
+        raise (ValueError if is_number else TypeError)(
+            "Argument `load_fn` must return a finite number that is not "
+            f"negative. Received: {load!r} from {_name(load_fn)} for variable "
+            f"{_name(variable)}."
+        )
     return float(load)
 
 
@@ -191,15 +184,13 @@ def check_task(
     task: Any, num_tasks: int, variable: Any, strategy: PlacementStrategy
 ) -> int:
     """Returns `task` as an `int`, or raises: TypeError, ValueError."""
-    message = (
-        f"Placement strategy {_name(strategy)} must return an integer from 0 "
-        f"to {num_tasks - 1}, the index of one of {num_tasks} parameter "
-        f"servers. Received: {task!r} for variable {_name(variable)}."
-    )
-    if not isinstance(task, numbers.Integral) or isinstance(task, bool):
-        raise TypeError(message)
-    if not 0 <= int(task) < num_tasks:
-        raise ValueError(message)
+    is_int = isinstance(task, numbers.Integral) and not isinstance(task, bool)
+    if not is_int or not 0 <= task < num_tasks:
+        raise (ValueError if is_int else TypeError)(
+            f"Placement strategy {_name(strategy)} must return an integer from "
+            f"0 to {num_tasks - 1}, the index of one of {num_tasks} parameter "
+            f"servers. Received: {task!r} for variable {_name(variable)}."
+        )
     return int(task)
 
 

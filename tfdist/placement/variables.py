@@ -1,7 +1,7 @@
 """Descriptions of variables: all that placement looks at (decision D5).
 
-A description comes from a TF1 op, a variable, the arguments a variable creator
-receives, or from a model function that is run without giving its variables any
+A description comes from a TF1 op, a variable, the arguments of a variable
+creator, or from a model function that is run without giving its variables
 memory. So a placement is decided and printed without a cluster.
 """
 
@@ -31,8 +31,7 @@ class VariableSpec:
 
     Attributes:
         name: The variable's name, `path` for a Keras variable.
-        shape: Tuple of ints. `None`, or `None` inside, where it is unknown:
-            such a variable has no known size.
+        shape: Tuple of ints; `None`, or with `None` inside, where unknown.
         dtype: Name of the dtype. Anything `tf.as_dtype` takes is accepted.
         trainable: Whether gradients are pushed to it. Default: True.
         num_slots: Number of optimizer slots of the variable's shape and dtype,
@@ -137,14 +136,13 @@ def creation_spec(
     """Describes a variable from what a variable creator receives.
 
     A callable initial value is traced in a scratch graph for its shape and
-    dtype; it is not executed, so nothing is allocated and no random state
-    moves.
+    dtype, not executed: nothing is allocated and no random state moves.
     """
     if shape is None or dtype is None:
-        with tf.__internal__.FuncGraph("initial_value").as_default():
-            value = initial_value() if callable(initial_value) else None
-        if value is None:
-            value = initial_value
+        value = initial_value
+        if callable(value):
+            with tf.__internal__.FuncGraph("initial_value").as_default():
+                value = value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             value = tf.convert_to_tensor(value, dtype)
         shape = value.shape if shape is None else shape
@@ -164,10 +162,10 @@ def describe(
 ) -> tuple[VariableSpec, ...]:
     """Describes the variables of a model without allocating them.
 
-    `model_fn` runs in a thread of its own, where Keras' names start again: the
-    names are those of the first model of a process, and the names of the
-    caller's layers do not change. Large variables get a handle and no memory,
-    so a table of 10^9 rows is described in a fraction of a second.
+    `model_fn` runs in a thread of its own, where Keras numbers layers from the
+    start, as for the first model of a process; the names of the caller's layers
+    do not change. Large variables get a handle and no memory, so a table of
+    10^9 rows is described in a fraction of a second.
 
     Args:
         model_fn: Callable without arguments that returns a built and compiled
@@ -177,14 +175,13 @@ def describe(
 
     Returns:
         A tuple of `VariableSpec` in order of creation: the model's weights and
-        seed states, without metrics (decision D3) and without the optimizer's
-        counters. Slots are counted in their variable's `num_slots`.
+        seed states, without metrics (decision D3) and the optimizer's counters.
+        Slots are counted in their variable's `num_slots`.
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, if `model_fn` fails because
-            it computes with variables, which have no values here, or if
-            `rows_per_step` names an unknown variable.
+        ValueError: If the model is not built, `model_fn` computes with
+            variables, which have no values here, or `rows_per_step` names none.
 
     >>> def model_fn():
     ...     model = keras.Sequential(
@@ -199,13 +196,11 @@ def describe(
     policy = keras.config.dtype_policy()
     with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
         specs = thread.submit(_describe, model_fn, policy).result()
-    rows_per_step = dict(rows_per_step or {})
-    unknown = sorted(set(rows_per_step) - {spec.name for spec in specs})
-    if unknown:
+    rows_per_step, names = rows_per_step or {}, {spec.name for spec in specs}
+    if unknown := sorted(rows_per_step.keys() - names):
         raise ValueError(
             "Argument `rows_per_step` must name variables of the model. "
-            f"Received: {unknown}; the model has "
-            f"{sorted(spec.name for spec in specs)}."
+            f"Received: {unknown}; the model has {sorted(names)}."
         )
     return tuple(
         dataclasses.replace(spec, rows_per_step=rows_per_step.get(spec.name))
@@ -316,9 +311,9 @@ def _state(
 def _kept_random_state() -> Iterator[None]:
     # An unseeded Keras initializer draws its seed from `random`; a plan must
     # not change the numbers of the training that follows it.
-    states = random.getstate(), np.random.get_state()
+    state, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(state)
+        np.random.set_state(of_numpy)
