@@ -13,9 +13,9 @@ from concurrent import futures
 
 import tensorflow as tf
 
-from tfdist._tf import private_checkpoints, storage
+from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private_checkpoints import Saveable
+from tfdist._tf.private_checkpoints import CheckpointTracedOnce, Saveable
 from tfdist._tf.private_positions import (
     HeldPosition,
     OtherDatasetError,
@@ -114,7 +114,7 @@ class Checkpoints:
         parts = {}
         if iterator is not None:
             self._position = parts["iterator"] = HeldPosition(iterator)
-        self._checkpoint = private_checkpoints.CheckpointTracedOnce(
+        self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._saved), **parts
         )
         self._manager = self._manager_of(self._checkpoint)
@@ -162,7 +162,9 @@ class Checkpoints:
         """
         self.wait()
         since = time.monotonic()
-        self._hold()
+        self._hold_position()
+        if self._held:
+            self._held.hold()
         behind = behind and bool(self._held and self._held.fit())
         written: futures.Future[str] = futures.Future()
 
@@ -193,12 +195,6 @@ class Checkpoints:
         """
         begun = [self._writing] if self._writing else []
         return not futures.wait(begun, secs).not_done
-
-    def _hold(self) -> None:
-        """Holds all that is saved, or as much as can be held."""
-        self._hold_position()
-        if self._held:
-            self._held.hold()
 
     def _hold_position(self) -> None:
         if (iterator := self._iterator_fn()) is not self._iterator:
@@ -306,21 +302,17 @@ class Checkpoints:
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
         self.optimizer_restored = restore(path, self._variables, exact=True)
-        if tf.io.gfile.exists(f"{position}.index"):
-            self._restore_iterator(position)
-
-    def _restore_iterator(self, path: str) -> None:
-        """Goes to the saved position, in an input that is the same."""
-        iterator = self._iterator_fn()
-        if iterator is None:
+        if not tf.io.gfile.exists(f"{position}.index"):
             return
+        iterator = self._iterator_fn()
         try:
-            self.position_restored = restore_position(iterator, path)
+            if iterator is not None:
+                self.position_restored = restore_position(iterator, position)
         except OtherDatasetError as error:
             _log.warning(
                 "The input is another than the one whose position %s holds: it "
                 "is read from the start. %s",
-                path,
+                position,
                 error,
             )
 
@@ -423,13 +415,12 @@ def restore(
         if name not in saved or not v.shape.is_compatible_with(saved[name])
     ]
     problems += other_dtypes(path, variables)
-    if exact:
-        problems += [
-            f"  {name}: missing in the model, shape {tuple(shape)} in the "
-            "checkpoint"
-            for name, shape in saved.items()
-            if name not in variables
-        ]
+    problems += [
+        f"  {name}: missing in the model, shape {tuple(shape)} in the "
+        "checkpoint"
+        for name, shape in saved.items()
+        if exact and name not in variables
+    ]
     if problems:
         grown = any("/seen: shape" in problem for problem in problems)
         rehash = _REHASH.format(path) if grown else ""

@@ -30,7 +30,9 @@ from tfdist.cluster.peers import Peers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.data.worker_context import GroupContext
+from tfdist.estimator import results
 from tfdist.estimator.specs import ModelFn, RunConfig
+from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
 from tfdist.session.trainable import Trainable
@@ -120,6 +122,22 @@ def make_model(
     return model, any(variable.trainable for variable in given)
 
 
+def fill(
+    model: keras.Model, path: str | None, warm_start: WarmStartHook | None
+) -> dict[str, Saveable]:
+    """Assigns the weights in a checkpoint, else those of a warm start.
+
+    Returns the variables that they are assigned to, by name.
+    """
+    variables = checkpoints.named_variables(model, optimizer=False)
+    if path:
+        checkpoints.restore(path, variables)
+        results.warn_of_left_out(path, variables)
+    elif warm_start:
+        warm_start.assign(model, variables)
+    return variables
+
+
 def seed_initializers(config: RunConfig) -> None:
     """Seeds what initializes the model."""
     seed = config.tf_random_seed
@@ -169,15 +187,15 @@ def create_variables(
     with own_object_names(), scope, tf.variable_creator_scope(note):
         model = made()
         _warn_of_others_variables(model, {id(v) for v in created})
+        made_here = strategy.extended.variable_created_in_scope
         for variable in model.variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
+            if not made_here(variable.value):
                 raise ValueError(
                     f"The model function has returned model {model.name!r} "
                     f"with variable {variable.path!r}, which it did not make, "
                     "and which is not where the strategy needs it. Make the "
                     "model, and all of its layers, inside the model function."
                 )
-        made_here = strategy.extended.variable_created_in_scope
         if not all(made_here(v.value) for v in model.optimizer.variables):
             # The program has made it, before the strategy.
             compiled_model.renew_optimizer(model)

@@ -7,7 +7,6 @@ its variables from a checkpoint: what is in the directory is the state.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from tfdist.estimator import results
 from tfdist.estimator.building import (
     build,
     check_model_fn,
+    fill,
     make_model,
     seed_initializers,
     trained_element_spec,
@@ -227,11 +227,9 @@ class Estimator:
             wanted = not input_fns.takes_context(input_fn)
         if not wanted or self.config.strategy_name != "ps":
             return
-        workers = self.config.cluster.num_workers
-        problem = audit.check_workers_differ(
-            input_fn, workers, index_as_tensor=True
-        )
-        if problem:
+        if problem := audit.check_workers_differ(
+            input_fn, self.config.cluster.num_workers, index_as_tensor=True
+        ):
             _log.warning("%s", problem)
 
     @runs_in_its_cluster
@@ -319,8 +317,7 @@ class Estimator:
         config = self.config
         if config.strategy_name != "ps" or not config.cluster.is_chief:
             return None
-        fill = functools.partial(self._fill, path=path)
-        return OnWorkers(self.model_fn, config, fill)
+        return OnWorkers(self.model_fn, config, path, self._warm_start)
 
     def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
         """What the model returns for each batch, as arrays."""
@@ -332,8 +329,7 @@ class Estimator:
             return
         model = self._restored(path, dataset.element_spec, targets=False)
         input_fns.check_batches(model, dataset.element_spec, targets=False)
-        step = model.predict_step
-        call = traced(step, reduce_retracing=True)
+        call = traced(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 
@@ -406,19 +402,10 @@ class Estimator:
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
         model, is_given = make_model(self.model_fn, element_spec, targets)
-        self._fill(model, path)
+        fill(model, path, self._warm_start)
         if not (path or self._warm_start or is_given):
             results.warn_of_untrained(self.model_dir)
         return model
-
-    def _fill(self, model: keras.Model, path: str | None) -> None:
-        """Assigns the weights in a checkpoint, else those of a warm start."""
-        variables = checkpoints.named_variables(model, optimizer=False)
-        if path:
-            checkpoints.restore(path, variables)
-            results.warn_of_left_out(path, variables)
-        elif self._warm_start:
-            self._warm_start.assign(model, variables)
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.

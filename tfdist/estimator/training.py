@@ -147,14 +147,16 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        if config.strategy_name == "multi_worker_mirrored":
-            hooks.append(_CheckEvaluation(evaluator))
-        else:
+        # To make its data TensorFlow may compute, which it must not do before
+        # the processes of an all-reduce job are joined.
+        joins = config.strategy_name == "multi_worker_mirrored"
+        if not joins:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
-        evaluates = _EvaluateAfterSave(evaluator, max_steps, has_workers)
-        listeners.append(evaluates)
-        hooks.insert(0, _EvaluateRestored(evaluates))  # Callbacks see it.
+        after_save = _EvaluateAfterSave(evaluator, max_steps, has_workers)
+        listeners.append(after_save)
+        # First, so that callbacks see what it finds.
+        hooks.insert(0, _EvaluateRestored(after_save, joins))
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners
@@ -167,20 +169,6 @@ def _train_and_evaluate(
         name, secs = evaluator.spec.name, config.evaluator_timeout_secs
         return results.wait_for_result(config.model_dir, name, last_step, secs)
     return evaluator.result if evaluator else None
-
-
-class _CheckEvaluation(SessionRunHook):
-    """Refuses one that would never end, once all processes are joined.
-
-    To make its data set TensorFlow may compute, which it must not do before.
-    """
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-
-    def after_create_session(self, session: Session, coord: Any) -> None:
-        """Raises `ValueError` if so."""
-        self._evaluator.check_ends()
 
 
 @dataclasses.dataclass(eq=False)
@@ -204,7 +192,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         self.exported_the_last = False
         at_end = session.should_stop() or global_step_value == self.max_steps
         if not self.told_later:
-            self._evaluate(session, is_the_last=at_end)
+            self.evaluate(session, is_the_last=at_end)
         elif not at_end:
             _log.info(
                 "The checkpoint of step %d is not evaluated: throttle_secs is "
@@ -216,24 +204,12 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     def end(self, session: Session, global_step_value: int) -> None:
         """Evaluates and exports the last checkpoint, unless that is done."""
         if not self.exported_the_last:
-            self._evaluate(session, is_the_last=True)
+            self.evaluate(session, is_the_last=True)
 
-    def make_up(self, session: Session, path: str) -> None:
-        """Evaluates what was saved, and not evaluated when training failed."""
-        saver = saver_of(session.checkpoint_dir, session.hooks)
-        # What was saved because the process was to end is not evaluated.
-        on_time = saver and session.step % (saver.save_steps or 1) == 0
-        if (
-            on_time
-            and session.step != self.max_steps
-            and time.monotonic() >= self.not_before
-            and not self.evaluator.has_published(path)
-        ):
-            self._evaluate(session, is_the_last=False, path=path)
-
-    def _evaluate(
+    def evaluate(
         self, session: Session, is_the_last: bool, path: str | None = None
     ) -> None:
+        """Evaluates and exports checkpoint `path`; default: the newest."""
         assert session.checkpoint_dir is not None
         start = time.monotonic()
         path = path or checkpoints.latest(session.checkpoint_dir)
@@ -249,11 +225,27 @@ class _EvaluateAfterSave(CheckpointSaverListener):
 
 @dataclasses.dataclass(eq=False)
 class _EvaluateRestored(SessionRunHook):
-    """Evaluates a checkpoint whose evaluation a failure has cut short."""
+    """Evaluates a checkpoint whose evaluation a failure has cut short.
 
-    evaluates: _EvaluateAfterSave
+    Before, if asked to, it refuses an evaluation that would never end.
+    """
+
+    after_save: _EvaluateAfterSave
+    checks_end: bool
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Does so if the session begins with such a checkpoint."""
-        if session.step and session.restored_from:
-            self.evaluates.make_up(session, session.restored_from)
+        after_save, path = self.after_save, session.restored_from
+        if self.checks_end:
+            after_save.evaluator.check_ends()
+        saver = saver_of(session.checkpoint_dir, session.hooks)
+        # What was saved because the process was to end is not evaluated.
+        on_time = saver and session.step % (saver.save_steps or 1) == 0
+        if (
+            path
+            and on_time
+            and session.step not in (0, after_save.max_steps)
+            and time.monotonic() >= after_save.not_before
+            and not after_save.evaluator.has_published(path)
+        ):
+            after_save.evaluate(session, is_the_last=False, path=path)
