@@ -154,11 +154,8 @@ class Checkpoints:
 
         What is being written is waited for. Then it holds what it writes (see
         `HeldValues`), and returns: when it has been written only where the
-        values do not `fit` twice, or have a copy for each replica.
-
-        Returns:
-            Its path, or what `save` raises, once it has been written. The
-            error's `saved_step` is `step`.
+        values do not `fit` twice, or have a copy for each replica. The future
+        is the path, or what `save` raises, whose `saved_step` is `step`.
         """
         self.wait()
         since = time.monotonic()
@@ -188,11 +185,7 @@ class Checkpoints:
         return written
 
     def wait(self, secs: float | None = None) -> bool:
-        """Waits for what is being written, if anything is.
-
-        Returns:
-            Whether it has ended, well or not.
-        """
+        """Waits for what is being written; whether that has ended by then."""
         begun = [self._writing] if self._writing else []
         return not futures.wait(begun, secs).not_done
 
@@ -255,16 +248,14 @@ class Checkpoints:
                 storage.remove_tree(path)
 
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
-        """Restores the newest checkpoint that is whole; returns its path.
+        """Restores the newest checkpoint that is whole; its path, or None.
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. None if there is none.
-        The position in the input is that of the checkpoint `position_of` it.
-
-        Raises:
-            ValueError: it holds other variables, or every checkpoint is
-                damaged, or their list is, or is missing.
+        warning says so, and the one before is taken. The position in the input
+        is that of the checkpoint `position_of` it. Raises `ValueError` if it
+        holds other variables, or every checkpoint is damaged, or their list is,
+        or is missing.
         """
         paths = listed(self._directory)
         if not paths:
@@ -380,16 +371,10 @@ def restore(
 ) -> bool:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
-    Args:
-        path: The checkpoint.
-        variables: Name to variable.
-        exact: Whether the checkpoint must hold nothing but `variables`. Where
-            other variables were trained then, so that slots differ, no value
-            of an optimizer is restored. A learning rate may be missing on
-            either side, where there is a schedule.
-
-    Returns:
-        Whether the values of optimizers, if there are any, were restored.
+    With `exact` the checkpoint must hold nothing but `variables`. Where others
+    were trained then, so that slots differ, no value of an optimizer is
+    restored, and it returns False. A learning rate may be missing on either
+    side, where there is a schedule.
 
     Raises:
         ValueError: the variables differ; the message lists in what.

@@ -48,8 +48,7 @@ def named_variables(
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included; it is built
-            if it is not yet.
+        optimizer: Whether those of the optimizer are, which is then built.
 
     Raises:
         ValueError: two variables have one name, or one that of the counter; a
@@ -207,11 +206,7 @@ def scheduled_rates(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
-    """Name to shape of every variable in checkpoint `path`.
-
-    Raises:
-        ValueError: it is one of another library.
-    """
+    """Name to shape of every variable in a checkpoint of tfdist."""
     shapes = {
         name: shape
         for key, shape in tf.train.list_variables(path)

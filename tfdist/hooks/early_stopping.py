@@ -33,11 +33,10 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that stops training when `should_stop_fn()` says so.
+    """A hook, for `TrainSpec`, that stops when `should_stop_fn()` says so.
 
     As `tf.estimator.experimental.make_early_stopping_hook`: asked after the
-    first step, then at the given interval. It belongs into
-    `TrainSpec(hooks=...)`.
+    first step, then at the given interval.
 
     Args:
         estimator: Unused; it keeps the place it has in TF1.
@@ -211,7 +210,6 @@ def _metric_hook(
 
 
 def _any(passes: _Compare, bound: float, values: _Values) -> bool:
-    """Whether an evaluation passes the bound."""
     return any(passes(value, bound) for value in values.values())
 
 

@@ -108,10 +108,7 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
     Scalars of TF1's and of TF2's writers; of two values of one tag and step the
     later counts. A file that is being written is read up to its last whole
-    record.
-
-    Args:
-        directory: Where the event files are; it need not exist.
+    record. There need be no such directory.
 
     >>> with tf.summary.create_file_writer(directory).as_default():
     ...     done = tf.summary.scalar("accuracy", 0.5, step=7)
@@ -122,11 +119,7 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
 
 class ScalarReader:
-    """Reads scalars as `read_scalars`; who reads again, what is new alone.
-
-    Args:
-        directory: Where the event files are; it need not exist.
-    """
+    """Reads scalars as `read_scalars`; who reads again, what is new alone."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory

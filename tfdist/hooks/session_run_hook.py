@@ -322,10 +322,8 @@ def resolve(
     ...         {"step": tf.Variable(3)})
     {'a': 0.5, 'b': [np.int32(3)]}
 
-    A name is looked up in `logs` first; a variable in shards is gathered.
-
-    Raises:
-        ValueError: a name is in neither.
+    A name is looked up in `logs` first, and must be in one of them; a variable
+    in shards is gathered.
     """
 
     def value(fetch: Any) -> Any:
@@ -348,11 +346,7 @@ def resolve(
 def steps_allowed(
     hooks: Iterable[Hook], step: int, most: int
 ) -> tuple[int, int]:
-    """Steps to run, at most `most`, and how many more may be under way then.
-
-    Raises:
-        ValueError: a hook asks for less than one step.
-    """
+    """Steps to run, at most `most`, and how many more may be under way then."""
     until = 1 << 60  # When no other step may be under way.
     for hook in hooks:
         ask = getattr(hook, "steps_until_next", lambda step: None)
