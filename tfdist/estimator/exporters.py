@@ -93,16 +93,13 @@ class Exporter:
         eval_result: Metrics,
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports `model` under `export_path` if it is time to.
+        """Exports `model` if it is time to; returns its directory, or None.
 
         Args:
             model: The model with the evaluated weights.
             export_path: `<model_dir>/export/<name>`.
             eval_result: Metrics of the evaluation.
             is_the_final_export: Whether training is over.
-
-        Returns:
-            The directory of what was written, or None.
 
         Raises:
             ValueError: `format="keras"` of a model without `get_config`; also

@@ -29,8 +29,8 @@ from tfdist.hooks.session_run_hook import SessionRunHook
 
 _log = logging.getLogger(__name__)
 
-# Arguments of Keras' `fit`, and what is given here instead.
 _WEIGHTS = "give each example its weight, as the third of `train`"
+# Arguments of Keras' `fit`, and what is given here instead.
 _INSTEAD = {
     **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
@@ -117,12 +117,6 @@ def fit(
             `Estimator.train`.
         RuntimeError: as `RunConfig`.
     """
-    for name, instead in _INSTEAD.items():
-        if name in config:
-            raise TypeError(
-                f"Argument `{name}` of Keras' fit is none of tfdist's: "
-                f"{instead}."
-            )
     _check_known(config)
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
@@ -182,16 +176,14 @@ def fit(
         estimator = Estimator(model_fn, run)
         eval_spec, history = None, keras.callbacks.History()
         if validation_data is not None:
-            name = "validation_data"
-            validation_steps = _limited(
-                "validation_steps", validation_steps, most
-            )
+            names = "validation_data", "validation_steps"
+            validation_steps = _limited(names[1], validation_steps, most)
             eval_fn, _ = fit_data.input_fns(
-                validation_data, name, batch_size=batch_size
+                validation_data, names[0], batch_size=batch_size
             )
             if validation_steps is None:
                 dataset = without_context(eval_fn)()
-                fit_data.check_ends(dataset, name, "validation_steps")
+                fit_data.check_ends(dataset, *names)
             eval_spec = EvalSpec(eval_fn, validation_steps, throttle_secs=0)
         eval_dir = estimator.eval_dir() if eval_spec else None
         given = keras.tree.flatten(callbacks or [])
@@ -221,6 +213,11 @@ def _check_known(config: dict[str, Any]) -> None:
     *own, _ = inspect.signature(fit).parameters  # Not `config` itself.
     known = [*own, *inspect.signature(RunConfig).parameters]
     for name in config:
+        if name in _INSTEAD:
+            raise TypeError(
+                f"Argument `{name}` of Keras' fit is none of tfdist's: "
+                f"{_INSTEAD[name]}."
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""
