@@ -19,11 +19,7 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import (
-    assigned,
-    leave_strategy,
-    own_object_names,
-)
+from tfdist._tf.private_keras import assigned, leave_strategy, own_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tfdist._tf import storage
@@ -74,11 +73,6 @@ def train_and_evaluate(
     * `training_done.json` is written, which ends an evaluator, and
       `latest.json` in the evaluation's directory.
 
-    Args:
-        estimator: The model and configuration.
-        train_spec: What to train on.
-        eval_spec: What to evaluate on. None: nothing is.
-
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
         workers and servers, without an `eval_spec`, and from the chief when the
@@ -101,8 +95,11 @@ def train_and_evaluate(
     cluster = estimator.config.cluster
     if cluster.role in ("dispatcher", "data_worker"):
         work_dir = os.path.join(estimator.model_dir, "data_service")
-        is_over = _end_of_training(estimator.model_dir)
-        data_service.serve(cluster, work_dir, is_over)
+        path = results.done_path(estimator.model_dir)
+        known = None, results.read_json(path)  # An earlier job's, if any.
+        data_service.serve(
+            cluster, work_dir, lambda: results.read_json(path) not in known
+        )
         return None, []
     on_ps = estimator.config.strategy_name == "ps"
     if on_ps and cluster.role in ("worker", "ps"):
@@ -128,13 +125,6 @@ def train_and_evaluate(
         evaluator.run_continuously(train_spec.max_steps, wait_secs)
         result = evaluator.result
     return (result["metrics"], result["exports"]) if result else (None, [])
-
-
-def _end_of_training(model_dir: str) -> Callable[[], bool]:
-    """Whether the chief has said, from now on, that training is over."""
-    path = results.done_path(model_dir)
-    before = results.read_json(path)
-    return lambda: results.read_json(path) not in (None, before)
 
 
 def _train_and_evaluate(
