@@ -103,10 +103,8 @@ class DenseFeatures(_OfColumns):
     Call arguments:
         features: Dictionary from name to a tensor `(batch,)` or `(batch, n)`,
             dense, ragged or sparse. In a dense one `""` and `-1` stand for a
-            missing id. What no column names is ignored.
-
-    Returns:
-        `(batch, n)`, of the layer's compute dtype.
+            missing id. What no column names is ignored. The layer returns
+            `(batch, n)`, of its compute dtype.
 
     Raises:
         TypeError: something else than a column.

@@ -224,7 +224,6 @@ class _EvaluateRestored(SessionRunHook):
     checks_end: bool
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Does so if the session begins with such a checkpoint."""
         after_save, path = self.after_save, session.restored_from
         if self.checks_end:
             after_save.evaluator.check_ends()

@@ -48,15 +48,14 @@ class WarmStartSettings:
         vars_to_warm_start: Regular expression that a weight's name must match
             somewhere, or a list of such; not trained ones too, unlike in TF. A
             list takes their slots as well, of an optimizer that must be the
-            same, and, with all trained weights, its other counters and how many
-            updates it has made; no learning rate and, unlike in TF, not the
-            job's step. Default: all weights. None: those of the next and the
-            last argument alone.
+            same, and, with all trained weights, its counters; no learning rate
+            and, unlike in TF, not the job's step. Default: all weights. None:
+            those of the next and the last argument alone.
         var_name_to_vocab_info: Weights to `tf.compat.v1.train.VocabInfo`s, for
             tables whose vocabulary has changed: words that were in the old one
-            keep their rows. Those of other words, and of buckets for words of
-            none, begin as the layer's initializer says, unlike in TF, so there
-            is no `backup_initializer`; `axis` must be 0.
+            keep their rows; others, and buckets, begin as the layer's
+            initializer says. Unlike in TF there is no `backup_initializer`, and
+            `axis` must be 0.
         var_name_to_prev_var_name: Names in the checkpoint, of weights that had
             another name there.
         var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a

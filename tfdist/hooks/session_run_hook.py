@@ -145,8 +145,8 @@ def warn_of_single_steps(who: str, advice: str) -> None:
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     """TensorFlow's own timer, which also says when it triggers next.
 
-    And it goes back with a session that was restored. Its seconds pass alike
-    when the clock of the machine is set (TF1's stood still, or flew).
+    It goes back with a session that was restored; its seconds do not change
+    when the clock of the machine is set.
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> _ = timer.update_last_triggered_step(1)

@@ -31,8 +31,7 @@ class SummarySaverHook(TimedHook):
     As `tf.compat.v1.train.SummarySaverHook`: the first step is written, then
     every N later (1, 4, 7 for N=3). The scalars are the logs of the run that
     ends at that step, instead of a graph's `summary_op`. After a recovery
-    TensorBoard is told which points are void, and the steps that run again
-    are written as the first time.
+    TensorBoard is told which points are void: those steps are written again.
 
     Args:
         save_steps: Steps between summaries.
