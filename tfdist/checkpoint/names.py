@@ -73,8 +73,7 @@ def named_variables(
                 raise ValueError(
                     f"{name!r} is a table of {dtype} in {len(variables)} "
                     "shards, which TensorFlow could restore into no other "
-                    "number of them. Give the layer another `dtype`, for "
-                    "example 'bfloat16', or `num_shards=1`."
+                    "number. Choose dtype='bfloat16', or `num_shards=1`."
                 )
             named[name] = PartitionedVariable(
                 [v.value for v in variables], list(map(runs_of, variables))

@@ -64,9 +64,8 @@ def check_model_fn(model_fn: ModelFn) -> None:
         raise TypeError(
             "Argument `model_fn` must be a function without arguments that "
             "returns a compiled Keras model. Received one that takes "
-            f"{signature}. Bind parameters by `functools.partial`; features, "
-            "labels and mode of TF1 have no counterpart: see "
-            "tfdist/MIGRATION.md."
+            f"{signature}. Bind parameters by `functools.partial`; for TF1's "
+            "features, labels and mode see tfdist/MIGRATION.md."
         ) from None
 
 
@@ -210,9 +209,8 @@ def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
         _log.warning(
             "The model function has returned model %r with %d trainable "
             "variables that it did not make, such as %r. They begin with what "
-            "they hold, also after another job that has trained them in this "
-            "process, and no cluster can train them. Make the model, and all "
-            "of its layers, inside the model function.",
+            "an earlier job in this process left in them, and no cluster can "
+            "train them. Make the model, and all layers, in the function.",
             model.name,
             len(old),
             old[0].path,
@@ -362,8 +360,7 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
             "process takes its share of every batch, so examples are repeated "
             "and left out. Have the input function read the same everywhere "
             "(no sharding in it, seeds for what shuffles outside TensorFlow), "
-            "or give it an argument, the InputContext, and let it read what "
-            "belongs to its process.",
+            "or take an InputContext and read what belongs to its process.",
             ", ".join(differ),
             peers.name,
         )

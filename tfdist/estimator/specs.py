@@ -234,10 +234,9 @@ class RunConfig:
         if backup >= workers or (self.steps_per_dispatch or 1) > 1:
             raise ValueError(
                 "Argument `backup_workers` must leave a worker to wait for, "
-                "and `steps_per_dispatch` be 1 with it, as the servers put "
-                f"each step together. Received: backup_workers={backup}, "
-                f"steps_per_dispatch={self.steps_per_dispatch}, of {workers} "
-                "workers."
+                "and `steps_per_dispatch` be 1 with it. Received: "
+                f"backup_workers={backup}, steps_per_dispatch="
+                f"{self.steps_per_dispatch}, of {workers} workers."
             )
 
     def replace(self, **changes: Any) -> RunConfig:

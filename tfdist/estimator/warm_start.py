@@ -268,9 +268,8 @@ class _Checkpoint:
         if name not in self.names:
             raise ValueError(
                 f"Checkpoint {self.path} has no variable {name!r}, of whose "
-                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. If "
-                "it had another name there, say so by "
-                "`var_name_to_prev_var_name`."
+                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. Is "
+                "its name another there? See `var_name_to_prev_var_name`."
             )
         library = tf.train if self._is_of_tf1 else checkpoints
         return library.load_variable(self.path, name)
@@ -327,9 +326,8 @@ def _check_whole(growing: Iterable[Growing], chosen: set[str]) -> None:
         pieces = {logical_path(piece) for piece in each.pieces}
         if len(pieces & chosen) not in (0, len(pieces)):
             raise ValueError(
-                "A warm start takes all variables of a DynamicEmbedding, which "
-                f"say whose its rows are, or none. Received a pattern for "
-                f"{sorted(pieces & chosen)} and not for "
-                f"{sorted(pieces - chosen)}. Choose them by the layer's name, "
-                f"{each.table.path!r}."
+                "A warm start takes all variables of a DynamicEmbedding, or "
+                f"none. Received a pattern for {sorted(pieces & chosen)} and "
+                f"not for {sorted(pieces - chosen)}. Choose them by the "
+                f"layer's name, {each.table.path!r}."
             )

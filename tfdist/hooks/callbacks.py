@@ -144,10 +144,9 @@ class KerasCallbackHook(SessionRunHook):
                 )
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 _log.warning(
-                    "BackupAndRestore is what every session does by itself: it "
-                    "goes on from its last checkpoint. Nothing is written to "
-                    "backup_dir=%r; RunConfig(save_checkpoints_steps=...) says "
-                    "how often.",
+                    "Every session does what BackupAndRestore does: it goes on "
+                    "from its last checkpoint. Nothing is written to backup_dir"
+                    "=%r; see RunConfig(save_checkpoints_steps=...).",
                     callback.backup_dir,
                 )
             else:
