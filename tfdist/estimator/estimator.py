@@ -330,9 +330,8 @@ class Estimator:
     def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
         """The model in this process, with the weights of a checkpoint.
 
-        By default of the latest. Where the checkpoint has all of its
-        optimizer's state, Keras' `fit` goes on from there. Tables are whole,
-        in the memory of this process.
+        By default of the latest. Where that has all of the optimizer's state,
+        Keras' `fit` goes on from there. Tables are whole, in memory here.
 
         Raises:
             ValueError: there is no checkpoint, or it is of another model.
@@ -372,13 +371,14 @@ class Estimator:
         Raises:
             ValueError: there is no such variable, or no checkpoint.
         """
-        names = self.get_variable_names()
+        path = self._checkpoint()  # Another may be the latest meanwhile.
+        names = sorted(checkpoints.saved_shapes(path))
         if name not in names:
             raise ValueError(
                 f"The latest checkpoint has no variable {name!r}. It has: "
                 f"{names}."
             )
-        return checkpoints.load_variable(self._checkpoint(), name)
+        return checkpoints.load_variable(path, name)
 
     def _checkpoint(self) -> str:
         path = self.latest_checkpoint()

@@ -78,10 +78,9 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     """Base of all hooks; every method does nothing.
 
     The order of calls is TF1's: `begin()` once; `after_create_session(session,
-    coord)` when the model is initialized or restored, and again after each
-    recovery, with new variables; `before_run(run_context)` and
-    `after_run(run_context, run_values)` around each run; `end(session)` unless
-    training ends in an error.
+    coord)` when the model is initialized or restored, also by a recovery, with
+    new variables; `before_run(run_context)` and `after_run(run_context,
+    run_values)` around each run; `end(session)` unless training fails.
 
     When `before_run` returns None, `run_values.results` are the logs of the
     steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with

@@ -252,11 +252,10 @@ class DynamicEmbeddingHook(TimedHook):
 class ProfilerHook(TimedHook):
     """Profiles one step, every N steps or seconds.
 
-    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced
-    and tells nothing about the others; then steps N, 2N and so on. Each profile
-    is of a run of a single step, of this process alone, and goes to
-    `<output_dir>/profile-<step>`, for TensorBoard's profiler (TF1 wrote
-    `timeline-<step>.json`).
+    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced;
+    then steps N, 2N and so on. Each profile is of a run of a single step, of
+    this process alone, and goes to `<output_dir>/profile-<step>`, for
+    TensorBoard's profiler (TF1 wrote `timeline-<step>.json`).
 
     Args:
         save_steps: Steps between profiles.
