@@ -266,7 +266,7 @@ class DNNModel(keras.layers.Layer):
             if dropout is not None:
                 self._hidden.append(layers.Dropout(dropout))
             if batch_norm:
-                # TF 2.15 found that Keras' 0.99 "crashes on certain problem[s]".
+                # TF 2.15: Keras' 0.99 "crashes on certain problem[s]".
                 options = {"momentum": 0.999, "name": f"batchnorm_{i}"}
                 self._hidden.append(layers.BatchNormalization(**options))
         self._hidden.append(layers.Dense(units, name="logits"))
