@@ -95,10 +95,7 @@ class Evaluation:
         self._session: EvaluationSession | None = None
 
     def forget(self, element_spec: Any) -> None:
-        """Has the model read its weights again when it is asked for.
-
-        `element_spec` is that of the data, which somebody else has evaluated.
-        """
+        """Has the model read its weights again: others have evaluated it."""
         self._session, self._element_spec = None, element_spec
 
     def model(self, path: str | None) -> keras.Model:

@@ -1,7 +1,4 @@
-"""A checkpoint on the parameter servers, computed with by the workers.
-
-How the chief of a cluster evaluates and predicts outside of training.
-"""
+"""How the chief of a cluster evaluates and predicts outside of training."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tfdist.training.workers import Workers
 class OnWorkers:
     """The cluster, which it joins: datasets made before then are no more.
 
-    The weights are those of checkpoint `path`, else of the warm start.
+    Servers hold the weights of checkpoint `path`, else of the warm start.
     """
 
     def __init__(

@@ -101,8 +101,7 @@ class RunConfig:
         read_ahead: On parameter servers, for how many steps of a request a
             worker reads the parameters while it computes the steps before, so
             that it does not wait for the network. What it reads lacks its own
-            updates of these steps. Default: 0, a step reads what the one before
-            left.
+            updates of these steps. Default: none, as 0.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
