@@ -20,12 +20,9 @@ _REDUCTIONS = ("sum_over_batch_size", "sum")
 class CannedModel(keras.Model):
     """The Keras model of a canned estimator: features to logits.
 
-    Its features are a dictionary; those that no column names are ignored.
-
-    Args:
-        head: Makes predictions, losses and metrics of the logits.
-        parts: Layers of columns; their outputs, added up, are the logits.
-        weight_column, loss_reduction: As of an estimator.
+    The outputs of `parts`, which are layers of columns, are added up. Of the
+    logits `head` makes predictions, losses and metrics. The other arguments are
+    those of an estimator.
     """
 
     def __init__(

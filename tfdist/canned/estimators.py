@@ -17,8 +17,7 @@ predictions are theirs. Tables of ids are `PartitionedEmbedding`s. What differs:
 - of a table, Adam and RMSProp move only the rows that were looked up (see
   `tfdist.training.optimizers`); all other optimizers compute the same;
 - metrics are also computed while training;
-- `loss` is the mean over examples of the batches' losses, where theirs was the
-  mean over batches: the same for batches of one size;
+- `loss` is a mean over examples, not over batches: the same for equal batches;
 - an exporter needs no `serving_input_receiver_fn`: the columns say what a
   `tf.Example` holds. See also `tfdist.estimator.serving` for the signatures.
 """

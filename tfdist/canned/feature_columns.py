@@ -140,11 +140,8 @@ def dense_size(column: Column) -> int:
 
 def read_vocabularies(columns: Iterable[Column]) -> dict[Column, Lookup]:
     """The vocabularies of columns and of those they are made of."""
-    lookups: dict[Column, Lookup] = {}
-    for column in _with_parents(columns):
-        if _class(column).startswith("Vocabulary") and column not in lookups:
-            lookups[column] = Lookup(column)
-    return lookups
+    found = dict.fromkeys(_with_parents(columns))
+    return {c: Lookup(c) for c in found if _class(c).startswith("Vocabulary")}
 
 
 def _with_parents(columns: Iterable[Column]) -> Iterator[Column]:

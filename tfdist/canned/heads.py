@@ -27,9 +27,7 @@ class Head:
 
     Attributes:
         units: Logits for an example.
-        classification: Names of two predictions, classes and scores, for
-            TensorFlow Serving's classify API, or None.
-        regression: Name of the prediction for its regress API, or None.
+        classification, regression: As those of `tfdist.Serving`.
     """
 
     units: int

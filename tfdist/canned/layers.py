@@ -31,9 +31,6 @@ from tfdist.canned.feature_columns import (
 )
 from tfdist.embeddings.layer import PartitionedEmbedding
 
-# TF 2.15's choice: it found that Keras' 0.99 "crashes on certain problem[s]".
-_BATCH_NORM_MOMENTUM = 0.999
-
 
 class _OfColumns(keras.layers.Layer):
     """Reads features, or the `Batch` that all parts of a canned model share."""
@@ -103,10 +100,8 @@ class DenseFeatures(_OfColumns):
     Call arguments:
         features: Dictionary from name to a tensor `(batch,)` or `(batch, n)`,
             dense, ragged or sparse. In a dense one `""` and `-1` stand for a
-            missing id. What no column names is ignored.
-
-    Returns:
-        `(batch, n)`, of the layer's compute dtype.
+            missing id. What no column names is ignored. The layer returns
+            `(batch, n)`, of its compute dtype.
 
     Raises:
         TypeError: something else than a column.
@@ -271,11 +266,9 @@ class DNNModel(keras.layers.Layer):
             if dropout is not None:
                 self._hidden.append(layers.Dropout(dropout))
             if batch_norm:
-                self._hidden.append(
-                    layers.BatchNormalization(
-                        momentum=_BATCH_NORM_MOMENTUM, name=f"batchnorm_{i}"
-                    )
-                )
+                # TF 2.15: Keras' 0.99 "crashes on certain problem[s]".
+                options = {"momentum": 0.999, "name": f"batchnorm_{i}"}
+                self._hidden.append(layers.BatchNormalization(**options))
         self._hidden.append(layers.Dense(units, name="logits"))
 
     def build(self) -> None:

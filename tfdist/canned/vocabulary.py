@@ -1,8 +1,7 @@
 """Words to ids without a lookup table.
 
-A table would live on one machine of the cluster, and the steps that ask it run
-on others. A sorted list of fingerprints is a constant of the graph, wherever
-that runs, and a search in it costs no more.
+A table would live on one machine, and steps run on others. A sorted list of
+fingerprints is a constant of the graph, and a search in it costs no more.
 """
 
 from __future__ import annotations

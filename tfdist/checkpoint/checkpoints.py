@@ -13,9 +13,9 @@ from concurrent import futures
 
 import tensorflow as tf
 
-from tfdist._tf import private_checkpoints, storage
+from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
-from tfdist._tf.private_checkpoints import Saveable
+from tfdist._tf.private_checkpoints import CheckpointTracedOnce, Saveable
 from tfdist._tf.private_positions import (
     HeldPosition,
     OtherDatasetError,
@@ -114,7 +114,7 @@ class Checkpoints:
         parts = {}
         if iterator is not None:
             self._position = parts["iterator"] = HeldPosition(iterator)
-        self._checkpoint = private_checkpoints.CheckpointTracedOnce(
+        self._checkpoint = CheckpointTracedOnce(
             variables=dict(self._saved), **parts
         )
         self._manager = self._manager_of(self._checkpoint)
@@ -154,15 +154,14 @@ class Checkpoints:
 
         What is being written is waited for. Then it holds what it writes (see
         `HeldValues`), and returns: when it has been written only where the
-        values do not `fit` twice, or have a copy for each replica.
-
-        Returns:
-            Its path, or what `save` raises, once it has been written. The
-            error's `saved_step` is `step`.
+        values do not `fit` twice, or have a copy for each replica. The future
+        is the path, or what `save` raises, whose `saved_step` is `step`.
         """
         self.wait()
         since = time.monotonic()
-        self._hold()
+        self._hold_position()
+        if self._held:
+            self._held.hold()
         behind = behind and bool(self._held and self._held.fit())
         written: futures.Future[str] = futures.Future()
 
@@ -186,19 +185,9 @@ class Checkpoints:
         return written
 
     def wait(self, secs: float | None = None) -> bool:
-        """Waits for what is being written, if anything is.
-
-        Returns:
-            Whether it has ended, well or not.
-        """
+        """Waits for what is being written; whether that has ended by then."""
         begun = [self._writing] if self._writing else []
         return not futures.wait(begun, secs).not_done
-
-    def _hold(self) -> None:
-        """Holds all that is saved, or as much as can be held."""
-        self._hold_position()
-        if self._held:
-            self._held.hold()
 
     def _hold_position(self) -> None:
         if (iterator := self._iterator_fn()) is not self._iterator:
@@ -259,16 +248,14 @@ class Checkpoints:
                 storage.remove_tree(path)
 
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
-        """Restores the newest checkpoint that is whole; returns its path.
+        """Restores the newest checkpoint that is whole; its path, or None.
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. None if there is none.
-        The position in the input is that of the checkpoint `position_of` it.
-
-        Raises:
-            ValueError: it holds other variables, or every checkpoint is
-                damaged, or their list is, or is missing.
+        warning says so, and the one before is taken. The position in the input
+        is that of the checkpoint `position_of` it. Raises `ValueError` if it
+        holds other variables, or every checkpoint is damaged, or their list is,
+        or is missing.
         """
         paths = listed(self._directory)
         if not paths:
@@ -306,21 +293,17 @@ class Checkpoints:
     def restore_from(self, path: str, position: str) -> None:
         """Restores one checkpoint, and the input's position from another."""
         self.optimizer_restored = restore(path, self._variables, exact=True)
-        if tf.io.gfile.exists(f"{position}.index"):
-            self._restore_iterator(position)
-
-    def _restore_iterator(self, path: str) -> None:
-        """Goes to the saved position, in an input that is the same."""
-        iterator = self._iterator_fn()
-        if iterator is None:
+        if not tf.io.gfile.exists(f"{position}.index"):
             return
+        iterator = self._iterator_fn()
         try:
-            self.position_restored = restore_position(iterator, path)
+            if iterator is not None:
+                self.position_restored = restore_position(iterator, position)
         except OtherDatasetError as error:
             _log.warning(
                 "The input is another than the one whose position %s holds: it "
                 "is read from the start. %s",
-                path,
+                position,
                 error,
             )
 
@@ -388,15 +371,15 @@ def restore(
 ) -> bool:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
+    A learning rate may be missing on either side, where there is a schedule,
+    and the counts of `DynamicEmbedding(admit_after=...)`, which begin at 0.
+
     Args:
         path: The checkpoint.
         variables: Name to variable.
         exact: Whether the checkpoint must hold nothing but `variables`. Where
             other variables were trained then, so that slots differ, no value
             of an optimizer is restored.
-
-    A learning rate may be missing on either side, where there is a schedule,
-    and the counts of `DynamicEmbedding(admit_after=...)`: they begin at 0.
 
     Returns:
         Whether the values of optimizers, if there are any, were restored.
@@ -425,13 +408,12 @@ def restore(
         if name not in saved or not v.shape.is_compatible_with(saved[name])
     ]
     problems += other_dtypes(path, variables)
-    if exact:
-        problems += [
-            f"  {name}: missing in the model, shape {tuple(shape)} in the "
-            "checkpoint"
-            for name, shape in saved.items()
-            if name not in variables
-        ]
+    problems += [
+        f"  {name}: missing in the model, shape {tuple(shape)} in the "
+        "checkpoint"
+        for name, shape in saved.items()
+        if exact and name not in variables
+    ]
     if problems:
         grown = any("/seen: shape" in problem for problem in problems)
         rehash = _REHASH.format(path) if grown else ""

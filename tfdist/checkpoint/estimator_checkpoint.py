@@ -91,9 +91,7 @@ def slot_there(weight: str, rule: str, kind: str, saved: Iterable[str]) -> str:
 def restore(path: str, variables: Mapping[str, Saveable]) -> None:
     """Assigns what checkpoint `path` of TF1 holds to `variables`, by its names.
 
-    Raises:
-        ValueError: the checkpoint lacks a variable, or has it in another shape;
-            nothing is changed then.
+    If it lacks one, or has it in another shape, it raises and assigns nothing.
     """
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()
@@ -117,14 +115,11 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
 
     The columns, the hidden layers and the classes must be the same. Slots of
     optimizers and the step are left alone; `tfdist.WarmStartSettings` takes
-    slots too.
+    slots too. Returns the names of the variables that were read.
 
     Args:
         model: What the `model_fn` of a canned estimator returns.
         path: Checkpoint, or directory of which the latest is read.
-
-    Returns:
-        The names of the variables that were read.
 
     Raises:
         ValueError: the checkpoint lacks a variable, or has it in another shape

@@ -31,11 +31,9 @@ class HeldValues:
     it updates alone. So a server may need the memory of its variables a second
     time from the next step until `release`: see `fit`.
 
-    TensorFlow's own asynchronous checkpoint
-    (`CheckpointOptions(enable_async=True)`) copies the variables to the machine
-    that saves, in its main thread, and there are parameter servers because they
-    do not fit one; its thread tells nobody of an error before the next save,
-    and holds no position of an input.
+    TensorFlow's own `CheckpointOptions(enable_async=True)` copies all variables
+    to the machine that saves, which they may not fit; it tells nobody of an
+    error before the next save, and holds no position of an input.
 
     Args:
         variables: Name to variable; see `can_hold`.

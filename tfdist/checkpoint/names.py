@@ -48,8 +48,7 @@ def named_variables(
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether the optimizer's variables are included; it is built
-            if it is not yet.
+        optimizer: Whether those of the optimizer are, which is then built.
 
     Raises:
         ValueError: two variables have one name, or one that of the counter; a
@@ -74,8 +73,7 @@ def named_variables(
                 raise ValueError(
                     f"{name!r} is a table of {dtype} in {len(variables)} "
                     "shards, which TensorFlow could restore into no other "
-                    "number of them. Give the layer another `dtype`, for "
-                    "example 'bfloat16', or `num_shards=1`."
+                    "number. Choose dtype='bfloat16', or `num_shards=1`."
                 )
             named[name] = PartitionedVariable(
                 [v.value for v in variables], list(map(runs_of, variables))
@@ -210,11 +208,7 @@ def may_differ(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
-    """Name to shape of every variable in checkpoint `path`.
-
-    Raises:
-        ValueError: it is one of another library.
-    """
+    """Name to shape of every variable in a checkpoint of tfdist."""
     shapes = {
         name: shape
         for key, shape in tf.train.list_variables(path)

@@ -28,16 +28,10 @@ _BYTES = 1 << 30
 def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
     """Writes checkpoint `path` into directory `output`; returns its path there.
 
-    It needs memory for the largest variable, before and after.
-
-    Args:
-        path: The checkpoint.
-        output: A directory without checkpoints.
-        capacities: Of tables, by the layer's path.
-
-    Raises:
-        ValueError: there is no such table, ids find no room, or there are
-            checkpoints in `output`. Nothing is written.
+    `capacities` are those of tables by the layer's path. It needs memory for
+    the largest variable, before and after. Raises `ValueError`, and writes
+    nothing, if there is no such table, ids find no room, or there are
+    checkpoints in `output`.
     """
     if checkpoints.latest(output):
         raise ValueError(f"There are checkpoints in {output!r} already.")

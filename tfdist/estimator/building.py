@@ -19,18 +19,16 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_callable
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist._tf.private_keras import (
-    assigned,
-    leave_strategy,
-    own_object_names,
-)
+from tfdist._tf.private_keras import assigned, leave_strategy, own_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
 from tfdist.data.input_fns import InputFn, named, takes_context, with_context
 from tfdist.data.worker_context import GroupContext
+from tfdist.estimator import results
 from tfdist.estimator.specs import ModelFn, RunConfig
+from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
 from tfdist.session.trainable import Trainable
@@ -66,9 +64,8 @@ def check_model_fn(model_fn: ModelFn) -> None:
         raise TypeError(
             "Argument `model_fn` must be a function without arguments that "
             "returns a compiled Keras model. Received one that takes "
-            f"{signature}. Bind parameters by `functools.partial`; features, "
-            "labels and mode of TF1 have no counterpart: see "
-            "tfdist/MIGRATION.md."
+            f"{signature}. Bind parameters by `functools.partial`; for TF1's "
+            "features, labels and mode see tfdist/MIGRATION.md."
         ) from None
 
 
@@ -120,6 +117,22 @@ def make_model(
     return model, any(variable.trainable for variable in given)
 
 
+def fill(
+    model: keras.Model, path: str | None, warm_start: WarmStartHook | None
+) -> dict[str, Saveable]:
+    """Assigns the weights in a checkpoint, else those of a warm start.
+
+    Returns the variables that they are assigned to, by name.
+    """
+    variables = checkpoints.named_variables(model, optimizer=False)
+    if path:
+        checkpoints.restore(path, variables)
+        results.warn_of_left_out(path, variables)
+    elif warm_start:
+        warm_start.assign(model, variables)
+    return variables
+
+
 def seed_initializers(config: RunConfig) -> None:
     """Seeds what initializes the model."""
     seed = config.tf_random_seed
@@ -169,15 +182,15 @@ def create_variables(
     with own_object_names(), scope, tf.variable_creator_scope(note):
         model = made()
         _warn_of_others_variables(model, {id(v) for v in created})
+        made_here = strategy.extended.variable_created_in_scope
         for variable in model.variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
+            if not made_here(variable.value):
                 raise ValueError(
                     f"The model function has returned model {model.name!r} "
                     f"with variable {variable.path!r}, which it did not make, "
                     "and which is not where the strategy needs it. Make the "
                     "model, and all of its layers, inside the model function."
                 )
-        made_here = strategy.extended.variable_created_in_scope
         if not all(made_here(v.value) for v in model.optimizer.variables):
             # The program has made it, before the strategy.
             compiled_model.renew_optimizer(model)
@@ -196,9 +209,8 @@ def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
         _log.warning(
             "The model function has returned model %r with %d trainable "
             "variables that it did not make, such as %r. They begin with what "
-            "they hold, also after another job that has trained them in this "
-            "process, and no cluster can train them. Make the model, and all "
-            "of its layers, inside the model function.",
+            "an earlier job in this process left in them, and no cluster can "
+            "train them. Make the model, and all layers, in the function.",
             model.name,
             len(old),
             old[0].path,
@@ -348,8 +360,7 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
             "process takes its share of every batch, so examples are repeated "
             "and left out. Have the input function read the same everywhere "
             "(no sharding in it, seeds for what shuffles outside TensorFlow), "
-            "or give it an argument, the InputContext, and let it read what "
-            "belongs to its process.",
+            "or take an InputContext and read what belongs to its process.",
             ", ".join(differ),
             peers.name,
         )

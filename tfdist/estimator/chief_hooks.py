@@ -31,10 +31,8 @@ def chief_hooks(
     """All of the chief's own hooks.
 
     As in TF1 the one that saves gives way to one of the user's that saves in
-    the same directory: that tells its listeners.
-
-    They act at multiples of their intervals, where TF1 began at step 1: so
-    they cut the steps into the same pieces as the checkpoints.
+    the same directory: that tells its listeners. They act at multiples of their
+    intervals, and not from step 1 on: so they cut the steps as checkpoints do.
     """
     directory = config.summary_dir or config.model_dir
     every = config.log_step_count_steps

@@ -7,7 +7,6 @@ its variables from a checkpoint: what is in the directory is the state.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from tfdist.estimator import results
 from tfdist.estimator.building import (
     build,
     check_model_fn,
+    fill,
     make_model,
     seed_initializers,
     trained_element_spec,
@@ -122,7 +122,7 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> Estimator:
-        """Trains from the latest checkpoint, if there is one.
+        """Trains from the latest checkpoint, if there is one; returns itself.
 
         Must be called in one process, by the chief, or by all of an all-reduce.
 
@@ -138,9 +138,6 @@ class Estimator:
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
             saving_listeners: Told of each checkpoint.
-
-        Returns:
-            This estimator.
 
         Raises:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
@@ -227,11 +224,9 @@ class Estimator:
             wanted = not input_fns.takes_context(input_fn)
         if not wanted or self.config.strategy_name != "ps":
             return
-        workers = self.config.cluster.num_workers
-        problem = audit.check_workers_differ(
-            input_fn, workers, index_as_tensor=True
-        )
-        if problem:
+        if problem := audit.check_workers_differ(
+            input_fn, self.config.cluster.num_workers, index_as_tensor=True
+        ):
             _log.warning("%s", problem)
 
     @runs_in_its_cluster
@@ -243,7 +238,7 @@ class Estimator:
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, float]:
-        """Metrics of a checkpoint.
+        """Metrics of a checkpoint by name, also `loss` and `global_step`.
 
         On the chief of a cluster the workers compute, as for `predict`, unless
         there are hooks, or the model a `train_step` or `test_step`.
@@ -255,9 +250,6 @@ class Estimator:
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized, of which a warning tells, or as it starts warm.
             name: See there.
-
-        Returns:
-            Metric name to value, `loss` and `global_step` among them.
         """
         spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
         evaluator = Evaluator(
@@ -319,8 +311,7 @@ class Estimator:
         config = self.config
         if config.strategy_name != "ps" or not config.cluster.is_chief:
             return None
-        fill = functools.partial(self._fill, path=path)
-        return OnWorkers(self.model_fn, config, fill)
+        return OnWorkers(self.model_fn, config, path, self._warm_start)
 
     def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
         """What the model returns for each batch, as arrays."""
@@ -332,17 +323,15 @@ class Estimator:
             return
         model = self._restored(path, dataset.element_spec, targets=False)
         input_fns.check_batches(model, dataset.element_spec, targets=False)
-        step = model.predict_step
-        call = traced(step, reduce_retracing=True)
+        call = traced(model.predict_step, reduce_retracing=True)
         for batch in dataset:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 
     def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
         """The model in this process, with the weights of a checkpoint.
 
-        By default of the latest. Where the checkpoint has all of its
-        optimizer's state, Keras' `fit` goes on from there. Tables are whole,
-        in the memory of this process.
+        By default of the latest. Where that has all of the optimizer's state,
+        Keras' `fit` goes on from there. Tables are whole, in memory here.
 
         Raises:
             ValueError: there is no checkpoint, or it is of another model.
@@ -382,13 +371,14 @@ class Estimator:
         Raises:
             ValueError: there is no such variable, or no checkpoint.
         """
-        names = self.get_variable_names()
+        path = self._checkpoint()  # Another may be the latest meanwhile.
+        names = sorted(checkpoints.saved_shapes(path))
         if name not in names:
             raise ValueError(
                 f"The latest checkpoint has no variable {name!r}. It has: "
                 f"{names}."
             )
-        return checkpoints.load_variable(self._checkpoint(), name)
+        return checkpoints.load_variable(path, name)
 
     def _checkpoint(self) -> str:
         path = self.latest_checkpoint()
@@ -406,19 +396,10 @@ class Estimator:
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
         model, is_given = make_model(self.model_fn, element_spec, targets)
-        self._fill(model, path)
+        fill(model, path, self._warm_start)
         if not (path or self._warm_start or is_given):
             results.warn_of_untrained(self.model_dir)
         return model
-
-    def _fill(self, model: keras.Model, path: str | None) -> None:
-        """Assigns the weights in a checkpoint, else those of a warm start."""
-        variables = checkpoints.named_variables(model, optimizer=False)
-        if path:
-            checkpoints.restore(path, variables)
-            results.warn_of_left_out(path, variables)
-        elif self._warm_start:
-            self._warm_start.assign(model, variables)
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
         """Where a planned placement would put the model's variables.

@@ -15,8 +15,7 @@ from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
-from tfdist.estimator import results
-from tfdist.estimator.building import make_model
+from tfdist.estimator.building import fill, make_model
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.session_run_hook import Hook, HookRunner, begin_all
@@ -96,10 +95,7 @@ class Evaluation:
         self._session: EvaluationSession | None = None
 
     def forget(self, element_spec: Any) -> None:
-        """Has the model read its weights again when it is asked for.
-
-        `element_spec` is that of the data, which somebody else has evaluated.
-        """
+        """Has the model read its weights again: others have evaluated it."""
         self._session, self._element_spec = None, element_spec
 
     def model(self, path: str | None) -> keras.Model:
@@ -141,9 +137,8 @@ class Evaluation:
                 hook.end(session)
         finally:
             session.request_stop()
-        secs = _GRACE_SECS
         session.coord.join(
-            stop_grace_period_secs=secs, ignore_live_threads=True
+            stop_grace_period_secs=_GRACE_SECS, ignore_live_threads=True
         )
         return metrics(), int(session.global_step)
 
@@ -154,29 +149,24 @@ class Evaluation:
         if self._step is None:
             model, given = make_model(self._model_fn, self._element_spec)
             self.is_given |= given
-            own = overrides(model, "test_step")
-            kind = KerasStep if own else ModelStep
+            kind = KerasStep if overrides(model, "test_step") else ModelStep
             self._step = kind(model, self._element_spec)
             self._evaluate_batch = traced(
                 self._step.evaluate, reduce_retracing=True
             )
         begin_all(hooks)
-        model, global_step = self._step.model, tf.constant(0, tf.int64)
-        variables = checkpoints.named_variables(model, optimizer=False)
-        if path:
-            try:
-                checkpoints.restore(path, variables)
-                results.warn_of_left_out(path, variables)
-                global_step += checkpoints.step_of(path)
-            except (tf.errors.OpError, IndexError, RuntimeError) as error:
-                if not storage.is_damage(error):
-                    raise
-                raise DamagedCheckpointError(
-                    f"Checkpoint {path} is damaged or gone. TensorFlow says: "
-                    + str(error).partition("\n")[0]
-                ) from error
-        elif self._warm_start:
-            self._warm_start.assign(model, variables)
+        model = self._step.model
+        try:
+            variables = fill(model, path, self._warm_start)
+            step = checkpoints.step_of(path) if path else 0
+        except (tf.errors.OpError, IndexError, RuntimeError) as error:
+            if not (path and storage.is_damage(error)):
+                raise
+            raise DamagedCheckpointError(
+                f"Checkpoint {path} is damaged or gone. TensorFlow says: "
+                + str(error).partition("\n")[0]
+            ) from error
+        global_step = tf.constant(step, tf.int64)
         session = EvaluationSession(model, variables, global_step, path)
         self._session = session
         return self._step, session

@@ -27,12 +27,11 @@ CompareFn = Callable[..., bool]
 class Exporter:
     """Base of exporters: a name and what to export.
 
-    Differs from `tf.estimator.Exporter`: it gets the evaluated Keras model
-    instead of an estimator and a checkpoint path, and `serving_model_fn`
-    replaces `serving_input_receiver_fn`. There is no `as_text`.
-
-    What `export` raises ends an evaluator task, or a chief that evaluates, as
-    there. Earlier exports stay, nothing is left half-written.
+    Unlike `tf.estimator.Exporter`, it gets the evaluated Keras model instead of
+    an estimator and a checkpoint path; `serving_model_fn` replaces
+    `serving_input_receiver_fn`, and there is no `as_text`. What `export` raises
+    ends an evaluator task, or a chief that evaluates, as there. Earlier exports
+    stay, nothing is left half-written.
 
     >>> class PrintingExporter(tfdist.Exporter):
     ...     def export(
@@ -93,16 +92,11 @@ class Exporter:
         eval_result: Metrics,
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports `model` under `export_path` if it is time to.
+        """Exports `model`, with the evaluated weights, if it is time to.
 
-        Args:
-            model: The model with the evaluated weights.
-            export_path: `<model_dir>/export/<name>`.
-            eval_result: Metrics of the evaluation.
-            is_the_final_export: Whether training is over.
-
-        Returns:
-            The directory of what was written, or None.
+        Into a directory in `export_path` (`<model_dir>/export/<name>`), which
+        it returns, else None. `eval_result` are the metrics of the evaluation,
+        and `is_the_final_export` whether training is over.
 
         Raises:
             ValueError: `format="keras"` of a model without `get_config`; also

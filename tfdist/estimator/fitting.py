@@ -30,8 +30,8 @@ from tfdist.hooks.session_run_hook import SessionRunHook
 
 _log = logging.getLogger(__name__)
 
-# Arguments of Keras' `fit`, and what is given here instead.
 _WEIGHTS = "give each example its weight, as the third of `train`"
+# Arguments of Keras' `fit`, and what is given here instead.
 _INSTEAD = {
     **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
@@ -119,12 +119,6 @@ def fit(
             `Estimator.train`.
         RuntimeError: as `RunConfig`.
     """
-    for name, instead in _INSTEAD.items():
-        if name in config:
-            raise TypeError(
-                f"Argument `{name}` of Keras' fit is none of tfdist's: "
-                f"{instead}."
-            )
     _check_known(config)
     check_at_least("epochs", epochs, 1)
     check_at_least("steps_per_epoch", steps_per_epoch, 1)
@@ -185,17 +179,16 @@ def fit(
         eval_spec, history = None, keras.callbacks.History()
         if validation_data is not None:
             name = "validation_data"
-            validation_steps = _limited(
-                "validation_steps", validation_steps, most
-            )
             if on_ps and isinstance(validation_data, tf.data.Dataset):
                 raise fit_data.made_here(validation_data, name)
+            instead = "validation_steps"
+            validation_steps = _limited(instead, validation_steps, most)
             eval_fn, _ = fit_data.input_fns(
                 validation_data, name, batch_size=batch_size
             )
             if validation_steps is None:
                 dataset = without_context(eval_fn)()
-                fit_data.check_ends(dataset, name, "validation_steps")
+                fit_data.check_ends(dataset, name, instead)
             eval_spec = EvalSpec(eval_fn, validation_steps, throttle_secs=0)
         eval_dir = estimator.eval_dir() if eval_spec else None
         given = keras.tree.flatten(callbacks or [])
@@ -225,6 +218,11 @@ def _check_known(config: dict[str, Any]) -> None:
     *own, _ = inspect.signature(fit).parameters  # Not `config` itself.
     known = [*own, *inspect.signature(RunConfig).parameters]
     for name in config:
+        if name in _INSTEAD:
+            raise TypeError(
+                f"Argument `{name}` of Keras' fit is none of tfdist's: "
+                f"{_INSTEAD[name]}."
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""

@@ -1,7 +1,4 @@
-"""A checkpoint on the parameter servers, computed with by the workers.
-
-How the chief of a cluster evaluates and predicts outside of training.
-"""
+"""How the chief of a cluster evaluates and predicts outside of training."""
 
 from __future__ import annotations
 
@@ -9,15 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.cluster import servers
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.strategies import parameter_server_strategy
-from tfdist.estimator.building import create_variables
+from tfdist.estimator.building import create_variables, fill
 from tfdist.estimator.specs import ModelFn, RunConfig
+from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
@@ -25,16 +22,18 @@ from tfdist.training.workers import Workers
 class OnWorkers:
     """The cluster, which it joins: datasets made before then are no more.
 
-    `fill` assigns the weights of a model.
+    Servers hold the weights of checkpoint `path`, else of the warm start.
     """
 
     def __init__(
         self,
         model_fn: ModelFn,
         config: RunConfig,
-        fill: Callable[[keras.Model], None],
+        path: str | None,
+        warm_start: WarmStartHook | None,
     ) -> None:
-        self._model_fn, self._config, self._fill = model_fn, config, fill
+        self._model_fn, self._config = model_fn, config
+        self._weights = path, warm_start
         self._cluster = ClusterSize(config.cluster, config.model_dir).now
         self._strategy = parameter_server_strategy(
             self._cluster,
@@ -52,7 +51,7 @@ class OnWorkers:
             global_step, model = create_variables(
                 self._model_fn, self._config, self._strategy, spec, metrics
             )
-            self._fill(model)
+            fill(model, *self._weights)
             step = ModelStep(
                 model,
                 spec,

@@ -97,10 +97,10 @@ def wait_for_result(
 ) -> dict[str, Any] | None:
     """Waits until the evaluator has published its last result and exports.
 
-    Says meanwhile, again and again, that training is over, at `step`: an
-    evaluator that starts only now cannot tell an announcement it finds from one
-    of an earlier job. Returns None, with a warning that says why, if there is
-    no result within `timeout_secs`, or it fails too often or for too long.
+    Says again and again that training is over, at `step`: an evaluator that
+    starts only now cannot tell what it finds from what an earlier job said.
+    Returns None, with a warning, if there is no result within `timeout_secs`,
+    or it fails too often or for too long.
     """
     directory = eval_dir(model_dir, name)
     newest = tf.train.latest_checkpoint(model_dir)

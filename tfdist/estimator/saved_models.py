@@ -1,11 +1,11 @@
 """Exported models in directories named by time: `<base>/<seconds>/`.
 
-Which signatures they have is `tfdist.estimator.serving`'s matter. A directory
-appears under its final name when it is complete, and TensorFlow Serving takes
-the one with the largest number; an export that fails leaves nothing behind. (On
-an object store, where a directory cannot be renamed at once, `saved_model.pb`
-arrives after the files it needs, and two processes that export at the same
-second need two directories.)
+`tfdist.estimator.serving` says which signatures they have. A directory appears
+under its final name when it is complete, and TensorFlow Serving takes the one
+with the largest number; an export that fails leaves nothing behind. (On an
+object store, where a directory cannot be renamed at once, `saved_model.pb`
+arrives last, and two processes that export at the same second need two
+directories.)
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def export_saved_model(
     """Exports a built model under the time, in seconds, or a greater number.
 
     Returns the new directory in `export_dir_base`. Other arguments are those of
-    `Exporter`. What fails leaves nothing behind; leftovers of a process that
-    died are removed after an hour, those of a job's exporters at its next
-    start.
+    `Exporter`. Leftovers of a process that died are removed after an hour,
+    those of a job's exporters at its next start.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> path = export_saved_model(model, directory)
@@ -66,7 +65,7 @@ def export_saved_model(
     if serving_model_fn is not None:
         check_callable("serving_model_fn", serving_model_fn)
     check_format(format)
-    storage.check_no_pattern(os.fspath(export_dir_base))
+    storage.check_no_pattern(export_dir_base)
     assets_extra = checked_assets(assets_extra)
     for source in assets_extra.values():
         if not tf.io.gfile.exists(source):

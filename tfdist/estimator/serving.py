@@ -85,9 +85,8 @@ class Serving:
     def of(cls, model: keras.Model, **kwargs: Any) -> Serving:
         """A Keras model: its inputs, its outputs.
 
-        If its output is a dictionary, the keys are the names; else the name
-        is `output_0`, as Keras has it. `kwargs` are attributes that shall
-        differ.
+        The names of outputs are the keys of a dictionary, or `output_0` and so
+        on, as Keras has it. `kwargs` are attributes that shall differ.
 
         >>> x = keras.Input([2], name="x")
         >>> model = keras.Model(x, {"p": keras.layers.Dense(1)(x)})

@@ -76,10 +76,9 @@ class RunConfig:
             `eval` and the like below it. Default: `model_dir`.
         tf_random_seed: Seeds Python, NumPy and the initializers.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
-        save_checkpoints_steps: Steps between checkpoints.
-        save_checkpoints_secs: Seconds between checkpoints. At most one of the
-            two. Default: 60 s, or what costs 1 % of the time if that is more.
-            None or 0: there are no checkpoints.
+        save_checkpoints_steps, save_checkpoints_secs: Steps, or seconds,
+            between checkpoints; not both. Default: 60 s, or what costs 1 % of
+            the time if that is more. None or 0: there are no checkpoints.
         keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
             the default, which is over a year: none.
@@ -91,19 +90,18 @@ class RunConfig:
         backup_workers: Makes steps on parameter servers synchronous, as TF1's
             `SyncReplicasOptimizer`: a step is the mean over a batch of each
             worker, but for so many that are slowest (its `total_num_replicas`
-            minus `replicas_to_aggregate`); 0 to wait for all. What those find
-            for a step that is over is dropped, with their batch. Default:
-            asynchronous steps. One process needs neither this nor the next two.
+            minus `replicas_to_aggregate`), whose batch is dropped; 0 to wait
+            for all. Default: asynchronous steps. One process needs neither this
+            nor the next two.
         max_staleness: The most updates of other workers that may land between
             a step's read of the parameters and its own update on parameter
             servers; workers wait for slower ones where it would be more (stale
             synchronous parallel). Dispatches are smaller with it, unless
             `steps_per_dispatch` is given. Default: no bound; no worker waits.
-        read_ahead: On parameter servers, for how many steps a worker reads the
-            parameters while it computes the steps before, so that it does not
-            wait for the network; within a request, see `steps_per_dispatch`.
-            What it reads lacks its own updates of these steps, by which it is
-            staler. Default: none, as 0: a step reads what the one before left.
+        read_ahead: On parameter servers, for how many steps of a request a
+            worker reads the parameters while it computes the steps before, so
+            that it does not wait for the network. What it reads lacks its own
+            updates of these steps. Default: none, as 0.
         strategy: How the training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
             (between the GPUs of this one, or, without any, its logical CPUs),
@@ -235,10 +233,9 @@ class RunConfig:
         if backup >= workers or (self.steps_per_dispatch or 1) > 1:
             raise ValueError(
                 "Argument `backup_workers` must leave a worker to wait for, "
-                "and `steps_per_dispatch` be 1 with it, as the servers put "
-                f"each step together. Received: backup_workers={backup}, "
-                f"steps_per_dispatch={self.steps_per_dispatch}, of {workers} "
-                "workers."
+                "and `steps_per_dispatch` be 1 with it. Received: "
+                f"backup_workers={backup}, steps_per_dispatch="
+                f"{self.steps_per_dispatch}, of {workers} workers."
             )
 
     def replace(self, **changes: Any) -> RunConfig:

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tfdist._tf import storage
@@ -74,11 +73,6 @@ def train_and_evaluate(
     * `training_done.json` is written, which ends an evaluator, and
       `latest.json` in the evaluation's directory.
 
-    Args:
-        estimator: The model and configuration.
-        train_spec: What to train on.
-        eval_spec: What to evaluate on. None: nothing is.
-
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
         workers and servers, without an `eval_spec`, and from the chief when the
@@ -101,8 +95,11 @@ def train_and_evaluate(
     cluster = estimator.config.cluster
     if cluster.role in ("dispatcher", "data_worker"):
         work_dir = os.path.join(estimator.model_dir, "data_service")
-        is_over = _end_of_training(estimator.model_dir)
-        data_service.serve(cluster, work_dir, is_over)
+        path = results.done_path(estimator.model_dir)
+        known = None, results.read_json(path)  # An earlier job's, if any.
+        data_service.serve(
+            cluster, work_dir, lambda: results.read_json(path) not in known
+        )
         return None, []
     on_ps = estimator.config.strategy_name == "ps"
     if on_ps and cluster.role in ("worker", "ps"):
@@ -130,13 +127,6 @@ def train_and_evaluate(
     return (result["metrics"], result["exports"]) if result else (None, [])
 
 
-def _end_of_training(model_dir: str) -> Callable[[], bool]:
-    """Whether the chief has said, from now on, that training is over."""
-    path = results.done_path(model_dir)
-    before = results.read_json(path)
-    return lambda: results.read_json(path) not in (None, before)
-
-
 def _train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, evaluator: Evaluator | None
 ) -> dict[str, Any] | None:
@@ -147,14 +137,16 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        if config.strategy_name == "multi_worker_mirrored":
-            hooks.append(_CheckEvaluation(evaluator))
-        else:
+        # To make its data TensorFlow may compute, which it must not do before
+        # the processes of an all-reduce job are joined.
+        joins = config.strategy_name == "multi_worker_mirrored"
+        if not joins:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
-        evaluates = _EvaluateAfterSave(evaluator, max_steps, has_workers)
-        listeners.append(evaluates)
-        hooks.insert(0, _EvaluateRestored(evaluates))  # Callbacks see it.
+        after_save = _EvaluateAfterSave(evaluator, max_steps, has_workers)
+        listeners.append(after_save)
+        # First, so that callbacks see what it finds.
+        hooks.insert(0, _EvaluateRestored(after_save, joins))
     results.retract_end(config.model_dir)
     estimator.train(
         train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners
@@ -167,20 +159,6 @@ def _train_and_evaluate(
         name, secs = evaluator.spec.name, config.evaluator_timeout_secs
         return results.wait_for_result(config.model_dir, name, last_step, secs)
     return evaluator.result if evaluator else None
-
-
-class _CheckEvaluation(SessionRunHook):
-    """Refuses one that would never end, once all processes are joined.
-
-    To make its data set TensorFlow may compute, which it must not do before.
-    """
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-
-    def after_create_session(self, session: Session, coord: Any) -> None:
-        """Raises `ValueError` if so."""
-        self._evaluator.check_ends()
 
 
 @dataclasses.dataclass(eq=False)
@@ -204,7 +182,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         self.exported_the_last = False
         at_end = session.should_stop() or global_step_value == self.max_steps
         if not self.told_later:
-            self._evaluate(session, is_the_last=at_end)
+            self.evaluate(session, is_the_last=at_end)
         elif not at_end:
             _log.info(
                 "The checkpoint of step %d is not evaluated: throttle_secs is "
@@ -216,24 +194,12 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     def end(self, session: Session, global_step_value: int) -> None:
         """Evaluates and exports the last checkpoint, unless that is done."""
         if not self.exported_the_last:
-            self._evaluate(session, is_the_last=True)
+            self.evaluate(session, is_the_last=True)
 
-    def make_up(self, session: Session, path: str) -> None:
-        """Evaluates what was saved, and not evaluated when training failed."""
-        saver = saver_of(session.checkpoint_dir, session.hooks)
-        # What was saved because the process was to end is not evaluated.
-        on_time = saver and session.step % (saver.save_steps or 1) == 0
-        if (
-            on_time
-            and session.step != self.max_steps
-            and time.monotonic() >= self.not_before
-            and not self.evaluator.has_published(path)
-        ):
-            self._evaluate(session, is_the_last=False, path=path)
-
-    def _evaluate(
+    def evaluate(
         self, session: Session, is_the_last: bool, path: str | None = None
     ) -> None:
+        """Evaluates and exports checkpoint `path`; default: the newest."""
         assert session.checkpoint_dir is not None
         start = time.monotonic()
         path = path or checkpoints.latest(session.checkpoint_dir)
@@ -249,11 +215,26 @@ class _EvaluateAfterSave(CheckpointSaverListener):
 
 @dataclasses.dataclass(eq=False)
 class _EvaluateRestored(SessionRunHook):
-    """Evaluates a checkpoint whose evaluation a failure has cut short."""
+    """Evaluates a checkpoint whose evaluation a failure has cut short.
 
-    evaluates: _EvaluateAfterSave
+    Before, if asked to, it refuses an evaluation that would never end.
+    """
+
+    after_save: _EvaluateAfterSave
+    checks_end: bool
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Does so if the session begins with such a checkpoint."""
-        if session.step and session.restored_from:
-            self.evaluates.make_up(session, session.restored_from)
+        after_save, path = self.after_save, session.restored_from
+        if self.checks_end:
+            after_save.evaluator.check_ends()
+        saver = saver_of(session.checkpoint_dir, session.hooks)
+        # What was saved because the process was to end is not evaluated.
+        on_time = saver and session.step % (saver.save_steps or 1) == 0
+        if (
+            path
+            and on_time
+            and session.step not in (0, after_save.max_steps)
+            and time.monotonic() >= after_save.not_before
+            and not after_save.evaluator.has_published(path)
+        ):
+            after_save.evaluate(session, is_the_last=False, path=path)

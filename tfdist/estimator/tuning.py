@@ -73,8 +73,7 @@ class ReportMetricsHook(TimedHook):
 
     Args:
         eval_dir: Where the evaluations write: `Estimator.eval_dir()`.
-        path: As for `report_metrics`, as is `trial`.
-        trial: See there.
+        path, trial: As for `report_metrics`.
         every_secs: Seconds between two looks at `eval_dir`.
         tag: The metric that the job tunes. It is a ValueError, in training, if
             an evaluation has none of the name. Default: not looked for.

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -18,7 +18,7 @@ from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint import estimator_checkpoint as of_tf1
 from tfdist.checkpoint.names import name_of
 from tfdist.embeddings.filling import fill
-from tfdist.embeddings.growing import growing_of
+from tfdist.embeddings.growing import Growing, growing_of
 from tfdist.embeddings.layer import logical_path
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.training import optimizers
@@ -48,15 +48,14 @@ class WarmStartSettings:
         vars_to_warm_start: Regular expression that a weight's name must match
             somewhere, or a list of such; not trained ones too, unlike in TF. A
             list takes their slots as well, of an optimizer that must be the
-            same, and, with all trained weights, its other counters and how many
-            updates it has made; no learning rate and, unlike in TF, not the
-            job's step. Default: all weights. None: those of the next and the
-            last argument alone.
+            same, and, with all trained weights, its counters; no learning rate
+            and, unlike in TF, not the job's step. Default: all weights. None:
+            those of the next and the last argument alone.
         var_name_to_vocab_info: Weights to `tf.compat.v1.train.VocabInfo`s, for
             tables whose vocabulary has changed: words that were in the old one
-            keep their rows. Those of other words, and of buckets for words of
-            none, begin as the layer's initializer says, unlike in TF, so there
-            is no `backup_initializer`; `axis` must be 0.
+            keep their rows; others, and buckets, begin as the layer's
+            initializer says. Unlike in TF there is no `backup_initializer`, and
+            `axis` must be 0.
         var_name_to_prev_var_name: Names in the checkpoint, of weights that had
             another name there.
         var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
@@ -143,16 +142,14 @@ class WarmStartHook(SessionRunHook):
         names = {logical_path(v) for v in model.weights if not is_seed(v)}
         renamed = settings.var_name_to_prev_var_name
         chosen = {n for n in names if any(re.search(p, n) for p in patterns)}
-        tables = {
-            logical_path(growing.shard): growing.table
-            for growing in filter(None, map(growing_of, model.weights))
-        }
+        growing = [*filter(None, map(growing_of, model.weights))]
+        tables = {logical_path(each.shard): each.table for each in growing}
         vocabularies = settings.var_name_to_vocab_info
         chosen |= names & vocabularies.keys()
         filled = settings.var_name_to_ids
         for name in filled.keys() & tables.keys():
             chosen -= {*map(logical_path, tables[name].pieces)}
-        _check_whole(model, chosen)
+        _check_whole(growing, chosen)
         unknown = filled.keys() - tables.keys() | vocabularies.keys() - chosen
         unknown |= renamed.keys() - chosen - filled.keys()
         if unknown or not (chosen or filled):
@@ -169,9 +166,8 @@ class WarmStartHook(SessionRunHook):
         saved.restore(before, variables, vocabularies)
         for name, ids in filled.items():
             fill(tables[name], ids, saved.table(renamed.get(name, name)))
-        for growing in filter(None, map(growing_of, model.weights)):
-            # It was seen in steps of the other job.
-            growing.seen.value.assign(tf.zeros_like(growing.seen.value))
+        for each in growing:  # It was seen in steps of the other job.
+            each.seen.value.assign(tf.zeros_like(each.seen.value))
         number = len(chosen) + len(filled)
         _log.info("Warm start: %d variables from %s.", number, saved.path)
         return before
@@ -234,9 +230,8 @@ class _Checkpoint:
 
     def weight(self, name: str) -> str:
         """What a weight is called in it."""
-        if self._is_of_tf1:
-            return of_tf1.weight_there(name, self.names)
-        return name
+        tf1 = self._is_of_tf1
+        return of_tf1.weight_there(name, self.names) if tf1 else name
 
     def slot(
         self, weight: str, rules: Mapping[str, str], part: str, kind: str
@@ -273,13 +268,11 @@ class _Checkpoint:
         if name not in self.names:
             raise ValueError(
                 f"Checkpoint {self.path} has no variable {name!r}, of whose "
-                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. If "
-                "it had another name there, say so by "
-                "`var_name_to_prev_var_name`."
+                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. Is "
+                "its name another there? See `var_name_to_prev_var_name`."
             )
-        if self._is_of_tf1:
-            return tf.train.load_variable(self.path, name)
-        return checkpoints.load_variable(self.path, name)
+        library = tf.train if self._is_of_tf1 else checkpoints
+        return library.load_variable(self.path, name)
 
 
 def _assign_words(variable: Saveable, old: np.ndarray, info: VocabInfo) -> None:
@@ -311,33 +304,30 @@ def _words(path: str, size: int) -> list[bytes]:
 
 def _warn_of_ftrl(model: keras.Model, weights: Collection[str]) -> None:
     """It computes weights from slots, which begin anew."""
-    parts = optimizers.parts(model.optimizer)
-    lost = [
-        path
+    optimizer, ftrl = model.optimizer, keras.optimizers.Ftrl
+    parts = optimizers.parts(optimizer)
+    lost = {
+        logical_path(v)
         for v in model.trainable_variables
-        if isinstance(
-            parts[optimizers.owner(model.optimizer, v)], keras.optimizers.Ftrl
-        )
-        if (path := logical_path(v)) in weights
-    ]
+        if isinstance(parts[optimizers.owner(optimizer, v)], ftrl)
+    } & {*weights}
     if lost:
         _log.warning(
             "Ftrl computes weights from its slots: as these begin anew, the "
             "first step will forget %s. A list in `vars_to_warm_start`, such "
             "as ['.*'], takes the slots too.",
-            sorted({*lost}),
+            sorted(lost),
         )
 
 
-def _check_whole(model: keras.Model, chosen: set[str]) -> None:
+def _check_whole(growing: Iterable[Growing], chosen: set[str]) -> None:
     """Raises `ValueError` for rows of a growing table without their ids."""
-    for growing in filter(None, map(growing_of, model.weights)):
-        pieces = {logical_path(piece) for piece in growing.pieces}
+    for each in growing:
+        pieces = {logical_path(piece) for piece in each.pieces}
         if len(pieces & chosen) not in (0, len(pieces)):
             raise ValueError(
-                "A warm start takes all variables of a DynamicEmbedding, which "
-                f"say whose its rows are, or none. Received a pattern for "
-                f"{sorted(pieces & chosen)} and not for "
-                f"{sorted(pieces - chosen)}. Choose them by the layer's name, "
-                f"{growing.table.path!r}."
+                "A warm start takes all variables of a DynamicEmbedding, or "
+                f"none. Received a pattern for {sorted(pieces & chosen)} and "
+                f"not for {sorted(pieces - chosen)}. Choose them by the "
+                f"layer's name, {each.table.path!r}."
             )

@@ -86,8 +86,7 @@ class LoggingTensorHook(TimedHook):
     """Logs values every N steps, every N seconds, or at the end.
 
     As `tf.compat.v1.train.LoggingTensorHook`: the first step is logged, then
-    every N later (1, 4, 7 for N=3). Steps are counted by the global step, so
-    that a recovery logs what an undisturbed run would have.
+    every N later (1, 4, 7 for N=3), by the global step.
 
     Args:
         tensors: Names of logs or variables, or variables; or a dict from the
@@ -162,8 +161,8 @@ class NanTensorHook(SessionRunHook):
 
     Args:
         loss_tensor: Name of the loss in the logs, or of a variable. None:
-            "loss", or where nothing of that name is logged, as by a model's
-            own `train_step`, all that is.
+            "loss", or where that is not logged, as by a model's own
+            `train_step`, all that is.
         fail_on_nan_loss: Whether to raise; else a stop is requested. Weights
             that are NaN by then fail in the last checkpoint all the same: TF1
             saved them, as does `check_numerics=False`. An `Estimator` has a

@@ -7,9 +7,9 @@ does its work instead. `CALLBACKS.md` is the table of all.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import keras
@@ -72,7 +72,9 @@ class KerasCallbackHook(SessionRunHook):
     An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
     step 200. At its end, and where `ModelCheckpoint(save_freq=...)` saves, no
     step is under way: the weights are those of that step, also on parameter
-    servers. Differences from `fit` are:
+    servers. `model.stop_training = True` requests a stop. A learning rate, or
+    weights, that a callback sets reach the variables, also on a parameter
+    server, and the last checkpoint. Differences from `fit` are:
 
     * Callbacks of batches have the logs of their step alone (of metrics that
       do not add up, with a `train_step` of its own, and where `ModelCheckpoint`
@@ -82,11 +84,11 @@ class KerasCallbackHook(SessionRunHook):
     * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
       first epoch that ends after it, with `on_test_begin` and `on_test_end`;
       epochs without a new one have none. What keeps the best weights skips an
-      epoch whose end was not evaluated. With as many steps between checkpoints
-      as in an epoch, and `EvalSpec(throttle_secs=0)` without an evaluator task,
-      it is.
+      epoch whose end was not evaluated. With a checkpoint for each epoch, and
+      `EvalSpec(throttle_secs=0)` without an evaluator task, it is.
     * In all-reduce every process has to have the hook, and runs the callbacks
-      with the chief's logs; the chief alone runs those of Keras that write.
+      with the chief's logs. The chief alone runs those of Keras that write, and
+      subclasses of them, which so must set nothing.
     * After a recovery the steps since the last checkpoint run again, but no
       epoch is reported a second time. After a restart of the process callbacks
       start over, at the epoch where the job is. An epoch that was cut so has
@@ -95,16 +97,9 @@ class KerasCallbackHook(SessionRunHook):
       what it holds. What one sets after a batch is in the next checkpoint, and
       evaluations are of checkpoints. If an epoch runs again, its end sets rates
       again, but no weights, which a warning tells.
-    * In all-reduce a subclass of a callback that writes runs on the chief
-      alone, too, and so must set nothing.
-
-    `model.stop_training = True` requests a stop. A learning rate that a
-    callback sets reaches the optimizer's variable, weights the model's, also on
-    a parameter server and in the last checkpoint.
 
     Args:
-        callbacks: The callbacks.
-        steps_per_epoch: Steps of an epoch.
+        callbacks, steps_per_epoch: The callbacks, and the steps of an epoch.
         eval_dir: Where the evaluations write (`<model_dir>/eval`); needed for
             callbacks that monitor a `val_` metric.
         epochs: What callbacks find in `params["epochs"]`.
@@ -149,10 +144,9 @@ class KerasCallbackHook(SessionRunHook):
                 )
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 _log.warning(
-                    "BackupAndRestore is what every session does by itself: it "
-                    "goes on from its last checkpoint. Nothing is written to "
-                    "backup_dir=%r; RunConfig(save_checkpoints_steps=...) says "
-                    "how often.",
+                    "Every session does what BackupAndRestore does: it goes on "
+                    "from its last checkpoint. Nothing is written to backup_dir"
+                    "=%r; see RunConfig(save_checkpoints_steps=...).",
                     callback.backup_dir,
                 )
             else:
@@ -234,8 +228,7 @@ class KerasCallbackHook(SessionRunHook):
         """Begins an epoch, and a batch."""
         epoch, batch = divmod(run_context.session.step, self._steps_per_epoch)
         if self._epoch < 0:
-            self._epoch = epoch
-            self._so_far = None
+            self._epoch, self._so_far = epoch, None
             self._call("on_epoch_begin", epoch, {})
             self._begun_epoch = max(epoch, self._begun_epoch)
             # A callback may have evaluated; nobody waits for it in a cluster.
@@ -261,8 +254,8 @@ class KerasCallbackHook(SessionRunHook):
         if isinstance(logs, dict) and before < self._step:
             batch = (session.step - 1) % self._steps_per_epoch
             # Keras' own callbacks read their logs alone.
-            reads = self.single_steps
-            with self._metrics() if reads else contextlib.nullcontext():
+            shown = self._metrics if self.single_steps else nullcontext
+            with shown():
                 for callback in self._callbacks:
                     # As under `fit`, whatever cuts an epoch into runs.
                     whole = _saves_by_batches(callback)
@@ -358,9 +351,9 @@ class KerasCallbackHook(SessionRunHook):
                 self._steps_per_epoch,
             )
 
-    def _metrics(self) -> contextlib.AbstractContextManager[None]:
+    def _metrics(self) -> AbstractContextManager[None]:
         """In it the model's metrics are those of the epoch so far."""
-        return getattr(self._so_far, "shown", contextlib.nullcontext)()
+        return getattr(self._so_far, "shown", nullcontext)()
 
     def _call(self, method: str, *args: Any) -> None:
         for callback in self._callbacks:

@@ -1,8 +1,7 @@
 """Event files: what TensorBoard reads.
 
-`tf.summary` writes through a resource of TensorFlow's runtime, which is lost
-when the runtime connects to a cluster again: a hook that lives through a
-recovery writes the TFRecord of `Event`s itself, in the same format.
+`tf.summary` writes through a resource that is lost when TensorFlow connects to
+a cluster again: a hook that lives through a recovery writes the file itself.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ _Record: TypeAlias = tuple[int, dict[str, float]]  # Step, scalars by tag.
 
 
 class EventFile:
-    """One event file in a directory, opened when something is written.
+    """An event file, begun when there is something to write.
 
-    If the file is removed, as with a directory that is made again, the next
-    event begins another.
+    Where it has been removed since, with its directory, another is begun.
     """
 
     def __init__(self, directory: str) -> None:
@@ -108,10 +106,7 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
     Scalars of TF1's and of TF2's writers; of two values of one tag and step the
     later counts. A file that is being written is read up to its last whole
-    record.
-
-    Args:
-        directory: Where the event files are; it need not exist.
+    record. There need be no such directory.
 
     >>> with tf.summary.create_file_writer(directory).as_default():
     ...     done = tf.summary.scalar("accuracy", 0.5, step=7)
@@ -122,11 +117,7 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
 
 class ScalarReader:
-    """Reads scalars as `read_scalars`; who reads again, what is new alone.
-
-    Args:
-        directory: Where the event files are; it need not exist.
-    """
+    """Reads scalars as `read_scalars`; who reads again, what is new alone."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory

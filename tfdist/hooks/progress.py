@@ -142,8 +142,7 @@ def progress_line(
 class UnreadDataHook(SessionRunHook):
     """Warns when a worker is gone for long, and again at the end of the job.
 
-    An input function that shards by its `InputContext` gives a worker a part of
-    the data for good, which nobody reads meanwhile.
+    Nobody reads then what an input function that shards has given it for good.
     """
 
     def __init__(self, input_fn: InputFn, after_secs: float = 60.0) -> None:

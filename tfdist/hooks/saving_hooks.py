@@ -48,26 +48,24 @@ class CheckpointSaverHook(TimedHook):
     the listeners, which may take longer than the process has.
 
     On parameter servers and in one process steps go on while a checkpoint is
-    written, of values that are held as they were (see
-    `tfdist.checkpoint.held`). It is in the list of checkpoints once it is
-    complete. What it fails with is logged, and raised after a later step, if
-    there is one: at the end and on SIGTERM it is saved anew. One that comes due
-    meanwhile waits for it if `save_steps` are given; by seconds, it is taken
-    when the one before is complete. The first and the last one are waited for,
-    and so is one under way before a recovery and after SIGTERM.
+    written, of values as they were (see `tfdist.checkpoint.held`). What it
+    fails with is logged, and raised after a later step, if there is one: at the
+    end and on SIGTERM it is saved anew. One that comes due meanwhile waits for
+    it if `save_steps` are given; by seconds, it is taken when that is complete.
+    The first and the last one are waited for, and so is one under way before a
+    recovery and after SIGTERM.
 
     Args:
         checkpoint_dir: Where to.
         save_secs: Seconds between checkpoints.
         save_steps: Steps between checkpoints, which are at multiples of it,
             where TF1 counts from the step restored. Exactly one must be given.
-        listeners: Told of every checkpoint, the one of the first state
-            included. One whose `after_save` returns True stops training,
-            unless at the start or at the end. `after_save` is called at the
-            step that was saved, so no step runs before the checkpoint is
-            complete; unless every listener has a true attribute `told_later`
-            after `before_save`: then after the first run of steps that finds
-            it complete.
+        listeners: Told of every checkpoint, also of the first state. One whose
+            `after_save` returns True stops training, unless at the start or at
+            the end. `after_save` is called at the step that was saved, so no
+            step runs before the checkpoint is complete; or, if every listener
+            has a true attribute `told_later` after `before_save`, after the
+            first run of steps that finds it complete.
         max_to_keep: Most recent checkpoints kept; None or 0 keeps all.
         keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
 

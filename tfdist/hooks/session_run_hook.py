@@ -78,10 +78,9 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     """Base of all hooks; every method does nothing.
 
     The order of calls is TF1's: `begin()` once; `after_create_session(session,
-    coord)` when the model is initialized or restored, and again after each
-    recovery, with new variables; `before_run(run_context)` and
-    `after_run(run_context, run_values)` around each run; `end(session)` unless
-    training ends in an error.
+    coord)` when the model is initialized or restored, also by a recovery, with
+    new variables; `before_run(run_context)` and `after_run(run_context,
+    run_values)` around each run; `end(session)` unless training fails.
 
     When `before_run` returns None, `run_values.results` are the logs of the
     steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
@@ -145,8 +144,8 @@ def warn_of_single_steps(who: str, advice: str) -> None:
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     """TensorFlow's own timer, which also says when it triggers next.
 
-    And it goes back with a session that was restored. Its seconds pass alike
-    when the clock of the machine is set (TF1's stood still, or flew).
+    It goes back with a session that was restored; its seconds do not change
+    when the clock of the machine is set.
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> _ = timer.update_last_triggered_step(1)
@@ -322,10 +321,8 @@ def resolve(
     ...         {"step": tf.Variable(3)})
     {'a': 0.5, 'b': [np.int32(3)]}
 
-    A name is looked up in `logs` first; a variable in shards is gathered.
-
-    Raises:
-        ValueError: a name is in neither.
+    A name is looked up in `logs` first, and must be in one of them; a variable
+    in shards is gathered.
     """
 
     def value(fetch: Any) -> Any:
@@ -348,11 +345,7 @@ def resolve(
 def steps_allowed(
     hooks: Iterable[Hook], step: int, most: int
 ) -> tuple[int, int]:
-    """Steps to run, at most `most`, and how many more may be under way then.
-
-    Raises:
-        ValueError: a hook asks for less than one step.
-    """
+    """Steps to run, at most `most`, and how many more may be under way then."""
     until = 1 << 60  # When no other step may be under way.
     for hook in hooks:
         ask = getattr(hook, "steps_until_next", lambda step: None)

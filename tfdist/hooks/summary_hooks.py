@@ -31,8 +31,7 @@ class SummarySaverHook(TimedHook):
     As `tf.compat.v1.train.SummarySaverHook`: the first step is written, then
     every N later (1, 4, 7 for N=3). The scalars are the logs of the run that
     ends at that step, instead of a graph's `summary_op`. After a recovery
-    TensorBoard is told which points are void, and the steps that run again
-    are written as the first time.
+    TensorBoard is told which points are void: those steps are written again.
 
     Args:
         save_steps: Steps between summaries.
@@ -253,11 +252,10 @@ class DynamicEmbeddingHook(TimedHook):
 class ProfilerHook(TimedHook):
     """Profiles one step, every N steps or seconds.
 
-    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced
-    and tells nothing about the others; then steps N, 2N and so on. Each profile
-    is of a run of a single step, of this process alone, and goes to
-    `<output_dir>/profile-<step>`, for TensorBoard's profiler (TF1 wrote
-    `timeline-<step>.json`).
+    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced;
+    then steps N, 2N and so on. Each profile is of a run of a single step, of
+    this process alone, and goes to `<output_dir>/profile-<step>`, for
+    TensorBoard's profiler (TF1 wrote `timeline-<step>.json`).
 
     Args:
         save_steps: Steps between profiles.
