@@ -132,7 +132,10 @@ def _saved_orders(state: tf.Tensor, path: str) -> float:
 
 
 def _looked_at(iterator: Any) -> tuple[str, str, int]:
-    """Digest of its dataset, what is lost, how often it shuffles; kept."""
+    """Digest of its dataset, what is lost with it, how often it shuffles.
+
+    Done once, since it may hold large arrays.
+    """
     if not hasattr(iterator, "_tfdist_looked_at"):
         graph = graph_of(iterator._dataset)
         lost, num_orders = _lost(graph), _num_orders(graph)

@@ -23,7 +23,7 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def check_tensorflow() -> None:
-    """Raises RuntimeError where graphs are built, as by TF1, or without TF."""
+    """Raises RuntimeError for graphs of TF1, and for Keras on another backend."""
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             "tfdist needs Keras with TensorFlow: set KERAS_BACKEND=tensorflow "

@@ -248,14 +248,16 @@ class Checkpoints:
                 storage.remove_tree(path)
 
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
-        """Restores the newest checkpoint that is whole; its path, or None.
+        """Restores the newest checkpoint that is whole; returns its path.
 
         The newest is the one that the file `checkpoint` names: whoever edits
         it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. The position in the input
-        is that of the checkpoint `position_of` it. Raises `ValueError` if it
-        holds other variables, or every checkpoint is damaged, or their list is,
-        or is missing.
+        warning says so, and the one before is taken. None if there is none.
+        The position in the input is that of the checkpoint `position_of` it.
+
+        Raises:
+            ValueError: it holds other variables, or every checkpoint is
+                damaged, or their list is, or is missing.
         """
         paths = listed(self._directory)
         if not paths:

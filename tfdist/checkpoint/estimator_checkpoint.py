@@ -115,11 +115,14 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
 
     The columns, the hidden layers and the classes must be the same. Slots of
     optimizers and the step are left alone; `tfdist.WarmStartSettings` takes
-    slots too. Returns the names of the variables that were read.
+    slots too.
 
     Args:
         model: What the `model_fn` of a canned estimator returns.
         path: Checkpoint, or directory of which the latest is read.
+
+    Returns:
+        The names of the variables that were read.
 
     Raises:
         ValueError: the checkpoint lacks a variable, or has it in another shape

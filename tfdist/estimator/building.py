@@ -209,8 +209,9 @@ def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
         _log.warning(
             "The model function has returned model %r with %d trainable "
             "variables that it did not make, such as %r. They begin with what "
-            "an earlier job in this process left in them, and no cluster can "
-            "train them. Make the model, and all layers, in the function.",
+            "they hold, also after another job has trained them in this "
+            "process, and no cluster can train them. Make the model, and all "
+            "of its layers, inside the model function.",
             model.name,
             len(old),
             old[0].path,

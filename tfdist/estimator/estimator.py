@@ -122,7 +122,7 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> Estimator:
-        """Trains from the latest checkpoint, if there is one; returns itself.
+        """Trains from the latest checkpoint, if there is one.
 
         Must be called in one process, by the chief, or by all of an all-reduce.
 
@@ -138,6 +138,9 @@ class Estimator:
             max_steps: Step at which training ends; if the checkpoint is there
                 already, a warning says so. Neither: until the data ends.
             saving_listeners: Told of each checkpoint.
+
+        Returns:
+            This estimator.
 
         Raises:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
@@ -238,7 +241,7 @@ class Estimator:
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, float]:
-        """Metrics of a checkpoint by name, also `loss` and `global_step`.
+        """Metrics of a checkpoint.
 
         On the chief of a cluster the workers compute, as for `predict`, unless
         there are hooks, or the model a `train_step` or `test_step`.
@@ -250,6 +253,9 @@ class Estimator:
             checkpoint_path: Default: the latest; without any, the model as it
                 is initialized, of which a warning tells, or as it starts warm.
             name: See there.
+
+        Returns:
+            Metric name to value, `loss` and `global_step` among them.
         """
         spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
         evaluator = Evaluator(

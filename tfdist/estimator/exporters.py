@@ -92,11 +92,16 @@ class Exporter:
         eval_result: Metrics,
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports `model`, with the evaluated weights, if it is time to.
+        """Exports `model` under `export_path` if it is time to.
 
-        Into a directory in `export_path` (`<model_dir>/export/<name>`), which
-        it returns, else None. `eval_result` are the metrics of the evaluation,
-        and `is_the_final_export` whether training is over.
+        Args:
+            model: The model with the evaluated weights.
+            export_path: `<model_dir>/export/<name>`.
+            eval_result: Metrics of the evaluation.
+            is_the_final_export: Whether training is over.
+
+        Returns:
+            The directory of what was written, or None.
 
         Raises:
             ValueError: `format="keras"` of a model without `get_config`; also

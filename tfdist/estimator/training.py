@@ -73,6 +73,11 @@ def train_and_evaluate(
     * `training_done.json` is written, which ends an evaluator, and
       `latest.json` in the evaluation's directory.
 
+    Args:
+        estimator: The model and configuration.
+        train_spec: What to train on.
+        eval_spec: What to evaluate on. None: nothing is.
+
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
         workers and servers, without an `eval_spec`, and from the chief when the

@@ -33,11 +33,18 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook, for `TrainSpec`, that stops when `should_stop_fn()` says so.
+    """A hook that stops training when `should_stop_fn()` says so.
 
     As `tf.estimator.experimental.make_early_stopping_hook`: asked after the
-    first step, then every `run_every_secs` or `run_every_steps`, of which the
-    other must be None. `estimator` is unused; it keeps its place of TF1.
+    first step, then at the given interval. It belongs into
+    `TrainSpec(hooks=...)`.
+
+    Args:
+        estimator: Unused; it keeps the place it has in TF1.
+        should_stop_fn: Whether to stop.
+        run_every_secs: Seconds between questions.
+        run_every_steps: Steps between questions. Exactly one must be given:
+            `run_every_secs=None`, then.
 
     >>> hook = tfdist.hooks.make_early_stopping_hook(
     ...     None, lambda: True, run_every_secs=None, run_every_steps=10
@@ -67,10 +74,19 @@ def stop_if_higher_hook(
 ) -> SessionRunHook:
     """Stops when an evaluation's metric is above `threshold`.
 
-    As `tf.estimator.experimental.stop_if_higher_hook`. The results are read in
-    `eval_dir`; default: that of `estimator`, which has an `eval_dir()`, or a
-    `model_dir`. Those before `min_steps` do not count. One without the metric
-    is a `ValueError`, in training. For the rest see `make_early_stopping_hook`.
+    As `tf.estimator.experimental.stop_if_higher_hook`.
+
+    Args:
+        estimator: Whose evaluations: has `eval_dir()`, or `model_dir`.
+        metric_name: Name of the metric.
+        threshold: The metric's bound.
+        eval_dir: Where the results are. Default: that of `estimator`.
+        min_steps: Evaluations before this step do not count.
+        run_every_secs: As for `make_early_stopping_hook`.
+        run_every_steps: As for `make_early_stopping_hook`.
+
+    Raises:
+        ValueError: in training, when an evaluation has no such metric.
 
     >>> hook = tfdist.hooks.stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory

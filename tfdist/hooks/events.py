@@ -106,7 +106,10 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
     Scalars of TF1's and of TF2's writers; of two values of one tag and step the
     later counts. A file that is being written is read up to its last whole
-    record. There need be no such directory.
+    record.
+
+    Args:
+        directory: Where the event files are; it need not exist.
 
     >>> with tf.summary.create_file_writer(directory).as_default():
     ...     done = tf.summary.scalar("accuracy", 0.5, step=7)

@@ -38,10 +38,11 @@ def plan(
 
     It sees all variables at once, so it beats a strategy, which sees one after
     another. The largest variable left goes to the server with the smallest
-    load; then moves and swaps lower the largest load. Where it is allowed,
-    variables are split into `num_ps` parts, as `PartitionedEmbedding(...,
-    num_shards=num_ps)` does: only the largest, as few as bring the plan within
-    1 % of a bound that no placement can beat, none below 256 KiB.
+    load; then moves and swaps lower the largest load. `Plan.distance` says how
+    far the result is from a bound that no placement can beat. Where it is
+    allowed, variables are split into `num_ps` parts, as
+    `PartitionedEmbedding(..., num_shards=num_ps)` does: only the largest, as
+    few as bring the plan within 1 % of the bound, none below 256 KiB.
 
     Args:
         variables: Descriptions with different names, as from `describe`.
@@ -54,6 +55,9 @@ def plan(
         memory_limits: Bytes of variables and slots that a server may hold, one
             number for all or one for each; it needs more, and while it makes a
             shard, twice that shard's. Default: no limit.
+
+    Returns:
+        A `Plan`.
 
     Raises:
         TypeError: If `variables` holds something else, or a load is no number.

@@ -140,9 +140,11 @@ class RecoverableSession:
     def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
         """Loss and metrics of the current parameters, by a cluster's workers.
 
-        Exact, whatever worker dies; empty if there is no batch. No step may be
-        under way, as when a checkpoint is saved. A `ValueError` if the session
-        runs a plain step function.
+        Exact, whatever worker dies. No step may be under way, as is so when a
+        checkpoint is saved. Empty if there is no batch.
+
+        Raises:
+            ValueError: the session runs a plain step function.
         """
         return self._loop.evaluate(untuned(batches), self._watch)
 

@@ -290,9 +290,12 @@ class CoordinatedLoop(Loop):
         return self._first.read_value() + generation
 
     def _steps(
-        self, num_steps: int, iterator: TimedIterator, *numbers: tf.Tensor
+        self,
+        num_steps: int,
+        iterator: TimedIterator,
+        first_step: tf.Tensor,
+        generation: tf.Tensor,
     ) -> tf.Tensor:
-        first_step, generation = numbers
         fence = self._generations.fence(generation)
         return loop.run_steps_ahead(
             self._step, num_steps, iterator, first_step, fence, self._read_ahead
