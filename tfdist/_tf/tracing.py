@@ -23,7 +23,7 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def check_tensorflow() -> None:
-    """Raises RuntimeError for graphs of TF1, and for Keras on another backend."""
+    """Raises RuntimeError for graphs of TF1, or Keras on another backend."""
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             "tfdist needs Keras with TensorFlow: set KERAS_BACKEND=tensorflow "

@@ -40,7 +40,11 @@ class FiniteCheck:
         self._parts = collections.defaultdict(list)
         for name, whole in variables.items():
             for shard in getattr(whole, "variables", [whole]):
-                for v in getattr(shard, "values", [shard]):  # Of each replica.
+                copies = [shard]
+                if isinstance(shard, tf.distribute.DistributedValues):
+                    strategy = shard.distribute_strategy
+                    copies = strategy.experimental_local_results(shard)
+                for v in copies:
                     if v.dtype in _FLOATS:
                         self._parts[v.device].append((name, v))
         self._looks = traced(self._are_finite)
