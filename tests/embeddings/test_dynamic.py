@@ -51,6 +51,18 @@ def data(steps=STEPS, vocabulary=VOCABULARY, seed=0, of=lambda ids: ids):
     return tf.data.Dataset.from_tensor_slices((of(ids), y)).batch(BATCH)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "partitioned"])
+def test_a_model_may_build_it_again(kind):
+    """As those of Keras Recommenders' guides do, in their own `build`."""
+    partitioned = PartitionedEmbedding(9, 2, num_shards=2)
+    table = dynamic(2) if kind == "dynamic" else partitioned
+    table.build([None])
+    variables = list(table.variables)
+    table.build([None, 3])
+    assert table.built
+    assert table.variables == variables
+
+
 def trained(model, dataset=None, steps=STEPS):
     loop, _ = local_loop(model, dataset or data(), 4)
     loop.run(steps)

@@ -166,6 +166,8 @@ class DynamicEmbedding(PartitionedEmbedding):
 
     def build(self, *input_shapes: Any) -> None:
         """Creates the shards, and beside each what it needs to grow."""
+        if self.built:
+            return
         super().build(*input_shapes)
         for i, shard in enumerate(self.shards):
             kinds = _BESIDE if self.admit_after > 1 else _BESIDE[:-1]

@@ -173,7 +173,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         self.shards: list[keras.Variable] = []
 
     def build(self, *input_shapes: Any) -> None:
-        """Creates the shards."""
+        """Creates the shards, once: a model may build its layers itself."""
+        if self.built:
+            return
         for i, (_, num_rows) in enumerate(self.slices):
             part = f"_part_{i}" if self.num_shards > 1 else ""
             shard = self.add_weight(
