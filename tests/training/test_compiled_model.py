@@ -8,6 +8,7 @@ from tfdist.training.compiled_model import (
     checked_model,
     element_spec_of,
     look_at,
+    refuse_sums,
 )
 
 SPEC = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
@@ -70,3 +71,18 @@ def test_what_is_looked_at_is_not_run():
     look_at(run, {"ids": tf.RaggedTensorSpec([None, None], tf.int64)})
     assert float(counter) == 0.0
     assert isinstance(seen[0]["ids"], tf.RaggedTensor)
+
+
+class SumsItself(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.total = keras.losses.MeanSquaredError(reduction="sum")
+        self.mean = keras.losses.MeanSquaredError()
+
+
+def test_a_sum_that_a_model_may_compute_between_replicas_is_told(caplog):
+    model = SumsItself()
+    model.compile("sgd")
+    refuse_sums(model)
+    (record,) = caplog.records
+    assert "`total` of SumsItself has reduction='sum'" in record.getMessage()

@@ -48,7 +48,10 @@ def refuse_test_step(model: keras.Model) -> None:
 
 
 def refuse_sums(model: keras.Model) -> None:
-    """Raises `ValueError` for losses that are no means over replicas' means."""
+    """Raises `ValueError` for losses that are no means over replicas' means.
+
+    Warns of those that the model may use in a `compute_loss` of its own.
+    """
     for loss in tf.nest.flatten(model.loss):
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in ("mean", "sum_over_batch_size"):
@@ -58,6 +61,16 @@ def refuse_sums(model: keras.Model) -> None:
                 "of what each finds in its examples. Use the default "
                 "reduction='sum_over_batch_size': for a sum with another "
                 "learning rate, for a mean by weights with weights of mean 1."
+            )
+    for name, value in vars(model).items():
+        if isinstance(value, keras.losses.Loss) and value.reduction == "sum":
+            _log.warning(
+                "`%s` of %s has reduction='sum'. Between replicas a step "
+                "learns the mean of what `compute_loss` returns of each share "
+                "of the batch: of a sum, as much less as there are replicas. "
+                "Divide it by the number of examples there.",
+                name,
+                type(model).__name__,
             )
 
 
