@@ -13,6 +13,7 @@ from tfdist._tf.private_keras import reset_object_names
 from tfdist.training import optimizers
 from tfdist.training.keras_step import KerasStep
 from tfdist.training.loop import LocalLoop
+from tfdist.training.own_step import with_others
 from tfdist.training.replicas import Replicas
 from tfdist.training.replicated_loop import ReplicatedLoop
 from tfdist.training.step import ModelStep
@@ -161,3 +162,10 @@ def test_what_xla_cannot_compile_between_replicas_is_said(kind, caplog):
         step, global_step, data, strategy=strategy, replicas=replicas
     )
     assert made.run(3)["mae"] > 0
+
+
+def test_no_variable_is_lost_among_others_of_its_name():
+    used = [tf.Variable(0.0, name=name) for name in ("x", "x_1", "x", "x")]
+    held = with_others({}, used)
+    assert [id(v) for v in held.values()] == [id(v) for v in used]
+    assert list(held)[:2] == ["train_step/x", "train_step/x_1"]

@@ -8,7 +8,6 @@ see `keras_step.py`.
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import itertools
 from collections.abc import Mapping, Sequence
@@ -186,13 +185,14 @@ def with_others(
     known: set[int] = set()
     for whole in named.values():
         known |= {id(v) for v in getattr(whole, "variables", [whole])}
-    every, count = dict(named), collections.Counter[str]()
+    every = dict(named)
     for variable in used:
         if id(variable) not in known:
-            name = "train_step/" + variable.name.removesuffix(":0")
-            number = f"_{count[name]}" if count[name] else ""
-            every[name + number] = variable
-            count[name] += 1
+            name = own = "train_step/" + variable.name.removesuffix(":0")
+            numbers = itertools.count(1)
+            while name in every:
+                name = f"{own}_{next(numbers)}"
+            every[name] = variable
     return every
 
 
