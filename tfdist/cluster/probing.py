@@ -74,9 +74,9 @@ def _answer(call: grpc.Future) -> Answer:
         return Answer(TaskState.FROZEN if frozen else TaskState.DEAD)
 
 
-def probe(address: str) -> TaskState:
+def probe(address: str, timeout_secs: float = 3.0) -> TaskState:
     """The state of the task at `address`; see `ask`."""
-    return ask([address])[0].state
+    return ask([address], timeout_secs)[0].state
 
 
 def wait_until_up(
