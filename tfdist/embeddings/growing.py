@@ -42,9 +42,8 @@ class Growing:
     table: Any  # The `DynamicEmbedding`.
     shard: keras.Variable  # The rows.
     first_segment: int  # Of those that the shard holds.
-    keys: (
-        keras.Variable
-    )  # Whose rows they are, in order; int64 `(buckets, 16)`.
+    # Whose rows they are, in order; int64 `(buckets, 16)`.
+    keys: keras.Variable
     # int32, one for each row: number of the last update, from 1 and modulo
     # 2**32, if the table evicts; else 0.
     seen: keras.Variable

@@ -382,12 +382,12 @@ class LocalCluster:
         target = () if task is None else (task,)
         pid, effect = self._ask(kind, *target, *args)
         if task and kind == "terminate":
+            before, limit = effect, args[0] + PROOF_SECS
 
             def ended() -> str | None:
                 codes = self._client.status_of(task).exit_codes[before:]
                 return how_it_ended(codes[0]) if codes else None
 
-            before, limit = effect, args[0] + PROOF_SECS
             effect = self._wait(task, ended, f"the end of pid {pid}", limit)
         self.injections.append(Injection(kind, task, pid, *moment, effect))
         return self.injections[-1]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.input_fns import InputFn
 from tfdist.data.input_wait import TimedIterator
 from tfdist.training.aggregation import Accumulators, Contribution
 from tfdist.training.compiled_model import refuse_sums
@@ -54,10 +55,16 @@ class SynchronousLoop(CoordinatedLoop):
     resizable = False  # The servers' accumulators are those of a number.
 
     def __init__(
-        self, step: ModelStep, *args: Any, backup_workers: int, **others: Any
+        self,
+        step: ModelStep,
+        global_step: tf.Variable,
+        input_fn: InputFn,
+        *,
+        backup_workers: int,
+        **others: Any,
     ) -> None:
         others["steps_per_dispatch"] = 1
-        super().__init__(step, *args, **others)
+        super().__init__(step, global_step, input_fn, **others)
         self.own_variables = None  # The accumulators are none, and are lost.
         refuse_sums(step.model)
         step.staleness = None  # There is none.
@@ -131,12 +138,18 @@ class SynchronousLoop(CoordinatedLoop):
             self._schedule(self._applied, 1)
 
     def _steps(
-        self, num_steps: int, iterator: TimedIterator, *numbers: Any
+        self,
+        num_steps: int,
+        iterator: TimedIterator,
+        first_step: tf.Tensor,
+        generation: tf.Tensor,
+        *contribution: Any,
     ) -> tf.Tensor:
-        first_step, generation, *own = numbers
         fence = self._generations.fence(generation)
-        args = fence, Contribution(self._accumulators, *own)
-        return run_steps(self._step, num_steps, iterator, first_step, *args)
+        own = Contribution(self._accumulators, *contribution)
+        return run_steps(
+            self._step, num_steps, iterator, first_step, fence, own
+        )
 
     def _arguments(self, begun: Any) -> list[Any]:
         with tf.device(None):
