@@ -5,10 +5,10 @@ from tests.cases.models import Mlp, TwoTower, compiled
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.placement.variables import describe
 from tfdist.training.compiled_model import (
+    check_sums,
     checked_model,
     element_spec_of,
     look_at,
-    refuse_sums,
 )
 
 SPEC = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
@@ -83,6 +83,6 @@ class SumsItself(keras.Model):
 def test_a_sum_that_a_model_may_compute_between_replicas_is_told(caplog):
     model = SumsItself()
     model.compile("sgd")
-    refuse_sums(model)
+    check_sums(model)
     (record,) = caplog.records
     assert "`total` of SumsItself has reduction='sum'" in record.getMessage()

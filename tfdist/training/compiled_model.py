@@ -47,7 +47,7 @@ def refuse_test_step(model: keras.Model) -> None:
         )
 
 
-def refuse_sums(model: keras.Model) -> None:
+def check_sums(model: keras.Model) -> None:
     """Raises `ValueError` for losses that are no means over replicas' means.
 
     Warns of those that the model may use in a `compute_loss` of its own.

@@ -186,7 +186,8 @@ class MetricStates:
         if not weight:
             return {}
         if self._results:
-            results = flat_floats(self._results[-evaluated](*values))
+            results_of = self._results[-1 if evaluated else 0]
+            results = flat_floats(results_of(*values))
         else:
             # A result may be the variable itself.
             with self._scope([loss, weight, *values]):

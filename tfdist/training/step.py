@@ -113,7 +113,7 @@ class ModelStep(MetricStates):
         if trains:
             optimizer_checks.check_overridden(model.optimizer)
         if trains and replicas and not own:
-            compiled_model.refuse_sums(model)
+            compiled_model.check_sums(model)
         self._remote, self._replicas = remote, replicas
         self._shapes = [s.shape for s in _flat(element_spec)]
         self.staleness: StalenessCounter | None = None

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data.input_fns import InputFn
 from tfdist.data.input_wait import TimedIterator
 from tfdist.training.aggregation import Accumulators, Contribution
-from tfdist.training.compiled_model import refuse_sums
+from tfdist.training.compiled_model import check_sums
 from tfdist.training.coordinated_loop import CoordinatedLoop
 from tfdist.training.loop import (
     EndOfInput,
@@ -66,7 +66,7 @@ class SynchronousLoop(CoordinatedLoop):
         others["steps_per_dispatch"] = 1
         super().__init__(step, global_step, input_fn, **others)
         self.own_variables = None  # The accumulators are none, and are lost.
-        refuse_sums(step.model)
+        check_sums(step.model)
         step.staleness = None  # There is none.
         self._backup_workers, self.dropped = backup_workers, 0
         num_workers = self._workers.num_workers
