@@ -230,7 +230,8 @@ class CsvSource(Source):
             packed = "GZIP" if path.endswith((".gz", ".gzip")) else ""
             lines = tf.data.TextLineDataset(path, packed).as_numpy_iterator()
             rows = csv.DictReader(
-                line.decode(errors="replace") for line in lines
+                # A byte order mark would make quotes a part of the name.
+                line.decode("utf-8-sig", "replace") for line in lines
             )
             rows.fieldnames = list(map(column_name, rows.fieldnames or ()))
             for row in rows:

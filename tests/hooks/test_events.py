@@ -70,11 +70,11 @@ def test_no_file_without_an_event(tmp_path):
 
 def test_one_file_for_a_directory(tmp_path):
     directory = tmp_path / "rate=[0.1]"  # No pattern.
-    for step, kind in enumerate((str, Path), 1):
+    for step, kind in enumerate((str, Path, "{}/".format), 1):
         file = event_file(kind(directory))
         file.write(step, SCALARS)
     assert len(list(directory.iterdir())) == 1
-    assert read_scalars(str(directory)) == {1: SCALARS, 2: SCALARS}
+    assert read_scalars(str(directory)) == dict.fromkeys((1, 2, 3), SCALARS)
 
 
 def test_a_directory_that_is_made_again_gets_a_file_again(tmp_path):

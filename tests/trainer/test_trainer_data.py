@@ -194,6 +194,8 @@ def test_many_values_are_hashed(tmp_path):
             (HEADER, r"bad.csv: expected at least one example"),
             (HEADER + ROWS + "1,a,2\n", r"bad.csv, line 6: expected 4 .*"),
             (HEADER + "1,a,2,?\n", r"line 2: the label 'income' must not"),
+            # A byte order mark before a quoted name.
+            ('\ufeff"income",age,job,zip\nmid,1,a,2\n', r"line 2: .*'mid'"),
             (HEADER + ROWS + "1,a,2,low,9\n", r"line 6: expected 4 .*,9$"),
             (HEADER + "1,a,2,low\n\n1,a,2\n", r"bad.csv, line 4: expected 4"),
             (HEADER + '1,"a,2,low\n', r"bad.csv, line 2: a quote is opened"),

@@ -88,7 +88,7 @@ _event_file = functools.lru_cache(maxsize=32)(EventFile)
 
 def event_file(directory: str | os.PathLike[str]) -> EventFile:
     """This process's, for all hooks: TensorBoard follows only the newest."""
-    return _event_file(os.fspath(directory))
+    return _event_file(os.fspath(directory).rstrip("/") or "/")
 
 
 def _value(
