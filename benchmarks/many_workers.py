@@ -1,7 +1,7 @@
 """What a cluster of many tasks costs its chief and its servers.
 
     python -m benchmarks.many_workers [--clusters=2x2,2x8,2x32,8x8]
-        [--dispatches=20] [--sleep_ms=100]
+        [--dispatches=20] [--sleep_ms=100] [--out=results]
 
 Each worker waits `--sleep_ms` for each of its batches, so that many fit on a
 few CPUs; a dispatch has ten steps of a small model with a table that is split
@@ -11,20 +11,28 @@ over all servers. Prints for each cluster, given as ps x workers:
     steps/s      and the share of what the sleep alone would allow
     chief        CPU ms per dispatch, and MB of memory
     ps           CPU ms per dispatch of all servers
+    wire         kB per dispatch
     recovered    seconds from the kill of a server to the next step
+
+Then what 100 workers and 20 servers would need: the chief's CPU per dispatch
+is taken as linear in the workers, that of all servers and the bytes as linear
+in the servers. With `--out` and matplotlib, `many_workers.png` shows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
@@ -112,8 +120,10 @@ def run_task(case: dict[str, Any]) -> None:
     )
 
 
-def measure(ps: int, workers: int, dispatches: int, sleep_ms: int) -> None:
-    """Prints the row of one cluster."""
+def measure(
+    ps: int, workers: int, dispatches: int, sleep_ms: int
+) -> dict[str, float]:
+    """Prints the row of one cluster, and returns what a dispatch costs."""
     each = _UNROLLED * workers
     with tempfile.TemporaryDirectory() as directory:
         case = {
@@ -140,37 +150,101 @@ def measure(ps: int, workers: int, dispatches: int, sleep_ms: int) -> None:
             cluster.kill("ps:0")
             again = float(line(r"(?ms)^STEP .*^STEP (\S+)")) - killed
     count = used["steps"] / _UNROLLED
-    cpu = {
+    row = {
         job: 1e3 * sum(v for k, v in used["cpu"].items() if k.startswith(job))
         for job in ("chief", "ps")
-    }
+    } | {"wire": used["bytes"] / 1e3}
+    row = {name: value / count for name, value in row.items()}
     rate = used["steps"] / used["secs"]
     print(
         f"{ps}x{workers:<6} {first:9.1f}   {rate:7.1f} "
         f"({rate * sleep_ms / 1e3 / workers:4.0%})   "
-        f"{cpu['chief'] / count:6.2f} ms {used['peak'] / 1e6:6.0f} MB   "
-        f"{cpu['ps'] / count:6.2f} ms   {again:7.1f}",
+        f"{row['chief']:6.2f} ms {used['peak'] / 1e6:6.0f} MB   "
+        f"{row['ps']:6.2f} ms   {row['wire']:6.0f} kB   {again:7.1f}",
         flush=True,
     )
+    return row | {"servers": ps, "workers": workers}
+
+
+# What is drawn: its unit, and what its cost per dispatch is linear in.
+_LOADS = {
+    "chief": ("the chief: cores", "workers"),
+    "ps": ("each server: cores", "servers"),
+    "wire": ("each server: MB/s", "servers"),
+}
+
+
+def _load(
+    rows: Sequence[dict[str, float]], name: str, ps: int, workers: Any
+) -> Any:
+    """What is needed while each worker makes a dispatch a second."""
+    along = _LOADS[name][1]
+    sizes, costs = ([row[key] for row in rows] for key in (along, name))
+    slope, constant = np.polyfit(sizes, costs, 1)
+    cost = constant + slope * (workers if along == "workers" else ps)
+    return cost * workers / 1e3 / (1 if name == "chief" else ps)
+
+
+def _draw(rows: Sequence[dict[str, float]], path: pathlib.Path) -> None:
+    """Loads over the number of workers; dots are what was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(_LOADS), figsize=(11, 3.5), layout="constrained"
+    )
+    over = np.arange(1, 101)
+    for panel, (name, (text, along)) in zip(
+        panels, _LOADS.items(), strict=True
+    ):
+        for color, ps in enumerate((2, 8, 20)):
+            if along == "workers" and color:
+                continue  # All the same.
+            load, shade = _load(rows, name, ps, over), f"C{color}"
+            panel.plot(over, load, color=shade, label=f"{ps} ps")
+            for row in rows:
+                if row["servers"] == ps or along == "workers":
+                    share = 1 if name == "chief" else ps
+                    dot = row[name] * row["workers"] / 1e3 / share
+                    panel.plot(row["workers"], dot, "o", color=shade)
+        panel.set(xlabel="workers", ylabel=text, ylim=(0, None))
+    panels[-1].legend()
+    figure.suptitle(
+        f"While each worker makes a dispatch of {_UNROLLED} steps a second"
+    )
+    figure.savefig(path / "many_workers.png", dpi=110)
 
 
 def main() -> None:
-    """Prints a row for each cluster."""
+    """Prints a row for each cluster, and what larger ones would need."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clusters", default="2x2,2x8,2x32,8x8")
     parser.add_argument("--dispatches", type=int, default=20, help="per worker")
     parser.add_argument("--sleep_ms", type=int, default=100)
+    parser.add_argument("--out", type=pathlib.Path, help="of the picture")
     parser.add_argument("--task", help="of a task: what it is to do")
     args = parser.parse_args()
     if args.task:
         return run_task(json.loads(args.task))
     print(
         "ps x workers  first step   steps/s        chief"
-        "                 ps          recovered"
+        "                 ps          wire        recovered"
     )
+    rows = []
     for cluster in args.clusters.split(","):
         ps, workers = map(int, cluster.split("x"))
-        measure(ps, workers, args.dispatches, args.sleep_ms)
+        rows.append(measure(ps, workers, args.dispatches, args.sleep_ms))
+    if min(len({r[n] for r in rows}) for n in ("servers", "workers")) < 2:
+        return None  # No line through one point.
+    print("20x100, if each worker makes a dispatch a second:")
+    for name, (text, _) in _LOADS.items():
+        print(f"  {text} {_load(rows, name, 20, 100):.2f}")
+    if args.out and importlib.util.find_spec("matplotlib"):
+        args.out.mkdir(parents=True, exist_ok=True)
+        _draw(rows, args.out)
+    return None
 
 
 if __name__ == "__main__":
