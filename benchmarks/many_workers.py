@@ -14,9 +14,9 @@ over all servers. Prints for each cluster, given as ps x workers:
     wire         kB per dispatch
     recovered    seconds from the kill of a server to the next step
 
-Then what 100 workers and 20 servers would need: the chief's CPU per dispatch
-is taken as linear in the workers, that of all servers and the bytes as linear
-in the servers. With `--out` and matplotlib, `many_workers.png` shows it.
+Of four clusters or more also what 20 servers and 100 workers would need, if CPU
+and bytes grow as they do here: with the dispatches a second, and for each of
+them with the servers. `--out` draws it, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def run_task(case: dict[str, Any]) -> None:
 def measure(
     ps: int, workers: int, dispatches: int, sleep_ms: int
 ) -> dict[str, float]:
-    """Prints the row of one cluster, and returns what a dispatch costs."""
+    """Prints the row of one cluster, and returns the loads of its tasks."""
     each = _UNROLLED * workers
     with tempfile.TemporaryDirectory() as directory:
         case = {
@@ -149,44 +149,54 @@ def measure(
             killed = time.monotonic()
             cluster.kill("ps:0")
             again = float(line(r"(?ms)^STEP .*^STEP (\S+)")) - killed
-    count = used["steps"] / _UNROLLED
-    row = {
-        job: 1e3 * sum(v for k, v in used["cpu"].items() if k.startswith(job))
+    count, secs = used["steps"] / _UNROLLED, used["secs"]
+    cpu = {
+        job: sum(v for k, v in used["cpu"].items() if k.startswith(job))
         for job in ("chief", "ps")
-    } | {"wire": used["bytes"] / 1e3}
-    row = {name: value / count for name, value in row.items()}
-    rate = used["steps"] / used["secs"]
+    }
+    rate = used["steps"] / secs
     print(
         f"{ps}x{workers:<6} {first:9.1f}   {rate:7.1f} "
         f"({rate * sleep_ms / 1e3 / workers:4.0%})   "
-        f"{row['chief']:6.2f} ms {used['peak'] / 1e6:6.0f} MB   "
-        f"{row['ps']:6.2f} ms   {row['wire']:6.0f} kB   {again:7.1f}",
+        f"{1e3 * cpu['chief'] / count:6.2f} ms {used['peak'] / 1e6:6.0f} MB   "
+        f"{1e3 * cpu['ps'] / count:6.2f} ms   "
+        f"{used['bytes'] / 1e3 / count:6.0f} kB   {again:7.1f}",
         flush=True,
     )
-    return row | {"servers": ps, "workers": workers}
+    return {
+        "servers": ps,
+        "rate": count / secs,
+        "chief": cpu["chief"] / secs,
+        "ps": cpu["ps"] / secs / ps,
+        "wire": used["bytes"] / 1e6 / secs / ps,
+    }
 
 
-# What is drawn: its unit, and what its cost per dispatch is linear in.
-_LOADS = {
-    "chief": ("the chief: cores", "workers"),
-    "ps": ("each server: cores", "servers"),
-    "wire": ("each server: MB/s", "servers"),
+# What is drawn, and the terms of its load: of servers and dispatches a second.
+_LOADS: dict[str, tuple[str, Callable[[Any, Any], list[Any]]]] = {
+    "chief": ("CPU of the chief, cores", lambda ps, rate: [1 + 0 * rate, rate]),
+    "ps": (
+        "CPU of each server, cores",
+        lambda ps, rate: [1 + 0 * rate, rate / ps, rate],
+    ),
+    "wire": ("wire of each server, MB/s", lambda ps, rate: [rate / ps, rate]),
 }
 
 
 def _load(
-    rows: Sequence[dict[str, float]], name: str, ps: int, workers: Any
+    rows: Sequence[dict[str, float]], name: str, ps: float, rate: Any
 ) -> Any:
-    """What is needed while each worker makes a dispatch a second."""
-    along = _LOADS[name][1]
-    sizes, costs = ([row[key] for row in rows] for key in (along, name))
-    slope, constant = np.polyfit(sizes, costs, 1)
-    cost = constant + slope * (workers if along == "workers" else ps)
-    return cost * workers / 1e3 / (1 if name == "chief" else ps)
+    """The load at `rate` dispatches a second, by least squares."""
+    terms = _LOADS[name][1]
+    known = [terms(row["servers"], row["rate"]) for row in rows]
+    weights, *_ = np.linalg.lstsq(
+        np.array(known), np.array([row[name] for row in rows])
+    )
+    return sum(w * t for w, t in zip(weights, terms(ps, rate), strict=True))
 
 
 def _draw(rows: Sequence[dict[str, float]], path: pathlib.Path) -> None:
-    """Loads over the number of workers; dots are what was measured."""
+    """Loads over dispatches a second; dots are what was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -195,25 +205,17 @@ def _draw(rows: Sequence[dict[str, float]], path: pathlib.Path) -> None:
     figure, panels = pyplot.subplots(
         1, len(_LOADS), figsize=(11, 3.5), layout="constrained"
     )
-    over = np.arange(1, 101)
-    for panel, (name, (text, along)) in zip(
-        panels, _LOADS.items(), strict=True
-    ):
-        for color, ps in enumerate((2, 8, 20)):
-            if along == "workers" and color:
-                continue  # All the same.
-            load, shade = _load(rows, name, ps, over), f"C{color}"
-            panel.plot(over, load, color=shade, label=f"{ps} ps")
+    rates = np.arange(1, 101)
+    sizes = sorted({row["servers"] for row in rows} | {20})
+    for panel, (name, (text, _)) in zip(panels, _LOADS.items(), strict=True):
+        for color, ps in enumerate(sizes):
+            style = {"color": f"C{color}", "label": f"{ps:.0f} ps"}
+            panel.plot(rates, _load(rows, name, ps, rates), **style)
             for row in rows:
-                if row["servers"] == ps or along == "workers":
-                    share = 1 if name == "chief" else ps
-                    dot = row[name] * row["workers"] / 1e3 / share
-                    panel.plot(row["workers"], dot, "o", color=shade)
-        panel.set(xlabel="workers", ylabel=text, ylim=(0, None))
+                if row["servers"] == ps:
+                    panel.plot(row["rate"], row[name], "o", color=f"C{color}")
+        panel.set(xlabel="dispatches a second", ylabel=text, ylim=(0, None))
     panels[-1].legend()
-    figure.suptitle(
-        f"While each worker makes a dispatch of {_UNROLLED} steps a second"
-    )
     figure.savefig(path / "many_workers.png", dpi=110)
 
 
@@ -236,11 +238,11 @@ def main() -> None:
     for cluster in args.clusters.split(","):
         ps, workers = map(int, cluster.split("x"))
         rows.append(measure(ps, workers, args.dispatches, args.sleep_ms))
-    if min(len({r[n] for r in rows}) for n in ("servers", "workers")) < 2:
-        return None  # No line through one point.
-    print("20x100, if each worker makes a dispatch a second:")
+    if len(rows) < 4:
+        return None
+    print("20x100, where each worker makes a dispatch a second:")
     for name, (text, _) in _LOADS.items():
-        print(f"  {text} {_load(rows, name, 20, 100):.2f}")
+        print(f"  {text}: {_load(rows, name, 20, 100):.2f}")
     if args.out and importlib.util.find_spec("matplotlib"):
         args.out.mkdir(parents=True, exist_ok=True)
         _draw(rows, args.out)

@@ -1,4 +1,5 @@
 import keras
+import pytest
 import tensorflow as tf
 
 from tests.cases.models import Mlp, TwoTower, compiled
@@ -86,3 +87,21 @@ def test_a_sum_that_a_model_may_compute_between_replicas_is_told(caplog):
     check_sums(model)
     (record,) = caplog.records
     assert "`total` of SumsItself has reduction='sum'" in record.getMessage()
+
+
+class Preprocessing(keras.Sequential):
+    """As tasks of KerasHub: `fit` prepares the data by a preprocessor."""
+
+    preprocessor = None
+
+    def fit(self, x, *args, **kwargs):
+        return super().fit(self.preprocessor(x), *args, **kwargs)
+
+
+def test_loops_of_a_model_are_not_called(caplog):
+    model = compiled(Preprocessing([keras.Input([4]), keras.layers.Dense(1)]))
+    checked_model(model)
+    assert "Preprocessing overrides `fit`, which" in caplog.text
+    model.preprocessor = keras.layers.Rescaling(2.0)
+    with pytest.raises(ValueError, match=r"in `fit`, .* preprocessor=None"):
+        checked_model(model)

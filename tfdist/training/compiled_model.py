@@ -152,6 +152,7 @@ def checked_model(
                 f"{type(model).__name__} overrides `make_{kind}_function`, "
                 f"which nothing calls. Override `{kind}_step` instead."
             )
+    _check_loops(model)
     if element_spec is not None and overrides(model, "call"):
         _build(model, element_spec, targets)
     # An adversarial network has no `call`; only its parts are ever built.
@@ -165,6 +166,28 @@ def checked_model(
     private_keras.tell_apart(model)
     private_keras.read_statistics(model)
     return model
+
+
+def _check_loops(model: keras.Model) -> None:
+    """Warns of loops that a model overrides; raises if they prepare data."""
+    loops = ("fit", "evaluate", "predict")
+    own = ", ".join(f"`{name}`" for name in loops if overrides(model, name))
+    if not own:
+        return
+    name = type(model).__name__
+    if getattr(model, "preprocessor", None) is not None:  # As in KerasHub.
+        raise ValueError(
+            f"{name} preprocesses data in {own}, which tfdist does not call. "
+            "Create it with preprocessor=None, and preprocess in the input "
+            "function, e.g. `dataset.map(preprocessor)`."
+        )
+    if not hasattr(model, "preprocess_samples"):  # Else it only prepares data.
+        _log.warning(
+            "%s overrides %s, which tfdist does not call. If that changes the "
+            "data or the model, do so in the input or model function.",
+            name,
+            own,
+        )
 
 
 def renew_optimizer(model: keras.Model) -> None:
