@@ -1,4 +1,5 @@
 import io
+import time
 
 import pytest
 from counting import count
@@ -67,6 +68,12 @@ def test_progress_in_a_log():
         f"step 20 of 30 ( 66 %), {SPEED}, loss 0.5000, 0:02 left",
         f"step 30 of 30 (100 %), {SPEED}, loss 0.5000",
     ]
+
+
+def test_a_chief_that_coordinates_tells_its_cpu(monkeypatch):
+    monkeypatch.setattr(time, "process_time", lambda: 0.75 * time.monotonic())
+    line = shown(io.StringIO(), coordinates=True).splitlines()[1]
+    assert "(input 25 %, chief 75 %)" in line
 
 
 def test_intervals_that_take_no_time_do_not_show():

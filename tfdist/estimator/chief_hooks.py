@@ -41,7 +41,9 @@ def chief_hooks(
         counter = summary_hooks.StepCounterHook(
             every, output_dir=directory, at_first_step=False, log=False
         )
-        hooks += [counter, ProgressHook(every, max_steps=max_steps)]
+        on_ps = config.strategy_name == "ps"
+        progress = ProgressHook(every, max_steps=max_steps, coordinates=on_ps)
+        hooks += [counter, progress]
     if summary_steps := config.save_summary_steps:
         summaries = summary_hooks.SummarySaverHook(
             summary_steps, output_dir=directory, at_first_step=False

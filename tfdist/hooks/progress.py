@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import Any, TextIO
 
 import numpy as np
@@ -24,8 +25,10 @@ _LEAST_SECS = 2.0
 
 
 def _mark(session: Session) -> np.ndarray:
-    """How far a session is: steps, their seconds, and those of the input."""
-    return np.array([session.step, session.secs_in_steps, *session.input_secs])
+    """Steps, their seconds, CPU seconds, the time, seconds of the input."""
+    clocks = time.process_time(), time.monotonic()
+    steps = session.step, session.secs_in_steps
+    return np.array([*steps, *clocks, *session.input_secs])
 
 
 class ProgressHook(TimedHook):
@@ -36,10 +39,15 @@ class ProgressHook(TimedHook):
     for data. Both are of the interval, or of the last two seconds if that is
     longer: workers are steps ahead, so that an interval may take no time.
 
+    Where workers make the steps, the line also tells when the chief uses more
+    than half a CPU. Near 100 % it cannot dispatch faster, and more workers gain
+    nothing: raise `RunConfig(steps_per_dispatch=...)`.
+
     Args:
         log_steps: Steps between lines.
         stream: Where to. Default: standard output.
         max_steps: Step at which training ends, if it is known.
+        coordinates: Whether workers make the steps.
 
     >>> progress = tfdist.hooks.ProgressHook(2, max_steps=4)
     >>> hooks = [progress, tfdist.StopAtStepHook(last_step=4)]
@@ -55,8 +63,10 @@ class ProgressHook(TimedHook):
         stream: TextIO | None = None,
         *,
         max_steps: int | None = None,
+        coordinates: bool = False,
     ) -> None:
         super().__init__(False, log_secs=None, log_steps=log_steps)
+        self._coordinates = coordinates
         self._stream = stream or sys.stdout
         self._max_steps = max_steps
         self._marks: list[np.ndarray] = []
@@ -85,7 +95,7 @@ class ProgressHook(TimedHook):
         marks, now = self._marks, _mark(session)
         while len(marks) > 1 and now[1] - marks[1][1] >= _LEAST_SECS:
             del marks[0]
-        steps, secs, *input_secs = now - marks[0]
+        steps, secs, cpu_secs, wall_secs, *input_secs = now - marks[0]
         if self._traces:  # The first steps tell nothing of the next.
             marks.clear()
             self._traces = False
@@ -99,6 +109,7 @@ class ProgressHook(TimedHook):
             with_time_left=with_time_left and session.step != self._max_steps,
             tasks_alive=session.tasks_alive(),
             input_share=input_wait.share(input_secs),
+            chief_share=cpu_secs / wall_secs if self._coordinates else 0.0,
         )
         # The cursor goes back, so that whatever comes next replaces the line.
         terminal = self._stream.isatty()
@@ -114,6 +125,7 @@ def progress_line(
     with_time_left: bool = True,
     tasks_alive: str = "",
     input_share: float = 0.0,
+    chief_share: float = 0.0,
 ) -> str:
     """One line about the progress of training.
 
@@ -121,6 +133,8 @@ def progress_line(
     'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
     >>> progress_line(500, None, 100.0, {}, input_share=0.372)
     'step 500,  100 steps/s (input 37 %)'
+    >>> progress_line(500, None, 100.0, {}, input_share=0.02, chief_share=0.97)
+    'step 500,  100 steps/s (input 2 %, chief 97 %)'
     """
     width = len(str(max_steps or ""))
     parts = [f"step {step:{width}d}"]
@@ -128,8 +142,11 @@ def progress_line(
         parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
     digits = 0 if steps_per_sec >= 10 else 2
     parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
-    if input_share >= 0.01:
-        parts[-1] += f" (input {100 * input_share:.0f} %)"
+    shares = {"input": (input_share, 0.01), "chief": (chief_share, 0.5)}
+    large = {k: share for k, (share, least) in shares.items() if share >= least}
+    if large:
+        told = [f"{name} {100 * share:.0f} %" for name, share in large.items()]
+        parts[-1] += f" ({', '.join(told)})"
     parts += [f"{name} {value:.4f}" for name, value in logs.items()]
     if max_steps and steps_per_sec and with_time_left:
         minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)
