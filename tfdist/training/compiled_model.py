@@ -40,8 +40,8 @@ def refuse_test_step(model: keras.Model) -> None:
     """Raises `ValueError` if a model overrides `test_step`."""
     if overrides(model, "test_step"):
         raise ValueError(
-            f"{type(model).__name__} overrides `test_step`, which can be used "
-            "in one process alone: workers and replicas add up metrics by "
+            f"{type(model).__name__} overrides `test_step`, which only works "
+            "in a single process: workers and replicas add up metrics "
             "themselves. Override `compute_metrics` instead, or use "
             "`Estimator.evaluate`."
         )
@@ -57,18 +57,18 @@ def check_sums(model: keras.Model) -> None:
         if reduction not in ("mean", "sum_over_batch_size"):
             raise ValueError(
                 f"Loss {loss.name!r} of model {model.name!r} has reduction="
-                f"{reduction!r}, but between replicas a step learns the mean "
-                "of what each finds in its examples. Use the default "
-                "reduction='sum_over_batch_size': for a sum with another "
-                "learning rate, for a mean by weights with weights of mean 1."
+                f"{reduction!r}, but between replicas a step applies the mean "
+                "of the gradients of all examples. Use the default reduction="
+                "'sum_over_batch_size', with another learning rate (for a sum) "
+                "or with weights whose mean is 1 (for a weighted mean)."
             )
     for name, value in vars(model).items():
         if isinstance(value, keras.losses.Loss) and value.reduction == "sum":
             _log.warning(
                 "`%s` of %s has reduction='sum'. Between replicas a step "
-                "learns the mean of what `compute_loss` returns of each share "
-                "of the batch: of a sum, as much less as there are replicas. "
-                "Divide it by the number of examples there.",
+                "minimizes the mean of `compute_loss` over the shares of the "
+                "batch: that of sums is as much smaller as there are replicas. "
+                "In `compute_loss`, divide it by the number of examples.",
                 name,
                 type(model).__name__,
             )
@@ -98,10 +98,10 @@ def refuse_unlisted(
             raise ValueError(
                 f"Model {model.name!r} uses {attribute or 'a variable'}, which "
                 "is none of its weights: evaluations, exports and the next run "
-                "would not find its value. Make it by `add_weight` of a layer, "
-                "or a constant. Keras 3 knows nothing of a plain "
+                "would not find its value. Create it with `add_weight` of a "
+                "layer, or make it a constant. Keras 3 does not track a plain "
                 "`tf.Variable`, and would not train it; draw random numbers "
-                "by `keras.random` and a `SeedGenerator`."
+                "with `keras.random` and a `SeedGenerator`."
             )
 
 
@@ -159,8 +159,8 @@ def checked_model(
     if not (model.built or steps_itself):
         raise ValueError(
             f"Model {model.name!r} has no variables yet: there is no batch, or "
-            "no method `call`, to make them of. Start it with `keras.Input"
-            "(...)`, or call it on one in the model function."
+            "no method `call`, to build it with. Start it with `keras.Input"
+            "(...)`, or call it on a batch in the model function."
         )
     private_keras.tell_apart(model)
     private_keras.read_statistics(model)
@@ -175,9 +175,9 @@ def renew_optimizer(model: keras.Model) -> None:
     except (TypeError, NotImplementedError) as error:
         raise ValueError(
             f"Model {model.name!r} is compiled with a "
-            f"{type(optimizer).__name__} that was made outside of the model "
-            "function, and has no config of which to make another. Make it "
-            "inside."
+            f"{type(optimizer).__name__} that was created outside of the model "
+            "function, and has no config to create another one from. Create "
+            "it inside."
         ) from error
 
 
@@ -212,8 +212,8 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
         if not private_keras.is_built(model, itself=False):
             raise ValueError(
                 f"Model {model.name!r} cannot be built by a call with the "
-                "features of a batch, which its own `train_step` may do "
-                "otherwise. Call it in the model function as that does."
+                "features of a batch. If its own `train_step` calls it in "
+                "another way, do the same in the model function."
             ) from error
 
 
@@ -337,13 +337,13 @@ def compiled_computation(
     if waits or at_once:
         reason = "replicas wait for each other within it"
     elif has_tables:
-        reason = "it reads another number of rows in each step"
+        reason = "it reads a different number of rows in each step"
     elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
-        reason = "XLA knows no strings"
+        reason = "XLA does not support strings"
     if model.jit_compile and reason:
         _log.warning(
-            'Model %r has jit_compile=True (which "auto" stands for where '
-            "there is a GPU), but XLA compiles nothing of a step: %s.",
+            'Model %r has jit_compile=True (which "auto" means if there is a '
+            "GPU), but XLA compiles nothing of a step: %s.",
             model.name,
             reason,
         )

@@ -138,8 +138,8 @@ class Forward:
         """
         for name, other in self.no_results(states).items():
             raise ValueError(
-                f"{what} returns {name!r}, which depends on {other}, so it is "
-                "no value of many batches. Give the model a "
+                f"{what} returns {name!r}, which depends on {other}, so it has "
+                "no value for several batches. Give the model a "
                 "`keras.metrics.Mean`, update it there and return its "
                 "`result()`."
             )
@@ -206,9 +206,9 @@ class Forward:
         found = self.draws()
         if seeded := [op for op, is_seeded in found.items() if is_seeded]:
             raise ValueError(
-                f"The model draws by {', '.join(seeded)} of TensorFlow with a "
-                "seed: all workers would draw the same numbers, and each again "
-                "in every step of a dispatch. Leave out the seed, or draw by "
+                f"The model uses {', '.join(seeded)} of TensorFlow with a seed:"
+                " all workers would draw the same numbers, and repeat them in "
+                "every step of a dispatch. Leave out the seed, or use "
                 "`keras.random` with a `keras.random.SeedGenerator`."
             )
 
@@ -265,10 +265,10 @@ class Forward:
                     if _UNREPEATABLE.match(kind):
                         raise ValueError(
                             f"The ids of table {table.path!r} come from a "
-                            f"{kind} op, which gives other values each time "
-                            "it runs; a step computes ids before it reads "
-                            "rows, and again with them. Draw ids by "
-                            "`keras.random` with a `SeedGenerator` that the "
+                            f"{kind} op, whose values differ each time it "
+                            "runs; a step computes ids before it reads rows, "
+                            "and again with the rows. Draw ids with "
+                            "`keras.random` and a `SeedGenerator` that the "
                             "model holds, or in the input function."
                         )
 

@@ -156,8 +156,8 @@ class Layout:
             if id(variable) in shards & self._trained:
                 raise ValueError(
                     f"The model looks up rows of {variable.path!r}, and also "
-                    "reads it as a whole, which would not count for its "
-                    "gradient. Look up the rows that are wanted, or use "
+                    "reads it as a whole, which its gradient would ignore. "
+                    "Look up only the rows that you need, or use "
                     "keras.layers.Embedding."
                 )
 
@@ -190,7 +190,7 @@ class Layout:
                 raise ValueError(
                     f"Weight {variable.path!r}, which the model assigns, does "
                     "not begin at finite numbers. Workers and devices add up "
-                    "what each changes. Begin near the numbers to come."
+                    "their changes. Begin near the values that are expected."
                 )
 
 

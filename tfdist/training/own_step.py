@@ -101,7 +101,7 @@ class OwnStep:
     def means(
         self, forward: Forward, states: Sequence[keras.Variable]
     ) -> list[keras.Variable]:
-        """Creates means for other logs than metrics; returns their variables."""
+        """Creates means for non-metric logs; returns their variables."""
         names = forward.no_results(states)
         means = {name: keras.metrics.Mean(name=name) for name in names}
         self._means |= means

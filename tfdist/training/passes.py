@@ -83,8 +83,8 @@ class Passes:
             self._check_kept(metrics)
             self.metrics += metrics
         raise ValueError(
-            f"Model {self._model.name!r} has other variables each time that it "
-            f"is called: {[v.path for v in others]}. Make them once, in its "
+            f"Model {self._model.name!r} creates other variables each time it "
+            f"is called: {[v.path for v in others]}. Create them once, in its "
             "`__init__` or `build`."
         )
 
@@ -97,7 +97,7 @@ class Passes:
                     "which is neither among its `variables` nor a metric's, "
                     "so no checkpoint would hold it. Make it a weight of a "
                     "layer (`add_weight(trainable=False)`); the states of an "
-                    "RNN with `stateful=True` are none: give it "
+                    "RNN with `stateful=True` are not weights: pass an "
                     "`initial_state`, or leave `stateful` out."
                 )
 
