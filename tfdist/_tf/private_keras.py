@@ -277,7 +277,7 @@ def forget_rates(optimizer: keras.optimizers.Optimizer) -> None:
 def uses_weight_decay(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
-    """Whether `variable` decays: not after `exclude_from_weight_decay`."""
+    """Whether weight decay applies to `variable`; it may be excluded."""
     return optimizer._use_weight_decay(variable)
 
 

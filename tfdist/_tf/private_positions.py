@@ -158,7 +158,7 @@ def _lost(graph: tf.compat.v1.GraphDef) -> str:
         by_name = {node.name: node for node in nodes}
         for node in nodes:
             if node.op.startswith("SnapshotDataset"):
-                return "TensorFlow cannot go on writing a `snapshot`."
+                return "TensorFlow cannot resume writing a `snapshot`."
             is_csv = node.op.startswith("CSVDataset")
             if is_csv and _constant(by_name, node.input[_CSV_HEADER]) != 0:
                 return (

@@ -21,7 +21,7 @@ from tfdist._tf.private_checkpoints import Saveable
 
 
 def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:
-    """Whether servers have no other variables, except uninitialized ones."""
+    """Whether servers only have these variables, and uninitialized ones."""
     pieces = [p for v in saved for p in getattr(v, "variables", [v])]
     known = {id(v.handle) for v in (*pieces, *others)}
     for _ in range(2):

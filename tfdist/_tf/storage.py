@@ -157,8 +157,8 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     if set(directory) & set("*?[\\"):
         raise ValueError(
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
-            "which TensorFlow takes for a pattern: what is saved there could "
-            "not be found, or others be deleted."
+            "which TensorFlow takes for a pattern: checkpoints there could not "
+            "be found, or checkpoints elsewhere be deleted."
         )
     _check_no_tilde(directory)
     return directory
@@ -169,8 +169,8 @@ def _check_no_tilde(directory: str) -> None:
     if directory.startswith("~"):
         raise ValueError(
             f"Directory {directory!r} begins with ~, which only a shell "
-            "expands, and not behind `--flag=`. Give the whole path, or "
-            "os.path.expanduser(...) of it."
+            "expands, and not after `--flag=`. Pass the full path, or use "
+            "os.path.expanduser(...)."
         )
 
 

@@ -8,7 +8,7 @@ gradient.
 
     worker w                              server k
       gradients ------------------------>  kept for worker w
-    chief, once enough have come
+    chief, once enough have arrived
       number of examples of each ------->  mean gradient -> update
 """
 
@@ -106,7 +106,7 @@ class Accumulators:
                         variable.assign(value)
 
     def apply(self, sizes: tf.Tensor, step: tf.Tensor) -> None:
-        """Applies the mean over all examples of the selected workers.
+        """Applies the mean gradient over all examples of selected workers.
 
         Args:
             sizes: float32 `(num_workers,)`: examples of each; 0: not selected.

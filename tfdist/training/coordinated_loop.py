@@ -40,8 +40,8 @@ class CoordinatedLoop(Loop):
 
     A dispatch runs at most once. If its worker dies, some of its steps may have
     been applied: `global_step`, counted where updates are applied, tells how
-    many are missing, and other dispatches run these. Metrics of steps that were
-    applied are lost. The step in which a worker dies counts if it reached the
+    many are missing, and other dispatches run these. Metrics of the applied
+    steps are lost. The step in which a worker dies counts if it reached the
     server that holds `global_step`; it may not have reached others. A worker
     whose connection to a server breaks is treated like one that died and came
     back: both begin another pass over the data (see `WorkerContext`).
@@ -102,9 +102,9 @@ class CoordinatedLoop(Loop):
         if not self._is_endless:
             if self._asked and self._largest > 1:
                 _log.warning(
-                    "One step is dispatched at a time, not %d as asked for: "
-                    "where the data of a worker end, a dispatch would lose its "
-                    "other steps. `dataset.repeat()` has no end.",
+                    "One step is dispatched at a time instead of %d: when a "
+                    "worker's data ends, a dispatch would lose its other "
+                    "steps. `dataset.repeat()` makes data endless.",
                     self._largest,
                 )
             self._largest = 1
@@ -125,7 +125,7 @@ class CoordinatedLoop(Loop):
             self._full = self._bound.limited(self._full, num_workers)
         if self._read_ahead and self._full == 1:
             _log.warning(
-                "Nothing is read ahead, as `read_ahead=%d` asks for: one step "
+                "Nothing is read ahead, although `read_ahead` is %d: one step "
                 "is dispatched at a time.",
                 self._read_ahead,
             )
@@ -205,9 +205,9 @@ class CoordinatedLoop(Loop):
             self._iterator = self._read_data()
             if not self._is_endless:
                 _log.warning(
-                    "The data are dealt anew to %d workers: of the passes that "
-                    "were begun, examples are read again. "
-                    "`tfdist.one_pass` repeats none.",
+                    "The data is distributed again, to %d workers: passes "
+                    "that had begun read some examples again. With "
+                    "`tfdist.one_pass` none is repeated.",
                     number,
                 )
         return True

@@ -208,8 +208,8 @@ def push(
 ) -> tuple[dict[str, tf.Tensor], Requests]:
     """Clips gradients; applies or accumulates them on the variables' devices.
 
-    The ids that the next step looks up (`following`) are sent along. Returns a
-    tensor on each server that depends on the gradients, and these requests.
+    The ids that the next step looks up (`following`) are sent along. Returns,
+    for each server, a tensor there that depends on the gradients, and requests.
     """
     found = _clipped(layout, found)
     # A step that has failed or found no batch must not change anything.

@@ -132,7 +132,7 @@ class Forward:
     def results(
         self, states: Sequence[keras.Variable], what: str
     ) -> Callable[..., Any]:
-        """A function from values of `states`, on which all depends, to results.
+        """Returns a function that computes results from `states` values alone.
 
         As in Keras' own example, a result may precede its metric's update.
         """
@@ -157,7 +157,7 @@ class Forward:
         return after, [self._before[id(v)] for v in states]
 
     def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
-        """For results that do not only depend on `states`, on what else."""
+        """Maps results that depend on more than `states` to what else."""
         batch = dict.fromkeys((t.op.name for t in self._given), "the batch")
         others = self._others() | batch
         after, before = self._values_of(states)
@@ -172,7 +172,7 @@ class Forward:
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
     ) -> bool:
-        """Whether a pass only adds values that do not depend on `states`."""
+        """Whether a pass only adds to a variable, independently of `states`."""
         names = {self._before[id(v)].op.name for v in states}
         value: Any = self._scope.get_current_value(variable)
         while value.name != self._before[id(variable)].name:

@@ -40,8 +40,8 @@ class Layout:
     Args:
         model: A built model with a built optimizer, or a part of it.
         tables: Its `PartitionedEmbedding` layers that the pass looks up.
-        remote: Whether the variables live in other processes, one per device.
-            Otherwise all are on the device that runs the step.
+        remote: Whether the variables live in other processes, identified by
+            device. Otherwise all are on the device that runs the step.
         assigns: Whether to assign new values to `moving`, as nobody else
             changes it. Adding a difference fails at infinity, and is inexact.
         others: Tables that the pass never reads.
@@ -170,9 +170,9 @@ class Layout:
         for variable in self.dense:
             if variable.overwrite_with_gradient:
                 raise ValueError(
-                    f"The gradient of {variable.path!r} is its next value, by "
-                    "which layers that are quantized to float8 keep their "
-                    "scales. An optimizer of tfdist would subtract it. Train "
+                    f"The gradient of {variable.path!r} is its next value: "
+                    "layers quantized to float8 update their scales in this "
+                    "way. An optimizer of tfdist would subtract it. Train "
                     "in mixed_bfloat16, or with Keras' `fit`."
                 )
         adds = set() if self.assigns else {id(v) for v in self.moving}

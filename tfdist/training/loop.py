@@ -108,7 +108,7 @@ class Loop:
         raise NotImplementedError
 
     def check_resize(self, num_processes: int) -> None:
-        """Raises `ValueError` if `num_processes` change the global batch."""
+        """Raises `ValueError` if this would change the global batch."""
 
     def staleness(self) -> np.ndarray | None:
         """The number of updates by staleness; None if it is not counted."""
@@ -320,7 +320,7 @@ class LocalLoop(Loop):
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
         """Yields the source that each dispatch reads, and its number of steps.
 
-        Data that may end is read first: a dispatch would lose its other steps.
+        If data may end, it is read first: a dispatch would lose other steps.
         """
         each = self._batches_per_step
         full = 1 if self._secs_alone > 0 else self._full

@@ -62,7 +62,7 @@ def no_sums(
     """Returns the ids of metric variables whose values may not be sums.
 
     Raises:
-        ValueError: One is not a sum, and they `must_add_up`, across workers.
+        ValueError: A value is not a sum, but they `must_add_up` over workers.
     """
     names, found = _own_metrics(model, variables), set()
     for variable in variables:

@@ -232,7 +232,7 @@ def apply(
 
     With `gradient_accumulation_steps`, the last of that many steps applies the
     mean of the gradients that all workers have sent by then. Growing shards are
-    passed together as `GrowingShards`, their keys as `Found`; keys get rows.
+    passed together, as `GrowingShards` with keys in `Found`; new keys get rows.
 
     If others may apply updates at the same time (`shared`), they take turns so
     that none is lost: per variable if each update `is_one_op`, else per device.

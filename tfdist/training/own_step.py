@@ -78,7 +78,7 @@ class OwnStep:
         read: Parameters,
         tables: Sequence[Any],
     ) -> list[tf.Tensor | None]:
-        """The gradients it applies to dense variables and to the rows read."""
+        """The gradients that the step applies to dense variables and rows."""
         sources = [*layout.dense, *(group.shards[0] for group in layout.groups)]
         values = [*read.values[: len(layout.dense)], *read.rows]
         for variable, value in zip(sources, values, strict=True):
@@ -116,7 +116,7 @@ class OwnStep:
         return {each: list(own.values()) for each, own in found.items()}
 
     def used(self, seeds: Sequence[keras.Variable]) -> list[tf.Variable]:
-        """The variables it continues from: optimizer slots, and `seeds`."""
+        """The variables that steps continue from: slots and `seeds`."""
         slots = [v for optimizer in self.updated() for v in optimizer.variables]
         return [v.value for v in (*seeds, *slots)]
 

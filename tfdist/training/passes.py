@@ -89,7 +89,7 @@ class Passes:
         )
 
     def _check_kept(self, metrics: list[keras.Variable]) -> None:
-        """Raises `ValueError` for variables that are no metrics, nor saved."""
+        """Raises `ValueError` for variables that are not metrics, nor saved."""
         for variable in metrics:
             if variable.aggregation != "sum":
                 raise ValueError(
@@ -114,7 +114,7 @@ class Passes:
             return forward_pass(model, batch, mode == TRAINING)[1]
 
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
-        # A model has no business with slots.
+        # Only scalars: a model does not read slots.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
         read = [*model.trainable_variables, *fixed, *self.metrics, *scalars]
         forward = Forward(run, spec, list(self.seeds), read)

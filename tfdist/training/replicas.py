@@ -122,7 +122,7 @@ def as_dtype(mean: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def mean_to_sum(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """The sum of `size` values with this mean; zero, even of NaN, if none."""
+    """The sum of `size` values with this mean; 0 for none, even of NaN."""
     total = mean * tf.cast(size, mean.dtype)
     return tf.where(size > 0, total, tf.zeros_like(total))
 

@@ -1,8 +1,8 @@
 """Staleness: the age of the parameters that a gradient was computed from.
 
-With asynchronous updates, others are applied between a step's read of the
-parameters and its write. The server that holds `global_step` counts these for
-each update, without further network traffic.
+With asynchronous training, other updates are applied between a step's read of
+the parameters and its write. The server that holds `global_step` counts these
+for each update, without further network traffic.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class ModelStep(MetricStates):
     ) -> tuple[list[Any], list[tf.Tensor], list[Any], States]:
         """The part of a step that touches no variable.
 
-        Returns `dense`, `rows` and `deltas` of `StepGradients`, metric states.
+        Returns `dense`, `rows`, `deltas` of `StepGradients`, and metric states.
         """
         layout = self._layout
         self._passes.use_seed_generator()

@@ -109,7 +109,7 @@ class UpdatesAtOnce:
             self._updates[optimizer] = Update(optimizer, layout, counters)
 
     def of_share(self, size: tf.Tensor) -> Take:
-        """Returns what takes the gradients of a replica's `size` examples."""
+        """Returns a `Take` for the gradients of a replica's `size` examples."""
 
         def take(optimizer: Optimizer, gradients: Gradients) -> None:
             update, replicas = self._updates[optimizer], self._replicas
