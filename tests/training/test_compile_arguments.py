@@ -130,8 +130,8 @@ def of_numbers():
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (of_strings, "XLA knows no strings"),
-        (of_a_table, "another number of rows in each step"),
+        (of_strings, "XLA does not support strings"),
+        (of_a_table, "a different number of rows in each step"),
         (of_numbers, None),
     ],
 )

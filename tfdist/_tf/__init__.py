@@ -1,8 +1,8 @@
-"""What other wings need of TensorFlow and Keras beneath their public API.
+"""Everything that tfdist needs below the public API of TensorFlow and Keras.
 
 Read in this order: `private` (each private name, why, and what watches it),
 `private_checkpoints`, `private_positions`, `private_workers`,
 `private_renewal`, `private_keras`, `versions` (what older ones lack), `storage`
-(what a bucket does unlike a disk), `mutex` (turns at a variable), `tracing` (of
+(how a bucket differs from a disk), `mutex` (exclusive updates), `tracing` (of
 functions), `arguments` (checks), `waiting` (deadlines), `errors`.
 """

@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions have."""
+"""Checks of common arguments."""
 
 import importlib
 import numbers
@@ -10,7 +10,7 @@ from typing import Any
 def check_positive(
     argument: str, value: Any, kind: type[Any] = numbers.Integral
 ) -> None:
-    """Raises ValueError unless `value` is a number of `kind`, at least 1."""
+    """Raises `ValueError` unless `value` is a number of `kind`, at least 1."""
     if not isinstance(value, kind) or isinstance(value, bool) or not value >= 1:
         raise ValueError(
             f"Argument `{argument}` must be a positive "
@@ -20,7 +20,7 @@ def check_positive(
 
 
 def load_function(flag: str, target: str) -> Callable[..., Any]:
-    """The function that a command's flag names as `package.module:function`."""
+    """Loads the function that a flag names as `package.module:function`."""
     module, _, function = target.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -32,9 +32,9 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
 
 
 def check_at_least(argument: str, value: Any, least: float) -> None:
-    """Raises unless `value` is None or a number of at least `least`.
+    """Raises an error unless `value` is None or a number, at least `least`.
 
-    An integer, if `least` is 1 or more, or the argument's name ends in "steps".
+    It must be an integer if `least` is 1 or more or the name ends in "steps".
 
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):

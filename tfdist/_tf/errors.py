@@ -10,7 +10,7 @@ def summarize_error(error: BaseException) -> str:
     >>> summarize_error(ValueError(text.replace("|", chr(10))))
     'Gone.'
 
-    Of several, as every server that waited has one, the first.
+    Of several errors, such as one per server that waited, the first counts.
 
     >>> text = "2 root error(s) found.|  (0) Full.|  (1) Full."
     >>> summarize_error(ValueError(text.replace("|", chr(10))))

@@ -1,4 +1,4 @@
-"""What runs where variables are while nobody else is at it."""
+"""Mutual exclusion on the devices that hold variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Result = TypeVar("Result")
 def alone(
     name: str, run: Callable[[], Result], needed: Sequence[tf.Tensor] = ()
 ) -> Result:
-    """Calls `run` in the mutex of this name on the device, in a `tf.function`.
+    """Calls `run` under the device's mutex of this name, in a `tf.function`.
 
-    It is taken once what is `needed` is there, not while a message is under
-    way, and free when all effects are done or have failed. Not to be nested.
+    The mutex is acquired when the `needed` tensors have arrived, and released
+    when all side effects have succeeded or failed. Calls must not be nested.
     """
 
     def locked() -> Result:
-        # Mutexes are on CPUs, whatever holds the variables.
+        # Mutexes are on CPUs, even if the variables are not.
         mutex = tf.raw_ops.MutexV2(container="", shared_name=name)
         with tf.control_dependencies(needed):
             lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -30,11 +30,11 @@ def alone(
             result = run()
         made = graph.get_operations()[before:]
         with tf.control_dependencies([o for o in made if o.op_def.is_stateful]):
-            # Until here the lock is held, as long as its tensor.
+            # The lock is held as long as its tensor, which is until here.
             tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         return result
 
-    # In the caller's function servers would wait: stateful ops run one by one.
+    # In the caller's function, all servers' stateful ops would run in sequence.
     if tf.inside_function():
         return tf.function(locked, autograph=False)()
     return locked()

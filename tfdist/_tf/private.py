@@ -1,7 +1,7 @@
 """The private TensorFlow and Keras names that tfdist cannot do without.
 
-Each has its reason beside it and a canary in `tests/_tf/test_private.py`, which
-fails loudly when a new version changes it; `setup.py` pins both packages.
+Each has a comment with its reason, and a canary in `tests/_tf/test_private.py`
+that fails loudly when a new version changes it; `setup.py` pins both packages.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     coordination_config_pb2,
 )
 
-# A coordinator's threads and queue, for `schedule` and what follows it.
+# A coordinator's threads and queue, for `schedule` and the functions after it.
 from tensorflow.python.distribute.coordinator import (
     cluster_coordinator,
     coordinator_context,
 )
 
-# The connection to the servers; what a `tf.GradientTape` knows of variables.
+# The connection to the servers; how a `tf.GradientTape` learns of variables.
 from tensorflow.python.eager import context, tape
-from tensorflow.python.framework import config  # Of deterministic ops: `now`.
+from tensorflow.python.framework import config  # Op determinism, for `now`.
 
-# The spec of a part that is None; public from TensorFlow 2.19 or later on.
+# The spec of an element that is None; public since TensorFlow 2.19 or later.
 from tensorflow.python.framework.none_tensor import (
     NoneTensorSpec as NoneTensorSpec,
 )
 
-# A variable without memory: to describe a model with, or to hold a value in.
+# A variable without memory: to describe a model, or to hold a value later.
 from tensorflow.python.ops.resource_variable_ops import (
     UninitializedVariable as UninitializedVariable,
 )
 
 ClusterCoordinator: TypeAlias = tf.distribute.coordinator.ClusterCoordinator
 
-# What a coordinator raises for a dispatch whose input was lost with its worker;
-# neither is a `tf.errors.OpError`. Both hold the `original_exception`.
+# A coordinator raises these for a dispatch whose input was lost with its
+# worker. Neither is a `tf.errors.OpError`; both have an `original_exception`.
 COORDINATOR_ERRORS = (
     cluster_coordinator.ClosureInputError,
     cluster_coordinator.ClosureAbortedError,
@@ -56,7 +56,7 @@ SharedTable = collections.namedtuple(
     "SharedTable",
     "creator name dimension initializer trainable ckpt_to_load_from",
 )
-"""What the columns of one `tf.feature_column.shared_embeddings` share."""
+"""The attributes shared in one `tf.feature_column.shared_embeddings`."""
 
 
 def shared_table(column: Any) -> SharedTable:
@@ -67,7 +67,7 @@ def shared_table(column: Any) -> SharedTable:
 
 
 def column_config(column: Any) -> dict[str, Any]:
-    """A `tf.feature_column` as JSON; TF has no public way to save one."""
+    """Converts a `tf.feature_column` to JSON; TF has no public way to do so."""
     if hasattr(column, "shared_embedding_column_creator"):
         raise NotImplementedError(
             f"A layer with the shared embedding {column.name!r} has no config: "
@@ -77,22 +77,22 @@ def column_config(column: Any) -> dict[str, Any]:
 
 
 def column_from_config(config: dict[str, Any]) -> Any:
-    """The column of `column_config`."""
+    """Returns the column whose `column_config` is given."""
     return tf.__internal__.feature_column.deserialize_feature_column(
         config, keras.saving.get_custom_objects()
     )
 
 
 def unique_id(variable: tf.Variable) -> str:
-    """The key under which a TensorFlow optimizer of Keras knows a variable."""
+    """The key by which Keras' TensorFlow optimizers identify a variable."""
     return variable._unique_id
 
 
 def expire_remote_state_after(secs: int) -> None:
-    """Sets after how long the servers free what a dead chief held there.
+    """Sets how long after its death servers free a chief's resources.
 
-    TensorFlow has 600 seconds, for a runtime that is not yet initialized and as
-    the default of two arguments that nobody passes.
+    TensorFlow uses 600 seconds, for a runtime that is not yet initialized and
+    as the default of two arguments that nobody passes.
     """
     context._KEEP_ALIVE_SECS = secs
     context.Context.set_server_def.__defaults__ = (secs,)
@@ -104,7 +104,7 @@ def trace(
     function: tf.types.experimental.PolymorphicFunction,
     *args: Any,
 ) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function with what `coordinator.schedule` gives one worker."""
+    """Traces a function with arguments from `coordinator.schedule`."""
     on_one = cluster_coordinator._select_worker_slice(0, args)
     specs = tf.nest.map_structure(
         cluster_coordinator._maybe_as_type_spec, on_one
@@ -117,9 +117,9 @@ def trace(
 def local_state_kept() -> Iterator[None]:
     """Keeps this process's lookup tables and variables while it connects.
 
-    The first time, that replaces its devices, and what was on them is lost:
-    preprocessing layers that were made before training. Later it stays, and
-    functions that were traced with it need it.
+    The first connection replaces its devices and loses their state, such as
+    that of preprocessing layers created before training. Later connections keep
+    the state, which functions that were traced with it need.
     """
     here, kind = _here(), type(tf.Variable(0))
     objects = gc.get_objects()
@@ -138,19 +138,19 @@ def local_state_kept() -> Iterator[None]:
 
 
 def _here() -> str:
-    """The device on which what Python makes is."""
+    """The device on which eager ops place tensors."""
     return tf.constant(0).device
 
 
 def now() -> tf.Tensor:
-    """Seconds, a float64; always 0 where all ops shall be deterministic."""
+    """The time in seconds, a float64; 0 if op determinism is enabled."""
     if config.is_op_determinism_enabled():
         return tf.zeros([], tf.float64)
     return tf.timestamp()
 
 
 def copy_tables(function: tf.types.experimental.ConcreteFunction) -> None:
-    """Gives workers that call a function their own lookup tables, not ours."""
+    """Makes workers that call a function use their own lookup tables."""
     for handle in function.graph.external_captures:
         table: Any = getattr(handle, "_parent_trackable", lambda: None)()
         if type(table) is tf.lookup.StaticHashTable:
@@ -171,9 +171,9 @@ def _table(keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 
 
 def raise_at_once(coordinator: ClusterCoordinator) -> None:
-    """Has the coordinator raise an error without waiting for other calls.
+    """Makes the coordinator raise errors without waiting for other calls.
 
-    One that reads from a server that was killed and started again never ends.
+    A call that reads from a server that was killed and restarted never ends.
     """
     coordinator._cluster.closure_queue._cancel_all_closures = lambda: None
 
@@ -181,39 +181,39 @@ def raise_at_once(coordinator: ClusterCoordinator) -> None:
 def schedule(
     coordinator: ClusterCoordinator, call: Callable[..., None], *args: Any
 ) -> None:
-    """Has a worker's thread, in this process, call a Python callable.
+    """Schedules a Python callable on a worker's thread in this process.
 
-    The public method takes TensorFlow functions alone. Either is called again
-    for another worker when its own died; a callable can see that.
+    The public method only takes TensorFlow functions. Both are called again for
+    another worker if the first one dies; a callable can notice that.
     """
     coordinator._cluster.schedule(call, args=args, kwargs=None)
 
 
 def current_worker() -> int:
-    """Index of the worker for which what `schedule` calls runs."""
+    """The index of the worker for which a scheduled callable runs."""
     return coordinator_context.get_current_dispatch_context().worker_index
 
 
 def stop_coordinator(coordinator: ClusterCoordinator) -> None:
     """Tells the coordinator's threads to end, as its destructor would.
 
-    An exception's traceback may still hold it.
+    The destructor may not run: an exception's traceback may hold a reference.
     """
     cluster = coordinator._cluster
     handler = cluster.failure_handler
-    # Its `stop` waits for a lock that its thread holds while it waits for a
-    # task that is gone, maybe for ever.
+    # `stop` waits for a lock that the handler's thread holds while it waits,
+    # maybe forever, for a task that is gone.
     handler.stop = lambda: None
     handler._should_preemption_thread_run = False
     handler._cluster_due_for_update_or_finish.set()
     cluster.stop()
     for worker in cluster.workers:
-        # Else it is reported, once more, when the executor is deleted.
+        # Otherwise the error is reported again when the executor is deleted.
         worker.executor.clear_error()
 
 
 def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
-    """Whether a stopped coordinator has left C, where it may meet no other."""
+    """Whether a stopped coordinator has left C++ code, so another can start."""
     lock = coordinator._cluster.failure_handler._cluster_update_lock
     ended = lock.acquire(timeout=secs)
     if ended:
@@ -222,14 +222,14 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
 
 
 def tell_cluster(key: str, value: str) -> None:
-    """Writes a value, once, for all processes of an all-reduce job to ask."""
+    """Writes a value, once, for all processes of an all-reduce job to read."""
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
 
 def ask_cluster(key: str, timeout_secs: float) -> str | None:
-    """Reads what `tell_cluster` wrote in any process; None: not in time.
+    """Reads what `tell_cluster` wrote in any process; None after a timeout.
 
-    Raises OpError if the process that keeps it is gone, or another one.
+    Raises `OpError` if the process that stores values, or another, is gone.
     """
     try:
         return context.context().get_config_key_value(
@@ -240,11 +240,11 @@ def ask_cluster(key: str, timeout_secs: float) -> str | None:
 
 
 def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
-    """Has the processes of an all-reduce job wait for each other at their end.
+    """Makes processes of an all-reduce job wait for each other at their end.
 
-    Else the first one may be gone before the others have said goodbye, and they
-    look for it for half a minute. To be called before the strategy is made,
-    with the size of each job and the first task's device.
+    Otherwise the first may be gone before the others have disconnected, which
+    then look for it for half a minute. Call this before the strategy is
+    created, with the size of each job and the first task's device.
     """
     context.context().configure_coordination_service(
         "standalone",
@@ -260,23 +260,23 @@ def leave_together(jobs: Mapping[str, int], leader: str, secs: float) -> None:
 def late_captures(
     graph: tf.__internal__.FuncGraph,
 ) -> tuple[list[tf.Tensor], list[Callable[[], list[tf.Tensor]]]]:
-    """Placeholders of the tables each worker makes, and what makes them."""
+    """Placeholders of the tables each worker creates, and their creators."""
     return graph.deferred_internal_captures, graph.deferred_external_captures
 
 
 def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
     """The handles of the variables outside of a graph that it uses.
 
-    Those of lookup tables and the like have no shape of what they hold.
+    Handles of other resources, such as lookup tables, have no `_handle_data`.
     """
     resources = [t for t in graph.external_captures if t.dtype == tf.resource]
     return [t for t in resources if t._handle_data and t._handle_data.is_set]
 
 
 def accessed(value: tf.Tensor) -> tf.Tensor:
-    """A value that stands for a trainable variable, which is being read.
+    """Marks a value that stands for a trainable variable as being read.
 
-    All tapes watch it: so `tf.custom_gradient`, which stops them, finds it.
+    All tapes watch it, so `tf.custom_gradient`, which stops them, finds it.
     """
     value.handle, value.trainable = value, True
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
@@ -290,10 +290,10 @@ def accessed(value: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def seen_alone() -> Iterator[None]:
-    """A replica that Keras takes for the only one.
+    """A context in which Keras considers a replica the only one.
 
-    Keras divides its own losses by the number of replicas, but none that a
-    model computes itself. The replica's context is as before.
+    Keras divides its own losses by the number of replicas, but not losses that
+    a model computes itself. The replica context does not change.
     """
     alone = distribute_lib._get_default_strategy()
     context = tf.distribute.get_replica_context()

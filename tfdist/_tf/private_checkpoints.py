@@ -1,6 +1,6 @@
-"""What a checkpoint writes: tables in slices, by one traced function.
+"""Checkpoints with tables in slices, written by one traced function.
 
-Private names of TensorFlow, as in `private`.
+This uses private names of TensorFlow; see `private`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# What a checkpoint saves as slices of one tensor; public TensorFlow makes one
+# A checkpoint saves this as slices of one tensor; public TensorFlow creates it
 # only through a `variable_partitioner`, which Keras 3 cannot use.
 from tensorflow.python.distribute.sharded_variable import (
     ShardedVariable as ShardedVariable,
 )
 
-# What a checkpoint writes and reads for one variable: here, several slices.
+# The parts of a checkpoint for one variable: here, several slices.
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist._tf import storage
 
 Saveable = tf.Variable | ShardedVariable
-"""What a checkpoint holds under one name."""
+"""An object that a checkpoint stores under one name."""
 
 
 class PartitionedVariable(ShardedVariable):
-    """Shards of one table, saved and read in the order of its rows.
+    """The shards of one table, saved and read in the order of its rows.
 
-    Each server writes what it holds, a slice for each run (first row and size).
+    Each server writes its shard, one slice for each run (first row and size).
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class PartitionedVariable(ShardedVariable):
         return tf.convert_to_tensor(self)[spec]
 
     def numpy(self) -> np.ndarray:
-        """The table."""
+        """Returns the whole table."""
         return tf.convert_to_tensor(self).numpy()
 
     def assign(self, value: np.ndarray) -> None:
-        """Gives each shard its rows of the table `value`."""
+        """Assigns to each shard its rows of the table `value`."""
         for variable, runs in self.runs:
             rows = [value[row : row + size] for row, size in runs]
             variable.assign(np.concatenate(rows))
 
 
-# Rows between which a float32 table is cut without a copy, whatever its width.
+# At multiples of this number of rows, cutting a float32 table copies nothing.
 ALIGNED = 16
 
 
@@ -93,7 +93,7 @@ class _Slices(saveable_object.SaveableObject):
         left: list[tf.Tensor] = []
 
         def piece(is_first: bool) -> tf.Tensor:
-            """They are asked for in order; none is kept until the next save."""
+            """The next slice, in order; none is kept until the next save."""
             if is_first:
                 left[:] = reversed(_pieces(variable, sizes))
             return left.pop()
@@ -116,9 +116,9 @@ class _Slices(saveable_object.SaveableObject):
 
 
 def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of a shard, the odd rows at its end as a run of their own.
+    """The runs of a shard, with odd rows at its end as a separate run.
 
-    TensorFlow copies no part of a tensor from and to multiples of 64 bytes.
+    TensorFlow takes parts between multiples of 64 bytes without copying.
     """
     *others, (row, size) = runs
     odd = sum(size for _, size in runs) % ALIGNED
@@ -127,18 +127,18 @@ def _aligned(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*others, (row, size - odd), (row + size - odd, odd)]
 
 
-# Bytes of a shard that may be copied when it is cut: many small ops cost time.
+# Shards up to this size in bytes may be copied: many small ops take longer.
 _SMALL = 1 << 18
 
 
 def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
-    """Runs of rows of a shard; of a large one no copies.
+    """Cuts a shard into runs of rows; a large one without copying.
 
-    TensorFlow's `split` makes none where a row is a multiple of 64 bytes.
+    TensorFlow's `split` does not copy if a row is a multiple of 64 bytes.
     """
     with tf.device(variable.device):
         value = variable.read_value_no_copy()
-        # From a GPU, which no file is written on.
+        # Copied from a GPU, where no file can be written.
         with tf.device("/device:CPU:0"):
             value = tf.identity(value)
             if len(sizes) == 1:
@@ -153,7 +153,7 @@ def _pieces(variable: tf.Variable, sizes: Sequence[int]) -> list[tf.Tensor]:
 def _cutter(
     shape: tf.TensorShape, dtype: tf.DType, sizes: tuple[int, ...]
 ) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-    """Cuts a tensor into runs of rows; traced once for all that are cut so."""
+    """Returns a function, traced once, that cuts a tensor into runs of rows."""
     ends, rest = [*itertools.accumulate(sizes)], shape[1:]
     cuts = [0, *(end for end in ends if end % ALIGNED == 0)]
     width = rest.num_elements()
@@ -184,26 +184,26 @@ def _cutter(
 class CheckpointTracedOnce(tf.train.Checkpoint):
     """A checkpoint that is written by one function, traced once.
 
-    Where variables are on several devices, TensorFlow traces a function for
-    each checkpoint, and calls every task for each function: that costs time,
-    and hangs while a task is frozen. A `CheckpointManager` calls `_write`.
+    If variables are on several devices, TensorFlow traces a function for each
+    checkpoint and contacts every task for each function, which takes time and
+    hangs while a task is frozen. A `CheckpointManager` calls `_write`.
     """
 
     _traced: Callable[[str], tf.Tensor] | None = None
 
     def trace(self) -> None:
         """Traces the function, before the first checkpoint."""
-        assert self.save_counter is not None  # A part of it, made when asked.
+        assert self.save_counter is not None  # Created and tracked on access.
         here, write = tf.constant(0).device, super()._write
 
         @tf.function(autograph=False)
         def written(prefix: tf.Tensor) -> tf.Tensor:
-            # In a graph "CPU:0" is no full name, and would get a file alone.
+            # In a graph "CPU:0" is no full name, and would get its own file.
             with tf.device(here):
                 return write(prefix)
 
         with warnings.catch_warnings():
-            # Of an iterator: that its options may be unknown in a graph.
+            # A warning that an iterator's options may be unknown in a graph.
             warnings.simplefilter("ignore", UserWarning)
             concrete = written.get_concrete_function(
                 tf.TensorSpec([], tf.string)

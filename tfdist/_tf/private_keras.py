@@ -16,8 +16,8 @@ from keras.src.trainers import data_adapters
 from keras.src.utils import naming
 
 SEED_STATE_NAME = "seed_generator_state"
-"""Name of the variable in which a `keras.random.SeedGenerator` counts, which
-Keras marks in no other way. A step gives each generator a seed of its own."""
+"""The name of the variable in which a `keras.random.SeedGenerator` counts, its
+only mark in Keras. A step gives each generator its own seed."""
 
 METHODS_OF_ALL_GRADIENTS = (
     "apply",
@@ -27,34 +27,34 @@ METHODS_OF_ALL_GRADIENTS = (
     "_backend_update_step",
     "_update_model_variables_moving_average",
 )
-"""What an optimizer does for all variables together, around `update_step`."""
+"""Methods that an optimizer calls for all variables, around `update_step`."""
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 _OBJECT_NAMES = "object_name_uids"
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:
-    """This thread's generator for `keras.random` without a seed, if any yet."""
+    """This thread's global generator for `keras.random`, if it exists yet."""
     return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
 
 
 def use_seed_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """Has this thread draw from the generator of another."""
+    """Makes this thread draw from another thread's global generator."""
     global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
 
 
 def reset_object_names() -> None:
     """Restarts Keras' numbering of unnamed layers (`dense`, `dense_1`, ...).
 
-    A model function that is called twice must make the same paths, the names in
-    checkpoints. (`keras.utils.clear_session()` drops the user's dtype policy.)
+    A model function that is called twice must create the same paths: the names
+    in checkpoints. (`keras.utils.clear_session()` resets the dtype policy.)
     """
     naming.reset_uids()
 
 
 @contextlib.contextmanager
 def own_object_names() -> Iterator[None]:
-    """Numbers unnamed layers from the start; those outside go on after it."""
+    """Numbers unnamed layers from the start; then restores the numbering."""
     _forget_uninitialized()
     before = global_state.get_global_attribute(_OBJECT_NAMES)
     reset_object_names()
@@ -63,10 +63,10 @@ def own_object_names() -> Iterator[None]:
     except ValueError as error:
         if "names should be unique" in str(error):
             error.add_note(
-                "The layers that a model function makes are numbered from the "
-                "start at each call, so one that was made outside may have "
-                "the same name: give that a `name` of its own, or make it "
-                "inside."
+                "Layers that a model function creates are numbered from the "
+                "start at each call, so a layer from outside may have the same "
+                "name: give that layer its own `name`, or create it inside the "
+                "model function."
             )
         raise
     finally:
@@ -74,11 +74,11 @@ def own_object_names() -> Iterator[None]:
 
 
 def _forget_uninitialized() -> None:
-    """Drops variables that an earlier model could not make.
+    """Drops variables that an earlier model failed to initialize.
 
-    Keras makes them at the end of a `StatelessScope`. After an error or an
-    interrupt there, they stay on its list, and every later scope of the process
-    fails: one "is already initialized".
+    Keras initializes variables at the end of a `StatelessScope`. After an error
+    or an interrupt there, they stay on its list, and all later scopes of the
+    process fail: a variable "is already initialized".
     """
     if global_state.get_global_attribute("stateless_scope") is None:
         global_state.set_global_attribute("uninitialized_variables", [])
@@ -86,7 +86,7 @@ def _forget_uninitialized() -> None:
 
 @contextlib.contextmanager
 def assigned() -> Iterator[list[Any]]:
-    """Notes the variables that are assigned to, by whatever of Keras."""
+    """Records the Keras variables that are assigned in this context."""
     found: list[Any] = []
     own = keras.Variable.assign
 
@@ -103,9 +103,9 @@ def assigned() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def without_default_signatures() -> Iterator[None]:
-    """Has a SavedModel hold none of those that Keras adds for inner models.
+    """Keeps Keras from adding signatures of inner models to a SavedModel.
 
-    It guesses their dtypes: a float for a string, say, which fails.
+    Keras guesses their dtypes: for example a float for a string, which fails.
     """
     added = TFLayer._default_save_signature
     TFLayer._default_save_signature = None
@@ -116,7 +116,7 @@ def without_default_signatures() -> Iterator[None]:
 
 
 def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
-    """An optimizer's lists of a slot for each trainable variable, by name."""
+    """An optimizer's lists, with a slot per trainable variable, by name."""
     own = {id(variable) for variable in optimizer.variables}
     return {
         name: value
@@ -132,15 +132,15 @@ def slot_lists(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
 def variable_index(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> int:
-    """Where in each of `slot_lists` the slot of `variable` is."""
+    """The index of the slot of `variable` in each of `slot_lists`."""
     return optimizer._get_variable_index(variable)
 
 
 def leave_strategy(model: keras.Model) -> None:
-    """Has a model, and those in it, predict and evaluate in this process alone.
+    """Makes a model and inner models predict and evaluate in this process only.
 
-    A callback may ask for it. Keras uses the strategy in whose scope they were
-    made, which fails on parameter servers and in all-reduce.
+    A callback may do so. Keras uses the strategy in whose scope a model was
+    created, which fails on parameter servers and in all-reduce.
     """
     for each in model._flatten_layers():
         if isinstance(each, keras.Model):
@@ -148,11 +148,11 @@ def leave_strategy(model: keras.Model) -> None:
 
 
 def tell_apart(model: keras.Model) -> None:
-    """Gives variables that share a path, and their layers, other paths.
+    """Gives variables that share a path, and their layers, distinct paths.
 
     Keras builds the layers of a functional model before it is part of another,
-    so two towers whose layers have the same names have the same paths. Now they
-    begin with the names of the layers that they are in, as in a `Sequential`.
+    so two towers whose layers have the same names have the same paths. The new
+    paths begin with the names of the enclosing layers, as in a `Sequential`.
     """
     paths = collections.Counter(variable.path for variable in model.variables)
     seen: set[int] = set()
@@ -178,10 +178,10 @@ def tell_apart(model: keras.Model) -> None:
 
 
 def read_statistics(model: keras.Model) -> None:
-    """Has each `Normalization` use the mean and variance among its weights.
+    """Makes each `Normalization` use the mean and variance among its weights.
 
-    It uses constants, which `adapt` and Keras' loading of weights make of
-    these; a restored checkpoint would change nothing.
+    Keras uses constants, which only `adapt` and Keras' loading of weights
+    compute from these; a restored checkpoint would have no effect.
     """
     for layer in model._flatten_layers():
         is_adapted = isinstance(layer, keras.layers.Normalization)
@@ -190,7 +190,7 @@ def read_statistics(model: keras.Model) -> None:
 
 
 def _read_at_call(layer: keras.layers.Normalization) -> None:
-    if "call" in vars(layer):  # It was made outside of the model function.
+    if "call" in vars(layer):  # The model function has reused a layer.
         return
     call = layer.call
 
@@ -199,25 +199,25 @@ def _read_at_call(layer: keras.layers.Normalization) -> None:
         layer.finalize_state()
         try:
             return call(inputs)
-        finally:  # Nothing of a graph may stay.
+        finally:  # No tensor of a graph may stay.
             layer.mean, layer.variance = constants
 
     layer.call = read_and_call
 
 
 def is_built(model: keras.Model, itself: bool = True) -> bool:
-    """Whether every layer in a model is built, also in others, and `itself`."""
+    """Whether all layers in a model, inner ones and `itself` too, are built."""
     return all(layer.built for layer in model._flatten_layers(itself))
 
 
 def is_synchronized(model: keras.Model) -> bool:
-    """Whether a layer, also in another one, looks at all replicas' batches."""
+    """Whether a layer, also an inner one, depends on all replicas' batches."""
     layers = model._flatten_layers()
     return any(getattr(layer, "synchronized", False) for layer in layers)
 
 
 class _OwnIds(threading.local):
-    """A set, another one for each thread."""
+    """A set with separate elements in each thread."""
 
     def __init__(self) -> None:
         ids: set[int] = set()
@@ -229,17 +229,17 @@ class _OwnIds(threading.local):
 
 
 def keep_losses_apart(model: keras.Model) -> None:
-    """Has each thread keep what its own call of the model has added as losses.
+    """Makes each thread keep the losses that its own model call has added.
 
-    A call begins with forgetting what was added before, and replicas take turns
-    in the midst of a call, where they wait for each other.
+    A call first clears the losses of earlier calls, and replicas take turns in
+    the middle of a call, where they wait for each other.
     """
     for layer in model._flatten_layers():
         vars(layer)["_loss_ids"] = _OwnIds()
 
 
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:
-    """Which attribute of a layer the variable with this handle is; or ""."""
+    """Names the layer attribute that has a variable's handle; "" if none."""
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
             own = getattr(value, "values", [value])
@@ -259,15 +259,15 @@ def optimizers_in(values: Any) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def held_optimizers(model: keras.Model) -> set[keras.optimizers.Optimizer]:
-    """Those that the model and its layers have as attributes."""
+    """The optimizers that a model and its layers have as attributes."""
     layers = model._flatten_layers()
     return {each for layer in layers for each in optimizers_in(vars(layer))}
 
 
 def forget_rates(optimizer: keras.optimizers.Optimizer) -> None:
-    """Has copies of an optimizer, which never update, have Keras' default rate.
+    """Resets an optimizer's learning rates, for copies that never update.
 
-    Keras can copy no schedule that has no `get_config`, or is a user's own.
+    Keras cannot copy a schedule without `get_config`, or a user's own.
     """
     vars(optimizer)["_learning_rate"] = None
     for part in optimizers_in(vars(optimizer)):
@@ -277,7 +277,7 @@ def forget_rates(optimizer: keras.optimizers.Optimizer) -> None:
 def uses_weight_decay(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
-    """Whether `exclude_from_weight_decay` spares `variable`."""
+    """Whether weight decay applies to `variable`; it may be excluded."""
     return optimizer._use_weight_decay(variable)
 
 
@@ -287,14 +287,14 @@ def nadam_product(optimizer: keras.optimizers.Nadam) -> keras.Variable:
 
 
 def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """What counts an optimizer's steps; `iterations` is computed from it."""
+    """The variable that counts an optimizer's steps, behind `iterations`."""
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
 class VariableBeside(keras.Variable):
-    """Zeros that no gradient reaches, made where another variable is.
+    """Non-trainable zeros, created on another variable's device.
 
-    Keras makes variables later, where a model is built without being run.
+    Keras initializes variables later if a model is built without being run.
     """
 
     def __init__(
@@ -315,14 +315,14 @@ class VariableBeside(keras.Variable):
 
 
 def profiles(callback: keras.callbacks.TensorBoard) -> bool:
-    """Whether it was given a `profile_batch`."""
+    """Whether a callback was given a `profile_batch`."""
     return callback._should_trace
 
 
 def go_on_at(
     callback: keras.callbacks.ModelCheckpoint, step: int, steps_per_epoch: int
 ) -> None:
-    """Has one that saves by batches count as if it had seen so many steps."""
+    """Makes a callback that saves by batches count as if after `step` steps."""
     epoch, batches = divmod(step, steps_per_epoch)
     callback._current_epoch = epoch
     callback._batches_seen_since_last_saving = step % callback.save_freq
@@ -330,7 +330,7 @@ def go_on_at(
 
 
 def part_index(optimizer: Any, variable: keras.Variable) -> int:
-    """Which optimizer of a built `MultiOptimizer` updates `variable`."""
+    """The index of the part of a built `MultiOptimizer` for `variable`."""
     return optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]
 
 
@@ -340,34 +340,34 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """The metric that `compile` makes for the loss; others may be called so."""
+    """The loss metric that `compile` creates; others may have its name."""
     return model._loss_tracker
 
 
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The mask that a Keras layer has given to its output, for a loss."""
+    """The mask that a Keras layer has attached to its output, for a loss."""
     return getattr(tensor, "_keras_mask", None)
 
 
 def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
-    """Gives a tensor a mask, where Keras looks for it."""
+    """Attaches a mask to a tensor, where Keras looks for it."""
     tensor._keras_mask = mask
 
 
 def py_dataset_batches(
     data: keras.utils.PyDataset, shuffle: bool
 ) -> Iterator[Any]:
-    """A pass over a `PyDataset`, whose own workers load it, as for `fit`."""
+    """Yields one pass over a `PyDataset`, loaded by its workers as in `fit`."""
     adapter = data_adapters.get_data_adapter(data, shuffle=shuffle)
     adapter.on_epoch_begin()
     with contextlib.ExitStack() as at_end:
         at_end.callback(adapter.on_epoch_end)
         for number, batch in enumerate(adapter.get_numpy_iterator(), 1):
-            if number == adapter.num_batches:  # Nobody may ask for more.
+            if number == adapter.num_batches:  # The caller may stop here.
                 at_end.close()
             yield batch
 
 
 def py_dataset_spec(data: keras.utils.PyDataset) -> Any:
-    """The element spec of its batches."""
+    """The element spec of a `PyDataset`'s batches."""
     return data_adapters.get_data_adapter(data).get_tf_dataset().element_spec

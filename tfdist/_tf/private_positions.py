@@ -1,10 +1,10 @@
-"""Where an input is, and which: what a checkpoint holds of an iterator.
+"""The position and identity of an input, which a checkpoint stores.
 
-TensorFlow restores a position in whatever dataset has the same kinds of ops:
-buffered batches are the other one's, and as much of the new one is skipped as
-was read of that. So the two datasets are compared.
+TensorFlow restores a position in any dataset with the same kinds of ops. It
+would restore buffers of the saved dataset, and skip as many elements of the new
+one as were read from that. Therefore the two datasets are compared.
 
-Private names of TensorFlow, as in `private`.
+This uses private names of TensorFlow; see `private`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# What a checkpoint writes and reads for one variable.
+# The parts of a checkpoint for one variable.
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist._tf import storage
@@ -30,23 +30,23 @@ from tfdist._tf.private import UninitializedVariable
 _log = logging.getLogger(__name__)
 
 _STATE, _DATASET = "ITERATOR_STATE", "DATASET"
-# Attributes of a dataset's ops that differ where a program runs again.
+# Attributes of a dataset's ops that differ between runs of a program.
 _DIFFER = "seed", "seed2", "metadata", "shared_name"
 _ORDERS = b"epoch_num_random_samples"  # Once for each op that shuffles.
-_CSV_HEADER = 3  # Which of its inputs says whether there is one.
+_CSV_HEADER = 3  # The input that says whether there is a header.
 _REPEATS = "RepeatDataset", "AssertCardinalityDataset"
-_IGNORE = 1  # What a dataset refers to, as the state of a table.
-# What a function is given from here on is a seed; what a clock says is less.
+_IGNORE = 1  # The policy for external state, such as that of a table.
+# Arguments of functions from here on are seeds; times of a clock are smaller.
 LEAST_SEED = 1 << 61
 _MOST_FILES, _MOST_REMOTE_FILES, _MOST_BYTES = 1000, 8, 4096
 
 
 class OtherDatasetError(ValueError):
-    """The position was saved of another dataset."""
+    """The position was saved from another dataset."""
 
 
 class HeldPosition(UninitializedVariable):
-    """What a checkpoint saves in place of an iterator: where it was."""
+    """An iterator's position, which a checkpoint saves in its place."""
 
     def __init__(self, iterator: Any) -> None:
         super().__init__(False, dtype=tf.variant, shape=tf.TensorShape(None))
@@ -54,14 +54,14 @@ class HeldPosition(UninitializedVariable):
         self._digest, self._lost, _ = _looked_at(iterator)
 
     def hold(self) -> None:
-        """Takes the position of now, or raises what saving it would."""
+        """Takes the current position, or raises the error of saving it."""
         if self._lost:
             raise tf.errors.UnimplementedError(None, None, self._lost)
         (state,) = self._iterator._serialize_to_tensors().values()
         self.assign(state, read_value=False)
 
     def release(self) -> None:
-        """Gives its memory back: it may hold a buffer of examples."""
+        """Frees the memory, which may include a buffer of examples."""
         self.assign(tf.raw_ops.OptionalNone(), read_value=False)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -79,13 +79,13 @@ class HeldPosition(UninitializedVariable):
 
 
 def restore_position(iterator: Any, path: str) -> bool:
-    """Has an iterator go on where a checkpoint says; False: it says nothing.
+    """Restores an iterator's position; returns False if none was saved.
 
     Raises:
-        OtherDatasetError: It was another dataset; the iterator begins again.
+        OtherDatasetError: It is of another dataset; the iterator starts over.
     """
     keys = [f"iterator/.ATTRIBUTES/{name}" for name in (_STATE, _DATASET)]
-    # Those of earlier versions have no digest.
+    # Checkpoints of earlier versions have no digest.
     found = {key for key, _ in tf.train.list_variables(path)} & {*keys}
     if keys[0] not in found:
         return False
@@ -103,7 +103,7 @@ def restore_position(iterator: Any, path: str) -> bool:
     try:
         iterator._restore_from_tensors({"_STATE": state})
     except tf.errors.OpError as error:
-        # What is left of it has no batch, or fails.
+        # A partially restored iterator has no batch, or fails.
         tf.raw_ops.MakeIterator(
             dataset=iterator._dataset._variant_tensor,
             iterator=iterator._iterator_resource,
@@ -111,19 +111,19 @@ def restore_position(iterator: Any, path: str) -> bool:
         raise OtherDatasetError(error.message.partition("\n")[0]) from error
     if num_orders and _saved_orders(state, path) < num_orders:
         _log.warning(
-            "%s is of the end of a pass over data that are shuffled by a seed, "
-            "and TensorFlow does not save how often they were: after each such "
-            "restart the same orders come again. With `repeat` right after "
-            "`shuffle` they are those of a job that went on.",
+            "%s was saved at the end of a pass over data that is shuffled with "
+            "a seed, and TensorFlow does not save how often it was shuffled: "
+            "after each such restart the same orders come again. With `repeat` "
+            "right after `shuffle`, the orders are as without a restart.",
             path,
         )
     return True
 
 
 def _saved_orders(state: tf.Tensor, path: str) -> float:
-    """Of how many ops that shuffle a state has the order; of a large one inf.
+    """The number of shuffle ops whose order a state has; inf if it is large.
 
-    From 2 GB on, as buffers may hold, TensorFlow would die by SIGSEGV.
+    TensorFlow would crash (SIGSEGV) from 2 GB on, which buffers may reach.
     """
     files = tf.io.gfile.glob(f"{path}.data-*")
     if sum(tf.io.gfile.stat(file).length for file in files) >= 1 << 30:
@@ -132,9 +132,9 @@ def _saved_orders(state: tf.Tensor, path: str) -> float:
 
 
 def _looked_at(iterator: Any) -> tuple[str, str, int]:
-    """Digest of its dataset, what is lost with it, how often it shuffles.
+    """The dataset's digest, what a restore loses, and how often it shuffles.
 
-    Done once, since it may hold large arrays.
+    Computed once, since the graph may hold large arrays.
     """
     if not hasattr(iterator, "_tfdist_looked_at"):
         graph = graph_of(iterator._dataset)
@@ -153,16 +153,16 @@ def graph_of(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef:
 
 
 def _lost(graph: tf.compat.v1.GraphDef) -> str:
-    """What TensorFlow loses where it restores a position; else empty."""
+    """What TensorFlow loses when it restores a position; empty if nothing."""
     for nodes in (graph.node, *(f.node_def for f in graph.library.function)):
         by_name = {node.name: node for node in nodes}
         for node in nodes:
             if node.op.startswith("SnapshotDataset"):
-                return "TensorFlow cannot go on writing a `snapshot`."
+                return "TensorFlow cannot resume writing a `snapshot`."
             is_csv = node.op.startswith("CSVDataset")
             if is_csv and _constant(by_name, node.input[_CSV_HEADER]) != 0:
                 return (
-                    "Where TensorFlow restores a CsvDataset with a header it "
+                    "When TensorFlow restores a CsvDataset with a header, it "
                     "loses rows; `tfdist.data.read_csv` loses none."
                 )
             ends = node.op == "DirectedInterleaveDataset" and not (
@@ -171,16 +171,16 @@ def _lost(graph: tf.compat.v1.GraphDef) -> str:
             )
             if ends:
                 return (
-                    "Where TensorFlow restores sample_from_datasets or "
-                    "choose_from_datasets, and one of the datasets had ended, "
-                    "it misses the end of all. `repeat` one of them, or give "
+                    "When TensorFlow restores sample_from_datasets or "
+                    "choose_from_datasets after one of the datasets has ended, "
+                    "it misses the end of all. `repeat` one of them, or pass "
                     "stop_on_empty_dataset=True."
                 )
     return ""
 
 
 def _num_orders(graph: tf.compat.v1.GraphDef) -> int:
-    """How many ops draw, by a seed, another order in each pass."""
+    """The number of ops that shuffle in a new, seeded order in each pass."""
     nodes = {node.name: node for node in graph.node}
     return sum(
         node.op == "ShuffleDatasetV3"
@@ -191,7 +191,7 @@ def _num_orders(graph: tf.compat.v1.GraphDef) -> int:
 
 
 def _is_endless(nodes: Mapping[str, Any], name: str) -> bool:
-    """Whether a dataset repeats for ever, as far as can be told."""
+    """Whether a dataset repeats forever, as far as the graph shows."""
     while node := nodes.get(name.partition(":")[0]):
         if node.op in _REPEATS:
             return (_constant(nodes, node.input[1]) or 0) < 0
@@ -202,7 +202,7 @@ def _is_endless(nodes: Mapping[str, Any], name: str) -> bool:
 
 
 def _constant(nodes: Mapping[str, Any], name: str) -> Any:
-    """The scalar that is the input of an op, if it is known."""
+    """The scalar input of an op, if it is a constant."""
     node = nodes.get(name.partition(":")[0])
     if node is None or node.op != "Const":
         return None
@@ -210,21 +210,21 @@ def _constant(nodes: Mapping[str, Any], name: str) -> Any:
 
 
 def digest_of(graph: tf.compat.v1.GraphDef) -> str:
-    """What tells a dataset from another one: its ops, functions and constants.
+    """Identifies a dataset by its ops, functions and constants.
 
-    Not its random seeds, nor the int64 scalars from `LEAST_SEED` on that its
-    functions are given, which are taken for seeds. Of its first files what they
-    begin with, so that a file may grow. It is the same in each process, unlike
-    `tf.raw_ops.DatasetFingerprint`, if a function has several side effects.
-    Removes from the graph what does not count.
+    The digest ignores random seeds, and int64 scalars from `LEAST_SEED` on that
+    are passed to functions, which are taken for seeds. It covers the beginnings
+    of the first files, so that a file may grow. Unlike that of
+    `tf.raw_ops.DatasetFingerprint`, it is the same in each process even if a
+    function has several side effects. Removes from the graph what is ignored.
     """
     functions = {f.signature.name: f for f in graph.library.function}
     met: list[str] = []  # Functions that are called.
-    texts: list[bytes] = []  # Paths of files among them.
+    texts: list[bytes] = []  # String constants, among them paths of files.
     digest = hashlib.sha256()
 
     def add(nodes: Iterable[Any], names: Collection[str]) -> None:
-        # Names have numbers of the process; here, others, as they are met.
+        # Names have process-wide numbers, so they are renumbered as they occur.
         numbers: dict[str, int] = {}
 
         def number(quoted: re.Match[str]) -> str:
@@ -245,7 +245,7 @@ def digest_of(graph: tf.compat.v1.GraphDef) -> str:
             if node.op == "Const":
                 value = node.attr["value"].tensor
                 texts.extend(value.string_val[:_MOST_FILES])
-                # An array may be large; as text it would be thrice that.
+                # An array may be large, and three times larger as text.
                 digest.update(value.tensor_content)
                 value.ClearField("tensor_content")
                 value.ClearField("resource_handle_val")
@@ -254,7 +254,7 @@ def digest_of(graph: tf.compat.v1.GraphDef) -> str:
             digest.update(text.encode())
 
     add(_without_seeds(graph.node), [node.name for node in graph.node])
-    for name in met:  # Which grows by the functions that a function calls.
+    for name in met:  # Grows by the functions that a function calls.
         own = functions[name]
         arguments = [each.name for each in own.signature.input_arg]
         nodes = [node.name for node in own.node_def]
@@ -270,13 +270,13 @@ def digest_of(graph: tf.compat.v1.GraphDef) -> str:
 
 
 def _without_seeds(nodes: Sequence[Any]) -> Iterator[Any]:
-    """Nodes, but for those from which an op takes what may be its seeds."""
+    """The nodes, except those whose outputs may be the seeds of an op."""
     numbers = {node.name for node in nodes if _is_large(node)}
     seeds = set()
     for node in nodes:
         op = getattr(tf.raw_ops, node.op, None)
         arguments = [*inspect.signature(op).parameters] if op else []
-        # In a function an output has two more names.
+        # In a function, the name of an output has two more parts.
         inputs = [name.partition(":")[0] for name in node.input]
         if any(name.endswith("other_arguments") for name in arguments):
             seeds |= numbers.intersection(inputs)

@@ -1,7 +1,7 @@
-"""Functions that outlive a lost server: private names of TensorFlow.
+"""Functions that outlive a lost server, by TensorFlow's private names.
 
-To trace them takes longer than all else in a recovery. A function captures the
-handle of each variable, and runs as before when both have another.
+Tracing takes longer than all else in a recovery. A function captures the handle
+of each variable, and runs as before once both have the same new handle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# What holds captured handles.
+# Functions of this class hold captured handles.
 from tensorflow.python.eager.polymorphic_function import concrete_function
 
 from tfdist._tf.private import UninitializedVariable
@@ -21,7 +21,7 @@ from tfdist._tf.private_checkpoints import Saveable
 
 
 def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:
-    """Whether servers have no other variables, but for what is `held`."""
+    """Whether servers only have these variables, and uninitialized ones."""
     pieces = [p for v in saved for p in getattr(v, "variables", [v])]
     known = {id(v.handle) for v in (*pieces, *others)}
     for _ in range(2):
@@ -30,12 +30,12 @@ def is_known(saved: Iterable[Saveable], others: list[tf.Variable]) -> bool:
             for v in _on_servers()
         ):
             return True
-        gc.collect()  # There may be some of an earlier model.
+        gc.collect()  # Some may be of an earlier model.
     return False
 
 
 def renew() -> None:
-    """Gives all variables on servers memory there, which holds no value yet."""
+    """Gives all variables on servers new memory there, without a value yet."""
     before = [(v, v.handle) for v in _on_servers()]
     renewed = {}
     for variable, old in before:
@@ -48,7 +48,7 @@ def renew() -> None:
             captures = function._captured_inputs
             after = [renewed.get(id(capture), capture) for capture in captures]
             function.set_external_captures(after)
-    # Graphs still have the old handles, and a server that lives what they hold.
+    # Graphs still have the old handles, and live servers the old values.
     for variable, old in before:
         with contextlib.suppress(tf.errors.OpError), tf.device(old.device):
             nothing = tf.zeros([0], variable.dtype)

@@ -1,6 +1,6 @@
-"""Other workers for a coordinator that runs: private names of TensorFlow.
+"""Changes of a running coordinator's workers, by TensorFlow's private names.
 
-Its own classes know one set of workers, from their start to their end.
+TensorFlow's own classes have a fixed set of workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values  # Tables of a strategy.
 
-# A worker's thread, and what it is given to wake up.
+# A worker's thread, and the closure that wakes it up.
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context  # The connection to the servers.
 
@@ -24,9 +24,9 @@ from tfdist._tf.private import ClusterCoordinator
 
 @contextlib.contextmanager
 def unchanging(coordinator: ClusterCoordinator) -> Iterator[bool]:
-    """Whether all workers are connected; if so, none is connected anew here.
+    """Yields whether all workers are connected; if so, keeps that unchanged.
 
-    If one has died, a thread waits in C, with a lock, until it is back.
+    If one has died, a thread waits for it in C++ code, and holds the lock.
     """
     lock = coordinator._cluster.failure_handler._cluster_update_lock
     free = lock.acquire(blocking=False)
@@ -42,13 +42,13 @@ def connect_workers(
 ) -> None:
     """Connects to exactly these workers, by index, and gives each a thread.
 
-    To be called inside `unchanging`, when all of them are up and nothing is
-    under way. Variables and functions stay.
+    Call this inside `unchanging`, when all of them are up and nothing is
+    running. Variables and functions are kept.
     """
     cluster = coordinator._cluster
     for gone in cluster.workers[len(workers) :]:
         gone.stop()
-        # Only what it takes from its queue wakes its thread, which then ends.
+        # Only a closure in the queue wakes its thread, which then ends.
         cancellation = cluster.resource_cancellation_mgr
         last = cluster_coordinator.Closure(lambda: None, cancellation)
         cluster.closure_queue.put(last, tag=gone.worker_index)
@@ -67,7 +67,7 @@ def connect_workers(
 
 
 def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
-    """Makes a worker's iterators again; to be called in what `schedule` calls.
+    """Recreates a worker's iterators; to be called in a scheduled callable.
 
     TensorFlow does so for a worker that was lost, but not for one that has lost
     its connection to a parameter server, nor for a call that was cancelled.
@@ -81,13 +81,13 @@ def renew_resources(coordinator: ClusterCoordinator, error: Exception) -> None:
 def renew_tables(coordinator: ClusterCoordinator) -> None:
     """Gives each worker its own copy of a model's lookup tables.
 
-    TensorFlow makes them for the workers that there are when a table is made,
-    and by another coordinator for those of another connection.
+    TensorFlow creates copies only for the workers that exist when a table is
+    created, and through the coordinator that is current then.
     """
     number = len(coordinator._cluster.workers)
     kind = ps_values.DistributedTable
     for table in [o for o in gc.get_objects() if type(o) is kind]:
-        copies = table._distributed_table  # None: it was made for an export.
+        copies = table._distributed_table  # None: created for an export.
         is_old = table._coordinator is not coordinator
         if copies and (is_old or len(copies._values) != number):
             table._coordinator, table._distributed_table = coordinator, None
@@ -95,12 +95,12 @@ def renew_tables(coordinator: ClusterCoordinator) -> None:
 
 
 def of_first_workers(iterator: Any, number: int) -> Any:
-    """A per-worker iterator without those of the other workers."""
+    """A per-worker iterator for only the first `number` workers."""
     return type(iterator)(iterator._values[:number])
 
 
 def of_all_workers(coordinator: ClusterCoordinator, iterator: Any) -> Any:
-    """A per-worker iterator with new ones for workers that have none."""
+    """A per-worker iterator, with new iterators for workers that have none."""
     values = list(iterator._values)
     for worker in coordinator._cluster.workers[len(values) :]:
         value = worker.create_resource(values[0]._closure._function)

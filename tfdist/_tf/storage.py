@@ -1,14 +1,14 @@
-"""Where an object store differs from a disk.
+"""Differences between an object store and a disk.
 
-`tf.io.gfile` hides most of it. TensorFlow repeats a request to `gs://` that
-failed (no answer, HTTP 409, 429, 5xx) ten times, over some three minutes, and
-then raises `AbortedError`. It does not hide that
+`tf.io.gfile` hides most of them. TensorFlow retries a failed request to `gs://`
+(no answer, HTTP 409, 429, 5xx) ten times, over about three minutes, and then
+raises `AbortedError`. It does not hide that
 
-* `makedirs` looks for ever for the parent of a bucket that does not exist;
-* `rmtree` takes a folder for missing if the first look at it fails;
-* the size of a file is remembered for five seconds, so that what another
-  process replaced meanwhile is read cut off, or raises `InternalError`;
-* a folder cannot be renamed at once (see `tfdist.estimator.saved_models`).
+* `makedirs` looks forever for the parent of a bucket that does not exist;
+* `rmtree` considers a folder missing if its first request for it fails;
+* the size of a file is cached for five seconds: a file that another process
+  replaced meanwhile is truncated when read, or raises `InternalError`;
+* a folder cannot be renamed atomically (`tfdist.estimator.saved_models`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ADVICE = {
         "the path of a service account's key."
     ),
     (tf.errors.PermissionDeniedError, "response code 403"): (
-        "The account that TensorFlow uses may not do this. Grant it on the "
-        "bucket the roles `roles/storage.objectUser` and, for TensorFlow asks "
-        "whether there is such a bucket, `roles/storage.legacyBucketReader`."
+        "TensorFlow's account is not allowed to do this. On the bucket, grant "
+        "it the roles `roles/storage.objectUser` and, since TensorFlow checks "
+        "that the bucket exists, `roles/storage.legacyBucketReader`."
     ),
     (tf.errors.NotFoundError, ""): (
         "Is there such a bucket? `gcloud storage buckets create` makes one."
@@ -43,12 +43,12 @@ _ADVICE = {
         "network of `python -m tfdist.launch` nothing can: use --network=host."
     ),
     (tf.errors.AbortedError, "retry attempts failed"): (
-        "Google Cloud Storage does not answer as it should. Is there a "
-        "network, and a proxy between?"
+        "Google Cloud Storage does not answer as expected. Check the network "
+        "connection and any proxy."
     ),
 }
 
-# Errors in reading that say nothing about the file.
+# Errors in reading that do not mean that the file is damaged.
 _NO_DAMAGE = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -69,7 +69,7 @@ def is_object_store(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """A path as it is from any working directory.
+    """Returns a path that is valid from any working directory.
 
     >>> absolute("gs://bucket/job"), absolute("/tmp/job/")
     ('gs://bucket/job', '/tmp/job')
@@ -78,7 +78,7 @@ def absolute(path: str) -> str:
 
 
 def same_path(path: str, other: str) -> bool:
-    """Whether two paths are of one file or directory.
+    """Whether two paths name the same file or directory.
 
     >>> same_path("job/", os.path.abspath("job"))
     True
@@ -93,7 +93,7 @@ def same_path(path: str, other: str) -> bool:
 
 
 def advice(path: str, error: tf.errors.OpError) -> str:
-    """What to do about an error at `path`; empty if that is not known.
+    """Advice on how to fix an error at `path`; empty if there is none.
 
     >>> missing = tf.errors.NotFoundError(None, None, "HTTP response code 404")
     >>> advice("gs://bucket/job", missing)
@@ -107,10 +107,10 @@ def advice(path: str, error: tf.errors.OpError) -> str:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error in reading a checkpoint says that it is damaged.
+    """Whether an error in reading a checkpoint means that it is damaged.
 
-    TensorFlow has a dozen for files that are cut, missing or overwritten,
-    IndexError among them, and few classes for others.
+    TensorFlow raises a dozen different errors for truncated, missing or
+    overwritten files, `IndexError` among them, and few for other causes.
 
     >>> is_damage(tf.errors.OpError(None, None, "Too many open files", 2))
     False
@@ -121,8 +121,8 @@ def is_damage(error: Exception) -> bool:
 
 
 def check_writable(directory: str, name: str = "model_dir") -> None:
-    """Raises ValueError, about `name`, unless a directory can be written."""
-    # Several tasks may look at the same time.
+    """Raises `ValueError`, about `name`, unless a directory is writable."""
+    # Several tasks may check at the same time.
     probe = os.path.join(directory, f".writable-{uuid.uuid4().hex}")
     try:
         make_directory(directory)
@@ -137,7 +137,7 @@ def check_writable(directory: str, name: str = "model_dir") -> None:
 
 
 def make_directory(path: str) -> None:
-    """Makes a directory and its parents, but no bucket, where missing."""
+    """Creates a directory and its parents, but no bucket, if missing."""
     _check_no_tilde(path)
     if path.startswith("gs://") and not tf.io.gfile.exists(path):
         bucket = "/".join(path.split("/")[:3])
@@ -149,33 +149,33 @@ def make_directory(path: str) -> None:
 
 
 def check_no_pattern(directory: str | os.PathLike[str]) -> str:
-    """A directory's path as a string, unless TensorFlow takes it for a pattern.
+    """Returns a path as a string; raises `ValueError` if it is a pattern.
 
-    It would find no checkpoints in `job[1]`, and delete `job2`'s with `job*`'s.
+    TensorFlow finds no checkpoint in `job[1]`, and deletes `job2`'s for `job*`.
     """
     directory = os.fspath(directory)
     if set(directory) & set("*?[\\"):
         raise ValueError(
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
-            "which TensorFlow takes for a pattern: what is saved there could "
-            "not be found, or others be deleted."
+            "which TensorFlow takes for a pattern: checkpoints there could not "
+            "be found, or checkpoints elsewhere be deleted."
         )
     _check_no_tilde(directory)
     return directory
 
 
 def _check_no_tilde(directory: str) -> None:
-    """Refuses what would make a folder named ~, for somebody to remove."""
+    """Raises `ValueError` for a path that would create a folder named ~."""
     if directory.startswith("~"):
         raise ValueError(
             f"Directory {directory!r} begins with ~, which only a shell "
-            "expands, and not behind `--flag=`. Give the whole path, or "
-            "os.path.expanduser(...) of it."
+            "expands, and not after `--flag=`. Pass the full path, or use "
+            "os.path.expanduser(...)."
         )
 
 
 def names_in(directory: str) -> list[str]:
-    """The files and folders of a directory; none if there is no directory."""
+    """The files and folders in a directory; empty if it does not exist."""
     if not tf.io.gfile.isdir(directory):
         return []
     return [name.rstrip("/") for name in tf.io.gfile.listdir(directory)]
@@ -184,7 +184,7 @@ def names_in(directory: str) -> list[str]:
 def read_text(path: str) -> str | None:
     """Reads a file that another process may replace; None if there is none.
 
-    TensorFlow is not asked for the size, which may be that of an older file.
+    It does not rely on the size, which may be that of an older file.
     """
     pieces: list[bytes] = []
     try:
@@ -197,8 +197,8 @@ def read_text(path: str) -> str | None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file at once: no reader sees half of it."""
-    on_gs = path.startswith("gs://")  # There it is seen when it is closed.
+    """Writes a file atomically: no reader sees half of it."""
+    on_gs = path.startswith("gs://")  # There a file appears on close.
     temporary = path if on_gs else f"{path}.temp"
     if not on_gs:
         tf.io.gfile.makedirs(os.path.dirname(path))
@@ -211,9 +211,9 @@ def write_text(path: str, text: str) -> None:
 def files_to_move(
     source: str, target: str, last: str
 ) -> Iterator[tuple[str, str]]:
-    """Makes the folders of `source` in `target`; paths of files in both.
+    """Creates the folders of `source` in `target`; yields file paths in both.
 
-    That called `last` is the last one: whoever finds it finds all.
+    The file called `last` comes last: a reader who finds it finds all files.
     """
     found = []
     for folder, _, names in tf.io.gfile.walk(source):
@@ -224,13 +224,13 @@ def files_to_move(
 
 
 def remove_tree(directory: str) -> None:
-    """Removes a directory and all that is in it, if it exists."""
+    """Removes a directory and its contents, if it exists."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             tf.io.gfile.rmtree(directory)
             return
         except tf.errors.NotFoundError:
-            if not tf.io.gfile.exists(directory):  # TensorFlow repeats this.
+            if not tf.io.gfile.exists(directory):  # TensorFlow retries this.
                 return
             if attempt == _ATTEMPTS:
                 raise

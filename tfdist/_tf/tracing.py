@@ -1,4 +1,4 @@
-"""Functions that TensorFlow traces, and where it can."""
+"""Functions that TensorFlow traces, and a check that it can do so."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import tensorflow as tf
 
 
 def traced(function: Callable[..., Any], **options: Any) -> Any:
-    """A `tf.function` of its own, in which autograph converts nothing.
+    """Returns a separate `tf.function`, without AutoGraph.
 
-    TensorFlow counts traces by code, and would warn that `function` is retraced
-    where many objects each have such a function. Of a partial it knows no code.
+    TensorFlow counts traces per code object, and would warn of retracing if
+    many objects each have such a function. A partial has no code object.
 
     >>> traced(lambda x: x + 1)(tf.constant(1)).numpy()
     np.int32(2)
@@ -23,13 +23,13 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def check_tensorflow() -> None:
-    """Raises RuntimeError for graphs of TF1, or Keras on another backend."""
+    """Raises `RuntimeError` in TF1's graph mode or with another backend."""
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             "tfdist needs Keras with TensorFlow: set KERAS_BACKEND=tensorflow "
-            "before Keras is imported. It computes by "
-            f"{keras.backend.backend()!r} now, as that variable or "
-            "~/.keras/keras.json says."
+            "before Keras is imported. The backend is "
+            f"{keras.backend.backend()!r} now, as set by that variable or "
+            "~/.keras/keras.json."
         )
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""Public classes that the older of the supported versions lack.
+"""Public classes that older supported versions lack.
 
-In those, nothing is an instance of them.
+In such a version, a class is a placeholder without instances.
 """
 
 from typing import Any

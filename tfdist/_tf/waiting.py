@@ -12,14 +12,14 @@ T = TypeVar("T")
 def wait_for(
     condition: Callable[[], T], timeout_secs: float, poll_secs: float = 0.1
 ) -> T:
-    """Calls `condition` until it returns something but None or False.
+    """Calls `condition` until it returns a value other than None or False.
 
     >>> wait_for(lambda: 0, timeout_secs=60.0)
     0
     >>> wait_for(lambda: False, timeout_secs=0.0)
     False
 
-    Returns what it returned last: None or False if the time is up.
+    Returns the last value, which is None or False after a timeout.
     """
     deadline = time.monotonic() + timeout_secs
     while (found := condition()) is None or found is False:

@@ -1,15 +1,15 @@
-"""One step, what it moves between worker and server, and the loops that run it.
+"""The training step, its messages to parameter servers, and training loops.
 
-Read in this order: `step` (a compiled model becomes a function), `layout`
+Read in this order: `step` (turns a compiled model into a function), `layout`
 (which server holds what), `exchange` (parameters out, gradients back) with
 `messages`; `optimizers` with `slots` and `kernels` (the update, on the server),
 `multi_optimizer`; `loop`, `coordinated_loop` with `workers`, `replicated_loop`
 with `replicas`, `synchronous_loop` with `aggregation`.
 
-Details of a step: `passes` and `forward` (which graphs a model is, and what of
-them runs before its lookups), `compiled_model`, `own_step` and `keras_step` (a
-model's own `train_step`), `metrics`, `optimizer_checks`, `counters`, `updates`,
-`fence`, `staleness`; `finite` (before a checkpoint).
+Details of a step: `passes` and `forward` (the graphs of a model, and which part
+of them computes ids before lookups), `compiled_model`, `own_step` and
+`keras_step` (a model's own `train_step`), `metrics`, `optimizer_checks`,
+`counters`, `updates`, `fence`, `staleness`; `finite` (before a checkpoint).
 """
 
 import lazy_loader

@@ -1,14 +1,14 @@
 """Synchronous steps on parameter servers: several workers, one update.
 
 TF1's `SyncReplicasOptimizer` had an accumulator for each variable, which took
-the first gradients to come. Here each worker's wait on the servers by
-themselves, and the chief says whose to take: all servers take those of the same
-workers, so a step has a global batch, whose size, metrics and mean gradient are
-exact.
+the first gradients to arrive. Here the servers keep each worker's gradients
+separately, and the chief decides which to use: all servers use those of the
+same workers, so a step has a global batch with exact size, metrics and mean
+gradient.
 
     worker w                              server k
       gradients ------------------------>  kept for worker w
-    chief, once enough have come
+    chief, once enough have arrived
       number of examples of each ------->  mean gradient -> update
 """
 
@@ -32,15 +32,15 @@ from tfdist.training.updates import Update
 
 
 class Kept(NamedTuple):
-    """What one worker has found about what one server holds."""
+    """One worker's results for the variables on one server."""
 
     whole: dict[int, tf.Variable]  # By index in `Layout.reads`.
-    # By index of the group of tables: ids, how many of each shard, gradients.
+    # By index of the group of tables: ids, number per shard, gradients.
     rows: dict[int, list[tf.Variable]]
 
 
 class Mean(NamedTuple):
-    """What a step has found about what one server holds, there."""
+    """A step's mean results for the variables on one server, kept there."""
 
     server: Server
     whole: dict[int, tf.Tensor]  # By index in `Layout.reads`.
@@ -49,16 +49,16 @@ class Mean(NamedTuple):
 
 
 class Accumulators:
-    """What each worker has found for a step, on the servers; never saved.
+    """Each worker's results of a step, on the servers; never saved.
 
-    For each worker that takes the memory of the variables that are no tables,
-    and of the rows of a batch.
+    Each worker's results take as much memory as all variables other than
+    tables, and the rows of a batch.
 
     Attributes:
-        of_workers: For each worker, what is kept of it, by server.
+        of_workers: For each worker, its results by server.
 
     Raises:
-        ValueError: the optimizer needs more than one server knows.
+        ValueError: The optimizer needs values that no single server has.
     """
 
     def __init__(self, update: Update, num_workers: int) -> None:
@@ -82,14 +82,14 @@ class Accumulators:
             return Kept(*tf.nest.map_structure(_variable, (whole, dtypes)))
 
     def _dtype(self, index: int) -> tf.DType:
-        """Of what is kept for one of `Layout.reads`: shares are no integers."""
+        """The dtype kept for one of `Layout.reads`: shares are no integers."""
         dtype = tf.as_dtype(self._layout.reads[index].dtype)
         return dtype if dtype.is_floating else tf.float64
 
     def keep(
         self, found: StepGradients, own: dict[str, Kept], fence: Fence | None
     ) -> None:
-        """Keeps what a worker has found, in its place of `of_workers`."""
+        """Stores a worker's results in `own`, its entry in `of_workers`."""
         layout = self._layout
         for server, updates, sent in exchange.carried(layout, found, [], fence):
             self._changed.update(updates)
@@ -106,10 +106,10 @@ class Accumulators:
                         variable.assign(value)
 
     def apply(self, sizes: tf.Tensor, step: tf.Tensor) -> None:
-        """Updates by the mean over all examples of the workers taken.
+        """Applies the mean gradient over all examples of selected workers.
 
         Args:
-            sizes: float32 `(num_workers,)`: the examples of each; 0: not taken.
+            sizes: float32 `(num_workers,)`: examples of each; 0: not selected.
             step: Scalar int64: the number of the step.
         """
         layout, counters = self._layout, self._counters
@@ -132,7 +132,7 @@ class Accumulators:
         counters.count(layout.device_of, arrived, [sizes])
 
     def _mean(self, server: Server, sizes: tf.Tensor) -> Mean:
-        """What one worker would have found in all batches, of a server."""
+        """What one worker with all batches would send to a server."""
         updates = [i for i in server.reads if i in self._changed]
         mean = Mean(server, {}, {}, {})
         with tf.device(server.device):
@@ -144,7 +144,7 @@ class Accumulators:
             parts = iter(zip(*each, strict=True))
             for i in updates:
                 dtype = tf.as_dtype(self._layout.reads[i].dtype)
-                # As `exchange.difference` has it.
+                # As in `exchange.difference`.
                 dtype = tf.int32 if dtype.is_bool else dtype
                 mean.whole[i] = as_dtype(tf.add_n(next(parts)), dtype)
             for g, shards in server.trained.items():
@@ -164,7 +164,7 @@ class Accumulators:
             own += [(server.device, whole, i) for i in dense]
             groups = [g for g in rows if self._layout.groups[g].part == index]
             own += [(server.device, rows, g) for g in groups]
-        # By the norm of all together, where each of them is.
+        # By the norm of all together, or each on its own device.
         many = [own] if part.global_clipnorm else [[each] for each in own]
         for some in many:
             with tf.device(None if part.global_clipnorm else some[0][0]):
@@ -175,7 +175,7 @@ class Accumulators:
     def _share(
         self, kept: Kept, server: Server, updates: list[int], share: tf.Tensor
     ) -> Sequence[tf.Tensor]:
-        """A worker's share of the means; of one that is not taken, nothing."""
+        """A worker's share of the means; nothing if it is not selected."""
         layout, trained = self._layout, server.trained
 
         def taken() -> list[tf.Tensor]:
@@ -208,30 +208,30 @@ class Accumulators:
 class Contribution:
     """A worker's part of a synchronous step."""
 
-    accumulators: Accumulators  # Where what it finds is kept.
-    worker: tf.Tensor  # Its index, a scalar int64.
-    own: dict[str, Kept]  # Its place in `accumulators.of_workers`.
+    accumulators: Accumulators  # Where its results are kept.
+    worker: tf.Tensor  # The worker's index, a scalar int64.
+    own: dict[str, Kept]  # Its entry in `accumulators.of_workers`.
 
     def __call__(self, found: StepGradients, fence: Fence | None) -> None:
-        """Keeps what was found."""
+        """Stores the results on the servers."""
         self.accumulators.keep(found, self.own, fence)
 
     def index(self) -> tf.Tensor:
-        """As `Replicas.index`."""
+        """The worker's index; see `Replicas.index`."""
         return self.worker
 
 
 def _by_id(
     ids: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Each id of several workers once, and the sum of its gradients."""
+    """The unique ids of several workers, with the sum of their gradients."""
     unique, index = tf.unique(tf.concat(ids, 0))
     every, num = tf.concat(gradients, 0), tf.size(unique)
     return unique, tf.math.unsorted_segment_sum(every, index, num)
 
 
 def _variable(dtype: str | tf.DType) -> tf.Variable:
-    """A place for a tensor of any shape."""
+    """A variable for tensors of any shape."""
     return tf.Variable(
         tf.zeros([0], dtype),
         trainable=False,

@@ -1,4 +1,4 @@
-"""The model that a model function has returned: what a step makes of it."""
+"""Checks and passes of the compiled model that a model function returns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tfdist.training.layout import Layout
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a model that was built of batches: their spec.
+# Attribute of a model that was built from batches: their spec.
 _ELEMENT_SPEC = "_tfdist_element_spec"
 
 
 def overrides(model: keras.Model, method: str) -> bool:
-    """Whether a model has another `method` than `keras.Model`."""
+    """Whether a model overrides `method` of `keras.Model`."""
     own = getattr(getattr(model, method), "__func__", None)
     return own is not getattr(keras.Model, method)
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether only one process can evaluate it: by steps of its own."""
+    """Whether a model has its own steps, which need a single process."""
     return overrides(model, "train_step") or overrides(model, "test_step")
 
 
@@ -40,42 +40,42 @@ def refuse_test_step(model: keras.Model) -> None:
     """Raises `ValueError` if a model overrides `test_step`."""
     if overrides(model, "test_step"):
         raise ValueError(
-            f"{type(model).__name__} overrides `test_step`, which can be used "
-            "in one process alone: workers and replicas add up metrics by "
+            f"{type(model).__name__} overrides `test_step`, which only works "
+            "in a single process: workers and replicas add up metrics "
             "themselves. Override `compute_metrics` instead, or use "
             "`Estimator.evaluate`."
         )
 
 
 def check_sums(model: keras.Model) -> None:
-    """Raises `ValueError` for losses that are no means over replicas' means.
+    """Raises `ValueError` for losses that are not means over examples.
 
-    Warns of those that the model may use in a `compute_loss` of its own.
+    Warns of sums that the model may use in its own `compute_loss`.
     """
     for loss in tf.nest.flatten(model.loss):
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in ("mean", "sum_over_batch_size"):
             raise ValueError(
                 f"Loss {loss.name!r} of model {model.name!r} has reduction="
-                f"{reduction!r}, but between replicas a step learns the mean "
-                "of what each finds in its examples. Use the default "
-                "reduction='sum_over_batch_size': for a sum with another "
-                "learning rate, for a mean by weights with weights of mean 1."
+                f"{reduction!r}, but between replicas a step applies the mean "
+                "of the gradients of all examples. Use the default reduction="
+                "'sum_over_batch_size', with another learning rate (for a sum) "
+                "or with weights whose mean is 1 (for a weighted mean)."
             )
     for name, value in vars(model).items():
         if isinstance(value, keras.losses.Loss) and value.reduction == "sum":
             _log.warning(
                 "`%s` of %s has reduction='sum'. Between replicas a step "
-                "learns the mean of what `compute_loss` returns of each share "
-                "of the batch: of a sum, as much less as there are replicas. "
-                "Divide it by the number of examples there.",
+                "minimizes the mean of `compute_loss` over the shares of the "
+                "batch: that of sums is as much smaller as there are replicas. "
+                "In `compute_loss`, divide it by the number of examples.",
                 name,
                 type(model).__name__,
             )
 
 
 def refuse_new_variables(model: keras.Model, before: int) -> None:
-    """Raises `ValueError` if a model has more variables to train than that."""
+    """Raises `ValueError` if there are more trainable variables than before."""
     if len(model.trainable_variables) > before:
         raise ValueError(
             f"The first step of model {model.name!r} makes variables. "
@@ -87,10 +87,10 @@ def refuse_new_variables(model: keras.Model, before: int) -> None:
 def refuse_unlisted(
     model: keras.Model, handles: Sequence[tf.Tensor], assigns: bool = False
 ) -> None:
-    """Raises `ValueError` for variables that are no weights of the model.
+    """Raises `ValueError` for variables that are not weights of the model.
 
-    They are read, or one of them assigned. A model or a SavedModel that is made
-    elsewhere, and only read, is what it is in every process.
+    `assigns`: whether any is assigned. A model or SavedModel that was created
+    elsewhere and is only read is allowed: it is the same in every process.
     """
     for handle in handles:
         attribute = private_keras.attribute(model, handle)
@@ -98,15 +98,15 @@ def refuse_unlisted(
             raise ValueError(
                 f"Model {model.name!r} uses {attribute or 'a variable'}, which "
                 "is none of its weights: evaluations, exports and the next run "
-                "would not find its value. Make it by `add_weight` of a layer, "
-                "or a constant. Keras 3 knows nothing of a plain "
+                "would not find its value. Create it with `add_weight` of a "
+                "layer, or make it a constant. Keras 3 does not track a plain "
                 "`tf.Variable`, and would not train it; draw random numbers "
-                "by `keras.random` and a `SeedGenerator`."
+                "with `keras.random` and a `SeedGenerator`."
             )
 
 
 def refuse_evaluation(model: keras.Model) -> None:
-    """Raises `ValueError` for a step whose metrics are its own."""
+    """Raises `ValueError`, for a model whose step computes its own metrics."""
     raise ValueError(
         f"Model {model.name!r} has a `train_step` of its own, whose metrics "
         "are those of training: evaluate its checkpoints, with "
@@ -117,10 +117,10 @@ def refuse_evaluation(model: keras.Model) -> None:
 def checked_model(
     model: Any, element_spec: Any = None, targets: bool = True
 ) -> keras.Model:
-    """What a model function has returned; raises an error if it can't be used.
+    """Returns a model function's result; raises an error if it is unusable.
 
-    One that has not seen its inputs is built of the spec of a batch, of the
-    features alone if there are no `targets`.
+    A model without known inputs is built from the spec of a batch, or only from
+    that of the features if there are no `targets`.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -133,7 +133,7 @@ def checked_model(
             "loss. Call `model.compile(optimizer=..., loss=...)` in the model "
             "function."
         )
-    # A program may compile the model of each call with the same optimizer.
+    # A program may compile each call's model with the same optimizer.
     own = {id(v) for v in model.variables}
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     others = private_keras.trained(inner) if inner.built else []
@@ -160,8 +160,8 @@ def checked_model(
     if not (model.built or steps_itself):
         raise ValueError(
             f"Model {model.name!r} has no variables yet: there is no batch, or "
-            "no method `call`, to make them of. Start it with `keras.Input"
-            "(...)`, or call it on one in the model function."
+            "no method `call`, to build it with. Start it with `keras.Input"
+            "(...)`, or call it on a batch in the model function."
         )
     private_keras.tell_apart(model)
     private_keras.read_statistics(model)
@@ -191,26 +191,26 @@ def _check_loops(model: keras.Model) -> None:
 
 
 def renew_optimizer(model: keras.Model) -> None:
-    """Gives a model an optimizer like its own, made here and now."""
+    """Replaces a model's optimizer with a new one of the same config."""
     optimizer = model.optimizer
     try:
         model.optimizer = type(optimizer).from_config(optimizer.get_config())
     except (TypeError, NotImplementedError) as error:
         raise ValueError(
             f"Model {model.name!r} is compiled with a "
-            f"{type(optimizer).__name__} that was made outside of the model "
-            "function, and has no config of which to make another. Make it "
-            "inside."
+            f"{type(optimizer).__name__} that was created outside of the model "
+            "function, and has no config to create another one from. Create "
+            "it inside."
         ) from error
 
 
 def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
-    """Has layers make their variables, as Keras' `fit` does."""
+    """Makes layers create their variables, as Keras' `fit` does."""
     own_step = overrides(model, "train_step")
     own_loss = overrides(model, "compute_loss")
     built = private_keras.is_built(model)
     if not built or getattr(model, "inputs", None) is None:
-        # Past Keras, which would track what is in it.
+        # Bypasses Keras, which would track the contents.
         vars(model)[_ELEMENT_SPEC] = element_spec
     if built:
         return
@@ -226,24 +226,24 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
     try:
         look_at(run, element_spec)
     except AttributeError:
-        # A loss may take gradients by variables, which have handles by now.
+        # A loss may need gradients of variables, which have handles by now.
         look_at(run, element_spec)
     except Exception as error:
         if not own_step:
             raise
-        # Its step may call it, or its parts alone, with something else.
+        # Its step may call it with other inputs, or only call its parts.
         if not private_keras.is_built(model, itself=False):
             raise ValueError(
                 f"Model {model.name!r} cannot be built by a call with the "
-                "features of a batch, which its own `train_step` may do "
-                "otherwise. Call it in the model function as that does."
+                "features of a batch. If its own `train_step` calls it in "
+                "another way, do the same in the model function."
             ) from error
 
 
 def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
-    """Traces what is done with a batch, so that it makes its variables.
+    """Traces `run` on a batch, so that it creates its variables.
 
-    Nothing is run; variables get their values when all is traced.
+    Nothing is executed; variables get their values when tracing is complete.
     """
     graph = tf.__internal__.FuncGraph("batch")
     scope = keras.StatelessScope(collect_losses=True)
@@ -257,12 +257,12 @@ def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
 
 
 def element_spec_of(model: keras.Model) -> Any:
-    """Of the batches that a model was built of; None: it knows its inputs."""
+    """The spec of batches a model was built from; None if it has inputs."""
     return vars(model).get(_ELEMENT_SPEC)
 
 
 def training_of(function: Callable, training: bool) -> dict[str, bool]:
-    """The argument of a model's method that says so, where it has that."""
+    """The `training` argument for a model's method, if it takes one."""
     has = "training" in inspect.signature(function).parameters
     return {"training": training} if has else {}
 
@@ -270,7 +270,7 @@ def training_of(function: Callable, training: bool) -> dict[str, bool]:
 def loss_of(
     model: keras.Model, batch: Any, y_pred: Any, training: bool
 ) -> tf.Tensor:
-    """What `compute_loss` returns; a `ValueError` if that is no scalar."""
+    """Returns the scalar of `compute_loss`; otherwise raises `ValueError`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     options = training_of(model.compute_loss, training)
     loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
@@ -289,7 +289,7 @@ def forward_pass(
     training: bool,
     aside: contextlib.AbstractContextManager | None = None,
 ) -> tuple[tf.Tensor, Mapping[str, Any]]:
-    """Loss, and results of the metrics, which are updated `aside`."""
+    """Returns the loss and metric results; metrics are updated in `aside`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred = model(x, **training_of(model.call, training))
     loss = loss_of(model, batch, y_pred, training)
@@ -306,7 +306,7 @@ def gradients_of_loss(
     read: Parameters,
     tables: Sequence[Any],
 ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-    """The loss, and its gradients by dense variables and by rows."""
+    """The loss, and its gradients with respect to dense variables and rows."""
     values = read.values[: len(layout.dense)]
     for variable, value in zip(layout.dense, values, strict=True):
         scope.tape(variable, value)
@@ -321,15 +321,15 @@ def gradients_of_loss(
                 )
             given.check_all_given()
             scaled_loss = model.optimizer.scale_loss(loss)
-        # What `keras.remat` recomputes reads them again.
+        # Recomputation by `keras.remat` reads the answers again.
         with lookups.answered_by(given):
             found = tape.gradient(scaled_loss, watched)
-    # `IndexedSlices` are summed up, row by row.
+    # Sums the slices of each row of `IndexedSlices`.
     return loss, [g if g is None else tf.convert_to_tensor(g) for g in found]
 
 
 def on_own_thread(function: Callable, *args: Any) -> Any:
-    """Calls what is to see no replicas, and no tape that has been stopped."""
+    """Calls a function on a new thread, without replicas or stopped tapes."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
 
@@ -344,10 +344,10 @@ def compiled_computation(
     at_once: bool,
     keeps_seed: bool,
 ) -> Callable:
-    """`function`, compiled by XLA if the model says so and it can be.
+    """Returns `function`, compiled by XLA if the model wants it and XLA can.
 
-    Unless it `keeps_seed`, `tf.random.set_seed` counts for nothing in it: each
-    step, on each worker, would draw the same.
+    Unless it `keeps_seed`, `tf.random.set_seed` has no effect in it: each step
+    on each worker would draw the same numbers.
     """
 
     def computation(*args: Any) -> Any:
@@ -360,26 +360,26 @@ def compiled_computation(
     if waits or at_once:
         reason = "replicas wait for each other within it"
     elif has_tables:
-        reason = "it reads another number of rows in each step"
+        reason = "it reads a different number of rows in each step"
     elif any(s.dtype == tf.string for s in tf.nest.flatten(element_spec)):
-        reason = "XLA knows no strings"
+        reason = "XLA does not support strings"
     if model.jit_compile and reason:
         _log.warning(
-            'Model %r has jit_compile=True (which "auto" stands for where '
-            "there is a GPU), but XLA compiles nothing of a step: %s.",
+            'Model %r has jit_compile=True (which "auto" means if there is a '
+            "GPU), but XLA compiles nothing of a step: %s.",
             model.name,
             reason,
         )
     if waits:
         private_keras.keep_losses_apart(model)
-        # No function may wait for the other replicas of this process.
+        # A function must not wait for the other replicas of this process.
         return seen_alone()(computation)
     compiles = (model.jit_compile and not reason) or None
     traced = tf.function(computation, autograph=False, jit_compile=compiles)
 
     def traced_alone(*args: Any) -> Any:
-        # Where Keras sees replicas, it divides its own losses by their number,
-        # but none that a model computes itself.
+        # If Keras sees replicas, it divides its own losses by their number, but
+        # not losses that a model computes itself.
         trace = traced.get_concrete_function
         return on_own_thread(trace, *specs(args))(*args)
 
@@ -387,7 +387,7 @@ def compiled_computation(
 
 
 def specs(values: Any) -> Any:
-    """The specs of tensors; all else as it is."""
+    """Replaces tensors by their specs; keeps other values."""
     return tf.nest.map_structure(
         lambda t: tf.type_spec_from_value(t) if tf.is_tensor(t) else t, values
     )

@@ -1,4 +1,4 @@
-"""Steps on the workers of a `ParameterServerStrategy`."""
+"""Runs steps on the workers of a `ParameterServerStrategy`."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ _PAUSE_SECS = 0.01
 
 
 class CoordinatedLoop(Loop):
-    """Steps on the workers of a `ParameterServerStrategy`.
+    """Runs steps on the workers of a `ParameterServerStrategy`.
 
-    Workers take dispatches from one queue as they become free, so a slow one
-    holds others up only where no step may be under way (`Loop.run`, `ahead`).
+    Workers take dispatches from one queue as they become free, so a slow worker
+    delays others only where no step may be left running (`Loop.run`, `ahead`).
 
-    A dispatch runs once. If its worker dies, some of its steps may have been
-    applied: `global_step`, which counts where updates land, tells how many are
-    missing, and other dispatches make up for those. Their metrics are lost.
-    The step in which a worker dies counts if it reached the server that holds
-    `global_step`; others it may not have reached. A worker whose connection to
-    a server breaks is taken for one that died and came back: both begin with
-    another pass over the data (see `WorkerContext`).
+    A dispatch runs at most once. If its worker dies, some of its steps may have
+    been applied: `global_step`, counted where updates are applied, tells how
+    many are missing, and other dispatches run these. Metrics of the applied
+    steps are lost. The step in which a worker dies counts if it reached the
+    server that holds `global_step`; it may not have reached others. A worker
+    whose connection to a server breaks is treated like one that died and came
+    back: both begin another pass over the data (see `WorkerContext`).
 
-    Training goes on until the data of every worker has ended. A dispatch in
-    which they end would lose its other steps, so data of finite or unknown
+    Training continues until the data of every worker has ended. A dispatch in
+    which data ends would lose its other steps, so data of finite or unknown
     length runs one step per dispatch.
 
     Args:
-        step: A `remote` one.
-        global_step: On a parameter server.
-        input_fn: From an `InputContext` to the dataset of one worker; called
-            while that is traced, `input_pipeline_id` is a scalar tensor.
+        step: A `ModelStep` with `remote=True`.
+        global_step: Counts steps; a variable on a parameter server.
+        input_fn: Maps an `InputContext` to the dataset of one worker. In its
+            trace, `input_pipeline_id` is a scalar tensor.
         steps_per_dispatch: See `dispatch_size`.
-        example: What `input_fn` has returned, if it was called already.
-        max_staleness: No update is staler: workers wait for slower ones.
-            Default: they never wait.
-        read_ahead: How many steps early parameters are read, in a dispatch.
+        example: The dataset that `input_fn` returned, if it was called already.
+        max_staleness: The largest staleness of an update, for which workers
+            wait for slower ones. Default: they never wait.
+        read_ahead: How many steps early a dispatch reads parameters.
     """
 
     resizable = True
@@ -85,7 +85,7 @@ class CoordinatedLoop(Loop):
         self._generations = Generations(
             [name for name in devices if name.startswith("/job:ps/")]
         )
-        with tf.device(global_step.device):  # With the generation, a pass.
+        with tf.device(global_step.device):  # See `_first_pass`.
             self._first = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self._dataset: Any = None
         self.own_variables = [self._first, *self._generations.variables]
@@ -102,9 +102,9 @@ class CoordinatedLoop(Loop):
         if not self._is_endless:
             if self._asked and self._largest > 1:
                 _log.warning(
-                    "One step is dispatched at a time, not %d as asked for: "
-                    "where the data of a worker end, a dispatch would lose its "
-                    "other steps. `dataset.repeat()` has no end.",
+                    "One step is dispatched at a time instead of %d: when a "
+                    "worker's data ends, a dispatch would lose its other "
+                    "steps. `dataset.repeat()` makes data endless.",
                     self._largest,
                 )
             self._largest = 1
@@ -112,20 +112,20 @@ class CoordinatedLoop(Loop):
         self._size_dispatches(num_workers)
         self._input_fn = input_fn
         self._iterator: Iterator | None = None
-        self._is_dealt = False  # Whether by the number of workers.
+        self._is_dealt = False  # Whether data depends on `num_workers`.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
         self._input_watch = InputWatch(self._waits)
         self._applied = self._next_step = 0
         self._begin()
 
     def _size_dispatches(self, num_workers: int) -> None:
-        """How many steps one has, and how many are under way."""
+        """Sets the number of steps in a dispatch, and of steps in flight."""
         self._full = self._largest
         if self._bound and not self._asked:
             self._full = self._bound.limited(self._full, num_workers)
         if self._read_ahead and self._full == 1:
             _log.warning(
-                "Nothing is read ahead, as `read_ahead=%d` asks for: one step "
+                "Nothing is read ahead, although `read_ahead` is %d: one step "
                 "is dispatched at a time.",
                 self._read_ahead,
             )
@@ -134,12 +134,12 @@ class CoordinatedLoop(Loop):
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
         self._exhausted: set[int] = set()  # Workers whose data has ended.
-        # Of each worker, the sizes of the dispatches that it has run.
+        # For each worker, the sizes of the dispatches that it has run.
         self._warm: dict[int, set[int]] = {}
-        # Workers that have begun one of a size that they have not run yet.
+        # Workers that are running a dispatch of some size for the first time.
         self._compiling: set[int] = set()
         # Whether only `global_step` knows how many steps are applied: at the
-        # start, when it may yet be restored, and after a dispatch was lost.
+        # start, as it may still be restored, and after a dispatch was lost.
         self._uncertain = True
         self._earlier: Any = 0.0
         if self._bound:
@@ -175,14 +175,14 @@ class CoordinatedLoop(Loop):
     def resize(self, cluster: Cluster) -> bool:
         """See `Loop.resize`; False while TensorFlow waits for a dead worker.
 
-        Data that depend on the number of workers are dealt anew, from another
-        pass. Of others, such as `one_pass`, each worker keeps what it has.
+        Data that depends on the number of workers is distributed again, in
+        another pass. With other data, such as `one_pass`, workers keep theirs.
         """
         number, coordinator = cluster.num_workers, self._workers.coordinator
         with private_workers.unchanging(coordinator) as free:
             if not free:
                 return False
-            # Before the workers go whose iterators are freed.
+            # Before workers leave whose iterators are freed here.
             if self._is_dealt:
                 self._iterator = None
             elif self._iterator is not None:
@@ -205,18 +205,18 @@ class CoordinatedLoop(Loop):
             self._iterator = self._read_data()
             if not self._is_endless:
                 _log.warning(
-                    "The data are dealt anew to %d workers: of the passes that "
-                    "were begun, examples are read again. "
-                    "`tfdist.one_pass` repeats none.",
+                    "The data is distributed again, to %d workers: passes "
+                    "that had begun read some examples again. With "
+                    "`tfdist.one_pass` none is repeated.",
                     number,
                 )
         return True
 
     def begin_again(self) -> None:
-        """See `Loop.begin_again`; all functions are those of before."""
+        """See `Loop.begin_again`; traced functions are kept."""
         for variable in self.own_variables or ():
             variable.assign(tf.zeros(variable.shape, variable.dtype))
-        self._generations.current += 1  # Threads of before are late now.
+        self._generations.current += 1  # Older threads are now late.
         self._iterator = None
         self._begin()
         self._workers = Workers(self._strategy, self._workers.num_workers)
@@ -225,9 +225,9 @@ class CoordinatedLoop(Loop):
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
-        """See `Loop.evaluate`; by all workers, exact whatever dies."""
+        """See `Loop.evaluate`; runs on all workers, exact despite failures."""
         packed = sum(self._workers.map(self._evaluate, batches, watch))
-        if not isinstance(packed, np.ndarray):  # Of no batch.
+        if not isinstance(packed, np.ndarray):  # No batch.
             return {}
         return self._step.result(packed, evaluated=True)
 
@@ -253,11 +253,11 @@ class CoordinatedLoop(Loop):
         return len(self._exhausted) >= self._workers.num_workers
 
     def _schedule_up_to(self, limit: int, most: int) -> None:
-        """Makes sure that the steps before `limit` are done or under way.
+        """Makes sure that the steps before `limit` are done or scheduled.
 
-        No dispatch is of more than `most` steps: who runs them one by one is
-        to see each. The first go one by one: a function of one step is traced
-        in a tenth of the time, and while they run that of a full dispatch is.
+        No dispatch has more than `most` steps, so that callers who run steps
+        one by one see each. The first steps run one by one: a function of one
+        step traces in a tenth of the time; a full one is traced meanwhile.
         """
         under_way = sum(each.size for each in self._pending)
         missing = max(0, limit - self._applied - under_way)
@@ -270,10 +270,10 @@ class CoordinatedLoop(Loop):
             self._next_step += size
 
     def _read_data(self) -> Iterator:
-        """Has every worker begin to read its part of the data (D11).
+        """Lets every worker begin to read its part of the data (D11).
 
-        A worker that is lost begins again, as the function below is called
-        for it: by then, another generation tells that from the first time.
+        For a worker that was lost, `_first_pass` is called again; by then the
+        generation has changed, so the worker begins another pass.
         """
         self._first.assign(self._applied - self._generations.current)
         if self._dataset is None:
@@ -302,10 +302,10 @@ class CoordinatedLoop(Loop):
         )
 
     def _schedule(self, first_step: int, size: int) -> None:
-        """Puts steps into the queue.
+        """Adds a dispatch to the queue.
 
-        Each size is traced once, and early: TensorFlow calls every task for
-        each function, and would hang with one that froze.
+        Each size is traced once, and early: TensorFlow contacts every task for
+        each function, and would hang if one was frozen.
         """
         generation = self._generations.current
         begun = _Dispatch(first_step, size, generation, worker=0)
@@ -322,25 +322,25 @@ class CoordinatedLoop(Loop):
         self._pending.append(begun)
 
     def _arguments(self, begun: _Dispatch) -> list[Any]:
-        """What `_steps` takes behind the iterator."""
-        with tf.device(None):  # Not sent to the worker by itself.
+        """The arguments of `_steps` after the iterator."""
+        with tf.device(None):  # Not sent to the worker separately.
             generation = tf.constant(float(begun.generation))
             return [tf.constant(begun.first_step, tf.int64), generation]
 
     def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
-        """Whether a worker, in its thread, is to run a dispatch."""
+        """Whether a worker should run a dispatch; called in its thread."""
         if worker in self._exhausted:
             time.sleep(_PAUSE_SECS)
             return False
         return self._bound is None or self._bound.begin(begun, begun.size)
 
     def _run_on_worker(self, begun: _Dispatch, iterator: Iterator) -> None:
-        """Runs on a coordinator's thread; again on another's if that fails."""
+        """Runs a dispatch in a worker's thread; called again if that fails."""
         if begun.worker is not None:
             begun.is_lost = True
             return
         worker = private.current_worker()
-        # Those of before a failure, if the dispatch is.
+        # Referenced here, because `_begin` replaces them after a failure.
         exhausted, coordinator = self._exhausted, self._workers.coordinator
         known, compiling = self._warm, self._compiling
         late = begun.generation != self._generations.current
@@ -349,7 +349,7 @@ class CoordinatedLoop(Loop):
         begun.since, begun.worker = time.monotonic(), worker
         pieces, warm = [begun], known.setdefault(worker, set())
         if not warm:
-            # It begins to train when it has compiled a tenth of the other.
+            # Single steps take a tenth of the time to compile.
             one = functools.partial(dataclasses.replace, begun, size=1)
             steps = range(begun.first_step, begun.first_step + begun.size)
             pieces = [one(first_step=step) for step in steps]
@@ -368,8 +368,8 @@ class CoordinatedLoop(Loop):
         except tf.errors.OpError as error:
             known.pop(worker, None)
             self.on_failure()
-            # An iterator that was cancelled says ever after that it is at its
-            # end. TensorFlow may take the error for a passing one.
+            # A cancelled iterator reports its end from then on. TensorFlow may
+            # consider the error transient.
             private_workers.renew_resources(coordinator, error)
             raise
         finally:
@@ -378,9 +378,9 @@ class CoordinatedLoop(Loop):
         compiling.discard(worker)
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
-        """The states of a dispatch that has ended; 0.0: none has yet.
+        """The states of a dispatch that has ended, or 0.0 if none has yet.
 
-        None is waited for that goes beyond `target`, if others are left.
+        Waits for a dispatch that goes beyond `target` only if no other is left.
         """
         if not self._pending:
             self._recount()
@@ -403,18 +403,18 @@ class CoordinatedLoop(Loop):
         return 0.0
 
     def _recount(self) -> None:
-        """Finds out what was applied, once nothing is under way any more.
+        """Finds out which steps were applied, once none is running any more.
 
-        What a worker that is only believed dead still sends is refused.
+        Updates that a worker wrongly believed dead still sends are rejected.
         """
         self._generations.advance()
         self._applied = self._next_step = int(self._global_step.numpy())
         self._uncertain = False
 
     def _waits(self) -> dict[str, int]:
-        """See `InputWatch`. A worker that is in a dispatch for long is asked.
+        """See `InputWatch`; asks workers that have run a dispatch for long.
 
-        One that is frozen would not answer; by then it has lost its dispatch.
+        A frozen worker would not answer; by then it has lost its dispatch.
         """
         found, long_ago = {}, time.monotonic() - InputWatch.SECS / 3
         for each in self._pending:
@@ -426,15 +426,15 @@ class CoordinatedLoop(Loop):
 
 @dataclasses.dataclass(eq=False)
 class _Dispatch:
-    """Some steps on whichever worker is free, at most once."""
+    """Some steps that any free worker runs, at most once."""
 
-    first_step: int  # Number of the first of its steps.
-    size: int  # How many.
+    first_step: int  # The number of its first step.
+    size: int  # The number of its steps.
     generation: int  # The one in which it was scheduled.
     future: concurrent.futures.Future = dataclasses.field(init=False)
-    worker: int | None = None  # That runs it; None until one does.
-    since: float = math.inf  # When it began there.
-    # What it returned. None at its end: none of its steps is applied, as the
-    # data of its worker has ended, or it `is_lost`.
+    worker: int | None = None  # The worker that runs it; None until one does.
+    since: float = math.inf  # When that worker began.
+    # Its result. None when it has ended: no step was applied, for example
+    # because the worker's data has ended, or the dispatch `is_lost`.
     packed: np.ndarray | None = None
     is_lost: bool = False  # Its worker is gone; some steps may be applied.

@@ -1,4 +1,4 @@
-"""What follows from a step's number: counts, learning rates, random seeds."""
+"""Derives counts, learning rates and random seeds from a step's number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tfdist.training.fence import Fence
 
 
 class Counters:
-    """Counts steps; knows each update's number and learning rates.
+    """Counts steps; computes each update's number and learning rates.
 
-    An update's number follows from its step's, so workers read no counter, and
-    two of them never take the same. Without a `global_step`, the job's scalar
-    int64 variable, the counters of the (built) optimizer count alone.
+    An update's number follows from its step's number, so workers read no
+    counter and never use the same number twice. Without a `global_step`, the
+    job's scalar int64 variable, only counters of the (built) optimizer count.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Counters:
         self._rates = [r for r in rates if isinstance(r, keras.Variable)]
         scaled = keras.optimizers.LossScaleOptimizer
         self._is_scaled = isinstance(optimizer, scaled)
-        # What a step reads for `of_step`. Where the loss has a scale that
-        # adapts, not every step is an update.
+        # The variables that a step reads for `of_step`. With a dynamic loss
+        # scale, not every step is an update.
         self.reads = list(self._rates)
         if self._is_scaled or global_step is None:
             self.reads.append(self._counter)
@@ -43,11 +43,11 @@ class Counters:
             self.reads.append(optimizer.dynamic_scale)
 
     def iteration(self, step: tf.Tensor) -> tf.Tensor:
-        """Scalar int64: updates before that of a step, if every step is one."""
+        """Scalar int64: the updates before a step, if every step is one."""
         if self._ahead is None:
             assert self._global_step is not None
-            # Differs from 0 where a trained optimizer starts a new job. Read
-            # once, before any step is under way: both move on.
+            # Not 0 if a trained optimizer starts a new job. Read once, before
+            # any step is running, as both counters advance.
             with tf.init_scope():
                 before = int(self._global_step.numpy())
                 self._ahead = int(self._counter.numpy()) - before
@@ -58,10 +58,10 @@ class Counters:
         step: tf.Tensor | None = None,
         values: Sequence[tf.Tensor] | None = None,
     ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]:
-        """Iteration, learning rates, and scale of the loss if it adapts.
+        """Returns the iteration, learning rates and the dynamic loss scale.
 
-        Of a step, or without a `global_step`, of the next update. `values` are
-        those of `reads`, unless they are read here.
+        For `step` or, without a `global_step`, for the next update. `values`
+        are those of `reads`; by default they are read here.
         """
         if values is None:
             values = [tf.convert_to_tensor(v.value) for v in self.reads]
@@ -83,11 +83,11 @@ class Counters:
         fence: Fence | None = None,
         is_update: tf.Tensor | None = None,
     ) -> None:
-        """Counts a step; atomic on the server that holds a counter.
+        """Counts a step, atomically on the server that holds a counter.
 
-        Only once the gradients have `arrived` there, or else the batch was
-        `read`: a step that failed, or found no batch, does not count. It counts
-        for the optimizer if it `is_update`.
+        A counter waits until gradients have `arrived` on its server or, if it
+        gets none, the batch was `read`: a step that failed or found no batch
+        does not count. The optimizer only counts a step that `is_update`.
         """
         steps = [] if self._global_step is None else [self._global_step]
         for counter in (*steps, *self._counters.values()):
@@ -107,12 +107,12 @@ class Counters:
 def step_seeds(
     generators: Sequence[keras.Variable], *numbers: tf.Tensor
 ) -> list[tf.Tensor]:
-    """The state of each random generator in a step, by its number alone.
+    """The state of each random generator in a step, derived from `numbers`.
 
-    And by the replica's, if there are several. Keras' generators count in a
-    shared variable, so two workers could draw the same dropout mask.
+    These are the step's number and any replica's index. Keras' generators count
+    in a shared variable, so two workers could draw the same dropout mask.
     """
-    # They never change, so they are read while the step is traced.
+    # The seeds never change, so they are read while the step is traced.
     with tf.init_scope():
         starts = [generator.numpy() for generator in generators]
     seeds = [tf.cast(start, tf.int64) for start in starts]

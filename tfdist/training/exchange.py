@@ -1,10 +1,10 @@
-"""A step's parameters out, and its gradients back to where variables live.
+"""Moves parameters from servers to a step, and its gradients back to them.
 
 A step sends each server one message with the ids of all table rows that it
 needs, and gets one with these rows and all dense variables. The server keeps
-the ids, so the gradients of rows travel without them, in one message with all
-other clipped gradients. Large tensors go alone. Within a dispatch the ids of
-the next step travel with the gradients: two messages a step, not three.
+the ids, so the gradients of rows are sent without them, in one message with all
+other clipped gradients. Large tensors are sent separately. Within a dispatch,
+ids of the next step are sent with the gradients: two messages per step, not 3.
 
     worker                                server k
       ids of rows ----------------------->  gather
@@ -37,10 +37,10 @@ _EXACT = 1 << 24
 
 
 class Request(NamedTuple):
-    """The rows that a server was asked for, in one group of tables."""
+    """The rows requested from a server, in one group of tables."""
 
     ids: Any  # For each of its shards, on the server; see `rows_at`.
-    counts: tf.Tensor  # How many of each, int32.
+    counts: tf.Tensor  # The number of ids of each shard, int32.
 
 
 class Lookups(NamedTuple):
@@ -58,32 +58,32 @@ class Requests(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What a step has read."""
+    """The parameters that a step has read."""
 
-    values: list[tf.Tensor]  # Of `Layout.reads`.
+    values: list[tf.Tensor]  # Those of `Layout.reads`.
     rows: list[tf.Tensor]  # For each group, its unique rows `(n, dim)`.
-    positions: list[tf.Tensor]  # For each group, where in `rows` an id's is.
+    positions: list[tf.Tensor]  # For each group, each id's index in `rows`.
     lengths: Sequence[Any]  # How many ids each lookup has.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepGradients:
-    """What a step found out, before it changes anything."""
+    """The gradients and other results of a step, before they are applied."""
 
-    requests: Requests  # What it has read rows by.
+    requests: Requests  # Those by which the step read rows.
     dense: list[tf.Tensor | None]  # None: the loss does not depend on it.
     rows: list[tf.Tensor]  # For each group of tables.
-    # What to add to each of `Layout.moving`, or what it is now where the layout
-    # `assigns` it; None: the pass leaves it as it is.
+    # The difference to add to each of `Layout.moving`, or its new value if the
+    # layout `assigns` it. None: the pass did not change the variable.
     deltas: list[tf.Tensor | None]
-    rates: list[tf.Tensor]  # Of each part of the optimizer.
+    rates: list[tf.Tensor]  # Learning rate of each part of the optimizer.
     iteration: tf.Tensor  # Updates before this one, a scalar int64.
-    scale: tf.Tensor | None = None  # Of the loss, if it is a variable.
+    scale: tf.Tensor | None = None  # Loss scale, if it is a variable.
     finite: tf.Tensor | None = None  # Whether the update happens. None: yes.
 
 
 def looked_up(layout: Layout, calls: list[tuple[Any, tf.Tensor]]) -> Lookups:
-    """What a pass looks up, by `(table, int64 ids)` of each lookup."""
+    """Routes the lookups of a pass, each given as `(table, int64 ids)`."""
     routes = [
         group.route([call for call in calls if group.holds(call[0])])
         for group in layout.groups
@@ -92,7 +92,7 @@ def looked_up(layout: Layout, calls: list[tuple[Any, tf.Tensor]]) -> Lookups:
 
 
 def request(layout: Layout, routes: Sequence[Route]) -> Requests:
-    """Sends every server the ids of the rows that it shall read."""
+    """Sends each server the ids of the rows to read."""
     at: dict[str, dict[int, Request]] = {}
     for server in layout.servers:
         device = server.device
@@ -108,7 +108,7 @@ def request(layout: Layout, routes: Sequence[Route]) -> Requests:
 
 
 def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
-    """Reads all that a pass needs."""
+    """Reads all parameters that a pass needs."""
     groups, routes = layout.groups, found.routes
     values: dict[int, tf.Tensor] = {}
     rows: list[list[tf.Tensor]] = [[] for _ in groups]
@@ -146,7 +146,7 @@ def answers(
     tables: Sequence[Any],
     rows_of: Callable[[Group], tf.Tensor] | None = None,
 ) -> lookups.Answers:
-    """Answers lookups of `tables` by the rows read, or what `rows_of` gives."""
+    """Answers lookups of `tables` with the rows read, or with `rows_of`."""
     found: list[Any] = [None] * len(tables)
     for group, rows, own in zip(
         layout.groups, read.rows, read.positions, strict=True
@@ -170,13 +170,13 @@ def answers(
 def over_replicas(
     layout: Layout, found: StepGradients, replicas: Replicas, size: tf.Tensor
 ) -> StepGradients:
-    """What one replica would have found in the global batch.
+    """The gradients that a single replica would find in the global batch.
 
-    `size` is how many of its examples this one has, a scalar float32.
+    `size`: the number of examples on this replica, a scalar float32.
     """
     num, whole = len(found.dense), [*found.dense, *found.deltas]
     means, total = replicas.mean(whole, size, layout.sums)
-    # Every replica has looked up other rows; those of a frozen table stay.
+    # Each replica has looked up different rows. Frozen tables are left out.
     routes, rows = [], []
     for group, route, gradient in zip(
         layout.groups, found.requests.routes, found.rows, strict=True
@@ -206,13 +206,13 @@ def push(
     fence: Fence | None = None,
     following: Sequence[Route] = (),
 ) -> tuple[dict[str, tf.Tensor], Requests]:
-    """Clips gradients; updates every variable, or accumulates, where it lives.
+    """Clips gradients; applies or accumulates them on the variables' devices.
 
-    What the next step looks up (`following`) travels along. Returns for each
-    server a tensor there that depends on the gradients, and what is requested.
+    The ids that the next step looks up (`following`) are sent along. Returns,
+    for each server, a tensor there that depends on the gradients, and requests.
     """
     found = _clipped(layout, found)
-    # A step that has failed, or found no batch, begins nothing.
+    # A step that has failed or found no batch must not change anything.
     known = [g for g in (*found.dense, *found.rows) if g is not None]
     with tf.control_dependencies(tf.identity_n([*known, found.iteration])):
         iteration = tf.identity(found.iteration)
@@ -229,8 +229,8 @@ def push(
         if following and server.shards:
             requests.at[server.device] = _unpacked(server, sent.pop())
         with tf.device(server.device):
-            # Not the tensor itself: a control edge from the output of a
-            # function waits for its side effects alone.
+            # Not the tensor itself: a control edge from a function's output
+            # waits for the function's side effects only.
             arrived[server.device] = tf.identity_n(sent)[-1]
             num, asked = len(scalars), found.requests.at[server.device]
             update = functools.partial(
@@ -242,7 +242,7 @@ def push(
 
 
 def as_floats(number: tf.Tensor) -> list[tf.Tensor]:
-    """An int64 as two float32: one is exact up to 2**24."""
+    """Splits an int64 into two float32: one is exact only up to 2**24."""
     parts = number // _EXACT, number % _EXACT
     return [tf.cast(part, tf.float32) for part in parts]
 
@@ -254,12 +254,12 @@ def carried(
     fence: Fence | None,
     following: Sequence[Route] = (),
 ) -> Iterator[tuple[Server, list[int], list[tf.Tensor]]]:
-    """What a step has found, where it is needed.
+    """Sends the results of a step to the servers that need them.
 
     Yields:
-        A server; the indices in `Layout.reads` of what the step changes of it;
-        and there `scalars`, what it adds to these, the gradients of rows for
-        each group, and, packed, the ids of `following`.
+        A server; the indices in `Layout.reads` of the variables that change on
+        it; and, on its device, `scalars`, the changes of these variables, the
+        gradients of rows for each group, and the packed ids of `following`.
     """
     whole = [*found.dense, *found.deltas]
     blocks = []
@@ -286,8 +286,8 @@ def carried(
                     for g in server.trained
                 ]
             if following and server.shards:
-                # Bits in the same message. Copies leave them alone; did one
-                # not, the counts, tiny as floats, would be 0 and not add up.
+                # Ids are sent as the bits of floats, which copies preserve. If
+                # one did not, the counts, tiny as floats, would become 0.
                 ids = tf.bitcast(_packed_ids(server, following), tf.float32)
                 sent.append(tf.reshape(ids, [-1]))
                 shapes.append([-1])
@@ -308,7 +308,7 @@ def apply(
     updates: list[int],
     asked: dict[int, Request],
 ) -> None:
-    """A server's part of `push`, of what was `carried` there."""
+    """Does one server's part of `push` with the tensors `carried` to it."""
     num, sent = len(layout.parts), iter(values)
     rates, (high, low, *finite) = scalars[:num], scalars[num:]
     iteration = tf.cast(high, tf.int64) * _EXACT + tf.cast(low, tf.int64)
@@ -340,14 +340,14 @@ def apply(
 
 
 def difference(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """What to `add`; of truth values, such as "is initialized", an int32."""
+    """The value to `add`; an int32 for booleans, such as "is initialized"."""
     if new.dtype.is_bool:
         return tf.cast(new, tf.int32) - tf.cast(old, tf.int32)
     return new - old
 
 
 def add(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Adds a `difference`, or a mean of several."""
+    """Adds a `difference`, or the mean of several, to a variable."""
     if variable.dtype.is_bool:
         variable.assign(tf.cast(variable, tf.int32) + value > 0)
     else:
@@ -369,14 +369,14 @@ def _clipped(layout: Layout, found: StepGradients) -> StepGradients:
 
 
 def _packed_ids(server: Server, routes: Sequence[Route]) -> tf.Tensor:
-    """The ids of a server's rows, after how many there are of each shard."""
+    """The ids of a server's rows, preceded by the number of ids per shard."""
     counts = [routes[g].counts[server.device] for g in server.shards]
     ids = [routes[g].ids[server.device] for g in server.shards]
     return tf.concat([*(tf.cast(c, tf.int64) for c in counts), *ids], axis=0)
 
 
 def _unpacked(server: Server, packed: tf.Tensor) -> dict[int, Request]:
-    """What a server is asked for, on it."""
+    """Unpacks the requests to a server, on its device."""
     nums = [len(shards) for shards in server.shards.values()]
     with tf.device(server.device):
         count = tf.cast(packed[: sum(nums)], tf.int32)

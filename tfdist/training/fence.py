@@ -1,10 +1,10 @@
-"""Keeps updates out that nobody waits for any more.
+"""Rejects updates of dispatches that were given up as lost.
 
-A worker that froze in mid-step and wakes up minutes later goes on with its
-dispatch, whose steps were long done by others: `global_step` would pass its
-limit. So each dispatch belongs to a generation, each server knows the current
-one, and gradients of another are an error there. The chief starts a new one
-whenever a dispatch was lost, before it makes up for its steps.
+A worker that freezes in mid-step and wakes up minutes later resumes its
+dispatch, although others have done its steps: `global_step` would exceed its
+limit. Each dispatch therefore belongs to a generation; each server knows the
+current one, and gradients of any other raise an error there. The chief starts a
+new generation when a dispatch was lost, before it schedules the missing steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 
 class Generations:
-    """The current generation, known on the device of each parameter server."""
+    """The current generation, stored on the device of each parameter server."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.current = 0
@@ -28,11 +28,11 @@ class Generations:
         self.variables = list(self._on.values())
 
     def fence(self, generation: tf.Tensor) -> Fence:
-        """What the updates of a dispatch of `generation` must pass."""
+        """The fence that updates of a dispatch of `generation` must pass."""
         return Fence(generation, self._on)
 
     def read(self) -> tf.Tensor:
-        """The current generation; in a function, that of when it is called."""
+        """The current generation; in a function, at the time of its call."""
         return self.variables[0].read_value()
 
     def advance(self) -> None:
@@ -52,11 +52,11 @@ class Fence:
     def passed(
         self, device: str, generation: tf.Tensor, message: tf.Tensor
     ) -> tf.Tensor:
-        """A 1-D `message` as it is, if its generation is current on `device`.
+        """Returns a 1-D `message` if its generation is current on `device`.
 
-        Else "Expected size[0] in ..., but got -2". No `tf.debugging.Assert`:
-        TensorFlow runs a function's asserts one after the other, so a server
-        would wait for the other servers, and a step for the one before.
+        Otherwise it fails: "Expected size[0] in ..., but got -2". TensorFlow
+        runs all `tf.debugging.Assert` of a function in order, so with these a
+        server would wait for other servers, and a step for the one before.
         """
         with tf.device(device):
             current = tf.equal(self.variables[device], generation)

@@ -1,4 +1,4 @@
-"""Are all weights finite? Asked where they lie, before they are saved."""
+"""Checks, on each device before a checkpoint, that all weights are finite."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class NonFiniteVariablesError(tf.compat.v1.train.NanLossDuringTrainingError):
 class FiniteCheck:
     """Finds the variables that hold NaN or infinite values.
 
-    Each device looks at what it holds and sends one message, with a truth value
-    for each variable. One in shards, or with copies on replicas, is one.
+    Each device checks its own variables and sends one message, with a boolean
+    for each. A variable with shards or copies on replicas counts as one.
     """
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
@@ -50,11 +50,11 @@ class FiniteCheck:
         self._looks = traced(self._are_finite)
 
     def trace(self) -> None:
-        """Traces the function that looks, while every task is alive."""
+        """Traces the check while every task is alive."""
         self._looks.get_concrete_function()
 
     def not_finite(self) -> list[str]:
-        """Names of the variables that are not finite throughout."""
+        """The names of variables with values that are not finite."""
         names = [name for parts in self._parts.values() for name, _ in parts]
         finite = [each for own in self._looks() for each in own.numpy()]
         pairs = zip(names, finite, strict=True)
@@ -67,7 +67,7 @@ class FiniteCheck:
             found: list[tf.Tensor] = []
             with tf.device(device):
                 for _, variable in parts:
-                    # One by one: reading may copy, where rows are updated.
+                    # One by one: a read may copy if rows are being updated.
                     with tf.control_dependencies(found[-1:]):
                         values = tf.math.is_finite(variable.read_value())
                     found.append(tf.reduce_all(values))

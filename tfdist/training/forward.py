@@ -1,10 +1,10 @@
-"""What a model does with a batch, as a graph that is looked at, not run.
+"""The graph of a model's pass over a batch, which is inspected, not run.
 
-A step wants all rows that it needs from one server in one message, so it must
-know every id before the first row arrives. So it runs the model (call, losses,
-metrics) twice while tracing: first here, on stand-ins for all that it has not
-read yet; then with the rows at hand. Of this graph only what the ids need is
-executed: nothing fails, prints or counts because of a stand-in's number.
+A step reads all rows that it needs from one server in one message, so it must
+know every id before the first row arrives. Tracing therefore runs the model
+(call, losses, metrics) twice: first here, with stand-ins for all values not
+read yet, then with the rows. Of this graph, only ops that compute ids are
+executed: nothing fails, prints or counts because of a stand-in's value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.training.replicas import Replicas
 
 Values = Sequence[tuple[keras.Variable, tf.Tensor]]
 
-# Ops that give other values each time they run.
+# Ops whose values differ each time they run.
 _UNREPEATABLE = re.compile(
     "(?!Stateless).*(Random|Multinomial|TruncatedNormal|CandidateSampler|Rng"
     "|PyFunc$|IteratorGetNext|Dequeue)|Stateful(?!PartitionedCall)"
@@ -30,20 +30,20 @@ _UNREPEATABLE = re.compile(
 _ASSIGNS = re.compile(
     "Assign.*VariableOp|Resource(Scatter|Apply)|Rng|Stateful(?!P)"
 )
-# Ops that keep or add to their first input.
+# Ops that return their first input, or add to it.
 _ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
 _ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
-# The shape of their results depends on the values of floats too; that of other
-# ops on those of integers at most.
+# Ops whose output shapes may depend on the values of floats. Those of all other
+# ops depend at most on the values of integers.
 _SHAPED_BY_VALUES = re.compile(
     ".*(Where|Unique|Range|ListDiff|NonMaxSupp|Call|Case|If|While|Map|Dataset)"
 )
 
 
 def draws(graph: tf.Graph) -> dict[str, bool]:
-    """Ops that count what they have drawn; whether one has its own seed."""
+    """Stateful random op types, and whether an op of the type has a seed."""
     found: dict[str, bool] = {}
     for node in _nodes(graph):
         if "seed2" in node.attr:
@@ -56,13 +56,13 @@ class Forward:
     """The graph of one forward pass.
 
     Args:
-        run: From a batch to a dictionary of results.
+        run: Maps a batch to a dictionary of results.
         spec: `tf.TypeSpec` structure of the batch.
-        seeds: The states of random generators, other ones in each step.
-        variables: What else the pass may read; they get stand-ins.
+        seeds: The states of random generators, which differ in each step.
+        variables: Other variables the pass may read; they get stand-ins.
 
     Raises:
-        ValueError: ids depend on what they must not.
+        ValueError: Ids depend on variables, rows or unrepeatable ops.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Forward:
                 )
 
         signature = [tf.TensorSpec(s.shape, s.dtype) for s in [*flat, *seeds]]
-        # Unlike a `tf.function`, it is no list of side effects to be run.
+        # Unlike a `tf.function`, it does not run all side effects.
         self._graph = tf.compat.v1.wrap_function(traced, signature)
         # The variables that it assigns; those whose values it uses; the table
         # of each lookup, in order.
@@ -113,14 +113,14 @@ class Forward:
     def calls(
         self, batch: Any, seeds: Sequence[tf.Tensor], replicas: Replicas | None
     ) -> list[tuple[Any, tf.Tensor]]:
-        """Table and ids of every lookup that the pass does for a batch."""
+        """The table and ids of every lookup in a pass over `batch`."""
         if not self.tables:
             return []
         flat = tf.nest.flatten(batch, expand_composites=True)
         late = [told() for told in self._late]
         found = self._ids(*flat, *seeds, *tf.nest.flatten(late))
         for ids, (_, traced) in zip(found, self._collector.calls, strict=True):
-            ids.set_shape(traced.shape)  # Those of a lookup table have none.
+            ids.set_shape(traced.shape)  # Lookup tables lose it.
         if replicas:
             pairs = zip(found, self._collector.of_all, strict=True)
             found = [
@@ -132,14 +132,14 @@ class Forward:
     def results(
         self, states: Sequence[keras.Variable], what: str
     ) -> Callable[..., Any]:
-        """From the values of `states` to the results; no others may matter.
+        """Returns a function that computes results from `states` values alone.
 
-        Keras' own example takes those of a metric before it updates it.
+        As in Keras' own example, a result may precede its metric's update.
         """
         for name, other in self.no_results(states).items():
             raise ValueError(
-                f"{what} returns {name!r}, which depends on {other}, so it is "
-                "no value of many batches. Give the model a "
+                f"{what} returns {name!r}, which depends on {other}, so it has "
+                "no value for several batches. Give the model a "
                 "`keras.metrics.Mean`, update it there and return its "
                 "`result()`."
             )
@@ -152,12 +152,12 @@ class Forward:
     def _values_of(
         self, states: Sequence[keras.Variable]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What they are after the pass, and before."""
+        """The values of `states` after the pass, and before it."""
         after = [self._scope.get_current_value(v) for v in states]
         return after, [self._before[id(v)] for v in states]
 
     def no_results(self, states: Sequence[keras.Variable]) -> dict[str, str]:
-        """On what the results depend that depend not on `states` alone."""
+        """Maps results that depend on more than `states` to what else."""
         batch = dict.fromkeys((t.op.name for t in self._given), "the batch")
         others = self._others() | batch
         after, before = self._values_of(states)
@@ -172,7 +172,7 @@ class Forward:
     def adds_to(
         self, variable: keras.Variable, states: Sequence[keras.Variable]
     ) -> bool:
-        """Whether a pass only adds to a variable, and that without `states`."""
+        """Whether a pass only adds to a variable, independently of `states`."""
         names = {self._before[id(v)].op.name for v in states}
         value: Any = self._scope.get_current_value(variable)
         while value.name != self._before[id(variable)].name:
@@ -181,7 +181,7 @@ class Forward:
                 any(o.name in names and not shape for o, shape in _needed([t]))
                 for t in op.inputs
             ]
-            # Of a sum either one may be the state.
+            # Either operand of a sum may be the state.
             if op.type == "AddV2" and changed == [False, True]:
                 value = op.inputs[1]
             elif op.type in _ADDITIONS and changed[0] and sum(changed) == 1:
@@ -191,41 +191,41 @@ class Forward:
         return True
 
     def _others(self) -> dict[str, str]:
-        """What a stand-in is for, by the name of its op."""
+        """What each stand-in replaces, by the name of its op."""
         return {
             value.op.name: f"variable {v.path!r}"
             for v, value in self._stand_ins
         } | dict.fromkeys(self._collector.answers, "the rows of a table")
 
     def draws(self) -> dict[str, bool]:
-        """See the function."""
+        """See the function `draws`."""
         return draws(self._graph.graph)
 
     def check_draws(self) -> None:
-        """Raises `ValueError` if steps and workers would draw the same."""
+        """Raises `ValueError` if workers would draw the same random numbers."""
         found = self.draws()
         if seeded := [op for op, is_seeded in found.items() if is_seeded]:
             raise ValueError(
-                f"The model draws by {', '.join(seeded)} of TensorFlow with a "
-                "seed: all workers would draw the same numbers, and each again "
-                "in every step of a dispatch. Leave out the seed, or draw by "
+                f"The model uses {', '.join(seeded)} of TensorFlow with a seed:"
+                " all workers would draw the same numbers, and repeat them in "
+                "every step of a dispatch. Leave out the seed, or use "
                 "`keras.random` with a `keras.random.SeedGenerator`."
             )
 
     def check_stand_ins(self) -> None:
-        """Raises `ValueError` if a variable is used past its stand-in."""
+        """Raises `ValueError` if a variable is used despite its stand-in."""
         graph = self._graph.graph
         captured = {id(t) for t in graph.external_captures}
         has_calls = any(op.type in _CALLS for op in graph.get_operations())
         variables = [v for v, _ in self._stand_ins]
         read = {id(v) for v in self.read}
         for variable in [*variables, *self._seeds]:
-            # Those of each replica.
+            # The copies of all replicas.
             own = getattr(variable.value, "values", [variable.value])
             is_used = any(id(v.handle) in captured for v in own)
             if is_used and not variable.trainable:
                 is_used = self._assigns()  # A frozen SavedModel does not.
-            # A function that made it holds its initial value.
+            # A function that created it contains its initial value.
             is_lost = variable.trainable and id(variable) not in read
             if is_used or (has_calls and is_lost):
                 raise ValueError(
@@ -242,11 +242,11 @@ class Forward:
         return handles, bool(handles) and self._assigns()
 
     def _assigns(self) -> bool:
-        """Whether an op assigns; what Keras assigns is a value of the scope."""
+        """Whether an op assigns; Keras assigns by setting scope values."""
         return any(_ASSIGNS.match(n.op) for n in _nodes(self._graph.graph))
 
     def _check_ids(self) -> None:
-        """Raises `ValueError` if ids might be others where rows are at hand."""
+        """Raises `ValueError` if ids might change once rows are known."""
         others = self._others()
         library = self._graph.graph.as_graph_def().library
         functions = {f.signature.name: f.node_def for f in library.function}
@@ -265,16 +265,16 @@ class Forward:
                     if _UNREPEATABLE.match(kind):
                         raise ValueError(
                             f"The ids of table {table.path!r} come from a "
-                            f"{kind} op, which gives other values each time "
-                            "it runs; a step computes ids before it reads "
-                            "rows, and again with them. Draw ids by "
-                            "`keras.random` with a `SeedGenerator` that the "
+                            f"{kind} op, whose values differ each time it "
+                            "runs; a step computes ids before it reads rows, "
+                            "and again with the rows. Draw ids with "
+                            "`keras.random` and a `SeedGenerator` that the "
                             "model holds, or in the input function."
                         )
 
 
 class TapedScope(keras.StatelessScope):
-    """In it a `tf.GradientTape` takes a variable's value for the variable."""
+    """A scope whose values a `tf.GradientTape` treats as the variables."""
 
     def __init__(self, values: Values) -> None:
         super().__init__(values, collect_losses=True)
@@ -282,7 +282,7 @@ class TapedScope(keras.StatelessScope):
         self.has_ended = False
 
     def tape(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Has a variable this value, or rows, until it gets another."""
+        """Gives a variable this value, or rows, until it is assigned."""
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
@@ -302,7 +302,7 @@ class TapedScope(keras.StatelessScope):
 
 
 class _Scope(TapedScope):
-    """Notes what is assigned; each value is a tensor of its own."""
+    """Records which variables are assigned; each value is a new tensor."""
 
     def __init__(self, values: Values) -> None:
         super().__init__(values)
@@ -325,7 +325,7 @@ def _nodes(graph: tf.Graph) -> Iterator[Any]:
 def _needed(
     tensors: Sequence[tf.Tensor], stop: Sequence[tf.Tensor] = ()
 ) -> Iterator[tuple[tf.Operation, bool]]:
-    """The ops on which tensors depend; whether on their shape alone."""
+    """The ops on which tensors depend, and whether only on their shape."""
     seen = {(tensor.name, False) for tensor in stop}
     waiting = [(tensor, False) for tensor in tensors]
     while waiting:
@@ -342,7 +342,7 @@ def _needed(
 
 
 def _only_shape(op: tf.Operation, of: tf.Tensor, is_shape: bool) -> bool:
-    """Whether an op (or the shape of its output) needs but an input's shape."""
+    """Whether an op (or its output's shape) needs only the input's shape."""
     by_floats = of.dtype.is_floating and not _SHAPED_BY_VALUES.match(op.type)
     return op.type in _SHAPE_OF or (is_shape and by_floats)
 

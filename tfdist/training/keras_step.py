@@ -1,8 +1,8 @@
-"""Steps that a model's own `train_step` or `test_step` defines.
+"""Steps that are defined by a model's own `train_step` or `test_step`.
 
-Adversarial networks, distillation and the like override these: then the model
-applies its gradients itself, to variables in this process. For a `train_step`
-where they are elsewhere, see `own_step.py`.
+Adversarial networks, distillation and similar models override these methods and
+apply their gradients themselves, to variables in this process. For a
+`train_step` whose variables are elsewhere, see `own_step.py`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from tfdist.training.step import Batch
 
 
 class KerasStep:
-    """As `ModelStep`, for other models, where all is in one process.
+    """Like `ModelStep`, for models with their own steps, in one process.
 
-    A step is what `fit` and `evaluate` make of it: the model's method is traced
-    as they trace it (with the `jit_compile` of `compile`) and updates weights,
-    optimizers, metrics and random seeds in place. What the last one returns is
-    logged; metrics are of all steps since they were reset: before each run of
-    steps that does not `go_on`, and before an evaluation.
+    Steps run as in `fit` and `evaluate`: the model's method is traced in the
+    same way (with the `jit_compile` of `compile`) and updates weights,
+    optimizers, metrics and random seeds in place. Logs are those of the last
+    step; metrics cover all steps since the last reset, which happens before
+    each run of steps that does not `go_on` and before each evaluation.
 
     Args:
-        model: A compiled `keras.Model`, whose layers have their variables.
-        element_spec: As of `ModelStep`.
-        global_step: As of `ModelStep`.
+        model: A compiled `keras.Model` whose layers are built.
+        element_spec: See `ModelStep`.
+        global_step: See `ModelStep`.
 
     Raises:
         TypeError: `train_step` does not return a dictionary.
-        ValueError: it makes variables of the model, or uses one of a layer
-            that could be trained and is none of its weights, or returns a log
-            called "global_step", or an array whose shape is not known.
+        ValueError: `train_step` creates variables of the model, uses a
+            trainable variable that is not one of its weights, or returns a log
+            called "global_step" or an array of unknown shape.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class KerasStep:
         self._train = function(self._once_read)
         if global_step is not None:
             before = len(model.trainable_variables)
-            # Makes what the first step would: metrics, slots of optimizers.
+            # Creates what the first step would: metrics, slots of optimizers.
             trial = function(functools.partial(self._logs, "train_step"))
             traced = trial.get_concrete_function(element_spec)
             self._used = traced.variables
-            # Those of one dispatch might draw the same.
+            # Steps of one dispatch might draw the same random numbers.
             self.single_steps = bool(draws(traced.graph))
             refuse_new_variables(model, before)
             own = {id(v.value) for v in model.variables}
@@ -77,19 +77,19 @@ class KerasStep:
             refuse_unlisted(model, [v.handle for v in others if v.trainable])
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
-        """What a checkpoint holds: `named`, other optimizers' slots, seeds."""
+        """All that a checkpoint stores: `named`, other slots, and seeds."""
         metrics = {id(v.value) for v in self.model.metrics_variables}
         used = [v for v in self._used if id(v) not in metrics]
         return with_others(named, used)
 
     def zero_states(self) -> States:
-        """The logs of no step; an evaluation begins with them."""
+        """Returns empty logs; resets metrics before an evaluation."""
         if self._global_step is None:
             self.model.reset_metrics()
         return []
 
     def train(self, batch: Batch, step: tf.Tensor, states: States) -> States:
-        """The logs of the model's `train_step`, which counts if it worked."""
+        """Runs the model's `train_step` and counts it; returns the logs."""
         assert self._global_step is not None
         logs = self._train(batch)
         read = tf.nest.flatten(batch, expand_composites=True)
@@ -102,29 +102,29 @@ class KerasStep:
         return self._test(batch)
 
     def _once_read(self, batch: Batch) -> States:
-        """A step of which nothing happens, no count either, without a batch.
+        """Runs a step after its batch was read; without one it does nothing.
 
-        To wait is said here: TensorFlow inlines the call, and forgets what that
-        was to wait for.
+        The dependencies are here because TensorFlow inlines the call and drops
+        those of the call itself.
         """
         read = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(read):
             return self._logs("train_step", batch)
 
     def _logs(self, method: str, batch: Batch) -> States:
-        """What the method returns, flat; `_shapes` keeps the structure."""
+        """Returns the method's logs, flat; `_shapes` keeps the structure."""
         what = f"`{method}` of {type(self.model).__name__}"
         logs = checked_logs(what, getattr(self.model, method)(batch))
         self._shapes = tf.nest.map_structure(lambda t: t.shape, logs)
         return tf.nest.flatten(logs)
 
     def pack(self, states: States) -> tf.Tensor:
-        """All logs in one float64 vector."""
+        """Packs all logs into one float64 vector."""
         flat = [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states]
         return tf.concat([tf.zeros([0], tf.float64), *flat], axis=0)
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
-        """The logs of two dispatches: the later ones."""
+        """Combines the logs of two dispatches: returns the later ones."""
         return later
 
     def result(self, packed: np.ndarray) -> dict[str, float]:
@@ -138,13 +138,13 @@ class KerasStep:
         return flat_floats(tf.nest.pack_sequence_as(self._shapes, values))
 
     def reset(self) -> None:
-        """Has the metrics of training begin anew."""
+        """Resets the metrics of training."""
         self._before = [(v, v.numpy()) for v in self.model.metrics_variables]
         self.model.reset_metrics()
 
     @contextlib.contextmanager
     def shown(self, packed: np.ndarray) -> Iterator[None]:
-        """In it they are what they were at the last `reset`."""
+        """A context in which metrics are as before the last `reset`."""
         try:
             self.go_on(packed)
             yield
@@ -152,7 +152,7 @@ class KerasStep:
             self.model.reset_metrics()
 
     def go_on(self, packed: np.ndarray) -> bool:
-        """Has them go on from the last `reset`; whether one had counted."""
+        """Undoes the last `reset`; returns whether any metric had a state."""
         for variable, value in self._before:
             variable.assign(value)
         return any(np.any(value) for _, value in self._before)

@@ -1,6 +1,6 @@
-"""TensorFlow's fused update kernels, for the Keras rules they equal.
+"""TensorFlow's fused update kernels, for the Keras rules that they match.
 
-One op instead of the five or ten of Keras' own step.
+An update takes one op instead of the five or ten of Keras' own step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _K, _OPS = keras.optimizers, tf.raw_ops
 
 
 def is_fused(optimizer: Optimizer, by_rows: bool) -> bool:
-    """Whether there is one op for the rule, on rows or a whole variable."""
-    # Exact types only: a subclass may mean something else.
+    """Whether a fused op exists for the rule, on rows or a whole variable."""
+    # Exact types only: a subclass may change the rule.
     rule = type(optimizer)
     if rule is _K.SGD:
         return not optimizer.momentum
     if rule is _K.Adagrad:
-        # Keras adds epsilon under the root, the kernel has none: the same to
-        # float precision unless an accumulator is near it.
+        # Keras adds epsilon under the root, the kernel does not: results agree
+        # to float precision unless an accumulator is close to epsilon.
         return optimizer.epsilon <= 1e-5 * optimizer.initial_accumulator_value
     if rule is _K.Adam:
         return not (by_rows or optimizer.amsgrad)
@@ -38,11 +38,11 @@ def fused_update(
     rate: tf.Tensor,
     ids: tf.Tensor | None = None,
 ) -> None:
-    """Applies a gradient by one op, if `is_fused`; see `optimizers.update`.
+    """Applies a gradient with one op, if `is_fused`; see `optimizers.update`.
 
-    The op locks variable and slots (in the order of their addresses), so
-    workers that update the same numbers lose none: those of whole variables
-    do always, and `ResourceScatterNdSub`, but not `ResourceScatterSub`.
+    The op locks the variable and its slots (in the order of their addresses),
+    so workers that update the same numbers lose no update. Ops on whole
+    variables and `ResourceScatterNdSub` lock, `ResourceScatterSub` does not.
     """
     handle = variable.value.handle
     if type(optimizer) is _K.SGD:
@@ -88,8 +88,8 @@ def _ftrl(optimizer: keras.optimizers.Ftrl, rate: tf.Tensor) -> dict[str, Any]:
     }
 
 
-# For each rule: its arguments; names of its slots, the op for a whole variable
-# and that for some rows.
+# For each rule: its arguments, the argument names of its slots, the op for a
+# whole variable and the op for some rows.
 _RULES = {
     _K.Adagrad: (
         lambda _, rate: {"lr": rate, "epsilon": 0.0},

@@ -1,4 +1,4 @@
-"""Which server holds what a pass over a model reads and updates."""
+"""Maps servers to the variables that a pass over a model reads and updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.training import optimizer_checks, optimizers
 
 
 class Updated(NamedTuple):
-    """A part of a model, with an optimizer of its own."""
+    """A part of a model with its own optimizer."""
 
     optimizer: keras.optimizers.Optimizer
     trainable_variables: list[keras.Variable]
@@ -25,38 +25,38 @@ class Updated(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What one server holds."""
+    """The variables that one server holds."""
 
     device: str  # "" is where the step runs.
     reads: list[int]  # Indices in `Layout.reads`.
     shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
-    trained: dict[int, list[keras.Variable]]  # Those of groups that are.
+    trained: dict[int, list[keras.Variable]]  # Only trainable groups.
     growing: dict[int, TracedShards]  # All shards of groups that grow.
 
 
 class Layout:
-    """Which server holds what a pass over a model reads and updates.
+    """Maps servers to the variables that a pass reads and updates.
 
     Args:
         model: A built model with a built optimizer, or a part of it.
         tables: Its `PartitionedEmbedding` layers that the pass looks up.
-        remote: Whether the variables live in other processes, told apart by
-            device. Else all are where the step runs.
-        assigns: Whether `moving` is assigned, for nobody changes it meanwhile;
-            a difference to infinity, or to what is far, says nothing.
+        remote: Whether the variables live in other processes, identified by
+            device. Otherwise all are on the device that runs the step.
+        assigns: Whether to assign new values to `moving`, as nobody else
+            changes it. Adding a difference fails at infinity, and is inexact.
         others: Tables that the pass never reads.
-        rates: `Counters.reads`.
+        rates: The variables in `Counters.reads`.
 
     Attributes:
-        groups: The tables, those of one width and optimizer together.
+        groups: The tables, grouped by width and optimizer.
         dense: Trainable variables that are read as a whole.
-        moving: What else is read, and changed (moving averages).
-        reads: All that is read as a whole: `dense`, `moving`, rates.
-        sums: Indices in `reads` of what counts (`aggregation="sum"`): what
-            several find adds up.
+        moving: Other variables that are read and changed (moving averages).
+        reads: All variables read as a whole: `dense`, `moving`, `rates`.
+        sums: Indices in `reads` of counters (`aggregation="sum"`), for which
+            the changes by several replicas are summed.
         parts: The optimizers that the model's optimizer consists of.
         owners: For each variable in `dense`, the index of its part.
-        servers: What each server holds.
+        servers: The variables that each server holds.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Layout:
             part = alone = None
             if id(table.shards[0]) in self._trained:
                 part = optimizers.owner(model.optimizer, table.shards[0])
-                # The norm of one variable needs its rows alone.
+                # `clipnorm` needs the rows of one variable by themselves.
                 by_norm = optimizers.limit(self.parts[part], "clipnorm")
                 alone = id(table) if by_norm else None
             key = table.output_dim, table.variable_dtype, part, alone
@@ -130,9 +130,9 @@ class Layout:
         return variable.device if self.remote else ""
 
     def warn_of_missing(self, gradients: Sequence[tf.Tensor | None]) -> None:
-        """Warns, as Keras does, of what the loss does not depend on.
+        """Warns, as Keras does, of variables the loss does not depend on.
 
-        `gradients` are of all that is dense, then of the rows of each group.
+        `gradients`: those of `dense`, then those of the rows of each group.
         """
         trained = [[v] for v in self.dense]
         trained += [g.tables if g.part is not None else [] for g in self.groups]
@@ -150,29 +150,29 @@ class Layout:
             )
 
     def check_read(self, read: Sequence[keras.Variable]) -> None:
-        """Raises `ValueError` if rows that are looked up are also `read`."""
+        """Raises `ValueError` if a table that is looked up is in `read`."""
         shards = {id(s) for group in self.groups for s in group.shards}
         for variable in read:
             if id(variable) in shards & self._trained:
                 raise ValueError(
                     f"The model looks up rows of {variable.path!r}, and also "
-                    "reads it as a whole, which would not count for its "
-                    "gradient. Look up the rows that are wanted, or use "
+                    "reads it as a whole, which its gradient would ignore. "
+                    "Look up only the rows that you need, or use "
                     "keras.layers.Embedding."
                 )
 
     def check_updated(self, updated: Sequence[keras.Variable]) -> None:
         """Raises `ValueError` if a pass assigns what the optimizer updates.
 
-        Or what begins at infinity, whence no difference leads; or if a gradient
-        is the next value, as for float8.
+        Also if an assigned variable begins at infinity, to which no difference
+        can be added, or if a gradient is the next value, as for float8.
         """
         for variable in self.dense:
             if variable.overwrite_with_gradient:
                 raise ValueError(
-                    f"The gradient of {variable.path!r} is its next value, by "
-                    "which layers that are quantized to float8 keep their "
-                    "scales. An optimizer of tfdist would subtract it. Train "
+                    f"The gradient of {variable.path!r} is its next value: "
+                    "layers quantized to float8 update their scales in this "
+                    "way. An optimizer of tfdist would subtract it. Train "
                     "in mixed_bfloat16, or with Keras' `fit`."
                 )
         adds = set() if self.assigns else {id(v) for v in self.moving}
@@ -190,7 +190,7 @@ class Layout:
                 raise ValueError(
                     f"Weight {variable.path!r}, which the model assigns, does "
                     "not begin at finite numbers. Workers and devices add up "
-                    "what each changes. Begin near the numbers to come."
+                    "their changes. Begin near the values that are expected."
                 )
 
 

@@ -1,8 +1,8 @@
-"""How steps run: in this process; on workers, see `coordinated_loop.py`.
+"""Runs steps in this process; for workers, see `coordinated_loop.py`.
 
 All loops over a `ModelStep` trace the same dispatch: `steps_per_dispatch`
 steps, unrolled in one `tf.function` (design decision D4). `run(num_steps)` runs
-exactly that many; those that do not fill a dispatch run in dispatches of one.
+exactly that many; steps that do not fill a dispatch are dispatched one by one.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class EndOfInput(Exception):
 
 
 class Loop:
-    """What a session runs; a step adds 1 to `global_step`, a scalar int64."""
+    """Runs a session's steps; each adds 1 to `global_step`, a scalar int64."""
 
-    # What the steps read from, if its position can be saved.
+    # The iterator that the steps read from, if its position can be saved.
     iterator: tf.data.Iterator | None = None
-    # Whether each worker reads a part of the data that nobody else ever reads.
+    # Whether each worker reads a part of the data that no other ever reads.
     fixed_shares = False
     own_batches = False  # Whether other processes read other data.
     resizable = False  # Whether `resize` can be called.
-    # They are 0 when it begins. None: it cannot `begin_again`.
+    # Variables that are 0 when the loop begins. None: it cannot `begin_again`.
     own_variables: list[tf.Variable] | None = None
 
     def __init__(self, global_step: tf.Variable) -> None:
@@ -65,7 +65,7 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Steps applied in the job, as far as `run` has counted them."""
+        """The steps applied in the job, as far as `run` has counted them."""
         return int(self._global_step.numpy())
 
     def run(
@@ -73,26 +73,26 @@ class Loop:
     ) -> dict[str, float]:
         """Runs `num_steps` steps; returns their loss and metrics.
 
-        `watch` is called at least every second while others work; it ends the
-        wait for them by raising. So many steps `ahead` (default: none) may be
-        under way on return, so that nobody waits for the slowest; the next run
-        counts them.
+        `watch` is called at least once a second while workers run steps; it
+        ends the wait by raising an exception. Up to `ahead` steps (default: 0)
+        may still be running on return, so that no worker waits for the slowest;
+        the next run counts them.
 
         Raises:
-            EndOfInput: the input ended before.
+            EndOfInput: The input ended early.
         """
         raise NotImplementedError
 
     def wait_for_steps(self, watch: Watch = unwatched) -> None:
-        """Waits for the steps under way; `step` then counts them too."""
+        """Waits for the steps that are running; `step` then includes them."""
 
     def evaluate(
         self, batches: tf.data.Dataset, watch: Watch = unwatched
     ) -> dict[str, float]:
-        """Loss and metrics of the current parameters; no step is under way.
+        """Returns loss and metrics of the current parameters, between steps.
 
-        Every batch counts once; empty if there is none. A `ValueError` if the
-        loop has no model that can be evaluated.
+        Each batch counts once; the result is empty if there is none. Raises
+        `ValueError` if the loop has no model that can be evaluated.
         """
         raise ValueError(
             "`evaluate` needs a session that trains a Keras model through a "
@@ -100,44 +100,44 @@ class Loop:
         )
 
     def resize(self, cluster: Cluster) -> bool:
-        """Goes on with the workers of `cluster`, all up; False: not now."""
+        """Continues with workers of `cluster`, all up; False if it cannot."""
         raise NotImplementedError
 
     def begin_again(self) -> None:
-        """Goes on, once closed, with the same variables in new memory."""
+        """Restarts a closed loop, with the same variables in new memory."""
         raise NotImplementedError
 
     def check_resize(self, num_processes: int) -> None:
-        """Raises `ValueError` if so many would change the global batch."""
+        """Raises `ValueError` if this would change the global batch."""
 
     def staleness(self) -> np.ndarray | None:
-        """Updates so far by their staleness; None where there is none."""
+        """The number of updates by staleness; None if it is not counted."""
         return None
 
     def input_secs(self) -> np.ndarray:
-        """`[waited for data, all]`: seconds of steps since the last call."""
+        """`[waiting for data, total]` seconds of steps since the last call."""
         return self._input_secs.take()
 
     def compiles(self) -> bool:
-        """Whether a task has begun a function that has not yet run there.
+        """Whether a task is running a function for the first time.
 
-        If a server is lost then, it may look for that server ever after.
+        If a server is lost meanwhile, the task may look for it forever.
         """
         return False
 
     def close(self) -> None:
-        """Ends what the loop has started. It cannot run any more."""
+        """Stops everything the loop has started; it cannot run any more."""
 
     def has_ended(self) -> bool:
-        """Whether another can begin, all tasks up; waits 10 s at most."""
+        """Whether another loop can begin, all tasks up; waits at most 10 s."""
         return True
 
 
 def automatic_steps_per_dispatch(num_variables: int) -> int:
-    """Steps per dispatch where the user did not choose.
+    """The default number of steps per dispatch.
 
-    A dispatch costs the chief three milliseconds of CPU whatever is in it;
-    tracing grows with its steps times the model's variables.
+    A dispatch costs the chief three milliseconds of CPU, whatever its size;
+    tracing time grows with the number of steps times that of variables.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
@@ -146,7 +146,7 @@ def automatic_steps_per_dispatch(num_variables: int) -> int:
 
 
 def dispatch_size(model: keras.Model, wanted: int | None) -> tuple[int, bool]:
-    """Steps per dispatch; whether the user chose them, here or in `compile`."""
+    """Steps per dispatch, and whether the user set them (also in `compile`)."""
     if wanted is None and model.steps_per_execution > 1:
         wanted = model.steps_per_execution
     if wanted is None:
@@ -159,8 +159,8 @@ def dispatch_size(model: keras.Model, wanted: int | None) -> tuple[int, bool]:
 def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
     """Sizes of the dispatches that make up `num_steps` steps.
 
-    Full ones begin at multiples of their size, as what happens every so many
-    steps does.
+    Full dispatches begin at multiples of their size, like events that happen
+    every so many steps.
 
     >>> dispatch_sizes(9, full=4, first_step=3)
     [1, 4, 4]
@@ -173,11 +173,11 @@ def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
 def dispatch(
     steps: Callable[..., tf.Tensor], num_steps: int
 ) -> Callable[..., tf.Tensor]:
-    """What is traced to run `num_steps` steps.
+    """Returns the function to trace for a dispatch of `num_steps` steps.
 
-    It takes an iterator (or the batches), the first step's number, and what
-    else `steps` takes (see `run_steps`). The packed metric states end with what
-    `TimedIterator.seconds` tells.
+    Its arguments are an iterator (or the batches), the first step's number, and
+    the other arguments of `steps` (see `run_steps`). It appends the result of
+    `TimedIterator.seconds` to the packed metric states.
     """
 
     def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
@@ -195,7 +195,7 @@ def run_steps(
     first_step: tf.Tensor,
     *args: Any,
 ) -> tf.Tensor:
-    """Packed metric states of steps; `args` are those of `step.train`."""
+    """Runs steps, passes `args` to `step.train`; returns packed states."""
     states = step.zero_states()
     for i in range(num_steps):
         states = step.train(iterator.get_next(), first_step + i, states, *args)
@@ -210,10 +210,10 @@ def run_steps_ahead(
     fence: Fence | None,
     read_ahead: int = 0,
 ) -> tf.Tensor:
-    """As `run_steps`, on parameter servers, with fewer messages.
+    """Like `run_steps`, on parameter servers, with fewer messages.
 
-    What a step looks up travels with the gradients of the step before, or, as
-    it is read so early, of `read_ahead` steps before that.
+    The ids that a step looks up are sent with the gradients of the step before,
+    or, as parameters are read earlier, of `read_ahead` steps before that.
     """
     states = step.zero_states()
     following = (
@@ -229,11 +229,11 @@ def run_steps_ahead(
 
 
 class LocalLoop(Loop):
-    """Steps of a model in this process, on the batches of `dataset` in order.
+    """Runs a model's steps in this process, on batches of `dataset` in order.
 
-    `steps_per_dispatch` of them in one `tf.function` call: see `dispatch_size`.
-    Where the user did not choose, they run one by one until that has taken as
-    long as tracing more of them will: short jobs begin, and end, sooner.
+    Each `tf.function` call runs `steps_per_dispatch` steps: see
+    `dispatch_size`. By default, steps run one by one until they have taken as
+    long as tracing a full dispatch will: short jobs begin and end sooner.
     """
 
     iterator: tf.data.Iterator
@@ -287,7 +287,7 @@ class LocalLoop(Loop):
                 packed = self._functions[size](source, number).numpy()
                 secs = time.monotonic() - start
                 if self._secs_alone == math.inf:
-                    # A first step takes as long as tracing one.
+                    # The first step takes about as long as tracing one.
                     self._secs_alone = secs * self._full
                 self._secs_alone -= secs
                 first_step += size
@@ -307,7 +307,7 @@ class LocalLoop(Loop):
         if not isinstance(self._step, ModelStep):
             refuse_evaluation(self._step.model)
         if self._evaluation is None:
-            # A step of its own: metrics that are no sums go on in training's.
+            # A separate step: the training step keeps metrics that are no sums.
             step = ModelStep(self._step.model, batches.element_spec)
             evaluate = traced(step.evaluate, reduce_retracing=True)
             self._evaluation = step, evaluate
@@ -318,9 +318,9 @@ class LocalLoop(Loop):
         return metrics_from_states(step.pack(states).numpy(), step)
 
     def _sources(self, num_steps: int) -> Iterator[tuple[Iterable, int]]:
-        """What each dispatch reads from, and its number of steps.
+        """Yields the source that each dispatch reads, and its number of steps.
 
-        Data that may end are read before: a dispatch would lose other steps.
+        If data may end, it is read first: a dispatch would lose other steps.
         """
         each = self._batches_per_step
         full = 1 if self._secs_alone > 0 else self._full
@@ -344,7 +344,7 @@ class LocalLoop(Loop):
         return {f"the input of {self._task}": since}
 
     def _ended_before(self, step: int) -> bool:
-        """Whether the data ended before so many steps, and raised nothing."""
+        """Whether the data ended before `step` without raising an error."""
         return False
 
 
@@ -360,7 +360,7 @@ class FunctionLoop(Loop):
     def run(
         self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
-        """Runs the function; returns what its last call did."""
+        """Runs the function `num_steps` times; returns the last call's logs."""
         logs: Mapping[str, Any] = {}
         for _ in range(num_steps):
             logs = self._function() or {}
@@ -383,30 +383,30 @@ def _number(name: str, value: Any) -> float:
 
 
 class Logs(dict[str, float]):
-    """Loss and metrics of some steps, from which follow those of more."""
+    """Loss and metrics of some steps, to combine with those of others."""
 
     def __init__(self, total: np.ndarray, step: Step) -> None:
         super().__init__(step.result(total))
         self._total, self._step = total, step
 
     def after(self, earlier: Logs | None) -> Logs:
-        """Those of earlier steps and these together, as of one run."""
+        """Returns the logs of earlier steps and these, as if of one run."""
         if earlier is None:
             return self
         total = self._step.joined(earlier._total, self._total)
         return Logs(total, self._step)
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
-        """In it the model's metrics are those of these steps."""
+        """A context in which the model's metrics have these steps' states."""
         return self._step.shown(self._total)
 
     def go_on(self) -> bool:
-        """Has metrics that do not add up go on; whether there are any."""
+        """Continues metrics that are not sums; returns whether any exist."""
         return self._step.go_on(self._total)
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:
-    """Loss and metrics of summed packed states (0.0: none); all begin anew."""
+    """Returns loss and metrics of packed states (0.0: none); resets all."""
     if not isinstance(total, np.ndarray):
         total = step.pack(step.zero_states()).numpy()
     logs = Logs(total, step)

@@ -1,7 +1,7 @@
-"""Tensors from one device to another in as few messages as pay off.
+"""Sends tensors between devices in as few messages as is worthwhile.
 
-Below a megabyte the number of tensors on the wire costs, not their bytes: they
-are packed, one message per dtype. Larger ones go alone: packing is two copies.
+Below a megabyte, cost depends on the number of tensors, not of bytes: they are
+packed, one message per dtype. Larger ones go separately: packing copies twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.embeddings.routing import stacked
 from tfdist.training.fence import Fence
 
-# Bytes from which on copying a tensor costs more than another message.
+# Size in bytes from which copying a tensor costs more than another message.
 _LARGE = 1 << 20
 
 
@@ -30,8 +30,8 @@ def send(
     """Moves tensors from one device to another.
 
     None is the device that runs the step. `shapes` have scalar int32 tensors on
-    `target` where a dimension is not static. What must pass a `fence` begins
-    with its generation.
+    `target` where a dimension is not static. With a `fence`, the first tensor
+    begins with the generation.
     """
     received: list[tf.Tensor] = [None] * len(tensors)
     generation = None
@@ -41,7 +41,7 @@ def send(
             message = tf.concat(flat, axis=0)
         with tf.device(target):
             if fence:
-                assert target is not None  # A server's.
+                assert target is not None  # A server.
                 generation = message[0] if generation is None else generation
                 message = fence.passed(target, generation, message)
             sizes = stacked([_size(shapes[i]) for i in own])
@@ -55,7 +55,7 @@ def send(
 def _messages(
     dtypes: Sequence[tf.DType], shapes: Sequence[list[Any]]
 ) -> list[list[int]]:
-    """Which tensors share a message; the first of all is in the first.
+    """Groups tensors into messages; the first tensor is in the first message.
 
     >>> _messages([tf.float32, tf.int64, tf.float32], [[], [2], [1 << 18]])
     [[0], [1], [2]]
@@ -69,7 +69,7 @@ def _messages(
 
 
 def _size(shape: list[Any]) -> Any:
-    """Number of elements: an int where it is static, else a tensor."""
+    """The number of elements: an int if it is static, else a tensor."""
     dynamic = [d for d in shape if not isinstance(d, int)]
     static = math.prod(d for d in shape if isinstance(d, int))
     return static * dynamic[0] if dynamic else static

@@ -1,4 +1,4 @@
-"""A model's metrics, whose states are tensors that add up (decision D3)."""
+"""A model's metrics, with states as tensors to be summed (decision D3)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ States = list[tf.Tensor]
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
-    """Has Keras make its loss and metric variables, of targets and predictions.
+    """Lets Keras create its loss and metric variables, by a symbolic pass.
 
-    A `ValueError` if a metric is called "loss" or "global_step".
+    Raises `ValueError` if a metric is called "loss" or "global_step".
     """
 
     def run(batch: Any) -> None:
-        # The look-up of a table is dozens of ops, which nothing runs.
+        # A table lookup is dozens of ops, none of which would be run.
         with lookups.answered_by(lookups.Zeros()):
             forward_pass(model, batch, False)
 
@@ -37,7 +37,7 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
     for metric in model.metrics:
         result = metric.result()
         names += result if isinstance(result, Mapping) else [metric.name]
-    # One is Keras' own, or replaces it.
+    # One "loss" is Keras' own metric, or replaces it.
     for name, most in (("loss", 1), ("global_step", 0)):
         if names.count(name) > most:
             raise ValueError(
@@ -48,7 +48,7 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
-    """The metric that Keras has for the loss; a step counts by itself."""
+    """Keras' own metric of the loss, if listed; steps track the loss too."""
     tracker = private_keras.loss_tracker(model)
     return tracker if any(m is tracker for m in model.metrics) else None
 
@@ -59,10 +59,10 @@ def no_sums(
     forwards: Sequence[Forward],
     must_add_up: bool,
 ) -> set[int]:
-    """Ids of the variables of metrics whose values might not add up.
+    """Returns the ids of metric variables whose values may not be sums.
 
     Raises:
-        ValueError: one does not, and they `must_add_up`: several workers do so.
+        ValueError: A value is not a sum, but they `must_add_up` over workers.
     """
     names, found = _own_metrics(model, variables), set()
     for variable in variables:
@@ -77,7 +77,7 @@ def no_sums(
             continue
         name = names[id(variable)]
         adds = all(f.adds_to(variable, variables) for f in forwards)
-        # Keras resets those alone that have a metric in `model.metrics`.
+        # Keras only resets variables of metrics in `model.metrics`.
         is_none = not adds or (name and np.any(variable))
         if must_add_up and is_none:
             raise ValueError(
@@ -88,7 +88,7 @@ def no_sums(
                 "counts (`assign_add`), of which `result` computes the "
                 "metric, or train in one process."
             )
-        # Without a pass to look at, any might be none.
+        # Without a pass to inspect, any of them may not be a sum.
         if is_none or (name and not forwards):
             found.add(id(variable))
     return set() if must_add_up else found
@@ -97,9 +97,9 @@ def no_sums(
 def _own_metrics(
     model: keras.Model, variables: Sequence[keras.Variable]
 ) -> dict[int, str]:
-    """Names of metrics of other classes than Keras', by id of their variables.
+    """The names of metrics that are not Keras', by the id of their variables.
 
-    "" where `model.metrics` lists none that has the variable.
+    The name is "" if no metric in `model.metrics` has the variable.
     """
     names: dict[int, str] = {}
     by_keras: set[int] = set()
@@ -119,12 +119,12 @@ def _is_keras(metric: keras.metrics.Metric) -> bool:
 
 
 class MetricStates:
-    """States of a model's loss and metrics, of which these are the variables.
+    """States of a model's loss and of the `variables` of its metrics.
 
-    They add up, or are `kept` (by id) in the metric's variable, where those of
-    a step that `trains` go on: see `ModelStep`. `results`, last of evaluations,
-    follow from values of `variables`, if not as Keras does; if a step
-    `has_loss`, it is one of them.
+    States add up or, if the variable's id is in `kept`, stay in the variable,
+    from which a step that `trains` continues: see `ModelStep`. The functions
+    `results` compute results from values of `variables`, the last one for
+    evaluations; by default Keras does. With `has_loss`, the loss is a result.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class MetricStates:
         self.reset()
 
     def zero_states(self) -> States:
-        """States that have seen no example; those that are kept go on."""
+        """The states before any example; those kept in variables continue."""
         states = [tf.zeros([], tf.float32)] * 2
         known = zip(self._metrics, self._start, self._stays, strict=True)
         for v, start, stays in known:
@@ -159,28 +159,28 @@ class MetricStates:
                 states.append(tf.convert_to_tensor(v.value))
             elif np.any(start):
                 states.append(tf.constant(start))
-            else:  # No large constant.
+            else:  # Avoids a large constant.
                 states.append(tf.zeros(v.shape, v.dtype))
         return states
 
     def pack(self, states: States) -> tf.Tensor:
-        """All states in one float64 vector: one message, one copy."""
+        """Packs all states into one float64 vector: one message, one copy."""
         self._assign(states[2:])
         flat = [tf.reshape(tf.cast(s, tf.float64), [-1]) for s in states]
         return tf.concat(flat, axis=0)
 
     def joined(self, earlier: Any, later: np.ndarray) -> np.ndarray:
-        """Packed states of two dispatches in one; 0.0 is of none."""
+        """Combines packed states of two dispatches; 0.0 stands for none."""
         kept = np.repeat([False, False, *self._is_kept], self._sizes)
         return np.where(kept, later, earlier + later)
 
     def result(
         self, packed: np.ndarray, evaluated: bool = False
     ) -> dict[str, float]:
-        """Loss and metrics by name, of (a sum of) packed states.
+        """Returns loss and metrics by name, from (a sum of) packed states.
 
-        `loss` is the mean over examples. Empty if there was no example. Of a
-        step that trains they may have been `evaluated`.
+        `loss` is the mean over examples. The result is empty without examples.
+        `evaluated`: whether the states of a training step are an evaluation's.
         """
         loss, weight, *values = self._unpacked(packed)
         if not weight:
@@ -201,7 +201,7 @@ class MetricStates:
 
     @contextlib.contextmanager
     def shown(self, packed: np.ndarray) -> Iterator[None]:
-        """In it the model's metrics, which are not read else, have states."""
+        """A context in which the model's metric variables have these states."""
         try:
             self._assign(self._unpacked(packed)[2:], every=True)
             yield
@@ -209,7 +209,7 @@ class MetricStates:
             self._assign(self._start, every=True)
 
     def _unpacked(self, packed: np.ndarray) -> list[Any]:
-        """Sum of losses, weight, and values of the metrics' variables."""
+        """The sum of losses, the weight, and values of the metric variables."""
         loss, weight, *rest = np.split(packed, np.cumsum(self._sizes)[:-1])
         known = {}
         if self._has_loss and (tracker := loss_tracker(self.model)):
@@ -221,36 +221,36 @@ class MetricStates:
         return [loss.item(), weight.item(), *values]
 
     def reset(self) -> None:
-        """Has states begin anew that the metrics' variables keep."""
+        """Resets the states that are kept in metric variables."""
         self._assign(self._start)
 
     def go_on(self, packed: np.ndarray) -> bool:
-        """Has those go on from packed states; whether there are any."""
+        """Restores kept states from packed ones; returns whether any exist."""
         if any(self._stays):
             self._assign(self._unpacked(packed)[2:])
         return any(self._stays)
 
     def _scope(self, states: States, values: Values = ()) -> TapedScope:
-        """In it variables have these states, and others these values."""
+        """A scope in which metrics have these states, and others `values`."""
         metrics = zip(self._metrics, states[2:], strict=True)
         return TapedScope([*metrics, *values])
 
     def _after(
         self, scope: TapedScope, states: States, loss: tf.Tensor, batch: Any
     ) -> States:
-        """States after a batch; as for Keras, its examples are its weight."""
+        """The states after a batch, weighted by its size as in Keras."""
         weight = num_examples(batch)
         loss_sum = states[0] + mean_to_sum(tf.cast(loss, tf.float32), weight)
         metrics = [scope.get_current_value(v) for v in self._metrics]
         for variable, value in zip(self._metrics, metrics, strict=True):
             value.set_shape(variable.shape)  # Keras 3.12 loses it.
-        # What a model computes of no example may be no number.
+        # A model may compute NaN from a batch without examples.
         pairs = zip(metrics, states[2:], strict=True)
         metrics = [tf.where(weight > 0, new, old) for new, old in pairs]
         return [loss_sum, states[1] + weight, *metrics]
 
     def _assign(self, values: Sequence[Any], every: bool = False) -> None:
-        """Gives variables that training keeps, or `every` one, these values."""
+        """Assigns to the variables that training keeps, or to `every` one."""
         pairs = zip(self._metrics, values, strict=True)
         for (variable, value), stays in zip(pairs, self._stays, strict=True):
             if stays or every:
@@ -258,13 +258,13 @@ class MetricStates:
 
 
 def num_examples(batch: Any) -> tf.Tensor:
-    """Scalar float32."""
+    """The number of examples in a batch, a scalar float32."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     return tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
 
 
 def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
-    """Results by Keras' names; of an array each number.
+    """Flattens results by Keras' names; arrays give one result per element.
 
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
     {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
@@ -278,6 +278,6 @@ def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
             parts = {f"{name}/{i}": v for i, v in flat_floats(each).items()}
         else:
             parts = {name: float(value)}
-        # Of two results of one name Keras would have the last alone.
+        # Keras would keep only the last of two results with the same name.
         flat |= {f"{name}/{n}" if n in flat else n: v for n, v in parts.items()}
     return flat

@@ -14,8 +14,8 @@ import tensorflow as tf
 class MultiOptimizer(keras.optimizers.Optimizer):
     """Different optimizers for different variables of one model.
 
-    What `tf.estimator.DNNLinearCombinedClassifier` did with its
-    `linear_optimizer` and `dnn_optimizer`, for any split of the variables.
+    Generalizes `linear_optimizer` and `dnn_optimizer` of
+    `tf.estimator.DNNLinearCombinedClassifier` to any split of the variables.
 
     >>> optimizer = MultiOptimizer([
     ...     ("wide", keras.optimizers.Ftrl(0.1)),
@@ -25,12 +25,12 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     Args:
         optimizers: `(pattern, optimizer)` pairs. A variable belongs to the
             first pair whose regular expression is found in its `path`; the
-            empty pattern takes all that are left.
+            empty pattern matches all remaining variables.
         name: Name of the optimizer.
 
     Raises:
-        ValueError: no pair, a part with a `loss_scale_factor`, or (when built)
-            a variable that no pattern matches.
+        ValueError: No pair is given, a part has a `loss_scale_factor`, or (when
+            built) no pattern matches a variable.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """0.0: that of no part. To set it is an error."""
+        """0.0, as each part has its own. Setting it raises `ValueError`."""
         return super().learning_rate
 
     @learning_rate.setter
@@ -84,7 +84,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """As `keras.optimizers.Optimizer.apply`, for use outside tfdist."""
+        """See `keras.optimizers.Optimizer.apply`; for use outside tfdist."""
         variables = trainable_variables or self._trainable_variables
         if not self.built:
             self.build(list(variables))
@@ -97,13 +97,13 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]
     ) -> None:
-        """Has each part put the averages it keeps into its variables."""
+        """Lets each part assign the averages it keeps to its variables."""
         for i, part in enumerate(self.parts):
             own = [v for v in var_list if self.owner(v) == i]
             part.finalize_variable_values(own)
 
     def owner(self, variable: keras.Variable) -> int:
-        """Index of the part that updates `variable`."""
+        """Returns the index of the part that updates `variable`."""
         for i, pattern in enumerate(self.patterns):
             if re.search(pattern, variable.path):
                 return i

@@ -1,4 +1,4 @@
-"""What optimizers cannot do here, said before the first step."""
+"""Checks, before the first step, for unsupported optimizer options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfdist.training.optimizers import limit, parts
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises `ValueError` for what workers that share slots cannot do.
+    """Raises `ValueError` for options that fail if workers share slots.
 
-    Which update is the last of so many is known by their number alone, and of
-    a scaled loss some do not count.
+    Only the step number tells which step ends an accumulation; with a scaled
+    loss, some steps do not count.
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     for part in parts(optimizer):
@@ -28,7 +28,7 @@ def check(optimizer: Optimizer) -> None:
 
 
 def check_overridden(optimizer: Optimizer) -> None:
-    """Raises `ValueError` for an optimizer whose own methods nothing calls."""
+    """Raises `ValueError` if an optimizer overrides methods nothing calls."""
     for each in (optimizer, *parts(optimizer)):
         for name in private_keras.METHODS_OF_ALL_GRADIENTS:
             method = getattr(type(each), name)
@@ -42,7 +42,7 @@ def check_overridden(optimizer: Optimizer) -> None:
 
 
 def check_norms(optimizer: Optimizer, remote: bool) -> None:
-    """Raises `ValueError` if an update needs the norm of a sum in parts."""
+    """Raises `ValueError` if clipping needs the norm of a distributed sum."""
     by_norm = ("clipnorm", "global_clipnorm") if remote else ("clipnorm",)
     clips = any(limit(optimizer, name) for name in by_norm)
     if clips and optimizer.gradient_accumulation_steps:

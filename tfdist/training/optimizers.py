@@ -1,9 +1,9 @@
-"""Updates applied where the variable lives (design decision D2).
+"""Applies updates on the variable's own device (design decision D2).
 
 A worker pushes gradients; the optimizer's arithmetic runs on the parameter
 server that holds the variable and its slots, as it did in TF1. Keras' own
-`Optimizer.apply` would run it in the caller, and count `iterations` by reading,
-adding and writing, which loses steps as soon as two workers do it.
+`Optimizer.apply` would run it in the caller, and increment `iterations` by a
+read, an addition and a write, which loses counts when two workers do so.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tfdist.training.slots import (
     slots,
 )
 
-# Their steps depend on norms or products over all rows.
+# Rules whose updates depend on norms or products over all rows.
 _WHOLE_VARIABLE = (keras.optimizers.Lamb, keras.optimizers.Muon)
-# Their code reads a slot's value after it has assigned another, and means the
-# one before, as on other backends; a TensorFlow variable gives it the new one.
+# Rules that read a slot after assigning it and expect its old value, as on
+# other backends; a TensorFlow variable returns the new one.
 _READS_OLD_SLOTS = versions.ScheduleFreeAdamW
 
 
 def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Creates the slots of `variables`, each beside its variable.
+    """Creates the slots of `variables`, each on its variable's device.
 
-    To be called in the strategy's scope: Keras would make them on the chief.
+    Call this in the strategy's scope: Keras would create them on the chief.
     """
     if not optimizer.built:
         optimizer.build(list(variables))
@@ -48,10 +48,10 @@ def build(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
 
 
 def begin(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Has slots begin at the values of their variables, where rules say so.
+    """Initializes slots to their variables' values, where rules require it.
 
-    Keras lets the first step set all averages of `use_ema=True`, which a step
-    that touches some rows of a table cannot.
+    In Keras the first step sets all averages of `use_ema=True`, but a step that
+    updates only some rows of a table cannot.
     """
     for variable in variables:
         part = parts(optimizer)[owner(optimizer, variable)]
@@ -61,7 +61,7 @@ def begin(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
 
 
 def _begun(optimizer: Optimizer, variable: keras.Variable) -> list[Any]:
-    """The slots that begin at the variable's value."""
+    """The slots whose initial value is that of the variable."""
     own = slots(optimizer, variable)
     is_free = isinstance(optimizer, versions.ScheduleFreeAdamW)
     first = own.of_rule[:1] if is_free else []
@@ -69,9 +69,9 @@ def _begun(optimizer: Optimizer, variable: keras.Variable) -> list[Any]:
 
 
 def finish(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> bool:
-    """Puts the averages of `use_ema` into `variables`; whether there are any.
+    """Assigns averages of `use_ema` to `variables`; returns whether any exist.
 
-    As `finalize_variable_values`, but no value leaves its server.
+    Like `finalize_variable_values`, but no value leaves its server.
     """
     found = False
     for variable in variables if optimizer.built else ():
@@ -84,8 +84,8 @@ def finish(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> bool:
 
 
 def parts(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that `optimizer` consists of, usually itself alone."""
-    # The one that applies gradients, once their scale is undone.
+    """The optimizers that `optimizer` consists of, usually just itself."""
+    # A LossScaleOptimizer wraps the one that applies unscaled gradients.
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer, versions.KerasMultiOptimizer):
         return optimizer.optimizers
@@ -94,7 +94,7 @@ def parts(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
-    """Index in `parts(optimizer)` of the one that updates `variable`."""
+    """The index in `parts(optimizer)` of the part that updates `variable`."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer, versions.KerasMultiOptimizer):
         return private_keras.part_index(optimizer, variable)
@@ -103,7 +103,7 @@ def owner(optimizer: Optimizer, variable: keras.Variable) -> int:
 
 
 def part_names(optimizer: Optimizer) -> list[str]:
-    """A name for each of `parts`; the second of two Adagrads is `adagrad_1`."""
+    """The names of `parts`; the second of two Adagrads is `adagrad_1`."""
     names = [part.name for part in parts(optimizer)]
     return [
         f"{name}_{names[:i].count(name)}" if name in names[:i] else name
@@ -112,12 +112,12 @@ def part_names(optimizer: Optimizer) -> list[str]:
 
 
 def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
-    """Raises `ValueError` for a rule that cannot update some rows."""
+    """Raises `ValueError` if the rule cannot update only some rows."""
     own = slots(optimizer, variable).of_rule
     has_other_shapes = any(v.shape != variable.shape for v in own)
     if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
-            f"The rule of {type(optimizer).__name__} is about a variable as a "
+            f"The rule of {type(optimizer).__name__} is for a variable as a "
             f"whole, so it cannot update some rows of {variable.path!r}. Use "
             "tfdist.MultiOptimizer to give tables another optimizer, for "
             "example Adagrad."
@@ -129,7 +129,7 @@ def learning_rate(
 ) -> tf.Tensor:
     """The learning rate of one of `parts`, a float32 scalar.
 
-    `values`: pairs of variables and what they are, not to be read again.
+    `values`: pairs of variables and their values, which are not read again.
     """
     known = [(private_keras.counter(optimizer), iteration), *values]
     with keras.StatelessScope(known):
@@ -147,15 +147,15 @@ def update(
     """Applies a gradient; the caller opens the variable's device scope.
 
     With `ids` (int64, unique) the optimizer's own rule runs on these rows of
-    the variable and of its slots. That is Keras' result for every rule that
-    leaves rows with a zero gradient alone: SGD, Adagrad, and Ftrl for a table
-    that starts at zeros, with a constant learning rate and no
-    `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that no
-    gradient ever reached to zero). A rule that moves them all the same
-    (moments, momentum, weight decay, moving averages) moves a row only when it
-    is looked up, like the "lazy" optimizers of TF1's contrib.
+    the variable and of its slots. The result equals that of Keras for rules
+    that do not change rows with a zero gradient: SGD, Adagrad, and Ftrl for a
+    table that starts at zeros, with a constant learning rate and no
+    `l2_shrinkage_regularization_strength` (Keras' dense Ftrl sets rows that
+    never had a gradient to zero). Rules that do change them (moments, momentum,
+    weight decay, moving averages) change a row only when it is looked up, like
+    the "lazy" optimizers of TF1's contrib.
 
-    `optimizer` is the part that owns `variable`, `rate` is from
+    `optimizer` is the part that owns `variable`, `rate` comes from
     `learning_rate`, `iteration` (int64) counts the updates before this one.
     """
     target, decay = variable.value, _decay(optimizer, variable)
@@ -182,7 +182,7 @@ def update(
 def is_one_op(
     optimizer: Optimizer, variable: keras.Variable, by_rows: bool
 ) -> bool:
-    """Whether an update is one op, during which others wait."""
+    """Whether an update is a single op, which locks the variable."""
     return is_fused(optimizer, by_rows) and not (
         _decay(optimizer, variable)
         or optimizer.use_ema
@@ -197,12 +197,12 @@ def _follow(
     iteration: tf.Tensor,
     ids: tf.Tensor | None,
 ) -> None:
-    """Does what follows every step, also one whose gradients were kept."""
+    """Updates averages and applies constraints, even if gradients are kept."""
     target = variable.value
     if optimizer.use_ema:
         average = slots(optimizer, variable).average.value
         updates = _updates(optimizer, iteration)
-        # All the way to the variable at the first update.
+        # At the first update, the average is set to the variable's value.
         later = tf.cast(updates > 0, tf.float32)
         weight = tf.cast(1.0 - later * optimizer.ema_momentum, variable.dtype)
         difference = rows_of(target, ids) - rows_of(average, ids)
@@ -228,14 +228,14 @@ def apply(
     iteration: tf.Tensor,
     shared: bool = False,
 ) -> None:
-    """Applies a step's `(variable, gradient, ids)`, or keeps them for later.
+    """Applies or accumulates a step's `(variable, gradient, ids)` triples.
 
-    With `gradient_accumulation_steps` the last of so many steps applies the
-    mean, of what has arrived by then from all workers. Shards that grow come
-    together, as `GrowingShards`, and their keys as `Found`; these get rows.
+    With `gradient_accumulation_steps`, the last of that many steps applies the
+    mean of the gradients that all workers have sent by then. Growing shards are
+    passed together, as `GrowingShards` with keys in `Found`; new keys get rows.
 
-    If others may do so at the same moment (`shared`), they take turns, so no
-    number is lost: by variable where an update `is_one_op`, else by device.
+    If others may apply updates at the same time (`shared`), they take turns so
+    that none is lost: per variable if each update `is_one_op`, else per device.
     """
     found = [
         own for each in found for own in _claimed(optimizer, *each, iteration)
@@ -286,11 +286,11 @@ def _claimed(
     ids: Any,
     iteration: tf.Tensor,
 ) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor | None]]:
-    """Of each shard that grows the gradient and its rows, claimed if new."""
+    """The gradient and rows of each growing shard; claims rows for new keys."""
     if not isinstance(variable, GrowingShards):
         return [(variable, gradient, ids)]
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
-    begins = {"accumulator": first}  # In Keras' rules; the rest at zero.
+    begins = {"accumulator": first}  # As in Keras; other slots at zero.
     beside: list[Beside] = []
     for shard in variable.shards:
         kinds = named_slots(optimizer, shard) if variable.evicts else {}
@@ -304,7 +304,7 @@ def _claimed(
 
 
 def _is_due(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
-    """Whether a step is the last of those whose gradients accumulate."""
+    """Whether a step is the last of those that accumulate gradients."""
     steps = optimizer.gradient_accumulation_steps or 1
     return tf.equal((iteration + 1) % steps, 0)
 
@@ -312,9 +312,9 @@ def _is_due(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
 def _mean(
     optimizer: Optimizer, variable: keras.Variable, by_rows: bool
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Takes the mean of the gradients that were kept, and the ids of its rows.
+    """Takes the mean of the accumulated gradients, and the ids of its rows.
 
-    What others add meanwhile stays for the next update.
+    Gradients that others add meanwhile are left for the next update.
     """
     total, ids = slots(optimizer, variable).total.value, None
     if by_rows:
@@ -330,7 +330,7 @@ def begin_step(
     finite: tf.Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """Updates the product of Nadam's schedule; `shared` is as of `apply`."""
+    """Updates Nadam's momentum product; for `shared` see `apply`."""
     if not (isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built):
         return
     product = private_keras.nadam_product(optimizer).value
@@ -353,10 +353,10 @@ def begin_step(
 
 
 def clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Clips all gradients of a part as its options say.
+    """Clips all gradients of a part according to its options.
 
-    The gradient of a table is that of its unique rows, whose norm is the same.
-    Of gradients that accumulate, the mean is clipped.
+    A table's gradient is that of its unique rows, which has the same norm. If
+    gradients are accumulated, their mean is clipped instead.
     """
     if optimizer.loss_scale_factor is not None:
         gradients = [g / optimizer.loss_scale_factor for g in gradients]
@@ -375,12 +375,12 @@ def _clip(optimizer: Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def limit(optimizer: Optimizer, name: str) -> float:
-    """`clipnorm` or its like; 0 for none, as Keras takes one below zero."""
+    """The value of `clipnorm` or a similar option; 0 if None or negative."""
     return max(getattr(optimizer, name) or 0, 0)
 
 
 def _updates(optimizer: Optimizer, iteration: tf.Tensor) -> tf.Tensor:
-    """Updates before an iteration, as Keras counts them: not all steps are."""
+    """The number of updates, as Keras counts them, before an iteration."""
     return iteration // (optimizer.gradient_accumulation_steps or 1)
 
 
@@ -395,7 +395,7 @@ def _decay(optimizer: Optimizer, variable: keras.Variable) -> float | None:
     """The weight decay that applies to `variable`."""
     decay = optimizer.weight_decay
     if isinstance(optimizer, keras.optimizers.Muon):
-        # It trains some variables by AdamW, and these alone have a velocity.
+        # Muon trains some variables with AdamW; only these have a velocity.
         index = private_keras.variable_index(optimizer, variable)
         if optimizer.adam_velocities[index] is not None:
             decay = optimizer.adam_weight_decay

@@ -1,9 +1,9 @@
-"""A model's own `train_step` between replicas and on parameter servers.
+"""A model's own `train_step` on replicas and on parameter servers.
 
-On servers, and where tables are partitioned, it runs as a function of values,
-and what it gives to `optimizer.apply`, once, is taken to where the variables
-are. Else each update of replicas happens at once (`updates.py`). In one process
-see `keras_step.py`.
+With parameter servers or partitioned tables, it runs as a function of values,
+and the gradients that it passes to `optimizer.apply`, once, are sent to the
+variables' devices. Otherwise replicas apply each update at once (`updates.py`).
+For a single process, see `keras_step.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _take: contextvars.ContextVar[Take | None] = contextvars.ContextVar(
 
 
 class OwnStep:
-    """The `train_step` of a model, and what it does."""
+    """The `train_step` of a model, with control over its updates."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class OwnStep:
             _hand_over(optimizer)
 
     def trace(self, batch: Any) -> dict[str, Any]:
-        """The logs; writes down which optimizers update what."""
+        """Returns the logs; records which optimizers update what."""
         self._updates, before = [], len(self._model.trainable_variables)
         try:
             return self.logs(batch, lambda *given: self._updates.append(given))
@@ -54,7 +54,7 @@ class OwnStep:
             refuse_new_variables(self._model, before)
 
     def logs(self, batch: Any, take: Take) -> dict[str, Any]:
-        """Runs it on a batch; its optimizers call `take`."""
+        """Runs `train_step` on a batch; its optimizers call `take`."""
         token = _take.set(take)
         try:
             logs = checked_logs(self._name, self._model.train_step(batch))
@@ -78,7 +78,7 @@ class OwnStep:
         read: Parameters,
         tables: Sequence[Any],
     ) -> list[tf.Tensor | None]:
-        """What it applies to dense variables and to the rows that were read."""
+        """The gradients that the step applies to dense variables and rows."""
         sources = [*layout.dense, *(group.shards[0] for group in layout.groups)]
         values = [*read.values[: len(layout.dense)], *read.rows]
         for variable, value in zip(sources, values, strict=True):
@@ -101,7 +101,7 @@ class OwnStep:
     def means(
         self, forward: Forward, states: Sequence[keras.Variable]
     ) -> list[keras.Variable]:
-        """Has logs of more than `states` be means; returns their variables."""
+        """Creates means for non-metric logs; returns their variables."""
         names = forward.no_results(states)
         means = {name: keras.metrics.Mean(name=name) for name in names}
         self._means |= means
@@ -116,12 +116,12 @@ class OwnStep:
         return {each: list(own.values()) for each, own in found.items()}
 
     def used(self, seeds: Sequence[keras.Variable]) -> list[tf.Variable]:
-        """What it goes on from: slots of its optimizers, and these seeds."""
+        """The variables that steps continue from: slots and `seeds`."""
         slots = [v for optimizer in self.updated() for v in optimizer.variables]
         return [v.value for v in (*seeds, *slots)]
 
     def check(self, forward: Forward, has_replicas: bool) -> None:
-        """Raises `ValueError` for what can only be done in one process."""
+        """Raises `ValueError` for a step that only works in one process."""
         compiled, updated = self._model.optimizer, self.updated()
         for each in updated:
             optimizer_checks.check_overridden(each)
@@ -156,7 +156,7 @@ class OwnStep:
 
 
 def checked_logs(what: str, logs: Any) -> dict[str, Any]:
-    """What a model's step has returned, as tensors; an error if no logs are."""
+    """Converts a model's logs to tensors; raises an error for invalid logs."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"{what} must return a dictionary of logs. Received: {logs!r}."
@@ -181,7 +181,7 @@ def checked_logs(what: str, logs: Any) -> dict[str, Any]:
 def with_others(
     named: Mapping[str, Saveable], used: Sequence[tf.Variable]
 ) -> dict[str, Saveable]:
-    """What a checkpoint holds: `named`, and what else a step has used."""
+    """All that a checkpoint stores: `named`, and other variables `used`."""
     known: set[int] = set()
     for whole in named.values():
         known |= {id(v) for v in getattr(whole, "variables", [whole])}
@@ -197,7 +197,7 @@ def with_others(
 
 
 def _hand_over(optimizer: Optimizer) -> None:
-    """Has an optimizer give gradients to who runs an `OwnStep`."""
+    """Makes an optimizer pass gradients to the caller of an `OwnStep`."""
     own = optimizer.apply
 
     def apply(
@@ -209,7 +209,7 @@ def _hand_over(optimizer: Optimizer) -> None:
             own(grads, trainable_variables)
             return
         variables = trainable_variables or trained(optimizer)
-        # `IndexedSlices` are summed up, row by row.
+        # Sums the slices of each row of `IndexedSlices`.
         gradients = [g if g is None else tf.convert_to_tensor(g) for g in grads]
         take(optimizer, list(zip(variables, gradients, strict=True)))
 

@@ -1,4 +1,4 @@
-"""What passes over a model read: their graphs, tables and layouts."""
+"""Passes over a model: their graphs, tables and layouts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.own_step import OwnStep
 
-# A model may look up other tables in each.
+# A model may look up different tables in each mode.
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
-# Until all variables are known: seeds, metrics not listed, means of logs.
+# Traces until all variables are known: seeds, unlisted metrics, log means.
 _TRACES = 5
 
 
 class Passes:
-    """What passes over a model read, for each mode and kind of batch.
+    """Graphs, tables and layouts of passes, for each mode and batch spec.
 
     Args:
-        model: A compiled, built model.
+        model: A compiled and built model.
         own: Its own training step, if it has one.
-        remote: As for `ModelStep`.
-        has_replicas: Whether several run each step together.
+        remote: See `ModelStep`.
+        has_replicas: Whether several replicas run each step in sync.
 
     Attributes:
         seeds: The states of random generators that passes draw from.
-        metrics: The variables of metrics that they update; both grow.
-        tables: For each mode, the tables that it looks up.
+        metrics: The metric variables that passes update. Both lists grow.
+        tables: For each mode, the tables that the model looks up.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Passes:
         self._generator = private_keras.seed_generator()
 
     def use_seed_generator(self) -> None:
-        """Has this thread draw from the global generator that passes have."""
+        """Makes this thread draw from the passes' global seed generator."""
         private_keras.use_seed_generator(self._generator)
 
     def forward(self, mode: str, batch: Any) -> Forward:
-        """The graph of a pass over batches like `batch`, or of its spec."""
+        """The graph of a pass over batches like `batch`, or with that spec."""
         spec = specs(batch)
         flat = tf.nest.flatten(spec, expand_composites=True)
         key = mode, repr([(s.shape, s.dtype) for s in flat])
@@ -77,19 +77,19 @@ class Passes:
                 tables = list(dict.fromkeys(forward.tables))
                 self.tables.setdefault(mode, tables)
                 return forward
-            # Those of Keras' global generator, and of metrics not listed.
+            # Those of Keras' global generator and of unlisted metrics.
             self.seeds += [v for v in others if is_seed(v)]
             metrics = [v for v in others if not is_seed(v)]
             self._check_kept(metrics)
             self.metrics += metrics
         raise ValueError(
-            f"Model {self._model.name!r} has other variables each time that it "
-            f"is called: {[v.path for v in others]}. Make them once, in its "
+            f"Model {self._model.name!r} creates other variables each time it "
+            f"is called: {[v.path for v in others]}. Create them once, in its "
             "`__init__` or `build`."
         )
 
     def _check_kept(self, metrics: list[keras.Variable]) -> None:
-        """Raises `ValueError` for what is none, and in no checkpoint."""
+        """Raises `ValueError` for variables that are not metrics, nor saved."""
         for variable in metrics:
             if variable.aggregation != "sum":
                 raise ValueError(
@@ -97,7 +97,7 @@ class Passes:
                     "which is neither among its `variables` nor a metric's, "
                     "so no checkpoint would hold it. Make it a weight of a "
                     "layer (`add_weight(trainable=False)`); the states of an "
-                    "RNN with `stateful=True` are none: give it "
+                    "RNN with `stateful=True` are not weights: pass an "
                     "`initial_state`, or leave `stateful` out."
                 )
 
@@ -114,7 +114,7 @@ class Passes:
             return forward_pass(model, batch, mode == TRAINING)[1]
 
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
-        # Slots are none of a model's business.
+        # Only scalars: a model does not read slots.
         scalars = [v for v in model.optimizer.variables if not len(v.shape)]
         read = [*model.trainable_variables, *fixed, *self.metrics, *scalars]
         forward = Forward(run, spec, list(self.seeds), read)
@@ -124,7 +124,7 @@ class Passes:
     def layout(
         self, mode: str, batch: Any, rates: Sequence[keras.Variable] = ()
     ) -> Layout:
-        """Where the variables are that a pass reads; in training, `rates`."""
+        """The layout of variables that a pass reads, including `rates`."""
         if mode not in self._layouts:
             self.forward(mode, batch)
             self._layouts[mode] = Layout(

@@ -1,7 +1,7 @@
-"""Replicas that run each step together, and all-reduce what they found.
+"""Replicas that run each step in sync and all-reduce its gradients.
 
-As of `tf.distribute`'s synchronous strategies: each has a copy of every
-variable, and learns the mean of what all find in their shares of the batch.
+As in `tf.distribute`'s synchronous strategies, each has a copy of every
+variable, and applies the mean gradient of all shares of the batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _context = tf.distribute.get_replica_context
 
 
 class Replicas:
-    """What a step asks of the replicas beside its own, called by each of them.
+    """The collective operations of a step, called by each replica.
 
-    `anchor` is any variable that was made in the strategy's scope.
+    `anchor` is any variable that was created in the strategy's scope.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class Replicas:
     ) -> None:
         self.strategy, self.num = strategy, strategy.num_replicas_in_sync
         # Whether a step for which no replica has an example does not count.
-        # That costs no message: how many there are comes with the gradients.
+        # This costs no message: gradients come with the number of examples.
         self.skips_empty = False
         self._anchor = anchor
         # TensorFlow traces each replica on a thread of its own.
         self._traced = threading.local()
 
     def index(self) -> tf.Tensor:
-        """Which replica this is, a scalar int32 from 0."""
+        """The index of this replica, a scalar int32 from 0."""
         return tf.convert_to_tensor(_context().replica_id_in_sync_group)
 
     def sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -57,13 +57,13 @@ class Replicas:
         size: tf.Tensor,
         counts: Collection[int] = (),
     ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
-        """Means over all examples, and how many these are.
+        """Returns means over all examples, and the number of these.
 
-        From those over this replica's `size` examples, a scalar float32, maybe
-        0. Of the indices `counts`, sums; of None, None.
+        `tensors` are means over this replica's `size` examples, a scalar
+        float32 that may be 0. Those at `counts` are summed; None stays None.
         """
         known = {i: t for i, t in enumerate(tensors) if t is not None}
-        # Sums may be too large for what has two bytes.
+        # Sums may overflow a dtype of two bytes.
         wide = [tf.cast(t, _WIDE.get(t.dtype, t.dtype)) for t in known.values()]
         any_here = tf.cast(size > 0, size.dtype)
         sizes = [any_here if i in counts else size for i in known]
@@ -76,10 +76,10 @@ class Replicas:
         return means, total
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The tensors of all replicas, one after the other along axis 0."""
+        """Concatenates the tensors of all replicas along axis 0."""
         if not self.skips_empty:
             return _context().all_gather(tensor, axis=0)
-        # Of nothing at all TensorFlow dies by SIGSEGV: the last adds a row.
+        # TensorFlow crashes (SIGSEGV) if all are empty: the last adds a row.
         is_last = tf.cast(self.index() == self.num - 1, tf.int32)
         paddings = [[0, is_last], *[[0, 0]] * (tensor.shape.rank - 1)]
         return _context().all_gather(tf.pad(tensor, paddings), axis=0)[:-1]
@@ -87,7 +87,7 @@ class Replicas:
     def unless_empty(
         self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Tensors `after` a step; those `before` it, if it was skipped."""
+        """Returns tensors `after` a step, or `before` it if it was skipped."""
         if not self.skips_empty:
             return list(after)
         counts = self._traced.total > 0
@@ -97,7 +97,7 @@ class Replicas:
     def update(self, function: Callable[[Any], object], args: Any) -> None:
         """Calls `function(args)` where each variable is this replica's copy.
 
-        A replica by itself may not assign to a copy. To be called after `mean`.
+        Elsewhere, a replica may not assign to a copy. Call this after `mean`.
         """
 
         def update_one(_: tf.Variable, total: tf.Tensor, args: Any) -> None:
@@ -117,24 +117,24 @@ class Replicas:
 
 
 def as_dtype(mean: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """A mean; a whole number, as one that counts steps, stays one."""
+    """Casts a mean to `dtype`; rounds it for integers, such as step counts."""
     return tf.cast(tf.round(mean) if dtype.is_integer else mean, dtype)
 
 
 def mean_to_sum(mean: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """The sum of `size` values of this mean; of none, whatever it is, zero."""
+    """The sum of `size` values with this mean; 0 for none, even of NaN."""
     total = mean * tf.cast(size, mean.dtype)
     return tf.where(size > 0, total, tf.zeros_like(total))
 
 
 def share(batch: Any, index: int, num: int) -> Any:
-    """One of `num` shares of a batch, which differ by one example at most.
+    """One of `num` shares of a batch, whose sizes differ by at most one.
 
     >>> [share(tf.range(5), i, 2).numpy().tolist() for i in range(2)]
     [[0, 1], [2, 3, 4]]
 
-    The batch may hold ragged and sparse tensors. Where its size is static and
-    divides by `num`, so is that of the shares.
+    The batch may contain ragged and sparse tensors. If its size is static and
+    divisible by `num`, the shares have a static size, too.
     """
     leaf = tf.nest.flatten(batch)[0]
     size = leaf.shape[0]
@@ -145,7 +145,7 @@ def share(batch: Any, index: int, num: int) -> Any:
 
 
 def without_examples(spec: Any) -> Any:
-    """A batch of no example, for a `dataset.element_spec`.
+    """A batch without examples, for a `dataset.element_spec`.
 
     >>> spec = {"x": tf.TensorSpec([8, None, 3]), "y": tf.TensorSpec([None, 1])}
     >>> {k: v.shape.as_list() for k, v in without_examples(spec).items()}
@@ -161,7 +161,7 @@ def _no_rows(spec: tf.TypeSpec) -> Any:
         return tf.RaggedTensor.from_nested_row_splits(
             tf.zeros([0, *inner], spec.dtype), [splits] * spec.ragged_rank
         )
-    # Layers may refuse an axis of length 0 that is not the batch's.
+    # Layers may reject an axis of length 0 other than the batch axis.
     inner = [1 if size is None else size for size in spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):
         indices = tf.zeros([0, 1 + len(inner)], tf.int64)

@@ -1,11 +1,11 @@
-"""Steps on several replicas in sync: devices of this process, or of several.
+"""Runs steps on several replicas in sync: devices of one or many processes.
 
-Each replica gets a share of the global batch and the mean of what all of them
-found (`replicas.py`), so the weights are those of one device that had the whole
-batch. Layers that look at their whole batch see the share alone:
-`BatchNormalization` normalizes by it, unless it is `synchronized`, and moves
-its averages by the mean over replicas. What is added to weights with
-`aggregation="sum"` adds up.
+Each replica gets a share of the global batch and applies the mean of all
+gradients (`replicas.py`), so the weights equal those of one device with the
+whole batch. Layers that depend on their whole batch see only the share:
+`BatchNormalization` normalizes by the share, unless it is `synchronized`, and
+updates its averages with the mean over replicas. Changes of weights with
+`aggregation="sum"` are summed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tfdist.training.step import ModelStep
 
 
 class ReplicatedLoop(LocalLoop):
-    """Steps on the replicas of a synchronous strategy.
+    """Runs steps on the replicas of a synchronous strategy.
 
-    Batches of their own may end sooner on some replicas: those then take part
-    with no example, until the data of the last have ended. (On TPUs, whose
-    shapes are fixed, all end with the first.)
+    With `own_batches`, the data of some replicas may end sooner: these then
+    take part without examples until the data of the last replica has ended. (On
+    TPUs, whose shapes are fixed, all end with the first.)
 
     Args:
-        step: Made with `replicas`.
+        step: A `ModelStep` created with `replicas`.
         dataset: The global batches, the same in every process, of which some
-            replicas may get one example less than others; with `own_batches`
-            those of this process's replicas, one for each.
-        strategy: A synchronous one, of these `replicas`.
-        context: What the function that has returned the batches was given.
+            replicas may get one example less than others; with `own_batches`,
+            the batches of this process's replicas, one for each.
+        strategy: The synchronous strategy of `replicas`.
+        context: The context that was passed to the function of the batches.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ReplicatedLoop(LocalLoop):
             self._secs_alone = 0.0  # All processes run the same functions.
 
     def check_resize(self, num_processes: int) -> None:
-        """As for `Loop`; shares of global batches may be of any size."""
+        """See `Loop.check_resize`; shares of global batches have any size."""
         if self._context is not None:
             self._context.check(num_processes * self._num_here)
 
     def _ended_before(self, step: int) -> bool:
-        """Steps for which nobody had an example did not count."""
+        """Steps for which no replica had an example did not count."""
         return self._replicas.skips_empty and self.step < step
 
     def _steps(
@@ -92,7 +92,7 @@ class ReplicatedLoop(LocalLoop):
         return self._step.pack([local(state)[0] for state in states])
 
     def _batches(self, num_steps: int, iterator: TimedIterator) -> Any:
-        """Each replica's batches: its own, or its shares of global ones."""
+        """Each replica's batches: its own, or its shares of global batches."""
         read = [
             [iterator.get_next() for _ in range(self._batches_per_step)]
             for _ in range(num_steps)

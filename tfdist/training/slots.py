@@ -1,7 +1,7 @@
-"""What an optimizer keeps of a variable, and some rows in their place.
+"""The slots that an optimizer keeps of a variable, and views of their rows.
 
-Keras writes an update as code on a variable and its slots. `RowView` lets the
-same code run on some rows of them, so each rule is written once, in Keras.
+Keras writes an update rule as code on a variable and its slots. `RowView` lets
+that code run on some of their rows, so each rule is written once, in Keras.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tfdist._tf.private_keras import nadam_product, slot_lists, variable_index
 
 
 class Slots(NamedTuple):
-    """What an optimizer keeps of one variable; None: it does not."""
+    """The slots of one variable; None if the optimizer has no such slot."""
 
-    average: Any  # Moving, of `use_ema`.
-    total: Any  # Of gradients, for `gradient_accumulation_steps`.
+    average: Any  # Moving average, of `use_ema`.
+    total: Any  # Sum of gradients, for `gradient_accumulation_steps`.
     of_rule: list[keras.Variable]
 
 
 def slots(optimizer: Optimizer, variable: keras.Variable) -> Slots:
-    """The slots of `variable`; Keras makes those of all rules first."""
+    """The slots of `variable`; Keras lists those common to all rules first."""
     index = variable_index(optimizer, variable)
     every = [each[index] for each in slot_lists(optimizer).values()]
     own = [slot for slot in every if slot is not None]
@@ -40,8 +40,8 @@ def named_slots(
 ) -> dict[str, keras.Variable]:
     """The slots of `variable` by kind, such as `momentum`.
 
-    The kind is what Keras puts behind the variable's name in the slot's, or, as
-    of Adafactor's factors, the name of the attribute that lists them.
+    The kind is what follows the variable's name in the slot's name, or, as for
+    Adafactor's factors, the name of the attribute that lists the slots.
     """
     index = variable_index(optimizer, variable)
     prefix = variable.path.replace("/", "_") + "_"
@@ -49,7 +49,7 @@ def named_slots(
     named = {}
     for attribute, each in slot_lists(optimizer).items():
         slot, kind = each[index], attribute.strip("_")
-        if id(slot) in own:  # Not None, nor the dummy of a variable without.
+        if id(slot) in own:  # Neither None nor Keras' dummy for no slot.
             if slot.name.startswith(prefix):
                 kind = slot.name.removeprefix(prefix)
             named[kind] = slot
@@ -57,7 +57,7 @@ def named_slots(
 
 
 def shared_name(optimizer: Optimizer, variable: keras.Variable) -> str:
-    """Name of one that an optimizer keeps for all its variables together."""
+    """The name of a variable that an optimizer keeps for all its variables."""
     is_nadam = isinstance(optimizer, keras.optimizers.Nadam)
     if is_nadam and variable is nadam_product(optimizer):
         return "momentum_product"  # Keras gives it no name of its own.
@@ -72,10 +72,10 @@ def rows_of(variable: tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
 
 
 class AssigningScope(keras.StatelessScope):
-    """In it `variable.assign` assigns, as `optimizer.assign` does."""
+    """A scope in which `variable.assign` assigns, as in `optimizer.assign`."""
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Instead of keeping it for whoever asks the scope."""
+        """Assigns the value instead of recording it in the scope."""
         variable, value = update
         variable.value.assign(value)
 
@@ -83,8 +83,8 @@ class AssigningScope(keras.StatelessScope):
 class RowView:
     """Some rows of a variable, or all, as its value in a scope.
 
-    An optimizer reads and assigns them as it would the whole variable;
-    `scatter` writes them back. What it has read before it assigns stays.
+    An optimizer reads and assigns these rows as it would the whole variable;
+    `scatter` writes them back. Values read before an assignment do not change.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RowView:
         self._rows = rows_of(self._variable, ids)
         self.dtype = self._variable.dtype
         self._unique_id = unique_id(self._variable)
-        # The scope's constructor would have made a tensor of it.
+        # The scope's constructor would have converted it to a tensor.
         scope.state_mapping[self._key] = self
 
     def __tf_tensor__(

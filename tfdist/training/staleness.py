@@ -1,8 +1,8 @@
-"""Staleness: how old the parameters are that a gradient was computed from.
+"""Staleness: the age of the parameters that a gradient was computed from.
 
-With asynchronous updates, others land between a step's read of the parameters
-and its write. For each update the server that holds `global_step` counts them;
-nothing more travels over the network.
+With asynchronous training, other updates are applied between a step's read of
+the parameters and its write. The server that holds `global_step` counts these
+for each update, without further network traffic.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PERCENTILES = (50, 90, 99)
 
 
 class StalenessCounter:
-    """A histogram of all updates by their staleness, beside `global_step`.
+    """A histogram of all updates by staleness, on the `global_step` device.
 
-    `global_step` is not read at the very moment of the parameters' reads and
-    writes: a value may be off by what lands in that fraction of a millisecond.
+    `global_step` is not read at the exact moment of the parameters' reads and
+    writes: a value may be off by the updates in that fraction of a millisecond.
     """
 
     def __init__(self, global_step: tf.Variable) -> None:
@@ -36,7 +36,7 @@ class StalenessCounter:
             return tf.identity(self._global_step.read_value())
 
     def count(self, before: tf.Tensor) -> None:
-        """Counts an update that `global_step` counts; `before`: see `read`."""
+        """Counts an update, after `global_step` did; `before`: see `read`."""
         with tf.device(self._global_step.device):
             others = self._global_step.read_value() - before - 1
             index = tf.clip_by_value([others], 0, MAX_STALENESS)
@@ -49,16 +49,16 @@ class StalenessCounter:
 
 
 class StalenessBound:
-    """Has dispatches wait, so that no update is staler than `most`.
+    """Delays dispatches so that no update is staler than `most`.
 
     As in the stale synchronous parallel model (Ho et al. 2013), fast workers
-    wait for the slowest: a dispatch begins once it is sure, for itself and for
-    each that is under way, that at most `most` updates of others can land
-    before it ends. One that dies is waited for until that is noticed. With 0
-    one dispatch runs at a time.
+    wait for the slowest: a dispatch begins once it is certain that, before it
+    or any running dispatch ends, at most `most` updates of others can be
+    applied. A dispatch whose worker dies counts until the failure is noticed.
+    With 0, one dispatch runs at a time.
     """
 
-    _SECS = 0.05  # A worker that waited so long leaves the queue to the others.
+    _SECS = 0.05  # A worker that waited this long yields the queue to others.
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,17 +66,17 @@ class StalenessBound:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all that are under way."""
+        """Forgets all running dispatches."""
         self._sizes: dict[Hashable, int] = {}  # In steps.
-        self._others: dict[Hashable, int] = {}  # Steps beside it so far.
+        self._others: dict[Hashable, int] = {}  # Concurrent steps so far.
 
     def limited(self, size: int, num_workers: int) -> int:
-        """A dispatch's size for which workers of one speed hardly wait."""
+        """The dispatch size at which workers of equal speed hardly wait."""
         beside = 2 * (num_workers - 1)  # Each ends one and begins another.
         return min(size, max(1, self._most // beside)) if beside else size
 
     def begin(self, dispatch: Hashable, size: int) -> bool:
-        """Whether a dispatch of `size` steps begins, within 0.05 s."""
+        """Begins a dispatch of `size` steps, or returns False after 0.05 s."""
 
         def fits() -> bool:
             others = [each + size for each in self._others.values()]
@@ -92,7 +92,7 @@ class StalenessBound:
             return True
 
     def end(self, dispatch: Hashable) -> None:
-        """Its updates have landed, or never will."""
+        """Ends a dispatch, whose updates were applied or never will be."""
         with self._changed:
             self._others.pop(dispatch, None)
             self._sizes.pop(dispatch, None)

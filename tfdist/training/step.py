@@ -1,10 +1,10 @@
 """One step of a compiled Keras model, as a function of values.
 
-Keras' own `train_step` updates metrics and counters as it goes, which loses
+Keras' own `train_step` updates metrics and counters in place, which loses
 updates when workers share them: `keras.Variable.assign_add` reads, adds, then
-writes. Here a step takes the states of its metrics and returns the new ones
-(design decision D3); what it changes for good, it changes by operations that
-the variable's own device executes atomically.
+writes. Here a step takes metric states as arguments and returns the new ones
+(design decision D3); it makes lasting changes only by operations that the
+variable's own device executes atomically.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ Batch = Any
 
 
 class Begun(NamedTuple):
-    """A step that has its batch, and maybe its parameters."""
+    """A step that has its batch and possibly its parameters."""
 
     batch: Batch
     step: tf.Tensor
     seeds: list[tf.Tensor]
     lookups: Lookups
-    requests: Requests | None = None  # None: no server knows of them yet.
+    requests: Requests | None = None  # None: not sent to the servers yet.
     read: Parameters | None = None
-    before: tf.Tensor | None = None  # What `StalenessCounter.read` returned.
+    before: tf.Tensor | None = None  # The result of `StalenessCounter.read`.
 
 
 class ModelStep(MetricStates):
     """Training and evaluation steps of one compiled Keras model.
 
-    Metric states travel as a list of tensors that add up over any split of the
-    batches. What does not (a maximum) one process hands on from batch to batch,
-    in the metric's variable; several tasks refuse the metric.
+    Metric states are a list of tensors that can be summed over any split of the
+    batches. A state that cannot (a maximum) is kept in the metric's variable
+    from batch to batch, which only works in one process.
 
     Args:
-        model: A compiled, built `keras.Model`, whose `compute_loss` and
-            `compute_metrics` are used, or its own `train_step`.
+        model: A compiled and built `keras.Model`. The step calls its
+            `compute_loss` and `compute_metrics`, or an overridden `train_step`.
         element_spec: `dataset.element_spec` of the batches.
         global_step: Scalar int64 variable that counts applied steps; only
             training needs it.
         remote: Whether the variables live in other processes.
-        replicas: Those that run each step together with this one, each in its
-            replica's context. Default: none.
-        metrics: Whether batches have targets; False for `predict` alone.
+        replicas: The replicas that run each step in sync, each in its replica
+            context. Default: none.
+        metrics: Whether batches have targets; False for `predict` only.
 
     Attributes:
-        staleness: What counts the staleness of updates; None unless `remote`.
-        update: What applies gradients, in training.
+        staleness: Counts the staleness of updates; None unless `remote`.
+        update: Applies gradients, in training.
 
     Raises:
-        TypeError: `model` is no Keras model.
-        ValueError: `model` is not compiled or not built, or its `train_step`
-            does what only one process can; the batches are not what it reads;
-            ids of a lookup, or results, depend on what they must not; states of
-            a metric do not add up where they must.
+        TypeError: `model` is not a Keras model.
+        ValueError: `model` is not compiled or not built; its `train_step` does
+            what only a single process can do; the batches do not match it; ids
+            of a lookup or results depend on something they must not; or states
+            of a metric cannot be summed where they have to be.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -160,7 +160,7 @@ class ModelStep(MetricStates):
         forward.check_stand_ins()
         if self._many:
             forward.check_draws()
-        else:  # Those of one dispatch might draw the same.
+        else:  # Steps of one dispatch might draw the same random numbers.
             self.single_steps = bool(forward.draws())
         compiled_model.refuse_unlisted(model, *forward.unlisted())
         self._layout.check_read(forward.read)
@@ -182,7 +182,7 @@ class ModelStep(MetricStates):
         )
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
-        """All that a checkpoint holds, as of `KerasStep`."""
+        """Everything a checkpoint stores; see `KerasStep.variables`."""
         if not self._own:
             return dict(named)
         return with_others(named, self._own.used(self._seeds))
@@ -200,16 +200,16 @@ class ModelStep(MetricStates):
         fence: Fence | None = None,
         contribution: Contribution | None = None,
     ) -> States:
-        """Reads the parameters, computes gradients, applies and counts them.
+        """Reads parameters, computes and applies gradients, counts the step.
 
         Args:
             batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
-            step: Scalar int64: the number of this step in the job, from 0. By
-                it count schedules and Adam's bias correction, and random layers
-                draw from a seed of it: two workers never share a mask.
+            step: Scalar int64: the number of this step in the job, from 0.
+                Schedules and Adam's bias correction depend on it, and so do the
+                seeds of random layers: no two workers share a dropout mask.
             states: Metric states before the step; returns those after it.
-            fence: What the updates must pass on each parameter server.
-            contribution: What takes the gradients, instead of `update`.
+            fence: The fence that updates must pass on each parameter server.
+            contribution: Receives the gradients instead of `update`.
         """
         begun = self.begin(batch, step, contribution)
         if self._at_once:
@@ -222,9 +222,9 @@ class ModelStep(MetricStates):
         step: tf.Tensor,
         contribution: Contribution | None = None,
     ) -> Begun:
-        """What a step knows before it reads anything; see `train`."""
+        """Prepares a step that has not read anything yet; see `train`."""
         forward = self._passes.forward(TRAINING, batch)
-        # No two draw the same numbers.
+        # No two replicas or workers draw the same random numbers.
         one_of = self._replicas or contribution
         own = [one_of.index()] if one_of else []
         seeds = step_seeds(self._seeds, step, *own)
@@ -233,7 +233,7 @@ class ModelStep(MetricStates):
         return Begun(batch, step, seeds, found)
 
     def read(self, begun: Begun) -> Begun:
-        """Reads the parameters of a step, unless it has them."""
+        """Reads the parameters of a step unless it already has them."""
         if begun.read:
             return begun
         before, found = self.staleness and self.staleness.read(), begun.lookups
@@ -249,10 +249,10 @@ class ModelStep(MetricStates):
         contribution: Contribution | None = None,
         following: Iterable[Begun] = (),
     ) -> tuple[States, Begun | None]:
-        """The rest of a step; see `train`.
+        """Completes a step; see `train`.
 
-        With its gradients travels what the next of the `following` looks up,
-        which is returned, too, to be ended.
+        The ids that the next step of `following` looks up are sent along with
+        the gradients. That step is returned as well, for a later `end`.
         """
         layout, replicas = self._layout, self._replicas
         batch, step, seeds, _, requests, read, before = self.read(begun)
@@ -286,7 +286,7 @@ class ModelStep(MetricStates):
     def _train_at_once(
         self, batch: Batch, seeds: list[tf.Tensor], states: States
     ) -> States:
-        """A `train_step` on replicas: each update is before what follows it."""
+        """Runs a `train_step` on replicas, each update where it is called."""
         assert self._own
         assert self._at_once
         self._passes.use_seed_generator()
@@ -295,7 +295,7 @@ class ModelStep(MetricStates):
         drawn = zip(self._seeds, seeds, strict=True)
         scope = self._scope(states, [*moving, *drawn])
         for variable in self._layout.dense:
-            # Itself: Keras looks for what has a regularizer in the scope alone.
+            # Keras looks for regularized variables only in the scope.
             scope.state_mapping[id(variable)] = variable.value
         size = num_examples(batch)
         with scope, seen_alone():
@@ -312,7 +312,7 @@ class ModelStep(MetricStates):
     ) -> tuple[list[Any], list[tf.Tensor], list[Any], States]:
         """The part of a step that touches no variable.
 
-        Returns `StepGradients.dense`, `rows`, `deltas`, and metric states.
+        Returns `dense`, `rows`, `deltas` of `StepGradients`, and metric states.
         """
         layout = self._layout
         self._passes.use_seed_generator()
@@ -349,7 +349,7 @@ class ModelStep(MetricStates):
     def _deltas(
         self, scope: TapedScope, before: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
-        """See `StepGradients`."""
+        """Returns `StepGradients.deltas`."""
         layout = self._layout
 
         def change(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
@@ -361,17 +361,17 @@ class ModelStep(MetricStates):
         return list(map(change, values, before))
 
     def evaluate(self, batch: Batch, states: States) -> States:
-        """Updates metric states by one batch; changes nothing else.
+        """Updates metric states with one batch; changes nothing else.
 
-        A `ValueError` if the model overrides `test_step`.
+        Raises `ValueError` if the model overrides `test_step`.
         """
         compiled_model.refuse_test_step(self.model)
         if self._own:
             compiled_model.refuse_evaluation(self.model)
-        # Keras weighs losses of single outputs by a batch's static size, if
-        # any: the dataset's, not that of the batch at hand.
+        # Keras weights losses of single outputs by the static batch size, if
+        # known. It must be the dataset's, not that of this batch.
         flat, shapes = _flat(batch), self._shapes
-        if len(shapes) != len(flat):  # Weights may be in one alone.
+        if len(shapes) != len(flat):  # Only one may have sample weights.
             shapes = [tensor.shape for tensor in flat]
         relaxed = [
             tf.compat.v1.placeholder_with_default(
@@ -385,11 +385,11 @@ class ModelStep(MetricStates):
         return self._after(scope, states, loss, batch)
 
     def evaluate_alone(self, batch: Batch) -> tf.Tensor:
-        """Packed metric states of one batch."""
+        """Returns the packed metric states of one batch."""
         return self.pack(self.evaluate(batch, self.zero_states()))
 
     def predict(self, batch: Batch) -> Any:
-        """What the model's `predict_step` returns for one batch."""
+        """Returns the result of the model's `predict_step` for one batch."""
         with self._reading(PREDICTION, batch, self.zero_states()):
             return self.model.predict_step(batch)
 
@@ -397,9 +397,9 @@ class ModelStep(MetricStates):
     def _reading(
         self, mode: str, batch: Batch, states: States
     ) -> Iterator[TapedScope]:
-        """A scope for inference; from each server it reads one message."""
+        """A scope for inference, which takes one message from each server."""
         if not self._remote:
-            # Keras looks for these in the scope alone.
+            # Keras looks for these variables only in the scope.
             regularized = [
                 (v, tf.convert_to_tensor(v.value))
                 for v in self.model.trainable_variables

@@ -1,4 +1,4 @@
-"""Synchronous steps on the workers of a `ParameterServerStrategy`."""
+"""Runs synchronous steps on the workers of a `ParameterServerStrategy`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from tfdist.training.step import ModelStep
 
 _log = logging.getLogger(__name__)
 
-# How long a worker that has done its part leaves the queue to the others.
+# How long a worker that has done its part yields the queue to the others.
 _PARKED_SECS = 0.05
 
 
 class SynchronousLoop(CoordinatedLoop):
-    """Synchronous steps on the workers of a `ParameterServerStrategy`.
+    """Runs synchronous steps on the workers of a `ParameterServerStrategy`.
 
-    As TF1's `SyncReplicasOptimizer`: every worker computes the gradients of a
-    batch of its own from the same parameters, and their mean over all examples
-    is one update. The `backup_workers` that are slowest are not waited for:
-    what they find for a step that is over is dropped, and counted (Chen et
-    al. 2016, "Revisiting Distributed Synchronous SGD"). A gradient that comes
-    while the last one needed does is taken, too.
+    As in TF1's `SyncReplicasOptimizer`, every worker computes the gradients of
+    its own batch from the same parameters, and their mean over all examples is
+    applied as one update. A step does not wait for the slowest
+    `backup_workers`: gradients that arrive after their step are dropped and
+    counted (Chen et al. 2016, "Revisiting Distributed Synchronous SGD"). A
+    gradient that arrives together with the last one needed is used, too.
 
-    A worker whose data has ended takes part no more; the job ends with the last
-    one. A worker that dies is a slow one: with more that die than there are
-    backup workers a step waits until they are back.
+    A worker whose data has ended no longer takes part; the job ends with the
+    last one. A worker that dies counts as slow: if more workers die than there
+    are backup workers, a step waits until they are back.
 
-    The other arguments are those of `CoordinatedLoop`. `dropped` is how many
-    gradients came too late.
+    The other arguments are those of `CoordinatedLoop`. `dropped` is the number
+    of gradients that came too late.
 
     Raises:
-        ValueError: a loss or an optimizer for which the mean of the workers'
-            gradients is not the gradient of their batches together.
+        ValueError: The mean of the workers' gradients is not the gradient of
+            their combined batches for this loss or optimizer.
     """
 
-    resizable = False  # The servers' accumulators are those of a number.
+    resizable = False  # There are accumulators for each worker.
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class SynchronousLoop(CoordinatedLoop):
     ) -> None:
         others["steps_per_dispatch"] = 1
         super().__init__(step, global_step, input_fn, **others)
-        self.own_variables = None  # The accumulators are none, and are lost.
+        self.own_variables = None  # Accumulators cannot be renewed.
         check_sums(step.model)
-        step.staleness = None  # There is none.
+        step.staleness = None  # All gradients are fresh.
         self._backup_workers, self.dropped = backup_workers, 0
         num_workers = self._workers.num_workers
         self._accumulators = Accumulators(step.update, num_workers)
@@ -75,16 +75,16 @@ class SynchronousLoop(CoordinatedLoop):
         number = tf.TensorSpec([], tf.int64)
         function = tf.function(input_signature=[sizes, number], autograph=False)
         self._update = function(self._accumulators.apply)
-        # What follows is told to the workers' threads.
+        # Notifies the workers' threads of changes to the following.
         self._changed = threading.Condition()
-        self._is_open = False  # Whether the parameters are those of a step.
+        self._is_open = False  # Whether the parameters are ready for a step.
         self._begun: set[int] = set()  # Workers that have begun their part.
-        self._found: dict[int, np.ndarray] = {}  # What they have found.
+        self._found: dict[int, np.ndarray] = {}  # Their packed metric states.
 
     def run(
         self, num_steps: int, watch: Watch = unwatched, ahead: int = 0
     ) -> dict[str, float]:
-        """See `Loop.run`; `ahead` means nothing here."""
+        """See `Loop.run`; `ahead` has no effect."""
         total: Any = 0.0
         for _ in range(num_steps):
             if not self._gather(watch):
@@ -97,7 +97,7 @@ class SynchronousLoop(CoordinatedLoop):
         return metrics_from_states(total, self._step)
 
     def wait_for_steps(self, watch: Watch = unwatched) -> None:
-        """See `Loop.wait_for_steps`: none that is under way is an update."""
+        """See `Loop.wait_for_steps`; no update is pending between runs."""
         if self._uncertain and not self._pending:
             self._recount()
 
@@ -108,7 +108,7 @@ class SynchronousLoop(CoordinatedLoop):
         super().close()
 
     def _gather(self, watch: Watch) -> bool:
-        """Waits for enough gradients of the next step; False: data ended."""
+        """Waits for enough gradients of a step; False if the data has ended."""
         self._found = {}
         while True:
             if self._uncertain and not self._pending:
@@ -127,7 +127,7 @@ class SynchronousLoop(CoordinatedLoop):
         return bool(self._found)
 
     def _open(self) -> None:
-        """Lets every worker begin that has not found anything for this step."""
+        """Lets workers begin that have no gradients for this step yet."""
         if self._iterator is None:
             self._iterator = self._read_data()
         with self._changed:

@@ -1,4 +1,4 @@
-"""How an optimizer updates what it trains, and counts that."""
+"""Applies and counts the updates of an optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Take: TypeAlias = Callable[[Optimizer, Gradients], None]
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """How an optimizer updates what it trains."""
+    """Applies and counts the updates of one optimizer."""
 
     optimizer: Optimizer
     layout: Layout
@@ -37,7 +37,7 @@ class Update:
         fence: Fence | None = None,
         following: Sequence[Route] = (),
     ) -> Requests:
-        """Applies and counts what a step has found; see `exchange.push`."""
+        """Applies a step's gradients and counts it; see `exchange.push`."""
         if found.scale is not None:  # If it was too large, no update happens.
             finite = [
                 tf.reduce_all(tf.math.is_finite(gradient))
@@ -54,10 +54,10 @@ class Update:
         return requests
 
     def _adapt_scale(self, finite: tf.Tensor, used: tf.Tensor) -> None:
-        """Finds a scale that keeps gradients finite, as Keras does.
+        """Adapts the loss scale to keep gradients finite, as Keras does.
 
-        Workers that change it at the same time may undo what another does,
-        which one of their next steps does again.
+        Workers that change the scale at the same time may undo each other's
+        changes, which one of their next steps then repeats.
         """
         optimizer, device_of = self.optimizer, self.layout.device_of
         count = optimizer.step_counter.value
@@ -68,13 +68,13 @@ class Update:
             count.assign(tf.where(finite & ~grows, after, 0))
         with tf.device(device_of(scale)):
             now = tf.convert_to_tensor(scale)
-            # Of those that find it too large at the same time the first halves.
+            # If several find it too large at the same time, the first halves.
             lower = tf.where(finite, now, tf.minimum(now, used * 0.5))
             scale.assign(tf.where(grows, now * 2.0, lower))
 
 
 def unscaled(found: StepGradients) -> StepGradients:
-    """Undoes the scale of the loss, before replicas add up what they found."""
+    """Undoes the loss scale, before gradients of replicas are added up."""
     scale = found.scale
     if scale is None:
         return found
@@ -86,9 +86,9 @@ def unscaled(found: StepGradients) -> StepGradients:
 
 
 class UpdatesAtOnce:
-    """Updates on replicas, each before what follows it in the step.
+    """Updates on replicas, each applied where the step calls its optimizer.
 
-    Makes the slots of optimizers that were not compiled with the model.
+    Creates the slots of optimizers that were not compiled with the model.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class UpdatesAtOnce:
             self._updates[optimizer] = Update(optimizer, layout, counters)
 
     def of_share(self, size: tf.Tensor) -> Take:
-        """Takes what a replica finds in its share, of `size` examples."""
+        """Returns a `Take` for the gradients of a replica's `size` examples."""
 
         def take(optimizer: Optimizer, gradients: Gradients) -> None:
             update, replicas = self._updates[optimizer], self._replicas
@@ -127,7 +127,7 @@ class UpdatesAtOnce:
         return take
 
     def end_step(self, deltas: list[tf.Tensor | None], size: tf.Tensor) -> None:
-        """Adds to `moving` what replicas found, as `mean` does, and counts."""
+        """Adds the replicas' mean `deltas` to `moving`; counts the step."""
         moving = self._moving
         sums = {i for i, v in enumerate(moving) if v.aggregation == "sum"}
         means, _ = self._replicas.mean(deltas, size, sums)

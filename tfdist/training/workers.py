@@ -1,7 +1,7 @@
 """The workers of a `ParameterServerStrategy`, as a pool.
 
 TensorFlow's `ClusterCoordinator` has a queue and, for each worker, a thread
-that takes what is next and runs it there.
+that takes the next closure and runs it on that worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WATCH_SECS = 0.1
 
 
 class Workers:
-    """The workers of a cluster, each of which takes a call when it is free."""
+    """A cluster's workers, each of which takes a call when it is free."""
 
     def __init__(
         self, strategy: tf.distribute.ParameterServerStrategy, num_workers: int
@@ -41,7 +41,7 @@ class Workers:
     def schedule(
         self, call: Callable[..., Any], *args: Any
     ) -> concurrent.futures.Future:
-        """Calls `call` on a worker's thread; again elsewhere if that dies."""
+        """Calls `call` in a worker's thread; in another if the worker dies."""
         future: concurrent.futures.Future = concurrent.futures.Future()
 
         def run(*args: Any) -> None:
@@ -54,12 +54,12 @@ class Workers:
     def wait(
         self, futures: Sequence[concurrent.futures.Future], watch: Watch
     ) -> None:
-        """Waits until one of the calls has ended, for 0.1 s at most.
+        """Waits until one of the calls has ended, for at most 0.1 s.
 
         Raises:
-            Exception: what a call has raised, or `watch`.
-            UnavailableError: every thread has ended: the coordinator loses
-                some to errors.
+            Exception: The exception that a call or `watch` raised.
+            UnavailableError: Every thread has ended: the coordinator loses
+                threads to some errors.
         """
         if not any(future.done() for future in futures):
             concurrent.futures.wait(
@@ -79,10 +79,10 @@ class Workers:
         batches: tf.data.Dataset,
         watch: Watch = unwatched,
     ) -> Iterator[Any]:
-        """Calls a function that changes nothing with every batch, on workers.
+        """Calls a function without side effects on workers, for each batch.
 
-        The batches are read here, in order; two per worker are on their way.
-        No step may be under way. Yields what it returns, as NumPy arrays.
+        This process reads the batches in order; two per worker are in flight.
+        No step may be running. Yields the results as NumPy arrays.
         """
         concrete = private.trace(
             self.coordinator, function, batches.element_spec
@@ -105,10 +105,10 @@ class Workers:
             yield oldest()
 
     def resize(self, cluster: Cluster) -> None:
-        """Has the workers of `cluster` in the pool; tells others to end.
+        """Changes the pool to the workers of `cluster`; tells others to end.
 
-        To be called inside `private_workers.unchanging`, when all are up and
-        no call is under way.
+        Call this inside `private_workers.unchanging`, when all workers are up
+        and no call is running.
         """
         before, after = self.num_workers, cluster.num_workers
         servers.let_go(f"worker:{i}" for i in range(after, before))
@@ -126,9 +126,9 @@ class Workers:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of TensorFlow's log says what is not said elsewhere.
+    """Whether a record of TensorFlow's log is not reported elsewhere.
 
-    The coordinator logs a lost task's error, with its traceback, for each
-    dispatch. `tfdist.cluster.health` and `tfdist.session` report it, too.
+    For each dispatch the coordinator logs a lost task's error with its
+    traceback, which `tfdist.cluster.health` and `tfdist.session` report, too.
     """
     return record.module != "cluster_coordinator"
