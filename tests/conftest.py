@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 import tempfile
@@ -5,15 +6,6 @@ import time
 from unittest import mock
 
 import pytest
-import tensorflow as tf
-
-from tfdist.data.input_fns import untuned
-
-# What gRPC does in a fork kills it, sometimes. It reads this once.
-with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
-    import grpc
-
-    grpc.insecure_channel("localhost:1").close()
 
 # Read first, so that no process is left alone with one of them at the end.
 LONGEST = ("test_notebooks.py", "test_cases.py", "test_canned.py")
@@ -28,6 +20,20 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Before the tests are imported, by who runs them: xdist's master waits."""
+    if config.getoption("dist", "no") != "no":
+        return
+    gc.disable()  # Until all is collected.
+    import tensorflow  # noqa: F401
+
+    # What gRPC does in a fork kills it, sometimes. It reads this once.
+    with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
+        import grpc
+
+        grpc.insecure_channel("localhost:1").close()
+
+
 def pytest_collection_modifyitems(config, items):
     until = config.getoption("--until")
 
@@ -37,6 +43,13 @@ def pytest_collection_modifyitems(config, items):
         return item.path.name not in LONGEST, chance
 
     items.sort(key=place)
+
+
+def pytest_collection_finish():
+    """What there is by now stays: no later collection looks at it again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,6 +74,10 @@ def _no_tuner():
     The suite took twice as long: of those that were collected late, one in six
     held its process for up to a minute.
     """
+    import tensorflow as tf
+
+    from tfdist.data.input_fns import untuned
+
     with pytest.MonkeyPatch.context() as patch:
         made = tf.data.Dataset.__iter__
         patch.setattr(

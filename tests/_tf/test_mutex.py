@@ -11,16 +11,23 @@ def test_what_is_read_and_written_alone_is_right():
 
     @tf.function
     def step():
-        for _ in range(200):
+        for _ in range(20):
             alone("count", lambda: count.assign(count + 1))
 
-    run = step.get_concrete_function()
+    step()  # The first call holds the others up.
+    together = threading.Barrier(4)
+
+    def run():
+        together.wait(60)
+        for _ in range(200):
+            step()
+
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert count.numpy() == 800
+    assert count.numpy() == 20 * (1 + 4 * 200)
 
 
 def test_who_fails_alone_lets_others_go_on():

@@ -27,7 +27,8 @@ from tfdist.training import slots
 ROOM, FIRST = 2 * BUCKET, 0.5
 
 
-def _crowded(number):
+@functools.cache
+def crowded(number=60):
     """Keys that all have the same two buckets, of a table of one segment."""
     keys = mixed(tf.range(1_500_000, dtype=tf.int64))
     pairs = _buckets(Index([], [0], [1]), keys, Places()).numpy()
@@ -35,9 +36,6 @@ def _crowded(number):
     mine = np.flatnonzero((pairs == pairs[0]).all(axis=1))[:number]
     assert len(mine) == number
     return keys.numpy()[mine]
-
-
-KEYS = _crowded(60)
 
 
 class Shard:
@@ -94,7 +92,7 @@ class Shard:
 
 
 class Model:
-    """What a `Shard` of `KEYS` holds: two buckets, for all of them."""
+    """What a `Shard` of `crowded` holds: two buckets, for all of them."""
 
     def __init__(self, admit_after, evict_after):
         self.admit_after = admit_after
@@ -138,7 +136,7 @@ def test_a_table_in_python(admit_after, evict_after, data):
     shard = Shard(admit_after=admit_after, evict_after_steps=evict_after)
     model, waiting = Model(admit_after, evict_after), []
     every = st.lists(
-        st.sampled_from(KEYS), min_size=1, max_size=25, unique=True
+        st.sampled_from(crowded()), min_size=1, max_size=25, unique=True
     )
     batches = st.lists(
         st.tuples(every, st.integers(0, 3)), min_size=10, max_size=30
@@ -170,10 +168,10 @@ def test_a_table_in_python(admit_after, evict_after, data):
 def test_the_oldest_lose_their_rows_and_only_for_want_of_room():
     shard = Shard(evict_after_steps=10)
     for step in range(ROOM):
-        shard.learn(KEYS[step : step + 1], step)
-    shard.learn(KEYS[ROOM:], ROOM)
+        shard.learn(crowded()[step : step + 1], step)
+    shard.learn(crowded()[ROOM:], ROOM)
     lost = ROOM - 10 + 1
-    wanted = {*KEYS[lost:ROOM], *KEYS[ROOM : ROOM + lost]}
+    wanted = {*crowded()[lost:ROOM], *crowded()[ROOM : ROOM + lost]}
     assert {*shard.held()} == wanted
     assert shard.table.counters()["evicted_ids"] == lost
     shard.check()
@@ -183,7 +181,7 @@ def test_the_oldest_lose_their_rows_and_only_for_want_of_room():
 def test_what_is_in_use_keeps_its_row_however_many_steps_there_were(begin):
     """Also where their number passes what the table's 32 bits hold."""
     shard = Shard(evict_after_steps=3)
-    old, used, new = np.split(KEYS, [20, ROOM])
+    old, used, new = np.split(crowded(), [20, ROOM])
     shard.learn(old, begin)
     for step in range(1, 15):
         shard.learn(used, begin + step)
@@ -195,11 +193,11 @@ def test_what_is_in_use_keeps_its_row_however_many_steps_there_were(begin):
 
 def test_what_was_seen_ages_ago_goes_after_what_is_free():
     shard = Shard(evict_after_steps=1)
-    shard.learn(KEYS[: ROOM - 1], 0)
-    shard.learn(KEYS[ROOM - 1 : ROOM], 2**31 - 10)
-    assert {*shard.held()} == {*KEYS[:ROOM]}
-    shard.learn(KEYS[ROOM:], 2**31 + 10)
-    assert {*KEYS[ROOM:]} < {*shard.held()}
+    shard.learn(crowded()[: ROOM - 1], 0)
+    shard.learn(crowded()[ROOM - 1 : ROOM], 2**31 - 10)
+    assert {*shard.held()} == {*crowded()[:ROOM]}
+    shard.learn(crowded()[ROOM:], 2**31 + 10)
+    assert {*crowded()[ROOM:]} < {*shard.held()}
 
 
 @pytest.mark.slow
@@ -228,7 +226,7 @@ def _stress(steps, num_threads=4):
         # Some workers are late.
         for step in range(3 * seed, steps + 3 * seed):
             try:
-                shard.learn(rng.choice(KEYS, 20, replace=False), step)
+                shard.learn(rng.choice(crowded(), 20, replace=False), step)
             except tf.errors.OpError as error:
                 failed.append(error)
 

@@ -72,36 +72,34 @@ def symbol(row):
     return row[0].split(",")[0].strip("` ")
 
 
-rows = pytest.mark.parametrize("row", ROWS, ids=symbol)
-
-
 def test_the_table_is_read():
     assert len(ROWS) > 40
     names = [name for row in ROWS for name in quoted(row.symbols)]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [n for row in ROWS for n in quoted(row.symbols) if n.startswith(".")],
-)
-def test_a_method_that_is_listed_by_its_name_is_gone(method):
+def test_a_method_that_is_listed_by_its_name_is_gone():
+    methods = [n for row in ROWS for n in quoted(row.symbols) if n[0] == "."]
+    assert methods
     for kind in (tf.data.Dataset, tfdist.Estimator, tfdist.SessionRunHook):
-        assert not hasattr(kind, method[1:])
+        for method in methods:
+            assert not hasattr(kind, method[1:]), method
 
 
-@rows
-def test_what_tensorflow_still_has(row):
-    names = [name for name in quoted(row[0]) if name.startswith("tf.")]
-    for name in (name.removeprefix("tf.") for name in names):
+def test_what_tensorflow_still_has():
+    names = [(row, name) for row in ROWS for name in quoted(row[0])]
+    for row, name in names:
+        if not name.startswith("tf."):
+            continue
+        name = name.removeprefix("tf.")
         found = "v1" if has(tf.compat.v1, name) else "no"
         found = "yes" if has(tf, name) else found
         assert row[1] == found or (row[1], found) == ("other", "yes"), name
 
 
-@rows
-def test_tfdist_has_it_and_takes_these_arguments(row):
-    for name, args, keywords in calls(row[2] + row[3]):
+def test_tfdist_has_it_and_takes_these_arguments():
+    found = [call for row in ROWS for call in calls(row[2] + row[3])]
+    for name, args, keywords in found:
         target = looked_up(name)
         if args or keywords:
             signature = inspect.signature(target)
@@ -110,17 +108,18 @@ def test_tfdist_has_it_and_takes_these_arguments(row):
             assert not wrong, f"{name}: by position, but of another name"
 
 
-@rows
-def test_arguments_that_are_new_and_that_are_gone(row):
-    new, gone = (listed(row[3], label) for label in ("New: ", "Not taken: "))
-    if new or gone:
-        taken = {
-            argument
-            for name, _, _ in calls(row[2])
-            for argument in inspect.signature(looked_up(name)).parameters
-        }
-        assert taken >= {*new}
-        assert not taken & {*gone}
+def test_arguments_that_are_new_and_that_are_gone():
+    for row in ROWS:
+        labels = "New: ", "Not taken: "
+        new, gone = (listed(row[3], label) for label in labels)
+        if new or gone:
+            taken = {
+                argument
+                for name, _, _ in calls(row[2])
+                for argument in inspect.signature(looked_up(name)).parameters
+            }
+            assert taken >= {*new}, symbol(row)
+            assert not taken & {*gone}, symbol(row)
 
 
 def test_arguments_that_are_ignored_and_refused(caplog):
@@ -137,9 +136,8 @@ def test_arguments_that_are_ignored_and_refused(caplog):
             tfdist.RunConfig("m", **{argument: "any"})
 
 
-@rows
-def test_the_rest_names_what_exists(row):
-    for code in quoted(row[2] + row[3]):
+def test_the_rest_names_what_exists():
+    for code in (x for row in ROWS for x in quoted(row[2] + row[3])):
         if code.startswith("tf."):
             assert has(tf, code.removeprefix("tf.")), code
         if code.startswith("keras."):
@@ -156,12 +154,12 @@ def test_every_public_name_is_on_the_page():
     assert not set(NAMES) - on_page
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_reproduces_a_symbol_is_in_the_table(name):
-    documentation = getattr(tfdist, name).__doc__ or ""
-    if re.search(r"tf\.(estimator|contrib|compat\.v1)\.", documentation):
-        counterparts = {n for row in ROWS for n, _, _ in calls(row[2])}
-        assert f"tfdist.{name}" in counterparts
+def test_what_reproduces_a_symbol_is_in_the_table():
+    counterparts = {n for row in ROWS for n, _, _ in calls(row[2])}
+    for name in NAMES:
+        documentation = getattr(tfdist, name).__doc__ or ""
+        if re.search(r"tf\.(estimator|contrib|compat\.v1)\.", documentation):
+            assert f"tfdist.{name}" in counterparts
 
 
 # --- What the rows say of numbers: TF 1 (`tf.compat.v1`) and its counterpart --

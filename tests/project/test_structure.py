@@ -11,14 +11,6 @@ WINGS = (
     "session estimator canned launch vertex advice"
 ).split()
 COMMANDS = ("__main__", "audit", "kubernetes")
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(
-        path.read_text()
-    )
-    for path in sorted((ROOT / "tfdist").rglob("*.py"))
-    if path.parent != ROOT / "tfdist"
-}
-
 # Where the environment may be touched, and for what.
 ENVIRONMENT = {
     "tfdist/__main__.py",  # Sets TF_CPP_MIN_LOG_LEVEL for TensorFlow.
@@ -35,11 +27,25 @@ ENVIRONMENT = {
     "trainer/task.py",  # Reads AIP_*, the defaults of its folders.
 }
 
-SOURCES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
-    for package in ("tfdist", "trainer")
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+
+@pytest.fixture(scope="module")
+def sources():
+    """Each file's path to its tree."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for package in ("tfdist", "trainer")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+@pytest.fixture(scope="module")
+def modules(sources):
+    """Each module's name to its tree, of those in a wing."""
+    return {
+        path.removesuffix(".py").replace("/", "."): tree
+        for path, tree in sources.items()
+        if path.startswith("tfdist/") and path.count("/") > 1
+    }
 
 
 def imports(tree):
@@ -52,7 +58,7 @@ def imports(tree):
             yield from (f"{node.module}.{a.name}" for a in node.names)
 
 
-def test_wings():
+def test_wings(modules):
     """Each has a door; beside them there are commands alone."""
     children = {
         path.stem
@@ -62,25 +68,26 @@ def test_wings():
     assert children - {"__pycache__"} == {"__init__", *WINGS, *COMMANDS}
     for wing in WINGS:
         assert "Read in this order" in ast.get_docstring(
-            MODULES[f"tfdist.{wing}.__init__"]
+            modules[f"tfdist.{wing}.__init__"]
         )
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_down(name):
-    own = WINGS.index(name.split(".")[1])
-    for full in imports(MODULES[name]):
+def test_imports_point_down(modules):
+    found = [
+        (name, full) for name in modules for full in imports(modules[name])
+    ]
+    for name, full in found:
         if full.startswith("tfdist.__main__"):
-            assert name.endswith(".__main__")
+            assert name.endswith(".__main__"), name
         elif full.startswith("tfdist."):
-            wing = full.split(".")[1]
-            assert WINGS.index(wing) <= own, f"{name} imports {full}"
+            own, wing = (WINGS.index(n.split(".")[1]) for n in (name, full))
+            assert wing <= own, f"{name} imports {full}"
 
 
-def test_imports_have_no_cycle():
+def test_imports_have_no_cycle(modules):
     remaining = {
-        name: set(imports(tree)) & set(MODULES)
-        for name, tree in MODULES.items()
+        name: set(imports(tree)) & set(modules)
+        for name, tree in modules.items()
     }
     while remaining:
         free = [
@@ -91,38 +98,37 @@ def test_imports_have_no_cycle():
             del remaining[name]
 
 
-def test_tfdist_knows_no_trainer():
-    for name, tree in MODULES.items():
+def test_tfdist_knows_no_trainer(modules):
+    for name, tree in modules.items():
         assert not any(full.startswith("trainer") for full in imports(tree)), (
             name
         )
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_environment_is_touched_in_few_places(path):
-    touched = any(
-        isinstance(node, ast.Attribute)
+def test_environment_is_touched_in_few_places(sources):
+    touch = {
+        path
+        for path, tree in sources.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "putenv")
-        for node in ast.walk(SOURCES[path])
-    )
-    assert not touched or path in ENVIRONMENT
+    }
+    assert touch <= ENVIRONMENT
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_private_imports_are_in_the_files_named_so(path):
-    if path.startswith("tfdist/_tf/private"):
-        return
+def test_private_imports_are_in_the_files_named_so(sources):
     private = {
-        full
-        for full in imports(SOURCES[path])
+        (path, full)
+        for path, tree in sources.items()
+        for full in imports(tree)
         if full.startswith(("tensorflow.python", "tensorflow.core"))
         or full.startswith("keras.src")
     }
-    assert not private
+    others = [x for x in private if not x[0].startswith("tfdist/_tf/private")]
+    assert not others
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_flags_are_defined_in_the_programs_alone(path):
+def test_flags_are_defined_in_the_programs_alone(sources):
     programs = {
         "trainer/task.py",
         "tfdist/data/audit.py",
@@ -137,16 +143,19 @@ def test_flags_are_defined_in_the_programs_alone(path):
         "tfdist/vertex/command.py",
     }
     parsers = {"absl.flags", "argparse"}
-    assert not parsers & set(imports(SOURCES[path])) or path in programs
+    define = {p for p, tree in sources.items() if parsers & {*imports(tree)}}
+    assert define <= programs
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_nothing_happens_at_import(path):
+def test_nothing_happens_at_import(sources):
     """A module holds definitions; `trainer/__init__` sets one default."""
-    for node in SOURCES[path].body:
-        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        if call and path != "trainer/__init__.py":
-            assert ast.unparse(node).startswith("flags.DEFINE_"), path
+    for path, tree in sources.items():
+        for node in tree.body:
+            call = isinstance(node, ast.Expr) and isinstance(
+                node.value, ast.Call
+            )
+            if call and path != "trainer/__init__.py":
+                assert ast.unparse(node).startswith("flags.DEFINE_"), path
 
 
 def test_the_map_names_what_exists():
