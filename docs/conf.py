@@ -1,6 +1,6 @@
-"""Sphinx' configuration of these pages, and what it makes at each build.
+"""Sphinx configuration of these pages, and the reference it generates.
 
-`docs/README.md` says how to build them, and why by Sphinx.
+`docs/README.md` explains how to build the pages, and the choice of Sphinx.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ html_show_copyright = html_show_sphinx = html_copy_source = False
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False  # Those of Keras are not reST.
+autodoc_inherit_docstrings = False  # Keras' docstrings are not reST.
 autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -52,18 +52,18 @@ napoleon_custom_sections = [
     "Entered as a scope",
 ]
 
-# Files of the repository that pages include -> those pages.
+# Files of the repository -> pages that include them.
 PAGES = {
     "notebooks/glossary.md": "glossary",
     "tfdist/DIFFERS_FROM_FIT.md": "differs_from_fit",
     "tfdist/MIGRATION.md": "migration",
     "tfdist/hooks/CALLBACKS.md": "callbacks",
 }
-# What no docstring can tell.
+# Descriptions of constants, which cannot have docstrings.
 CONSTANTS = {
-    "MAX_STALENESS": "Updates of this staleness and above are counted together"
+    "MAX_STALENESS": "Updates of this staleness or more are counted together"
     " (``tfdist.hooks.StalenessHook``).",
-    "PERCENTILES": "Of the staleness of all updates, in TensorBoard"
+    "PERCENTILES": "Percentiles of the updates' staleness in TensorBoard"
     " (``tfdist.hooks.StalenessHook``).",
 }
 WINGS = [
@@ -74,14 +74,14 @@ WINGS = [
 
 
 def _links() -> dict[str, str]:
-    """What text calls a public name -> the name under which it is told."""
+    """The spellings of a public name in text -> its documented full name."""
     links = {}
     for wing in WINGS:
         for name in getattr(tfdist, wing).__all__:
             full = _told(wing, name)
             links |= {f"tfdist.{name}": full, f"tfdist.{wing}.{name}": full}
             if name != name.lower() or "_" in name:
-                links[name] = full  # `fit` and `plan` may mean another.
+                links[name] = full  # `fit` and `plan` are ambiguous.
     return links | {f"tfdist.{wing}": f"tfdist.{wing}" for wing in WINGS}
 
 
@@ -94,7 +94,7 @@ LINKS = _links()
 
 
 def make_reference(app: Sphinx) -> None:
-    """Writes a page for each wing, and what leads to them."""
+    """Writes a page for each wing, the index and the page of commands."""
     pages = {wing: _wing(wing) for wing in WINGS}
     pages |= {"index": _index(), "commands": _commands()}
     folder = Path(app.srcdir) / "reference"
@@ -118,7 +118,7 @@ def _title(text: str, underline: str = "=") -> list[str]:
 
 
 def _object(full: str, value: Any) -> list[str]:
-    """The directive that tells a name."""
+    """The directive that documents a name."""
     module, _, name = full.rpartition(".")
     where = f"   :module: {module}"
     if name in CONSTANTS:
@@ -139,7 +139,7 @@ def _summary(value: Any) -> str:
 
 
 def _as_rest(text: str) -> str:
-    """Code as Markdown has it, also in a plural (`Example`s), as reST's."""
+    """Converts Markdown's code spans to reST, also in a plural (`Example`s)."""
     return re.sub(
         r"(?<!`)`([^`]+)`(\w?)",
         lambda found: f"``{found[1]}``" + (found[2] and f"\\ {found[2]}"),
@@ -148,15 +148,15 @@ def _as_rest(text: str) -> str:
 
 
 def _index() -> list[str]:
-    """All pages, and the names at the top with their first lines."""
+    """Links to all pages, and every public name with its summary line."""
     lines = [
         *_title("Reference"),
         ".. py:module:: tfdist",
         "",
-        "At the top are the names that users of TF1 and Keras type first, as "
-        "``tfdist.Estimator``; the page of each package tells these and the "
-        "others, as ``tfdist.hooks.ProgressHook``. The examples run as they "
-        "stand after ``import keras, tfdist``, ``import numpy as np`` and "
+        "The names most familiar from TF1 and Keras are exported at the top "
+        "level, such as ``tfdist.Estimator``. Each package's page documents "
+        "them and its other names, such as ``tfdist.hooks.ProgressHook``. The "
+        "examples assume ``import keras, tfdist``, ``import numpy as np`` and "
         "``import tensorflow as tf``.",
         "",
         ".. toctree::",
@@ -178,7 +178,7 @@ def _index() -> list[str]:
 
 
 def _commands() -> list[str]:
-    """What each program says to `--help`."""
+    """The `--help` text of each command."""
     os.environ["COLUMNS"] = "80"
     lines = [
         *_title("Commands"),
@@ -198,10 +198,10 @@ def _commands() -> list[str]:
 def tidy_docstring(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list
 ) -> None:
-    """Makes reST of it; of a wing's, leaves out in which order to read it."""
+    """Converts a docstring to reST; drops the reading order of a wing's."""
     text = _as_rest("\n".join(lines))
     text = re.sub(r"(?m)^Example:\n(?=>>>)", "", text)
-    # What is before a colon there would be taken for a type.
+    # Sphinx would take the text before a colon for a type.
     text = re.sub(r"(?m)^((?:Returns|Yields):\n +)(?=\S)", r"\1: ", text)
     if what != "module":
         lines[:] = text.splitlines()
@@ -219,7 +219,7 @@ def tidy_docstring(
 def follow_links(
     app: Sphinx, path: Path, parent: str, content: list[str]
 ) -> None:
-    """Makes an included file's links, from its folder, lead from here."""
+    """Makes the relative links of an included file relative to the page."""
 
     def moved(match: re.Match) -> str:
         target = (Path(app.srcdir) / path).parent / match[1]
@@ -231,9 +231,9 @@ def follow_links(
 
 
 def link_names(app: Sphinx, doctree: nodes.document) -> None:
-    """Makes code that is a public name, or a member of one, a link.
+    """Turns code that is a public name, or a member of one, into a link.
 
-    And mends a word of Sphinx'.
+    Also corrects Sphinx' title for attributes.
     """
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext().partition("(")[0]
@@ -254,14 +254,14 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
         )
         literal.replace_self(link)
     for name in doctree.findall(nodes.field_name):
-        if name.astext() == "Variables":  # So Sphinx calls attributes.
+        if name.astext() == "Variables":  # Sphinx' title for attributes.
             name[:] = [nodes.Text("Attributes")]
 
 
 def link_types(
     app: Sphinx, env: Any, node: addnodes.pending_xref, text: nodes.Element
 ) -> nodes.Element | None:
-    """Finds a type that an annotation names by the module that defines it."""
+    """Resolves a type that an annotation names by its defining module."""
     target = node["reftarget"]
     full = LINKS.get(target.rpartition(".")[2])
     if node["refdomain"] != "py" or not full or not target.startswith("tfdist"):
@@ -273,7 +273,7 @@ def link_types(
 
 
 def setup(app: Sphinx) -> None:
-    """Connects the functions above with what they change."""
+    """Connects the functions above to Sphinx' events."""
     app.connect("builder-inited", make_reference)
     app.connect("autodoc-process-docstring", tidy_docstring, priority=1)
     app.connect("include-read", follow_links)

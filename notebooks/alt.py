@@ -1,9 +1,9 @@
-"""The alternative text of a figure, for readers who do not see it.
+"""Alternative texts of figures, for readers who cannot see them.
 
-A figure's headline says what it shows, and its labels what it is made of: both
-are in the cell that draws it. Where that does not do, the cell's own metadata
-have the text, under "alt". It is stored where IPython keeps that of an
-`IPython.display.Image`: in the output's metadata for "image/png".
+The text consists of the figure's headline and labels, which are in the cell
+that draws it, unless the cell's metadata contain a text under "alt". It is
+stored where IPython stores the `alt` of an `IPython.display.Image`: in the
+output's metadata for "image/png".
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _AXES = {
 
 
 def describe(notebook: Any) -> None:
-    """Gives each figure of a notebook its text.
+    """Stores an alternative text for each figure of a notebook.
 
     Args:
-        notebook: its outputs' metadata are changed.
+        notebook: The notebook; the metadata of its outputs are changed.
     """
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
@@ -35,14 +35,14 @@ def describe(notebook: Any) -> None:
 
 
 def of(source: str) -> str:
-    """What the code that draws a figure says about it.
+    """Extracts a description of a figure from the code that draws it.
 
     Args:
-        source: of the cell.
+        source: Source code of the cell.
 
     Returns:
-        The headline, and the labels of axes, series and boxes as far as they
-        are literals. Empty if there is none.
+        The headline and the labels of axes, series and boxes, if they are
+        literals. Empty if there are none.
     """
     kinds = ("headline", *_AXES, "box")
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
@@ -90,7 +90,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _literal(node: ast.AST | None) -> str:
-    """A string in one line; of what is put into it, three dots."""
+    """A string literal in one line, with dots for an f-string's expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return " ".join(node.value.split())
     if isinstance(node, ast.JoinedStr):

@@ -1,7 +1,7 @@
-"""What every notebook of the course shares: looks, checks, a quiet log.
+"""Helpers for all notebooks of the course: figure style, checks, a quiet log.
 
-Import it before TensorFlow, whose C++ side reads its log level once, when it is
-loaded. Nothing of tfdist is repeated here.
+Import this module before TensorFlow, whose C++ code reads its log level only
+once, when it is loaded. Nothing of tfdist is repeated here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 import exercises
 
-# Of Okabe and Ito: apart for every kind of colour vision. Greyscale tells them
-# by lightness, and by what goes with each: a hatch, or a marker and a dash.
+# Okabe and Ito's palette, distinguishable with every kind of colour vision. In
+# greyscale, the lightness and a hatch, or a marker and a dash, differ.
 COLOURS = ("#0072B2", "#E69F00", "#000000", "#009E73", "#CC79A7")
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 MARKERS = ("o", "s", "^", "D", "v")
@@ -81,8 +81,8 @@ def _without_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-# While it is loaded, TensorFlow 2.21 says that it found no GPU, and more,
-# before it knows its log level (tensorflow/tensorflow#100442).
+# While loading, TensorFlow 2.21 logs that it found no GPU, and more, before it
+# reads its log level (tensorflow/tensorflow#100442).
 with _without_stderr():
     importlib.import_module("tensorflow")
 
@@ -91,16 +91,16 @@ _wrong = collections.Counter[str]()  # Answers, by exercise.
 
 
 def check(name: str, answer: Any, **given: Any) -> None:
-    """Says whether the answer to an exercise is right, and if not, a hint.
+    """Prints whether the answer to an exercise is right, or else a hint.
 
-    The first wrong answer is told the first hint, the second one the second;
-    later ones also where the solution is. Never raises, so that a notebook runs
-    from top to bottom before its exercises are done.
+    The first wrong answer gets the first hint, the second one the second hint;
+    later ones also get the path of the solution. Never raises, so that a
+    notebook runs from top to bottom before its exercises are done.
 
     Args:
-        name: of the exercise: "4.2" is the second of notebook 4.
-        answer: yours; `...` is none.
-        given: what only the notebook has, for `Exercise.is_right`.
+        name: Name of the exercise: "4.2" is the second of notebook 4.
+        answer: The user's answer, or `...` if there is none.
+        given: Values from the notebook, for `Exercise.is_right`.
     """
     if answer is ...:
         print(f"Exercise {name}: not answered yet.")
@@ -139,9 +139,9 @@ def _solution(name: str) -> str:
 
 
 def measured(*claims: bool) -> None:
-    """Says so where times or rates are not as the text says of them.
+    """Warns if measured times or rates contradict the text.
 
-    What is exact is asserted instead.
+    Exact claims are asserted instead.
     """
     if not all(claims):
         print(
@@ -152,14 +152,14 @@ def measured(*claims: bool) -> None:
 
 
 def show(path: str) -> None:
-    """Shows a program that a notebook runs in processes of its own."""
+    """Shows a program that a notebook runs in separate processes."""
     text = Path(path).read_text().rstrip()
     coloured = f"```python\n{text}\n```"
     display({"text/markdown": coloured, "text/plain": text}, raw=True)
 
 
 def records(output: str) -> list[dict[str, Any]]:
-    """The lines of a task's output that are JSON objects."""
+    """Returns the JSON objects among the lines of a task's output."""
     lines = (line.strip() for line in output.splitlines())
     return [json.loads(line) for line in lines if line.startswith('{"')]
 
@@ -171,14 +171,14 @@ def bars(
     unit: str,
     number: str = "{:,.0f}",
 ) -> None:
-    """Draws bars side by side, with their values on them.
+    """Draws bars side by side, labeled with their values.
 
     Args:
-        axes: where.
-        groups: labels along the x axis.
-        series: by name, a value for each group.
-        unit: label of the y axis.
-        number: format of a value.
+        axes: The axes to draw on.
+        groups: Labels along the x axis.
+        series: Names of series, and their values for each group.
+        unit: Label of the y axis.
+        number: Format of a value.
     """
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
@@ -205,7 +205,7 @@ def bars(
 
 
 def headline(figure: Figure, text: str) -> None:
-    """Writes the title of a figure of several axes where one's own would be."""
+    """Titles a figure with several axes, left-aligned as a single one's."""
     figure.suptitle(text, x=0.01, ha="left", size=11, weight="bold")
 
 
@@ -213,9 +213,9 @@ class Sketch:
     """A drawing of boxes and arrows.
 
     Args:
-        title: what the drawing says.
-        width: of the canvas, in units of one box or so.
-        height: likewise.
+        title: Title of the drawing.
+        width: Width of the canvas; a box is about one unit.
+        height: Height of the canvas, in the same unit.
     """
 
     def __init__(self, title: str, width: float, height: float) -> None:
@@ -240,14 +240,14 @@ class Sketch:
         """Draws a box with its lower left corner at `(x, y)`.
 
         Args:
-            x: of the corner.
-            y: of the corner.
-            width: of the box.
-            height: of the box.
-            text: in the box.
-            kind: its fill: "chief", "worker", "ps" or "plain".
-            at_top: whether the text stands at the top, above other boxes.
-            size: of the text, in points.
+            x: Horizontal position of the corner.
+            y: Vertical position of the corner.
+            width: Width of the box.
+            height: Height of the box.
+            text: Text in the box.
+            kind: Kind of its fill: "chief", "worker", "ps" or "plain".
+            at_top: Whether the text is at the top, above other boxes.
+            size: Size of the text, in points.
         """
         shape = "round,pad=0,rounding_size=0.08"
         patch = FancyBboxPatch(
@@ -277,7 +277,7 @@ class Sketch:
         offset: tuple[float, float] = (0.0, 0.0),
         dashed: bool = False,
     ) -> None:
-        """Draws an arrow, with a text beside its middle."""
+        """Draws an arrow, with a text next to its middle."""
         patch = FancyArrowPatch(
             start,
             end,
@@ -297,12 +297,12 @@ class Sketch:
         )
 
     def text(self, x: float, y: float, text: str, size: float = 8.5) -> None:
-        """Writes a text around `(x, y)`."""
+        """Writes a text centered at `(x, y)`."""
         self.axes.text(x, y, text, ha="center", va="center", fontsize=size)
 
 
 def draw_strategies() -> None:
-    """Draws who holds the variables under each strategy of TensorFlow's."""
+    """Draws where the variables are under each of TensorFlow's strategies."""
     title = "Three strategies copy the variables, one keeps them on servers"
     sketch = Sketch(title, 12, 6.6)
     sketch.text(2.9, 6.3, "MirroredStrategy: one process", size=10)
@@ -338,7 +338,7 @@ def draw_strategies() -> None:
 
 
 def steps_and_losses(output: str) -> tuple[list[int], list[float]]:
-    """Steps and losses of tfdist's progress lines in a chief's output."""
+    """Returns steps and losses of the progress lines in a chief's output."""
     rows = (_step_and_loss(line) for line in output.splitlines())
     pairs = [row for row in rows if row]
     return [step for step, _ in pairs], [loss for _, loss in pairs]
@@ -352,5 +352,5 @@ def _step_and_loss(line: str) -> tuple[int, float] | None:
 
 
 def megabytes(values: Iterable[float]) -> list[float]:
-    """Bytes in MB, 10^6 bytes."""
+    """Converts bytes to MB (10^6 bytes)."""
     return [value / 1e6 for value in values]

@@ -1,10 +1,10 @@
-"""Runs notebooks of the course and stores what they show.
+"""Runs notebooks of the course and stores their outputs.
 
     python -m notebooks.execute            # all, and their solutions
-    python -m notebooks.execute 01 02      # those whose names begin so
+    python -m notebooks.execute 01 02      # those with these prefixes
 
-Each runs in a kernel and a copy of this folder of its own, so that it leaves
-nothing here but its outputs. Needs `pip install -e '.[notebooks]'`.
+Each notebook runs in its own kernel and its own copy of this directory, so that
+only its outputs change here. Needs `pip install -e '.[notebooks]'`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Edit = Callable[[NotebookNode], None]
 
 
 def paths() -> list[Path]:
-    """All notebooks, each before its solutions, relative to this folder."""
+    """Returns relative paths of all notebooks, each before its solutions."""
     found = [*FOLDER.glob("[0-9]*.ipynb"), *FOLDER.glob("solutions/*.ipynb")]
     relative = (path.relative_to(FOLDER) for path in found)
     return sorted(relative, key=lambda path: (path.name, len(path.parts)))
@@ -43,17 +43,17 @@ def execute(
     allow_errors: bool = False,
     environ: dict[str, str] | None = None,
 ) -> NotebookNode:
-    """Runs a notebook; returns it with its outputs.
+    """Runs a notebook and returns it with its outputs.
 
     Args:
-        path: relative to this folder.
-        edit: changes the notebook before it runs. Default: nothing.
-        allow_errors: whether it goes on after a cell that fails.
-        environ: variables for the kernel, beside this process's.
+        path: Path of the notebook, relative to this directory.
+        edit: Function that changes the notebook before it runs.
+        allow_errors: Whether to continue after a cell that fails.
+        environ: Additional environment variables for the kernel.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell failed.
-        nbclient.exceptions.CellTimeoutError: a cell took over ten minutes.
+        nbclient.exceptions.CellExecutionError: A cell failed.
+        nbclient.exceptions.CellTimeoutError: A cell took over ten minutes.
     """
     notebook = nbformat.read(FOLDER / path, as_version=4)
     if edit:
@@ -74,7 +74,7 @@ def execute(
             resources={"metadata": {"path": str(copy / path.parent)}},
         )
         client.create_kernel_manager()
-        # Sockets in a private folder instead of ports of this machine.
+        # Sockets in a private directory instead of ports of this machine.
         client.km.transport = "ipc"
         client.km.ip = os.path.join(directory, "kernel")
         client.execute(env=_environ(directory) | (environ or {}))
@@ -82,7 +82,7 @@ def execute(
 
 
 def _environ(directory: str) -> dict[str, str]:
-    """A kernel's environment: this checkout's tfdist, nobody's settings."""
+    """A kernel's environment: this checkout's tfdist, no user settings."""
     own = {
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
@@ -91,7 +91,7 @@ def _environ(directory: str) -> dict[str, str]:
         "TMPDIR": directory,
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-    # Under pytest, ipykernel would not show what C++ code writes to stderr.
+    # Under pytest, ipykernel would not capture C++ code's output to stderr.
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith("PYTEST")
     }
@@ -99,7 +99,7 @@ def _environ(directory: str) -> dict[str, str]:
 
 
 def store(path: Path, notebook: NotebookNode) -> None:
-    """Writes a notebook with its outputs, and nothing of this machine.
+    """Writes a notebook and its outputs, without metadata of this machine.
 
     Each figure gets an alternative text (`alt.describe`).
     """

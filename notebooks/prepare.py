@@ -1,11 +1,11 @@
-"""What the first cell of each notebook does, once it has found this folder.
+"""The setup code that the first cell of each notebook runs.
 
-That cell is the same in all of them, solutions included. Its text is `CELL`;
-after a change of it, or of the address in setup.py, run
+The first cell is the same in all notebooks and solutions; its text is `CELL`.
+After changing the text, or the address in setup.py, run
 
     python -m notebooks.prepare
 
-from the checkout, which writes it, and the badge above it, into each.
+in the checkout, which writes the cell, and the badge above it, into each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if not any(os.path.exists(f"{{root}}/prepare.py") for root in roots):
 os.chdir(next(r for r in roots if os.path.exists(f"{{r}}/prepare.py")))
 course = __import__("prepare").course()"""
 
-# Packages that a runtime may have loaded before this one was installed.
+# Packages that a runtime may have loaded before tfdist was installed.
 LOADED = {
     "tensorflow": "tensorflow",
     "keras": "keras",
@@ -49,11 +49,11 @@ LOADED = {
 
 
 def course() -> ModuleType:
-    """The module `course`, after tfdist is installed where it was not.
+    """Installs tfdist if necessary, and returns the module `course`.
 
     Raises:
-        RuntimeError: The installation failed, or has replaced a package that
-            this process had already loaded.
+        RuntimeError: The installation failed, or replaced a package that this
+            process had already loaded.
     """
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
@@ -61,21 +61,21 @@ def course() -> ModuleType:
         install()
     if stale := outdated():
         raise RuntimeError(
-            f"This runtime has loaded {', '.join(stale)}, of other versions "
-            "than are now installed. Restart it (in Colab: Runtime, Restart "
+            f"This runtime has loaded {', '.join(stale)}, but other versions "
+            "are now installed. Restart it (in Colab: Runtime, Restart "
             "session; in Jupyter: Kernel, Restart) and run this cell again."
         )
     return importlib.import_module("course")
 
 
 def is_installed() -> bool:
-    """Whether tfdist, and what the notebooks use beside it, can be imported."""
+    """Whether tfdist and the notebooks' other packages can be imported."""
     names = ("tfdist", "keras", "matplotlib", "tensorflow")
     return all(importlib.util.find_spec(name) for name in names)
 
 
 def install() -> None:
-    """Installs this checkout, with what its notebooks need."""
+    """Installs this checkout and the packages that its notebooks need."""
     print("Installing tfdist from", ROOT.name, "(a minute or two) ...")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--editable"]
     done = subprocess.run(
@@ -88,7 +88,7 @@ def install() -> None:
 
 
 def outdated() -> list[str]:
-    """Loaded packages that are not of the version that is installed."""
+    """Returns loaded packages whose version differs from the installed one."""
     found = []
     for module, package in LOADED.items():
         loaded = getattr(sys.modules.get(module), "__version__", "")
@@ -103,14 +103,14 @@ def outdated() -> list[str]:
 
 
 def repository() -> str:
-    """The address that setup.py names."""
+    """Returns the repository's address from setup.py."""
     text = (ROOT / "setup.py").read_text()
     (url,) = re.findall(r'^    url="(.*)",$', text, re.MULTILINE)
     return url
 
 
 def badge(path: Path) -> str:
-    """A link that opens the notebook at `path`, relative to here, in Colab."""
+    """Returns a link that opens the notebook at `path` in Colab."""
     owner = repository().removeprefix("https://github.com/")
     site = "https://colab.research.google.com"
     image = f"{site}/assets/colab-badge.svg"
@@ -119,12 +119,12 @@ def badge(path: Path) -> str:
 
 
 def prepared(notebook: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The notebook with its badge and its setup cell as they should be.
+    """Returns the notebook with the current badge and setup cell.
 
     Args:
-        notebook: as JSON; it is not changed. Its first cell is the title, its
-            second the setup.
-        path: of the notebook, relative to this folder.
+        notebook: The notebook's JSON, which is not changed. Its first cell is
+            the title, its second the setup.
+        path: Path of the notebook, relative to this directory.
     """
     title, setup, *others = notebook["cells"]
     text = re.sub(r"^\[!\[Open In Colab\].*\n\n", "", "".join(title["source"]))
@@ -143,7 +143,7 @@ def _lines(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes badge and setup cell into every notebook."""
+    """Writes the badge and the setup cell into every notebook."""
     for path in sorted(FOLDER.glob("**/[0-9]*.ipynb")):
         notebook = json.loads(path.read_text())
         made = prepared(notebook, path.relative_to(FOLDER))
