@@ -112,7 +112,7 @@ def test_a_layer_from_outside_of_the_name_of_one_inside():
 
     with pytest.raises(ValueError, match="unique") as caught:
         make()
-    assert "give that a `name` of its own" in caught.value.__notes__[0]
+    assert "give that layer its own `name`" in caught.value.__notes__[0]
 
 
 def test_what_sets_variables_assigns_them():

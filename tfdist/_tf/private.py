@@ -267,7 +267,7 @@ def late_captures(
 def variable_handles(graph: tf.__internal__.FuncGraph) -> list[tf.Tensor]:
     """The handles of the variables outside of a graph that it uses.
 
-    Handles of other resources, such as lookup tables, have no `_handle_data`.
+    Handles of other resources, such as lookup tables, have no handle data.
     """
     resources = [t for t in graph.external_captures if t.dtype == tf.resource]
     return [t for t in resources if t._handle_data and t._handle_data.is_set]

@@ -74,7 +74,7 @@ class PartitionedVariable(ShardedVariable):
             variable.assign(np.concatenate(rows))
 
 
-# At multiples of this number of rows, cutting a float32 table copies nothing.
+# At multiples of so many rows, a float32 table of any width is cut uncopied.
 ALIGNED = 16
 
 

@@ -157,8 +157,8 @@ def check_no_pattern(directory: str | os.PathLike[str]) -> str:
     if set(directory) & set("*?[\\"):
         raise ValueError(
             f"Directory {directory!r} must have no *, ?, [ or \\ in its name, "
-            "which TensorFlow takes for a pattern: checkpoints there could not "
-            "be found, or checkpoints elsewhere be deleted."
+            "which TensorFlow takes for a pattern: checkpoints in it would not "
+            "be found, or others might be deleted."
         )
     _check_no_tilde(directory)
     return directory

@@ -67,8 +67,8 @@ def check_sums(model: keras.Model) -> None:
             _log.warning(
                 "`%s` of %s has reduction='sum'. Between replicas a step "
                 "minimizes the mean of `compute_loss` over the shares of the "
-                "batch: that of sums is as much smaller as there are replicas. "
-                "In `compute_loss`, divide it by the number of examples.",
+                "batch, so a sum is divided by the number of replicas. In "
+                "`compute_loss`, divide it by the number of examples instead.",
                 name,
                 type(model).__name__,
             )

@@ -80,9 +80,9 @@ class ModelStep(MetricStates):
     Raises:
         TypeError: `model` is not a Keras model.
         ValueError: `model` is not compiled or not built; its `train_step` does
-            what only a single process can do; the batches do not match it; ids
-            of a lookup or results depend on something they must not; or states
-            of a metric cannot be summed where they have to be.
+            what only a single process can do; batches do not match its inputs;
+            ids of a lookup or results depend on something they must not; or
+            states of a metric cannot be summed where they have to be.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
