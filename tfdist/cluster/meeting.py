@@ -1,9 +1,8 @@
 """Rendezvous of an all-reduce job: its processes agree which of them train.
 
-TensorFlow itself would wait in C forever without naming the missing tasks, and
-would consider a frozen task present. Each task therefore listens at its own
-address, and hands the port to TensorFlow once it has exchanged requests, in
-both directions, with every other task.
+TensorFlow itself would wait in C forever without naming missing tasks, and take
+a frozen task for a live one. Each task therefore listens at its own address,
+and leaves it to TensorFlow once every other task has both asked and answered.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def meet(
     torchrun's rendezvous: all wanted tasks, or those that are up
     `last_call_timeout` seconds after the minimum is. The others keep waiting.
 
-    Other arguments and errors are those of `probing.wait_until_up`. Raises
+    Other arguments and errors are those of `probing.wait_until_up`, and
     `UnavailableError` if a task that was to take part is gone.
 
     Returns:

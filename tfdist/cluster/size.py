@@ -166,15 +166,14 @@ class ClusterSize:
         number, num_ps = asked.workers or most, asked.ps or most_ps
         if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
             raise ValueError(
-                f"{self.path} asks for 1 worker, and there is no chief beside "
-                "it: all-reduce needs two processes. Ask for 2 at least."
+                f"{self.path} asks for 1 worker, but there is no chief besides "
+                "it: all-reduce needs two processes. Ask for at least 2."
             )
         if number > most or num_ps > most_ps:
             raise ValueError(
-                f"{self.path} asks for {number} workers and {num_ps} ps, and "
+                f"{self.path} asks for {number} workers and {num_ps} ps, but "
                 f"the cluster of this job names {most} and {most_ps}. Name "
-                "more in TF_CONFIG of every task, which then must be started "
-                "again."
+                "more in TF_CONFIG of every task, and restart the tasks."
             )
         self.least = min(asked.min_workers or number, number)
         self.last_call_timeout = asked.last_call_timeout

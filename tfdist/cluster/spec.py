@@ -28,9 +28,8 @@ from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
-"""Environment variable that `tfdist.vertex` sets to "1" on every task of a
-Vertex AI job whose worker pool 2, there called parameter servers, consists of
-Google's reduction servers."""
+"""Set to "1" by `tfdist.vertex` on all tasks of a Vertex AI job whose worker
+pool 2, which Vertex AI calls parameter servers, holds its reduction servers."""
 
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
 

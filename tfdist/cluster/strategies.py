@@ -106,8 +106,8 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
     )
     if isinstance(strategy, connects):
         raise ValueError(
-            f"A {type(strategy).__name__} is made by tfdist itself, and again "
-            "after a failure. Use strategy='auto'."
+            f"tfdist itself creates a {type(strategy).__name__}, and recreates "
+            "it after a failure. Use strategy='auto'."
         )
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
         raise ValueError(
@@ -126,8 +126,8 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
         raise ValueError(
             f"Strategy {name!r} does not fit this process, which is {cluster}. "
             "'ps' needs a cluster with parameter servers, "
-            "'multi_worker_mirrored' one of a chief and workers alone, the "
-            "others no cluster."
+            "'multi_worker_mirrored' one with only a chief and workers, and "
+            "the others need no cluster."
         )
 
 
@@ -145,7 +145,7 @@ def local_strategy(name: str) -> tf.distribute.Strategy:
         raise RuntimeError(
             "This is called inside `strategy.scope()`. tfdist enters the scope "
             "itself: leave it, and give the strategy to "
-            f"`RunConfig(strategy=...)`, which now is for {name!r}."
+            f"`RunConfig(strategy=...)`, which is now {name!r}."
         )
     return _local_strategy(name)
 

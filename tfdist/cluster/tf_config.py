@@ -110,8 +110,8 @@ def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
         tasks = _number(name, entry)
         if tasks and job in result:
             raise wrong(
-                'The job "chief" may be called "master", but not both may be '
-                "there.",
+                'The job "chief" may be called "master", but there must not be '
+                "both.",
                 jobs,
             )
         if tasks:
@@ -204,8 +204,8 @@ def parse_size(text: str, path: str) -> Size:
     ):
         raise ValueError(
             f'{path} must say how many workers train, as {{"workers": 3}}, or '
-            'on how many "ps"; for all-reduce also "min_workers", from 1 on, '
-            f'and "last_call_timeout" in seconds. Received: {text[:80]!r}.'
+            'how many "ps"; for all-reduce also "min_workers", 1 or more, and '
+            f'"last_call_timeout" in seconds. Received: {text[:80]!r}.'
         )
     workers, ps, least = map(numbers.get, names)
     return Size(workers, ps, least, float(secs))

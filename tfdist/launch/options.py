@@ -12,10 +12,7 @@ from tfdist.cluster.tf_config import LAST_CALL_SECS
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the flags and sets `command`, the command of each task.
-
-    Exits with a usage error if they are invalid.
-    """
+    """Parses the flags, or exits; sets `command`, the command of each task."""
     parser = argparse.ArgumentParser(
         prog="tfdist launch",
         usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",
@@ -79,7 +76,7 @@ def range_flag(text: str) -> tuple[int, int]:
     limits = count_flag(least), count_flag(most if colon else least)
     if colon and not 1 <= limits[0] < limits[1]:
         raise argparse.ArgumentTypeError(
-            f"MIN:MAX must be 1 or more, and more. Received: {text!r}"
+            f"MIN must be 1 or more, and less than MAX. Received: {text!r}"
         )
     return limits
 

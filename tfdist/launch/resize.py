@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"several launchers run: --launcher=PID, one of {sorted(found)}"
             if found
-            else "there is no such launcher with MIN:MAX; of a job "
-            "elsewhere name the --model_dir"
+            else "there is no such launcher with MIN:MAX; for a job "
+            "elsewhere, give --model_dir"
         )
     ((pid, path),) = found.items()
     content = json.loads(path.read_text())
