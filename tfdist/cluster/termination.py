@@ -18,7 +18,7 @@ TERMINATED = 128 + signal.SIGTERM
 class Sigterm:
     """Records SIGTERM, which then does not end this process.
 
-    Works only in the main thread; if disabled, it ignores the signal.
+    Elsewhere than in the main thread, or if not enabled, it has no effect.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -131,7 +131,7 @@ class InputWatch:
     """Logs what steps wait for, after a minute and at most once a minute.
 
     `waits` maps descriptions of awaited things to numbers, which change when
-    the thing arrives; 0 stands for no wait. Context managers share a thread.
+    the thing arrives; 0 means no wait. As context managers, all share a thread.
     """
 
     SECS = 60.0

@@ -63,8 +63,8 @@ class ReadOptions:
             after the other, sorted by name.
         shuffle_buffer_size: Number of records in the buffer. Default: 10,000,
             or as many as fit in 256 MB.
-        seed: Seed of the order; each worker adds its index. Default: that of
-            `tf.random.set_seed`. If that is not set either, the order is
+        seed: Seed of the order, from which each worker derives its own.
+            Default: that of `tf.random.set_seed`. If none is set, the order is
             random, and a slow file does not delay others that are ready.
         drop_remainder: Whether to drop the last batch of a finite dataset if it
             is not full, so that all shapes are static, as a TPU requires.

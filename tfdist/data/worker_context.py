@@ -67,7 +67,7 @@ class GroupContext(tf.distribute.InputContext):
         self._global_batch_size: int | None = None
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch size per replica; raises `ValueError` if not integral."""
+        """The batch size per replica; ValueError if it is not an integer."""
         self._global_batch_size = global_batch_size
         self.check(self.num_replicas_in_sync)
         return global_batch_size // self.num_replicas_in_sync

@@ -28,7 +28,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", **limits, default=(0, 0), help=text)
     text = f"parameter servers (default 0); {more}"
     add("--ps", **limits, default=(0, 0), help=text)
-    text = "workers of a tf.data service, with dispatcher (default 0)"
+    text = "workers of a tf.data service, besides its dispatcher (default 0)"
     add("--data_workers", **number, default=0, help=text)
     text = "how often a task that fails is restarted (default 3)"
     add("--max_restarts", **number, default=3, help=text)
