@@ -127,7 +127,7 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
             f"Strategy {name!r} does not fit this process, which is {cluster}. "
             "'ps' needs a cluster with parameter servers, "
             "'multi_worker_mirrored' one with only a chief and workers, and "
-            "the others need no cluster."
+            "the others no cluster."
         )
 
 

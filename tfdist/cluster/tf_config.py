@@ -110,8 +110,8 @@ def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
         tasks = _number(name, entry)
         if tasks and job in result:
             raise wrong(
-                'The job "chief" may be called "master", but there must not be '
-                "both.",
+                'The job "chief" may be called "master", but not both may be '
+                "given.",
                 jobs,
             )
         if tasks:
