@@ -76,7 +76,7 @@ def range_flag(text: str) -> tuple[int, int]:
     limits = count_flag(least), count_flag(most if colon else least)
     if colon and not 1 <= limits[0] < limits[1]:
         raise argparse.ArgumentTypeError(
-            f"MIN must be 1 or more, and less than MAX. Received: {text!r}"
+            f"MIN:MAX must be 1 or more, MIN below MAX. Received: {text!r}"
         )
     return limits
 
