@@ -250,7 +250,7 @@ def test_within_the_scope_of_another_strategy(tmp_path):
     """It is not that of the next job either."""
     estimator = tfdist.Estimator(keras.Sequential, RunConfig(str(tmp_path)))
     scope = tf.distribute.MirroredStrategy(["CPU:0"]).scope()
-    with scope, pytest.raises(RuntimeError, match="for 'one_device'"):
+    with scope, pytest.raises(RuntimeError, match="which is now 'one_device'"):
         estimator.train(lambda: tf.data.Dataset.range(1))
     name = estimator.config.strategy_name
     assert strategies.local_strategy(name) is tf.distribute.get_strategy()

@@ -113,11 +113,11 @@ def test_datasets_tune_themselves_only_if_told_to(users):
 
 def test_a_group_keeps_the_global_batch():
     context = GroupContext(3, 1, num_replicas_in_sync=3)
-    with pytest.raises(ValueError, match="has not said how large"):
+    with pytest.raises(ValueError, match="has not set"):
         context.check(3)
     assert context.get_per_replica_batch_size(48) == 16
     context.check(4)
-    with pytest.raises(ValueError, match=r"48 .* not divide by 5 replicas"):
+    with pytest.raises(ValueError, match=r"48 .* not divisible by 5 replicas"):
         context.check(5)
 
 

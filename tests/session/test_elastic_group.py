@@ -106,7 +106,7 @@ def test_what_would_change_the_global_batch(tmp_path):
         job.resize(4)
         job.wait_for(
             r"ERROR Refused: workers: 1 -> 4. The global batch of 48 "
-            "examples does not divide by 5 replicas"
+            "examples is not divisible by 5 replicas"
         )
         job.goes_on(2)
         assert not job.resizes()

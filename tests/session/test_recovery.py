@@ -416,7 +416,7 @@ def test_ps_stays_away(servers, tmp_path):
 
 # --- Frozen, and merely slow -------------------------------------------------
 
-NOTICED = r"worker:1 does not answer since"
+NOTICED = r"worker:1 has not answered for"
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
-"""Who is in the job, are they alive, and the `tf.distribute.Strategy` of it.
+"""The tasks of a job, their health and the job's `tf.distribute.Strategy`.
 
-Read in this order: `spec` (the environment becomes a `Cluster`), `tf_config`
-(its syntax), `probing` (who is up), `memory` (how much is left there),
-`termination` (SIGTERM), `servers` (the tasks that only serve), `size` (workers
-that come and go), `meeting` (the processes of an all-reduce job find each
-other), `peers` (and keep in step), `strategies`, `health` (a server that is
-silent), `connections` (how one that is frozen is cut off).
+Read in this order: `spec` (turns the environment into a `Cluster`), `tf_config`
+(the syntax of its variables), `probing` (which tasks are up), `memory` (how
+much memory they have left), `termination` (SIGTERM), `servers` (the tasks that
+only serve), `size` (adding and removing workers), `meeting` (rendezvous of an
+all-reduce job), `peers` (keeping its processes in step), `strategies`, `health`
+(detecting silent tasks), `connections` (cutting off frozen ones).
 """
 
 import lazy_loader

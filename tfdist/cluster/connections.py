@@ -1,10 +1,10 @@
-"""This process's connections to tasks, which are cut when a task freezes.
+"""Cuts this process's connections to tasks that freeze.
 
-A call to a frozen server waits for ever; without its connection it fails, as a
-call to a dead one does. While such a call holds Python's lock (TensorFlow's
-does, when it sends a traced function to every task), no thread of this process
-can cut anything. So a second process, the sentinel, has the connections as
-well. This file is its program: it imports the standard library alone.
+A call to a frozen server waits forever. Once its connection is closed, the call
+fails as a call to a dead server does. If the call holds Python's GIL (as when
+TensorFlow sends a traced function to every task), no thread of this process can
+close the connection. A second process, the sentinel, therefore holds the
+connections too. It runs this file, which imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
-_SILENCE_SECS = 3.0  # After which the sentinel looks after the tasks itself.
+_SILENCE_SECS = 3.0  # After this silence the sentinel probes the tasks itself.
 _PROBE_SECS = 3.0
 _MOST_CONNECTIONS = 100
 
@@ -30,10 +30,10 @@ _MOST_CONNECTIONS = 100
 def connections(
     addresses: Iterable[str],
 ) -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP connections to tasks, each closed after its turn."""
+    """Yields this process's TCP connections to tasks; closes each after use."""
     tasks = {peer: a for a in addresses for peer in _peers(a)}
     for path in pathlib.Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # Gone meanwhile, or not connected.
+        with contextlib.suppress(OSError):  # Closed since, or not connected.
             if not os.readlink(path).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(path.name))) as connection:
@@ -43,7 +43,7 @@ def connections(
 
 
 def _peers(address: str) -> set[tuple[str, int]]:
-    """IP addresses and port of a task, as `getpeername` tells them."""
+    """Returns a task's IP addresses and port in the form of `getpeername`."""
     host, port = _endpoint(address)
     try:
         infos = socket.getaddrinfo(host, port)
@@ -60,7 +60,7 @@ def _endpoint(address: str) -> tuple[str, int]:
 
 
 def cut_connections(address: str) -> int:
-    """Closes this process's connections to `host:port`; says how many."""
+    """Closes this process's connections to `host:port`; returns how many."""
     cut = 0
     for _, connection in connections([address]):
         _shut_down(connection)
@@ -74,10 +74,10 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 class Sentinel:
-    """A process that cuts the connections to frozen tasks when we cannot.
+    """A process that cuts connections to frozen tasks when this one cannot.
 
     A task is frozen after `frozen_secs` without a sign of life. The sentinel
-    ends with this process, however that ends.
+    exits when this process does, however this process ends.
     """
 
     def __init__(self, frozen_secs: float) -> None:
@@ -91,7 +91,7 @@ class Sentinel:
             )
 
     def tell(self, addresses: Sequence[str]) -> None:
-        """Hands over the connections to tasks; to be repeated every second."""
+        """Hands over the connections to tasks; call it every second."""
         if self._process is None:
             return
         held: dict[str, list[int]] = {address: [] for address in addresses}
@@ -101,7 +101,7 @@ class Sentinel:
         try:
             for address, fds in held.items():
                 name, few = [address.encode()], fds[:_MOST_CONNECTIONS]
-                with contextlib.suppress(BlockingIOError):  # It is busy.
+                with contextlib.suppress(BlockingIOError):  # Sentinel is busy.
                     socket.send_fds(self._channel, name, few)
         except OSError:
             _log.warning(
@@ -114,7 +114,7 @@ class Sentinel:
                 os.close(fd)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the sentinel process."""
         if self._process is not None:
             self._channel.close()
             self._process.wait()
@@ -122,7 +122,7 @@ class Sentinel:
 
 
 def _watch(channel: socket.socket, frozen_secs: float) -> None:
-    """The sentinel: returns when the process that started it has ended."""
+    """Runs the sentinel until the process that started it has ended."""
     held: dict[str, list[socket.socket]] = {}
     silent_since: dict[str, float] = {}
     channel.settimeout(_SILENCE_SECS)
@@ -151,15 +151,15 @@ def _watch(channel: socket.socket, frozen_secs: float) -> None:
 
 
 def _is_silent(address: str) -> bool:
-    """Whether a server accepts a connection, but does not speak.
+    """Whether a server accepts a connection but sends nothing.
 
-    A gRPC server sends its settings before anything is asked.
+    A healthy gRPC server sends its settings before it receives a request.
     """
     try:
         endpoint = _endpoint(address)
         with socket.create_connection(endpoint, _PROBE_SECS) as connection:
             connection.recv(1)
-    except OSError as error:  # Where nobody is, calls fail by themselves.
+    except OSError as error:  # If nothing listens, calls fail by themselves.
         return isinstance(error, TimeoutError)
     return False
 

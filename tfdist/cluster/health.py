@@ -1,11 +1,11 @@
-"""Which tasks are up, silent, gone or replaced, asked all the time.
+"""Continuously checks which tasks are up, silent, gone or replaced.
 
-A dead server is noticed by all that talk to it. A frozen one is not: its
-connections stay open and every call to it waits for ever. So a thread of the
-chief asks each worker and parameter server for its status (`probing.ask`). The
-answer comes from a thread of TensorFlow's C++ server: a step that takes minutes
-does not delay it. Where even the chief's thread is held up, a process of its
-own cuts the connections (`tfdist.cluster.connections`).
+Every client of a dead server notices. A frozen server goes unnoticed: its
+connections stay open and every call to it waits forever. A thread of the chief
+therefore asks each worker and parameter server for its status (`probing.ask`).
+A thread of TensorFlow's C++ server answers, so that a step that takes minutes
+does not delay the answer. If even the chief's thread is blocked, a separate
+process cuts the connections (`tfdist.cluster.connections`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tfdist.cluster.spec import Cluster
 
 _log = logging.getLogger(__name__)
 
-# After so long without an answer, on an open connection, a task is frozen.
+# A task with an open connection is frozen after this long without an answer.
 FROZEN_SECS = 15.0
 _ROUND_SECS = 1.0
-_LEAST_SECS = 0.1  # Between two rounds, however many calls fail.
+_LEAST_SECS = 0.1  # Minimum between two rounds, however many calls fail.
 _DEAD_ROUNDS = 2
-# A frozen server may hold the main thread inside C: then this thread acts.
+# If a frozen server blocks the main thread in C, the monitor acts after this.
 _ACT_SECS = 5.0
 
 
 class ServerFailure(enum.Enum):
-    """Why a parameter server's variables cannot be used any more."""
+    """Why a parameter server's variables can no longer be used."""
 
     DEAD = "is not up"
     REPLACED = "was started again and holds no variables"
@@ -43,16 +43,16 @@ class ServerFailure(enum.Enum):
 
 
 class ServerLostError(RuntimeError):
-    """Parameter servers were lost, and with them their variables.
+    """Raised when parameter servers, and thus their variables, were lost.
 
     >>> print(ServerLostError({"ps:1": ServerFailure.DEAD}))
     ps:1 is not up
 
     Attributes:
-        lost: Task name to the failure.
+        lost: Maps the name of each lost task to its failure.
     """
 
-    in_hook = False  # Whether a hook of a session has raised it.
+    in_hook = False  # Whether a hook of a session raised it.
 
     def __init__(self, lost: Mapping[str, ServerFailure]) -> None:
         self.lost = dict(lost)
@@ -63,18 +63,18 @@ class ServerLostError(RuntimeError):
 
 @dataclasses.dataclass
 class _Record:
-    """What is known of the task at an address."""
+    """The known status of the task at an address."""
 
     address: str
     identity: bytes | None = None  # Of the server that the chief connected to.
-    replaced: bool = False  # Whether another server answers there now.
+    replaced: bool = False  # Whether another server now answers at `address`.
     state: TaskState = TaskState.LIVE
     since: float = 0.0  # When `state` began.
-    rounds: int = 0  # How often in a row it was found so.
-    cut: bool = False  # Whether the chief has cut its connections to it.
+    rounds: int = 0  # Consecutive rounds that found `state`.
+    cut: bool = False  # Whether the chief has cut its connections to the task.
 
     def failure(self, frozen_secs: float) -> ServerFailure | None:
-        """What this means for the variables there, if it is a ps."""
+        """The failure that a ps with this record suffered; None if none."""
         if self.replaced:
             return ServerFailure.REPLACED
         if self.state is TaskState.DEAD and self.rounds >= _DEAD_ROUNDS:
@@ -86,14 +86,14 @@ class _Record:
 
 
 class HealthMonitor:
-    """Asks every worker and ps of a cluster for its status, all the time.
+    """Continuously polls the status of every worker and ps of a cluster.
 
-    A frozen worker is treated as dead: the chief's connections to it are cut,
-    so that its dispatch fails, as that of a killed worker does, and goes to
-    another. When it wakes up it is taken back.
+    A frozen worker is treated as dead: the monitor cuts the chief's connections
+    to it, so that its dispatch fails, as that of a killed worker does, and
+    moves to another worker. A worker that wakes up is used again.
 
-    `on_stuck` is called from the monitor's thread when the main thread is stuck
-    in a call to a frozen server: nobody has stopped this monitor.
+    `on_stuck` is called from the monitor's thread if the main thread is stuck
+    in a call to a frozen server, and so has not stopped this monitor.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class HealthMonitor:
         self._due.set()
 
     def hurry(self) -> None:
-        """Has the thread ask now: a call to a task has just failed."""
+        """Makes the thread ask now, because a call to a task just failed."""
         self._due.set()
 
     def follow(self, cluster: Cluster) -> None:
-        """Asks the tasks of a cluster from which workers came or went."""
+        """Monitors this cluster from now on, after workers joined or left."""
         with self._asking:
             self._records = {
                 task: self._records.get(task) or _Record(address)
@@ -136,7 +136,7 @@ class HealthMonitor:
     def lost(
         self, frozen_secs: float = FROZEN_SECS
     ) -> dict[str, ServerFailure]:
-        """The parameter servers that are lost, as far as is known now."""
+        """The parameter servers that are currently known to be lost."""
         return {
             task: failure
             for task, record in self._of("ps").items()
@@ -155,7 +155,7 @@ class HealthMonitor:
             raise ServerLostError(lost)
 
     def missing(self, job: str, secs: float) -> list[str]:
-        """The tasks of a job that have not answered for so many seconds."""
+        """The tasks of a job that have not answered for `secs` seconds."""
         now = time.monotonic()
         return [
             task
@@ -164,7 +164,7 @@ class HealthMonitor:
         ]
 
     def alive(self) -> str:
-        """How many tasks of each job answer, as "2/2 ps, 1/2 workers"."""
+        """The number of live tasks per job, such as "2/2 ps, 1/2 workers"."""
         parts = []
         for job, plural in (("ps", "ps"), ("worker", "workers")):
             states = [record.state for record in self._of(job).values()]
@@ -194,7 +194,7 @@ class HealthMonitor:
                     self._on_stuck(ServerLostError(lost))
 
     def _ask(self) -> None:
-        """Asks all tasks at once and notes what each answered."""
+        """Asks all tasks at once and records their answers."""
         with self._asking:
             answers = probing.ask(self._addresses())
             for (task, record), answer in zip(
@@ -224,8 +224,8 @@ class HealthMonitor:
             failure = record.failure(FROZEN_SECS)
             if failure is ServerFailure.FROZEN and not record.cut:
                 _log.warning(
-                    "%s does not answer since %.0f s: it is treated as dead, "
-                    "and the job goes on with the others.",
+                    "%s has not answered for %.0f s: it is treated as dead, "
+                    "and the job continues with the others.",
                     task,
                     time.monotonic() - record.since,
                 )

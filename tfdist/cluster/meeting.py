@@ -1,8 +1,8 @@
-"""The processes of an all-reduce job find each other, and agree who takes part.
+"""Rendezvous of an all-reduce job: its processes agree which of them train.
 
-TensorFlow itself would wait in C for ever, name nobody, and take a frozen task
-for one that is there. So each task listens at its own address, and leaves it to
-TensorFlow once it has both asked and been asked by each other one.
+TensorFlow itself would wait in C forever without naming missing tasks, and take
+a frozen task for a live one. Each task therefore listens at its own address,
+and leaves it to TensorFlow once every other task has both asked and answered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
 _MEETING = "tfdist.Meeting"
-_GATHER_SECS = 15.0  # For those who take part, who were just there.
+_GATHER_SECS = 15.0  # For the chosen tasks, which were up a moment ago.
 
 
 def meet(
@@ -40,17 +40,17 @@ def meet(
     give_up: Callable[[], None] = lambda: None,
     size: ClusterSize | None = None,
 ) -> Cluster:
-    """Waits until all tasks of an all-reduce job wait for each other.
+    """Waits until all tasks of an all-reduce job have found each other.
 
-    Where a file says the `size`, the leader decides who takes part, as in
-    torchrun's rendezvous: all that are wanted, or, `last_call_timeout` after
-    the least number of them is there, those who are. Others wait meanwhile.
+    If a file sets the `size`, the leader decides which tasks take part, as in
+    torchrun's rendezvous: all wanted tasks, or those that are up
+    `last_call_timeout` seconds after the minimum is. The others keep waiting.
 
     Other arguments and errors are those of `probing.wait_until_up`, and
-    `UnavailableError` if one that was to take part has gone.
+    `UnavailableError` if a task that was to take part is gone.
 
     Returns:
-        The training tasks that take part, the workers numbered from 0.
+        The training tasks that take part, with workers numbered from 0.
     """
     others = cluster.addresses()
     own = others.pop(cluster.task)
@@ -79,7 +79,7 @@ def meet(
 
 
 class _NotThere(grpc.GenericRpcHandler):
-    """What else is asked of the process that was here before: it is gone."""
+    """Answers calls meant for this process's predecessor: it is gone."""
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -92,22 +92,22 @@ class _NotThere(grpc.GenericRpcHandler):
 
 
 class _Meeting:
-    """Who waits for this task, as it waits for them."""
+    """The tasks that this task waits for and that wait for this task."""
 
     def __init__(
         self, own: str, timeout_secs: float, wait: Callable[..., Any]
     ) -> None:
-        self.members: list[str] = []  # Addresses of those who take part.
+        self.members: list[str] = []  # Addresses of the tasks that take part.
         self._own, self._timeout_secs, self._wait = own, timeout_secs, wait
-        # A process that was started again is another one: it has to meet again.
+        # Tells a restarted process, which has to meet again, from the old one.
         self._identity = os.urandom(8)
         self._asked_by: dict[str, bytes] = {}
         self._answers: dict[str, Answer] = {}
-        self._decision = b""  # The leader's; others learn it when they ask.
+        self._decision = b""  # Of the leader, which sends it in its answers.
 
     @contextlib.contextmanager
     def listening(self, cluster: Cluster) -> Iterator[None]:
-        """Lets others know of this task: also a group that trains already."""
+        """Answers other tasks, including a group that is already training."""
         greet = grpc.unary_unary_rpc_method_handler(self._greet)
         status = grpc.unary_unary_rpc_method_handler(lambda *_: WAITING)
         handler = grpc.method_handlers_generic_handler
@@ -126,7 +126,7 @@ class _Meeting:
         try:
             yield
         finally:
-            # The last one that asks has its answer before the port is left.
+            # Answers the last request before the port is released.
             server.stop(grace=5.0).wait()
 
     def _greet(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -135,7 +135,7 @@ class _Meeting:
         return self._identity + decision
 
     def states(self, tasks: Mapping[str, str]) -> list[TaskState]:
-        """Asks those that it has not met yet."""
+        """Asks the tasks not met yet; returns the state of all `tasks`."""
         addresses = tasks.values()
         waiting = [a for a in addresses if self._state(a) is not TaskState.LIVE]
         request = self._identity + self._own.encode()
@@ -152,10 +152,10 @@ class _Meeting:
         return TaskState.LIVE if met else TaskState.APART
 
     def decide(self, size: ClusterSize) -> None:
-        """The leader waits for those who are wanted, and says who is there."""
+        """Waits, as leader, for the wanted tasks; publishes those that came."""
         tasks = size.asked.addresses()
         del tasks[size.cluster.task]
-        # A leader that is a worker is one of the least number.
+        # A leader that is a worker counts towards the minimum.
         least = size.least - (size.cluster.task_type == "worker")
         since = 0.0
 
@@ -173,11 +173,11 @@ class _Meeting:
         live = TaskState.LIVE
         there = [a for a in tasks.values() if self._state(a) is live]
         self.members = [self._own, *there]
-        # From now on each has to ask again, and so learns of it.
+        # Each task now has to ask again, and receives the decision.
         self._decision = json.dumps(self.members).encode()
 
     def wait_for_decision(self, cluster: Cluster) -> None:
-        """Another one waits until the leader says that it takes part."""
+        """Waits, unless leader, until the leader includes this task."""
         name, address = next(iter(cluster.addresses().items()))
         leader = {name: address}
 
@@ -187,7 +187,7 @@ class _Meeting:
             self.members = json.loads(answer[8:] or "[]")
             if self._own in self.members:
                 return [state]
-            self._answers.clear()  # It is asked again.
+            self._answers.clear()  # Ask the leader again.
             return [TaskState.APART if state is TaskState.LIVE else state]
 
         self._wait(leader, told, self._timeout_secs)

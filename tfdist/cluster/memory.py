@@ -1,4 +1,4 @@
-"""How much memory is left where a task runs."""
+"""The amount of memory available on a task's machine or in its container."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 
-_FILE = "ram://tfdist/free_bytes"  # Of each server; the chief reads it.
-# Limit, use, and details of it: of a container, by version of its kernel's.
+_FILE = "ram://tfdist/free_bytes"  # In each server; the chief reads it.
+# A container's limit, usage and usage details in cgroup v2 and v1.
 _CGROUPS = (
     "memory.max memory.current memory.stat",
     "memory/memory.limit_in_bytes memory/memory.usage_in_bytes "
@@ -20,9 +20,9 @@ _CGROUPS = (
 
 
 def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> float:
-    """What the machine has, or less where a container has a limit.
+    """The machine's available memory, or less within a container's limit.
 
-    Files that are cached count as free. Infinite where nothing tells.
+    Cached files count as free. Returns infinity if the system reports nothing.
 
     >>> free_bytes() > 0
     True
@@ -40,14 +40,14 @@ def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> float:
 
 
 def tell_free_bytes() -> None:
-    """Leaves in this server's memory how much is free, and on which host."""
+    """Stores this host's name and free memory in this server's `ram://`."""
     storage.write_text(_FILE, f"{free_bytes()} {socket.gethostname()}")
 
 
 def free_bytes_on(device: str) -> tuple[str, float]:
-    """A device's host and what is free there; else the device and 0.
+    """A device's host and its free bytes; the device and 0 if not reported.
 
-    Raises OpError if its server does not answer.
+    Raises OpError if the device's server does not answer.
     """
     if device == tf.constant(0).device:
         return socket.gethostname(), free_bytes()

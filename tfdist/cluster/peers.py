@@ -1,9 +1,9 @@
-"""The processes of an all-reduce job, and how they keep in step.
+"""Keeps the processes of an all-reduce job in step.
 
-Each has replicas of its own and runs the same functions in the same order, or
-their collectives would wait for each other for ever. So one process leads: it
-decides how many steps come next, and the others do what it says. It says so
-through TensorFlow's coordination service, which also notices who is gone.
+Each process has its own replicas and must run the same functions in the same
+order, or their collectives would wait for each other forever. One process
+therefore leads: it decides how many steps come next, and the others follow. It
+sends commands through TensorFlow's coordination service.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tfdist.cluster.spec import Cluster
 _numbers = itertools.count()
 _POLL_SECS = 1.0
 _PATIENCE_SECS = 120.0  # A process may trace a model before it answers.
-_GONE_SECS = 2.0  # Not even a second try is answered.
-# How often the leader looks who wants to leave, and for how long.
+_GONE_SECS = 2.0  # Long enough for a second probe to fail too.
+# How often the leader checks for processes that want to leave; time per check.
 _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 
 
 class Peers:
-    """What the processes of a job tell each other.
+    """Exchanges messages between the processes of a job.
 
-    To be made once they are connected (`strategies.multi_worker_strategy`), in
-    all processes equally often and in the same order.
+    Create it in all processes equally often and in the same order, once they
+    are connected (`strategies.multi_worker_strategy`).
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -46,52 +46,52 @@ class Peers:
         self._others = cluster.addresses()
         del self._others[self.name]
         self._count = 0
-        # What earlier ones have said is not for this one.
+        # Keeps messages of earlier instances apart.
         self._prefix = f"{next(_numbers)}/"
         self._looked = 0.0
 
     def tell(self, **command: Any) -> None:
-        """Tells the others what comes next."""
+        """Sends the other processes the next command."""
         self._count += 1
         self._write(f"command/{self._count}", json.dumps(command))
 
     def next(self, watch: Callable[[], None]) -> dict[str, Any]:
-        """Waits for what the leader tells; raises OpError if it is gone.
+        """Waits for the leader's next command; OpError if the leader is gone.
 
-        `watch` is called every second, and ends the wait by raising.
+        `watch` is called every second, and may raise to end the wait.
         """
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
 
     def broadcast_from_leader(self, what: str, value: str) -> str:
-        """The leader's value, whatever this process would have."""
+        """Returns the leader's value in every process, ignoring their own."""
         if self.leads:
             self._write(what, value)
             return value
         return self._wait_for(what)
 
     def ask_to_leave(self) -> None:
-        """Lets the leader know that this process is to end."""
+        """Tells the leader that this process has to end."""
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             self._write("leaving", self.name)
 
     def leaving(self) -> str | None:
-        """For the leader: one that has asked to leave, some seconds ago."""
+        """For the leader: a process that asked to leave; checked every 5 s."""
         if time.monotonic() - self._looked < _LOOK_SECS:
             return None
         self._looked = time.monotonic()
         return private.ask_cluster(f"{self._prefix}leaving", _ASK_SECS)
 
     def announce(self, what: str, value: str = "") -> None:
-        """Lets the others know that this process has come so far."""
+        """Tells the other processes that this one has reached `what`."""
         self._write(f"{what}/{self.name}", value)
 
     def wait_for_others(
         self, what: str, watch: Callable[[], None] = lambda: None
     ) -> dict[str, str]:
-        """What every other process has announced, by its name.
+        """The announcements of all other processes, by task name.
 
-        Raises OpError if one of them is gone, or silent for two minutes.
+        Raises OpError if a process is gone, or silent for two minutes.
         """
         said = {}
         for name in self._others:
@@ -102,9 +102,9 @@ class Peers:
     def _watching(
         self, name: str, watch: Callable[[], None]
     ) -> Callable[[], None]:
-        """`watch`, and raises OpError once another process is gone.
+        """Wraps `watch` to raise OpError once the process `name` is gone.
 
-        TensorFlow itself notices it only in a call to that process.
+        TensorFlow itself notices this only in a call to that process.
         """
         seen = time.monotonic()
 
@@ -127,7 +127,7 @@ class Peers:
     def check_same_program(self, program: Mapping[str, str]) -> None:
         """Raises ValueError if processes are about to run different programs.
 
-        They would wait for ever. `program` describes each part, by name.
+        They would wait forever. `program` maps its parts to descriptions.
         """
         self.announce("program", json.dumps(program))
         for name, text in self.wait_for_others("program").items():

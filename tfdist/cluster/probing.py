@@ -1,4 +1,4 @@
-"""Whether the tasks of a cluster are up: asked once, or until all are."""
+"""Probes whether the tasks of a cluster are up, once or until all are."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tfdist.cluster.spec import Cluster
 _log = logging.getLogger(__name__)
 
 SERVER_JOBS = ("ps", "worker")
-"""Those whose tasks run a server for the chief."""
+"""The jobs whose tasks run a server for the chief."""
 
 WAITING = b"waiting"
-"""What a task answers that waits for the others of an all-reduce job."""
+"""The answer of a task that is waiting for the rest of an all-reduce job."""
 
 _POLL_SECS = 0.2
-_PROXIES = {"grpc", "https", "http"}  # Where gRPC looks for one.
+_PROXIES = {"grpc", "https", "http"}  # `<name>_proxy` variables gRPC reads.
 
 
 class TaskState(enum.Enum):
-    """What a probe found at a task's address."""
+    """The state of a task, as found by a probe of its address."""
 
     LIVE = "up"
     FROZEN = "connected, but does not answer"
@@ -37,10 +37,10 @@ class TaskState(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """What is known of a task that was asked for its status."""
+    """The result of asking a task for its status."""
 
     state: TaskState
-    identity: bytes | None = None  # Its answer; each server has its own.
+    identity: bytes | None = None  # The response, which differs per server.
 
 
 def ask(
@@ -51,8 +51,8 @@ def ask(
 ) -> list[Answer]:
     """Asks the servers at `addresses` for their status, all at once.
 
-    On new channels: no earlier failure to connect is remembered. A server that
-    has accepted the connection, but does not answer in time, is frozen.
+    Uses new channels, so that no earlier failure to connect delays a call. A
+    server that accepts the connection but does not answer in time is frozen.
     """
     options = [("grpc.use_local_subchannel_pool", 1)]
     with contextlib.ExitStack() as channels:
@@ -86,11 +86,11 @@ def wait_until_up(
 ) -> None:
     """Waits until every worker and ps of `cluster` answers.
 
-    When one is missing, `ParameterServerStrategy` itself would block inside C
-    for minutes, deaf to signals. `give_up`, called meanwhile, may raise.
+    If one is missing, `ParameterServerStrategy` itself would block in C for
+    minutes and ignore signals. `give_up`, called meanwhile, may raise.
 
     Raises:
-        TimeoutError: Some task was not up in time; the message names each.
+        TimeoutError: Some tasks were not up in time; the message names them.
     """
     tasks = cluster.addresses(*SERVER_JOBS)
 
@@ -106,7 +106,7 @@ def wait_for_all(
     timeout_secs: float,
     give_up: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, as `wait_until_up`, for `tasks` (name to address) by `states`."""
+    """Like `wait_until_up`, for `tasks` (name to address) with `states`."""
     missing = ""
     next_message = time.monotonic() + 5.0
 

@@ -1,10 +1,10 @@
-"""TensorFlow servers: run one, ask whether one is up, tell it to go home.
+"""TensorFlow servers: starting them, keeping track of chiefs, ending them.
 
 TF1's `tf.train.Server.join()` never returned: parameter servers had to be
-killed from outside. Here the chief's last act is to leave a file in the
-*memory* of every server (TensorFlow's `ram://` file system, one per process,
-written by an ordinary `WriteFile` op placed on that task's device). The server
-sees it and ends with exit code 0. No transport of our own, no file left over.
+killed from outside. Here the chief finally writes a file into the *memory* of
+every server (TensorFlow's `ram://` file system, which each process has, by an
+ordinary `WriteFile` op placed on that task's device). The server sees the file
+and exits with code 0. This needs no extra transport and leaves no file behind.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _LET_GO = "ram://tfdist/let_go"
 _SAID, _CONNECTED = "ram://tfdist/said", "."
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
-# TensorFlow keeps the functions that were running when a step failed (4 MB of a
-# small model), and on workers a thread for each of their input ops. So after so
-# many chiefs and recoveries a server restarts itself.
+# TensorFlow never frees the functions that were running when a step failed
+# (4 MB for a small model), nor, on workers, a thread for each of their input
+# ops. A server therefore restarts itself after this many chiefs and recoveries.
 _MOST_CONNECTIONS = 20
 _GOODBYE_SECS = 60.0
-_LET_GO_SECS = 5.0  # In which the chief disconnects.
-_TERM_SECS = 20.0  # In which the chief writes its last checkpoint.
+_LET_GO_SECS = 5.0  # Time for the chief to disconnect.
+_TERM_SECS = 20.0  # Time for the chief to write its last checkpoint.
 _held: set[str] = set()  # Addresses at which this process has been the chief.
 _released: list[Cluster] = []  # The jobs that this process has released.
-_serves: list[Cluster] = []  # Those that it was told to serve.
-# gRPC's own settings leave a server that came back alone for up to two minutes.
+_serves: list[Cluster] = []  # The jobs that this process was asked to serve.
+# By default, gRPC may take two minutes to reconnect to a restarted server.
 _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 200,
     "grpc.min_reconnect_backoff_ms": 3000,
@@ -58,9 +58,9 @@ _RECONNECT = {
 
 
 def reconnect_quickly() -> None:
-    """Has TensorFlow look for a lost task twice a second, from now on.
+    """Makes TensorFlow try to reconnect to a lost task twice a second.
 
-    The user's `TF_GRPC_DEFAULT_OPTIONS` win.
+    Options in the user's `TF_GRPC_DEFAULT_OPTIONS` take precedence.
     """
     name = "TF_GRPC_DEFAULT_OPTIONS"
     given = os.environ.get(name, "")
@@ -69,17 +69,17 @@ def reconnect_quickly() -> None:
 
 
 def inter_op_threads() -> int:
-    """Size of the thread pool that runs ops: the CPUs, but at least four.
+    """The size of the thread pool that runs ops: one per CPU, at least four.
 
-    A server with a single thread (a one-CPU container) hangs on the first step
-    that pulls and pushes: the pull waits inside the thread that the push needs.
+    A server with a single thread (in a one-CPU container) hangs on the first
+    step that both pulls and pushes: the pull blocks the thread the push needs.
     """
     return max(4, len(os.sched_getaffinity(0)))
 
 
 @contextlib.contextmanager
 def starting(cluster: Cluster) -> Iterator[None]:
-    """Names the task and its address if its server cannot start."""
+    """Adds the task and its address to errors from starting its server."""
     try:
         yield
     except (tf.errors.OpError, RuntimeError) as error:
@@ -92,25 +92,25 @@ def starting(cluster: Cluster) -> Iterator[None]:
 def serve(
     cluster: Cluster, restart: Callable[[str], None] | None = None
 ) -> None:
-    """Runs this task's server until the chief says that the job is done.
+    """Runs this task's server until the chief reports that the job is done.
 
-    The chief says so by `release`, which `train_and_evaluate` calls. While its
-    process is there the server goes on, for a minute at most; if the chief has
-    connected again, as for another job of the same program, until that is done
-    or the chief is gone. A second call serves the second job on the same
-    server. A task that the chief does without (`tfdist.cluster.size`) returns.
+    The chief does so by `release`, which `train_and_evaluate` calls. The server
+    then keeps running while the chief's process is up, for at most a minute. If
+    the chief connects again, such as for another job of the same program, the
+    server runs until that job is done. A second call serves the second job on
+    the same server. A task that the chief lets go (`tfdist.cluster.size`) ends.
 
-    After SIGTERM it serves on while the chief is there, which may have to write
-    its last checkpoint, for at most 20 seconds.
+    After SIGTERM the server runs for at most 20 more seconds while the chief is
+    up, because the chief may have to write its last checkpoint.
 
     Args:
         cluster: A `Cluster` in which this process is a worker or a ps.
-        restart: Replaces this process, for the reason it is given, when a chief
-            connects for the twentieth time, which recovers as from its death.
+        restart: Called with a reason when chiefs have connected 20 times. It
+            must replace this process; the chief recovers as from its death.
 
     Raises:
-        RuntimeError: The server could not start: is its port in use?
-        SystemExit: with code 143, after SIGTERM, unless the job ends first.
+        RuntimeError: The server could not start, such as if its port is in use.
+        SystemExit: With code 143, after SIGTERM, unless the job ends first.
     """
     sigterm = Sigterm()
     try:
@@ -124,13 +124,13 @@ def serve(
 
 @functools.cache
 def _server(cluster: Cluster) -> tf.distribute.Server:
-    """This task's server, which is started once: it cannot be stopped."""
+    """This task's server, started only once because it cannot be stopped."""
     reconnect_quickly()
     config = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=inter_op_threads()
     )
-    # Threads that spin between two messages of a step take the CPU from the
-    # computation: steps were 8 to 18 % slower where five tasks share two cores.
+    # Threads that spin between two messages of a step compete with the
+    # computation: steps were 8 to 18 % slower when five tasks shared two cores.
     config.experimental.disable_thread_spinning = True
     with starting(cluster):
         return tf.distribute.Server(
@@ -159,7 +159,7 @@ def _serve_until_done(
         if time.monotonic() >= next_round:
             next_round = time.monotonic() + _ROUND_SECS
             tell_free_bytes()
-            _trim_memory()  # Of the functions of chiefs and sessions past.
+            _trim_memory()  # Left by functions of earlier chiefs and sessions.
             before, chief_state = chief_state, probe(chief)
             if chief_state is not before:
                 _log.info("The chief at %s is %s.", chief, chief_state.value)
@@ -174,9 +174,9 @@ def _serve_until_done(
 
 
 def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
-    """Whether all that chiefs have said stays all, for a minute at most.
+    """Waits up to a minute for the chief to exit; whether it sent no more.
 
-    The chief's process still frees what it holds here; let it leave first.
+    The chief's process still has to free its resources on this server.
     """
     wait_until_gone(
         chief, _GOODBYE_SECS, lambda: sigterm.received or _said() != said
@@ -185,24 +185,24 @@ def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
 
 
 def _trim_memory() -> None:
-    """Gives the system back what this process has freed, in milliseconds.
+    """Returns freed memory to the operating system; takes milliseconds.
 
-    glibc keeps it in an arena for each of TensorFlow's threads: a fourth of all
-    memory, 260 MB, in a worker that traced a step in each of twelve recoveries.
+    glibc keeps freed memory in an arena per TensorFlow thread: 260 MB, a fourth
+    of the total, in a worker that traced a step in each of twelve recoveries.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _said() -> str:
-    """What chiefs have said here: that one connects, that its n-th job is done.
+    """The log of chiefs: "." for each connection, "n;" when job n is done.
 
-    Such as "..1;.2;": in the first job it has connected again.
+    In "..1;.2;", the chief connected twice in the first job.
     """
     return storage.read_text(_SAID) or ""
 
 
 def _is_done(said: str) -> bool:
-    """Whether the job is that this call serves, and no other goes on."""
+    """Whether the job served by this call is done and no other is running."""
     jobs = map(int, re.findall(r"\d+", said))
     goes_on = said.endswith(_CONNECTED)
     return not goes_on and max(jobs, default=0) >= len(_serves)
@@ -213,7 +213,7 @@ def wait_until_gone(
     timeout_secs: float,
     unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Waits until nothing answers there, so long at most."""
+    """Waits up to `timeout_secs` until nothing answers at `address`."""
     wait_for(
         lambda: unless() or probe(address) is not TaskState.LIVE, timeout_secs
     )
@@ -222,18 +222,18 @@ def wait_until_gone(
 def release(cluster: Cluster) -> None:
     """Tells every worker and ps that the job is done (see `serve`).
 
-    One that is gone or does not answer is reported and skipped.
+    Logs a warning for, and skips, tasks that are gone or do not answer.
     """
     _released.append(cluster)
     release_again(cluster)
 
 
 def release_again(cluster: Cluster) -> None:
-    """As `release`, if this process has done that, and connected since."""
+    """Repeats `release` after a reconnection; no-op unless already released."""
     if not _released:
         return
     tasks = cluster.addresses(*SERVER_JOBS)
-    connected = _connected()  # Others do not train now.
+    connected = _connected()  # Other tasks do not train at present.
     tasks = {t: a for t, a in tasks.items() if t in connected} or tasks
     answers = ask(list(tasks.values()))
     for task, answer in zip(tasks, answers, strict=True):
@@ -250,33 +250,33 @@ def release_again(cluster: Cluster) -> None:
 
 
 def _write(task: str, name: str, text: str) -> None:
-    """Writes a file in a task's memory, or appends to it, as `ram://` does."""
+    """Appends to a file in a task's memory (`ram://` appends on writes)."""
     with tf.device(_device(task)):
         tf.io.write_file(name, text)
 
 
 def let_go(tasks: Iterable[str]) -> None:
-    """Tells tasks to end: the job goes on without them."""
+    """Tells tasks to end because the job continues without them."""
     for task in tasks:
-        with contextlib.suppress(tf.errors.OpError):  # It has gone already.
+        with contextlib.suppress(tf.errors.OpError):  # It is already gone.
             _write(task, _LET_GO, "")
 
 
 def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
-    """Counts the connection to new workers, and waits until they reach all."""
+    """Records the connection at new workers, then `wait_until_connected`."""
     for task in tasks:
         _write(task, _SAID, _CONNECTED)
     wait_until_connected(cluster, _ROUND_SECS)
 
 
 def num_connected(job: str) -> int:
-    """To how many tasks of a job this process is connected."""
+    """The number of tasks of a job that this process is connected to."""
     return sum(task.startswith(f"{job}:") for task in _connected())
 
 
 def num_ps(strategy: tf.distribute.Strategy) -> int:
-    """How many parameter servers hold the variables of a strategy."""
-    # A process stays connected when a job of its own follows.
+    """The number of parameter servers that hold a strategy's variables."""
+    # A process stays connected if a job without a cluster follows.
     on_ps = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     return num_connected("ps") if on_ps else 0
 
@@ -289,7 +289,7 @@ def _connected() -> set[str]:
 
 
 def is_other(cluster: Cluster) -> bool:
-    """Whether this process is connected to other servers than these."""
+    """Whether this process is connected to a different set of servers."""
     tasks = {t for t in _connected() if t.partition(":")[0] in SERVER_JOBS}
     return bool(tasks) and tasks != {*cluster.addresses(*SERVER_JOBS)}
 
@@ -300,11 +300,11 @@ def _device(task: str) -> str:
 
 
 def hold(cluster: Cluster) -> None:
-    """Leaves this chief's name with the first server, and counts at each.
+    """Registers this chief at ps 0, and its connection at every server.
 
     Raises RuntimeError if another chief that is up holds the job: TensorFlow
-    lets any number attach to one cluster, which would overwrite each other's
-    training. Two that start within the same milliseconds are not told apart.
+    lets any number of chiefs connect to one cluster, where they would overwrite
+    each other's training. Two that start within milliseconds are not detected.
     """
     address = cluster.tasks["chief"][0]
     own = {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
@@ -315,7 +315,7 @@ def hold(cluster: Cluster) -> None:
     except tf.errors.NotFoundError:
         holder = {}
     if any(holder.get(key) != value for key, value in own.items()):
-        # On our own address that was a predecessor: we serve there now.
+        # A holder at our own address was a predecessor: we serve there now.
         elsewhere = holder.get("address", address)
         if elsewhere != address and probe(elsewhere) is not TaskState.DEAD:
             raise RuntimeError(
@@ -334,7 +334,7 @@ def hold(cluster: Cluster) -> None:
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
     """Waits until every worker reaches every parameter server, or raises.
 
-    A worker's own connection may wait (see `retried`), and reads on it fail.
+    Until a worker has reconnected (see `retried`), its reads would fail.
     """
 
     @traced
@@ -352,10 +352,10 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
 
 
 def retried(call: Callable[[], Any], secs: float) -> Any:
-    """What `call` returns, repeated for so long while a task is unavailable.
+    """Returns `call()`, retried for `secs` while a task is unavailable.
 
-    A connection to a server that was restarted waits up to half a second
-    between its attempts (`reconnect_quickly`).
+    gRPC waits up to half a second between attempts to reconnect to a restarted
+    server (`reconnect_quickly`).
     """
     deadline = time.monotonic() + secs
     while time.monotonic() < deadline:
@@ -366,7 +366,7 @@ def retried(call: Callable[[], Any], secs: float) -> Any:
 
 
 def refuse_second_chief(cluster: Cluster) -> None:
-    """Raises RuntimeError if another chief serves on the address of ours."""
+    """Raises RuntimeError if another chief serves on this chief's address."""
     address = cluster.tasks["chief"][0]
     if address in _held:
         return

@@ -1,18 +1,18 @@
-"""How many of a cluster's tasks train: a file says it, and may change.
+"""How many of a cluster's tasks train, as set by a file that may change.
 
-`TF_CONFIG` names all workers that a job may have. The first N of them train,
-where `<model_dir>/cluster.json` says `{"workers": N}`; without the file, all.
-Nobody waits for the others, or gives them data. The chief looks at the file
-while it trains. `python -m tfdist resize` writes it; `tfdist.launch
---workers=MIN:MAX` has its own, named by the environment, and starts workers.
+`TF_CONFIG` names all workers that a job may have. If `<model_dir>/cluster.json`
+contains `{"workers": N}`, only the first N train; without the file, all do. The
+job neither waits for the others nor gives them data. The chief checks the file
+during training. `python -m tfdist resize` writes it; `tfdist.launch
+--workers=MIN:MAX` has its own, named in the environment, and starts workers.
 
-Likewise `{"ps": N}` for parameter servers, or both. What they hold is dealt
-anew, for which the chief saves and restarts itself. Surplus tasks are told to
-end, unless the file changes while the chief is not connected to them.
+`{"ps": N}` sets the number of parameter servers; a file may contain both. To
+redistribute the variables, the chief saves a checkpoint and restarts itself. It
+tells surplus tasks to end if it is connected to them when the file changes.
 
-An all-reduce job goes on with fewer, where the file says `"min_workers"` and
-others stay away for `"last_call_timeout"` seconds (torchrun's word; default
-30). Then any of the N may be missing, but for worker 0 where that one leads.
+If the file contains `"min_workers"`, an all-reduce job continues with fewer
+workers when others stay away for `"last_call_timeout"` seconds (torchrun's
+term; default 30). Any worker may be missing, except worker 0 where it leads.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _log = logging.getLogger(__name__)
 
 _ROUND_SECS = 1.0
 _REMOTE_ROUND_SECS = 10.0
-_TOGETHER_SECS = 15.0  # For new workers, to take all of them in at once.
+_TOGETHER_SECS = 15.0  # How long to wait to add all new workers at once.
 
 
 class ClusterSize:
-    """The size of a cluster, told by its file.
+    """The size of a cluster, as read from its file.
 
     Args:
-        cluster: With all workers that there may be.
-        model_dir: Where the file is, if the launcher has none. None: nowhere.
+        cluster: A cluster with all workers that the job may have.
+        model_dir: Directory of the file, unless the launcher has a file.
 
     Attributes:
-        size, ps: How many workers and parameter servers train now.
-        wanted, wanted_ps: How many the file asks for.
-        least: How many workers an all-reduce job waits for in any case.
-        last_call_timeout: For how many seconds it waits for the others.
+        size, ps: Number of workers and parameter servers in use now.
+        wanted, wanted_ps: Numbers that the file requests.
+        least: Number of workers that an all-reduce job always waits for.
+        last_call_timeout: Seconds for which it waits for more workers.
         may_change: Whether there is a file.
 
     Raises:
-        ValueError: the file is malformed, or asks for more tasks than there
-            are, or for an all-reduce of one process.
+        ValueError: The file is malformed, requests more tasks than there are,
+            or requests an all-reduce job of one process.
     """
 
     def __init__(self, cluster: Cluster, model_dir: str | None) -> None:
@@ -63,7 +63,7 @@ class ClusterSize:
             path = os.path.join(model_dir, tf_config.SIZE_FILE)
         self.cluster, self.path = cluster, path
         self._addresses = [*cluster.addresses("worker").values()]
-        self._group: list[str] | None = None  # All-reduce: who trains now.
+        self._group: list[str] | None = None  # Workers of an all-reduce job.
         self.wanted_ps, self.least = cluster.num_ps, cluster.num_workers
         self.last_call_timeout = tf_config.LAST_CALL_SECS
         number = self._read()
@@ -76,25 +76,25 @@ class ClusterSize:
 
     @property
     def now(self) -> Cluster:
-        """The cluster with the tasks that train now."""
+        """The cluster with only the tasks in use now."""
         return self.cluster.with_first(worker=self.size, ps=self.ps)
 
     @property
     def asked(self) -> Cluster:
-        """The cluster with the tasks that the file asks for."""
+        """The cluster with only the tasks that the file requests."""
         return self.cluster.with_first(worker=self.wanted, ps=self.wanted_ps)
 
     def follow(self, group: Cluster) -> None:
-        """All-reduce: these train now, whoever of those wanted they are."""
+        """Records the group of an all-reduce job, which may lack workers."""
         self._group = [*group.addresses("worker").values()]
         self.size = len(self._group)
         if self.may_change:
             _log.info("Takes part: %s.", group.shape)
 
     def refuse(self) -> None:
-        """Takes `change` back, lest anybody stops tasks."""
+        """Reverts `change` in the file, so that no tasks are stopped for it."""
         assert self.path
-        # A look at the file of before must not ask for the change again.
+        # The thread must not request the change again from the old file.
         with self._looking, contextlib.suppress(ValueError):
             if self.cluster.num_ps:
                 self.wanted_ps = self.ps
@@ -102,14 +102,14 @@ class ClusterSize:
             else:
                 self.wanted = self._accepted
                 numbers = {"workers": self.wanted}
-            # Nobody follows what is malformed.
+            # Raises ValueError for a malformed file, which is ignored anyway.
             text = storage.read_text(self.path) or ""
             tf_config.parse_size(text, self.path)
             content = json.loads(text) | numbers
             storage.write_text(self.path, json.dumps(content))
 
     def watch(self) -> None:
-        """Looks at the file from now on, in a thread."""
+        """Starts a thread that checks the file periodically."""
         if self.path:
             threading.Thread(
                 target=self._run, name="tfdist-size", daemon=True
@@ -120,36 +120,36 @@ class ClusterSize:
         self._stopped.set()
 
     def due(self) -> int | None:
-        """How many workers are to train that are there; None: as many as do."""
+        """The number of workers to change to; None if it stays the same."""
         due, size = self._due, self.size
         news = due is not None and (due > size or due == self.wanted != size)
         return due if news else None
 
     @property
     def change(self) -> str | None:
-        """What is asked for that needs a restart, such as "ps: 1 -> 2"."""
+        """The requested change that needs a restart, such as "ps: 1 -> 2"."""
         job, now, wanted = "workers", self.size, self.wanted
         if self.cluster.num_ps:
             job, now, wanted = "ps", self.ps, self.wanted_ps
         return f"{job}: {now} -> {wanted}" if wanted != now else None
 
     def is_ready(self) -> bool:
-        """Whether those are up whom `change` needs."""
+        """Whether the tasks that `change` needs are up."""
         if self.cluster.num_ps:
             return self._num_ps_up >= self.wanted_ps
         return self.due() is not None
 
     @property
     def shrinks(self) -> bool:
-        """Whether the file asks for fewer tasks than now."""
+        """Whether the file requests fewer tasks than are in use."""
         return self.wanted < self.size or self.wanted_ps < self.ps
 
     def is_late(self, secs: float) -> bool:
-        """Whether `due` has told of that change for so long."""
+        """Whether the change has been `due` for more than `secs` seconds."""
         return time.monotonic() - self._due_since > secs
 
     def there(self) -> int:
-        """How many of those wanted answer soon, without a gap; 1 at least."""
+        """The number of wanted workers up without a gap; waits up to 15 s."""
 
         def live() -> int:
             return _num_live(probing.ask(self._addresses[: self.wanted]))
@@ -166,15 +166,14 @@ class ClusterSize:
         number, num_ps = asked.workers or most, asked.ps or most_ps
         if number == 1 and not {"chief", "ps"} & {*self.cluster.tasks}:
             raise ValueError(
-                f"{self.path} asks for 1 worker, and there is no chief beside "
-                "it: all-reduce needs two processes. Ask for 2 at least."
+                f"{self.path} asks for 1 worker, but there is no chief besides "
+                "it: all-reduce needs two processes. Ask for at least 2."
             )
         if number > most or num_ps > most_ps:
             raise ValueError(
-                f"{self.path} asks for {number} workers and {num_ps} ps, and "
+                f"{self.path} asks for {number} workers and {num_ps} ps, but "
                 f"the cluster of this job names {most} and {most_ps}. Name "
-                "more in TF_CONFIG of every task, which then must be started "
-                "again."
+                "more in TF_CONFIG of every task, and restart the tasks."
             )
         self.least = min(asked.min_workers or number, number)
         self.last_call_timeout = asked.last_call_timeout
@@ -204,7 +203,7 @@ class ClusterSize:
                 self._due, self._due_since = due, time.monotonic()
 
     def _reachable(self) -> int | None:
-        """The size to change to: `wanted`, or less if new ones are missing."""
+        """The size to change to: `wanted`, or less if new workers are down."""
         size, wanted = self.size, self.wanted
         if wanted <= size:
             return wanted
@@ -216,6 +215,6 @@ class ClusterSize:
 
 
 def _num_live(answers: Sequence[Answer], gaps: bool = False) -> int:
-    """How many answer, without `gaps` up to the first one that does not."""
+    """The number of live answers; without `gaps`, before the first other."""
     live = [answer.state is TaskState.LIVE for answer in answers]
     return sum(live) if gaps else [*live, False].index(False)

@@ -1,15 +1,15 @@
-"""Which cluster this process belongs to, and what it has to do there.
+"""The cluster that this process belongs to, and the process's role in it.
 
-Every task of a distributed job runs the same program. What tells them apart is
-an environment variable: `TF_CONFIG` (Vertex AI, Kubeflow, `python -m
-tfdist.launch`) or `CLUSTER_SPEC` (Vertex AI, on every replica).
-`Cluster.from_env()` turns either into one frozen value, without TensorFlow.
+Every task of a distributed job runs the same program. An environment variable
+tells them apart: `TF_CONFIG` (Vertex AI, Kubeflow, `python -m tfdist.launch`)
+or `CLUSTER_SPEC` (Vertex AI, on every replica). `Cluster.from_env()` turns
+either into an immutable value without importing TensorFlow.
 
-It replaces the half of TF1's `tf.estimator.RunConfig` that parsed `TF_CONFIG`.
-Unlike there, the evaluator is never part of the training cluster (a
-`ParameterServerStrategy` that finds it there blocks for ever), nor is a tf.data
-service (`tfdist.data.one_pass`); worker 0 leads where there is no chief
-(`MultiWorkerMirroredStrategy`); and what is malformed is refused at once.
+`Cluster` replaces the part of TF1's `tf.estimator.RunConfig` that parsed
+`TF_CONFIG`. Unlike in TF1, the training cluster includes neither the evaluator
+(with which a `ParameterServerStrategy` blocks forever) nor a tf.data service
+(`tfdist.data.one_pass`); worker 0 leads if there is no chief (as in
+`MultiWorkerMirroredStrategy`); and malformed input raises an error at once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tfdist.cluster import tf_config as reading
 from tfdist.cluster.tf_config import DATA_JOBS, JOBS, TRAINING_JOBS, as_list
 
 REDUCTION_SERVERS = "TFDIST_REDUCTION_SERVERS"
-"""Is "1" (by `tfdist.vertex`) on every task of a job on Vertex AI whose worker
-pool 2 holds Google's reduction servers, which it calls parameter servers."""
+"""Set to "1" by `tfdist.vertex` on all tasks of a Vertex AI job whose worker
+pool 2, which Vertex AI calls parameter servers, holds its reduction servers."""
 
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/@\[\]]+):([0-9]{1,5})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The tasks of a job, and which of them this process is.
+    """The tasks of a job, and the task that this process runs.
 
-    `Cluster()` is one local process. Use `from_env` inside a program, and
-    `from_jobs` to write a cluster down:
+    `Cluster()` is one local process. Use `from_env` in a program, and
+    `from_jobs` to spell out a cluster:
 
     >>> cluster = Cluster.from_jobs(
     ...     {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]},
@@ -53,13 +53,13 @@ class Cluster:
         jobs: job -> {index: "host:port"} for the jobs "chief", "worker", "ps",
             "evaluator", "dispatcher" and "data_worker" that have tasks. Only
             the indices of workers may have gaps. Default: no cluster.
-        task_type: this process's job; "chief" also for "master".
-        task_index: this process's index in its job.
-        has_evaluator: whether there is an evaluator task, also one without a
-            known address (Vertex AI), so that the chief need not evaluate.
+        task_type: This process's job; "chief" also for "master".
+        task_index: This process's index in its job.
+        has_evaluator: Whether there is an evaluator task, with or without
+            (Vertex AI) a known address, so that the chief need not evaluate.
 
     Raises:
-        ValueError: the tasks make no cluster, or this task is none of them.
+        ValueError: The tasks are not a valid cluster, or lack this one.
     """
 
     # A mapping has no hash; equal clusters still hash equal without it.
@@ -82,19 +82,20 @@ class Cluster:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
-        """Reads `TF_CONFIG`, else `CLUSTER_SPEC`, else is one local process.
+        """Reads `TF_CONFIG` or, if unset, `CLUSTER_SPEC`.
 
-        A blank variable counts as absent; `TF_CONFIG='{}'` is one local
-        process. Accepted are: Vertex AI's evaluator outside the cluster (also
-        without one) and Kubeflow's inside it, `master` for `chief`, a job as a
-        list or as an {index: address} object, an index as a string, and no
-        `task` where there is one node at most. Other keys (`job`,
-        `environment`, ...) and jobs without tasks are ignored.
+        Without either, or with `TF_CONFIG='{}'`, the cluster is one local
+        process. A blank variable counts as unset. The evaluator may be outside
+        "cluster" (Vertex AI, even without "cluster") or inside it (Kubeflow).
+        `master` may stand for `chief`, a job may be a list or an
+        {index: address} object, an index may be a string, and `task` may be
+        missing if there is at most one node. Other keys (`job`, `environment`,
+        ...) and jobs without tasks are ignored.
 
         Vertex AI's `TF_CONFIG` never mentions the evaluator, so the chief
-        learns of it from the `CLUSTER_SPEC` beside it. Where
-        `TFDIST_REDUCTION_SERVERS` is 1, parameter servers are taken for
-        reduction servers, which are no part of the cluster.
+        finds it in `CLUSTER_SPEC`, which is set as well. If
+        `TFDIST_REDUCTION_SERVERS` is 1, parameter servers are treated as
+        reduction servers, which are not part of the cluster.
 
         >>> Cluster.from_env({}).role
         'local'
@@ -104,11 +105,11 @@ class Cluster:
         'evaluator'
 
         Args:
-            environ: the environment. Default: `os.environ`.
+            environ: The environment. Default: `os.environ`.
 
         Raises:
-            ValueError: a variable is malformed. The message names it, quotes
-                the offending part and shows a right one.
+            ValueError: A variable is malformed. The message names it, quotes
+                the offending part and shows a valid value.
         """
         read = functools.partial(
             cls._read, os.environ if environ is None else environ
@@ -122,7 +123,7 @@ class Cluster:
 
     @classmethod
     def _read(cls, environ: Mapping[str, str], variable: str) -> Cluster | None:
-        """What one of the two variables says; None if it is blank."""
+        """Reads a cluster from one of the two variables; None if blank."""
         text = environ.get(variable, "").strip()
         if not text:
             return None
@@ -141,16 +142,16 @@ class Cluster:
         task_type: str | None = None,
         task_index: int | str | None = None,
     ) -> Cluster:
-        """Makes a cluster from plain lists, as `TF_CONFIG` has them.
+        """Creates a cluster from plain lists, as in `TF_CONFIG`.
 
         Args:
             jobs: job -> ["host:port", ...] or {index: "host:port"}; "chief"
                 may be called "master".
-            task_type: this process's job; needed where there are two tasks.
-            task_index: this process's index in it, likewise.
+            task_type: This process's job; required with more than one task.
+            task_index: This process's index in its job; likewise.
 
         Raises:
-            ValueError: as `from_env`.
+            ValueError: As for `from_env`.
         """
         tasks = reading.by_index(jobs)
         job, index = reading.own_task(
@@ -160,33 +161,33 @@ class Cluster:
 
     @property
     def tasks(self) -> Mapping[str, Mapping[int, str]]:
-        """The `jobs` that train: "chief", "worker" and "ps"."""
+        """The training tasks: those of `jobs` "chief", "worker" and "ps"."""
         tasks = self.training_spec().items()
         return MappingProxyType({job: MappingProxyType(t) for job, t in tasks})
 
     @property
     def evaluator_address(self) -> str | None:
-        """The evaluator's "host:port"; None on Vertex AI, which has no such."""
+        """The evaluator's "host:port"; None if not given, as on Vertex AI."""
         return self.jobs.get("evaluator", {}).get(0)
 
     @property
     def dispatcher(self) -> str | None:
-        """The "host:port" of a tf.data service's dispatcher; None without."""
+        """The "host:port" of a tf.data service's dispatcher; None if none."""
         return self.jobs.get("dispatcher", {}).get(0)
 
     @property
     def data_workers(self) -> tuple[str, ...]:
-        """The "host:port" of the service's workers, by index."""
+        """The "host:port" of each worker of the tf.data service, by index."""
         return tuple(self.jobs.get("data_worker", {}).values())
 
     @property
     def role(self) -> str:
-        """What this process has to do.
+        """The role of this process.
 
-        "local" trains alone: no cluster, or one of a single node, an evaluator
-        and a tf.data service not counted. "chief" (see `is_chief`) leads,
+        "local" trains alone: there is no cluster, or only one node besides an
+        evaluator and a tf.data service. "chief" (see `is_chief`) leads,
         "worker" and "ps" serve, "evaluator" reads checkpoints, "dispatcher"
-        and "data_worker" hand out examples.
+        and "data_worker" provide examples.
         """
         if self.task_type in ("ps", "evaluator", *DATA_JOBS):
             return self.task_type
@@ -203,7 +204,7 @@ class Cluster:
     def is_chief(self) -> bool:
         """Whether this process leads: writes checkpoints, summaries, exports.
 
-        So do the chief, worker 0 where there is none, and a local process.
+        The chief, worker 0 if there is no chief, or a local process does so.
         """
         if self.task_type == "worker":
             return "chief" not in self.tasks and self.task_index == 0
@@ -221,7 +222,7 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
-        """The number of tasks of the job "worker"; the chief is not one."""
+        """The number of tasks of the job "worker", without the chief."""
         return len(self.tasks.get("worker", ()))
 
     @property
@@ -231,11 +232,11 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """This process's "host:port"; None where the cluster names none."""
+        """This process's "host:port"; None if the cluster does not give it."""
         return self.jobs.get(self.task_type, {}).get(self.task_index)
 
     def addresses(self, *jobs: str) -> dict[str, str]:
-        """By name ("ps:0") the tasks of some jobs; default: all that train."""
+        """Maps names ("ps:0") to addresses; default: of all training jobs."""
         return {
             f"{job}:{index}": address
             for job in jobs or TRAINING_JOBS
@@ -243,7 +244,7 @@ class Cluster:
         }
 
     def with_first(self, **numbers: int) -> Cluster:
-        """This cluster with so many tasks of a job alone, as `worker=3`."""
+        """This cluster with only the first tasks of a job, as in `worker=3`."""
         jobs = {
             job: dict([*tasks.items()][: numbers.get(job)])
             for job, tasks in self.jobs.items()
@@ -258,17 +259,17 @@ class Cluster:
     def tf_config(
         self, task_type: str | None = None, task_index: int | None = None
     ) -> str:
-        """The `TF_CONFIG` that tells a task its place in this cluster.
+        """The `TF_CONFIG` of a task of this cluster.
 
-        An evaluator with a known address is inside "cluster", as Kubeflow has
-        it; of another one only itself still knows.
+        An evaluator with a known address appears in "cluster", as on Kubeflow;
+        one without appears only in its own `TF_CONFIG`.
 
         Args:
-            task_type: the task's job. Default: this process's.
-            task_index: the task's index. Default: this process's.
+            task_type: The task's job. Default: this process's.
+            task_index: The task's index. Default: this process's.
 
         Raises:
-            ValueError: the cluster has no such task.
+            ValueError: The cluster has no such task.
         """
         task = dataclasses.replace(
             self,
@@ -281,7 +282,7 @@ class Cluster:
 
     @property
     def shape(self) -> str:
-        """The cluster in words, such as "chief, 2 workers, 2 ps, evaluator"."""
+        """A description, such as "chief, 2 workers, 2 ps, evaluator"."""
         workers, others = self.num_workers, len(self.data_workers)
         parts = {
             "chief": "chief" in self.tasks,
@@ -300,7 +301,7 @@ class Cluster:
 
 
 def _check_jobs(jobs: reading.Jobs) -> None:
-    """Refuses jobs and indices that cannot work together."""
+    """Raises ValueError for jobs or indices that cannot work together."""
     have = {job: as_list(tasks) for job, tasks in jobs.items()}
     for job, tasks in have.items():
         single = job in ("chief", "evaluator", "dispatcher")
@@ -334,7 +335,7 @@ def _check_jobs(jobs: reading.Jobs) -> None:
 
 
 def _check_addresses(jobs: reading.Jobs) -> None:
-    """Refuses addresses that no client can use, or that two tasks share."""
+    """Raises ValueError for unusable addresses, or one shared by two tasks."""
     seen: dict[tuple[str, int], str] = {}
     tasks = [(f"{job}:{i}", jobs[job][i]) for job in jobs for i in jobs[job]]
     for task, address in tasks:
@@ -355,7 +356,7 @@ def _check_addresses(jobs: reading.Jobs) -> None:
 
 
 def _endpoint(address: object) -> tuple[str, int] | None:
-    """Host and port of "host:port"; None when that is not what it is."""
+    """Splits "host:port" into host and port; None if it is malformed."""
     match = isinstance(address, str) and _ADDRESS.fullmatch(address)
     if not match:
         return None
@@ -369,7 +370,7 @@ def _endpoint(address: object) -> tuple[str, int] | None:
 
 
 def _check_task(cluster: Cluster) -> None:
-    """Refuses a task that the cluster does not have."""
+    """Raises ValueError if the cluster lacks the task it assigns."""
     job, index = cluster.task_type, cluster.task_index
     alone = job in ("chief", "worker") and not cluster.tasks
     is_evaluator = job == "evaluator" and cluster.has_evaluator
@@ -393,7 +394,7 @@ _running: list[Cluster] = []
 def current_cluster() -> Cluster:
     """The cluster of the running job's `RunConfig`, else `from_env`'s.
 
-    What runs inside a user's `model_fn` or `input_fn` sees no `RunConfig`.
+    For code inside a user's `model_fn` or `input_fn`, without a `RunConfig`.
     """
     return _running[-1] if _running else Cluster.from_env()
 

@@ -1,6 +1,6 @@
-"""A `Cluster` becomes a `tf.distribute.Strategy`.
+"""Creates the `tf.distribute.Strategy` of a `Cluster`.
 
-A start that ends in a clear error when a task is missing.
+If a task is missing, the start fails with a clear error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tfdist.cluster import meeting, probing, servers, termination
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
-_KEEP_ALIVE_SECS = 60  # For which servers keep what a silent chief holds there.
+_KEEP_ALIVE_SECS = 60  # How long servers keep the state of a silent chief.
 _CONNECT_SECS = 15.0
-_LEAVE_SECS = 10.0  # For which all-reduce processes wait for each other.
-# A process can join the others of a job once.
+_LEAVE_SECS = 10.0  # How long all-reduce processes wait to leave together.
+# A process can join the others of a job only once.
 _joined: dict[Cluster, tf.distribute.MultiWorkerMirroredStrategy] = {}
 
 
@@ -39,10 +39,10 @@ def parameter_server_strategy(
 ) -> tf.distribute.ParameterServerStrategy:
     """Connects the chief to its workers and parameter servers.
 
-    The chief's address is in the cluster spec, or servers could not call back
-    after a reconnection. Arguments are those of `probing.wait_until_up`, and
-    `again`, a strategy that is connected anew; errors are its,
-    `check_is_chief`'s and `servers.hold`'s.
+    The cluster spec includes the chief's address, without which servers could
+    not call the chief back after a reconnection. `again` is a strategy to
+    reconnect; for the other arguments see `probing.wait_until_up`. Raises the
+    errors of that function, `check_is_chief` and `servers.hold`.
     """
     check_is_chief(cluster)
     _widen_thread_pool()
@@ -69,7 +69,7 @@ def check_is_chief(cluster: Cluster) -> None:
 
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "ps", "tpu")
-"""What `RunConfig(strategy=...)` may name, beside "auto"."""
+"""The names that `RunConfig(strategy=...)` accepts besides "auto"."""
 
 
 SYNCHRONOUS = (
@@ -77,11 +77,11 @@ SYNCHRONOUS = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.TPUStrategy,
 )
-"""Strategies whose replicas run each step together."""
+"""Strategies whose replicas run each step synchronously."""
 
 
 def resolved(name: str, cluster: Cluster) -> str:
-    """A strategy's name, "auto" replaced by what fits the cluster or GPUs."""
+    """Resolves "auto" to the strategy name for the cluster or the GPUs."""
     if name != "auto":
         return name
     if cluster.num_ps:
@@ -93,7 +93,7 @@ def resolved(name: str, cluster: Cluster) -> str:
 
 
 def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
-    """Refuses an unknown strategy, one that does not fit, and TF1's graphs."""
+    """Raises for an unknown or unsuitable strategy, or in TF1's graph mode."""
     check_tensorflow()
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise TypeError(
@@ -106,8 +106,8 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
     )
     if isinstance(strategy, connects):
         raise ValueError(
-            f"A {type(strategy).__name__} is made by tfdist itself, and again "
-            "after a failure. Use strategy='auto'."
+            f"tfdist itself creates a {type(strategy).__name__}, and recreates "
+            "it after a failure. Use strategy='auto'."
         )
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
         raise ValueError(
@@ -126,26 +126,26 @@ def check(strategy: str | tf.distribute.Strategy, cluster: Cluster) -> None:
         raise ValueError(
             f"Strategy {name!r} does not fit this process, which is {cluster}. "
             "'ps' needs a cluster with parameter servers, "
-            "'multi_worker_mirrored' one of a chief and workers alone, the "
-            "others no cluster."
+            "'multi_worker_mirrored' one with only a chief and workers, and "
+            "the others no cluster."
         )
 
 
 def local_strategy(name: str) -> tf.distribute.Strategy:
-    """A strategy whose replicas are all driven by this process alone.
+    """Returns a strategy whose replicas are all driven by this process.
 
-    Each is made once: TensorFlow would mix up the messages of two. "mirrored"
-    is every GPU, or, where there is none, every logical CPU; "tpu" is the slice
-    that `TPU_NAME` names or this machine has.
+    Creates each strategy once, because TensorFlow would mix up the messages of
+    two. "mirrored" uses every GPU or, if there is none, every logical CPU;
+    "tpu" uses the slice that `TPU_NAME` names or this machine has.
 
     Raises:
-        RuntimeError: in the scope of another; there is no TPU.
+        RuntimeError: Called in another strategy's scope, or there is no TPU.
     """
     if tf.distribute.has_strategy():
         raise RuntimeError(
             "This is called inside `strategy.scope()`. tfdist enters the scope "
             "itself: leave it, and give the strategy to "
-            f"`RunConfig(strategy=...)`, which now is for {name!r}."
+            f"`RunConfig(strategy=...)`, which is now {name!r}."
         )
     return _local_strategy(name)
 
@@ -180,22 +180,23 @@ def multi_worker_strategy(
     give_up: Callable[[], None] = lambda: None,
     size: ClusterSize | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Connects this process to the others of an all-reduce job, once.
+    """Connects this process, once, to the others of an all-reduce job.
 
-    Arguments are those of `meeting.meet`; `group_of` tells who takes part.
+    Arguments are those of `meeting.meet`; `group_of` returns the tasks that
+    take part.
 
     Raises:
-        UnavailableError: One that was to take part has gone meanwhile.
-        TimeoutError: A task was not up in time. If one goes away after that,
-            TensorFlow waits in C, deaf to Python: then this process ends as
-            late, with a traceback and by SIGALRM.
+        UnavailableError: A task that was to take part is gone.
+        TimeoutError: A task was not up in time. If one disappears after that,
+            TensorFlow blocks in C, which Python cannot interrupt; SIGALRM then
+            ends this process, with a traceback, after the same time.
     """
     if cluster in _joined:
         return _joined[cluster]
     if tf.config.functions_run_eagerly():
         raise RuntimeError(
-            "An all-reduce job gathers in functions alone: leave "
-            "`tf.config.run_functions_eagerly(True)` out."
+            "An all-reduce job works only in tf.functions: do not call "
+            "`tf.config.run_functions_eagerly(True)`."
         )
     servers.reconnect_quickly()
     group = meeting.meet(cluster, start_timeout_secs, give_up, size)
@@ -208,16 +209,16 @@ def multi_worker_strategy(
             _joined[cluster] = join(_resolver(group))
     except RuntimeError as error:
         raise ValueError(
-            "An all-reduce job is joined before TensorFlow computes anything, "
-            "which it has here. Make layers, optimizers, tables, tensors and "
-            "datasets in the model function or the input function; canned "
-            "estimators take a function that makes an optimizer."
+            "An all-reduce job must be joined before TensorFlow computes "
+            "anything, but it already has. Create layers, optimizers, tables, "
+            "tensors and datasets in the model function or the input function; "
+            "canned estimators take a function that returns an optimizer."
         ) from error
     return _joined[cluster]
 
 
 def group_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
-    """The processes of an all-reduce job that take part, and this one."""
+    """The cluster of the processes that take part in an all-reduce job."""
     resolver = strategy.cluster_resolver
     jobs = resolver.cluster_spec().as_dict()
     return Cluster.from_jobs(jobs, resolver.task_type, resolver.task_id)
@@ -225,13 +226,13 @@ def group_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
 
 @contextlib.contextmanager
 def _time_limit(secs: float) -> Iterator[None]:
-    """Ends this process, with a traceback and by SIGALRM, after `secs`.
+    """Ends this process by SIGALRM, with a traceback, after `secs` seconds.
 
-    For a call that waits in C and holds Python's lock: no thread and no signal
-    handler of Python's runs meanwhile. So the signal has faulthandler's
-    handler, which is in C, then the system's own, which ends the process.
-    (`faulthandler.dump_traceback_later` has one timer a process, maybe the
-    user's.) Other threads than the main one have no limit.
+    For calls that block in C and hold the GIL, so that no Python thread or
+    signal handler can run. The signal is therefore handled by faulthandler, in
+    C, and then by the system's default, which ends the process.
+    (`faulthandler.dump_traceback_later` has only one timer per process, which
+    the user may need.) There is no limit outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -239,7 +240,7 @@ def _time_limit(secs: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.register(signal.SIGALRM, file=stderr, chain=True)
-    # No timer takes "inf".
+    # Timers do not accept "inf".
     users_timer = signal.setitimer(signal.ITIMER_REAL, min(secs, 1e9))
     try:
         yield
@@ -271,10 +272,10 @@ def _resolver(
 
 @contextlib.contextmanager
 def fail_fast() -> Iterator[None]:
-    """Makes a task that died since the probe an error instead of a hang.
+    """Turns the death of a task since its probe into an error, not a hang.
 
-    TensorFlow reads the variable at each call. Afterwards it is the user's, or
-    `use_caller`, as recommended: with the default, `true`, recovery would spin.
+    TensorFlow reads the variable at each call. The user's value is restored, or
+    else the recommended `use_caller`: with the default, recovery would spin.
     """
     name = "GRPC_FAIL_FAST"
     before = os.environ.get(name, "use_caller")
@@ -288,8 +289,8 @@ def fail_fast() -> Iterator[None]:
 def _widen_thread_pool() -> None:
     """Gives the chief's own server the threads that every server needs."""
     if tf.config.threading.get_inter_op_parallelism_threads() == 0:
-        # Too late once TensorFlow has started, which is harmless: then the
-        # pool has a thread per CPU, and the chief holds no variables.
+        # Fails once TensorFlow has started, which is harmless: the pool then
+        # has a thread per CPU, and the chief holds no variables.
         with contextlib.suppress(RuntimeError):
             tf.config.threading.set_inter_op_parallelism_threads(
                 servers.inter_op_threads()
@@ -297,7 +298,7 @@ def _widen_thread_pool() -> None:
 
 
 def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
-    """Raises if XLA cannot compile the step of a model with these tables."""
+    """Raises ValueError if XLA cannot compile a step with these tables."""
     specs = tf.nest.flatten(element_spec)
     problems = [
         f"Its table {table.path!r} looks up each row once, so the number of "
@@ -306,7 +307,7 @@ def check_tpu(element_spec: Any, tables: Sequence[Any]) -> None:
     ]
     if any(spec.dtype == tf.string for spec in specs):
         problems.append(
-            "Its batches have strings. Turn them into numbers in the input "
+            "Its batches have strings. Convert them to numbers in the input "
             "function."
         )
     problems += [

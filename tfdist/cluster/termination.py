@@ -1,4 +1,4 @@
-"""SIGTERM: the process is told to end, and does so when it is ready."""
+"""SIGTERM handling: a process ends only when it is ready to."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 _log = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a task that SIGTERM ended; schedulers start it again."""
+"""Exit code of a task ended by SIGTERM; schedulers restart such a task."""
 
 
 class Sigterm:
-    """Takes note of SIGTERM, which then does not end this process.
+    """Records SIGTERM, which then does not end this process.
 
-    Only the main thread can; a disabled one hears nothing.
+    Elsewhere than in the main thread, or if not enabled, it has no effect.
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        self.received = False  # Whether the signal has come.
+        self.received = False  # Whether the signal has arrived.
         self._at = 0.0
         main = threading.current_thread() is threading.main_thread()
         self._enabled = enabled and main
@@ -32,11 +32,11 @@ class Sigterm:
     def _receive(self, *_: object) -> None:
         self.received, self._at = True, time.monotonic()
         outer = getattr(self._before, "__self__", None)
-        if isinstance(outer, Sigterm):  # Of the session in which this one is.
+        if isinstance(outer, Sigterm):  # Of an enclosing session.
             outer._receive()
 
     def leave(self) -> None:
-        """Ends the process if it was told to, with a code that is retried."""
+        """Exits after SIGTERM, with a code that schedulers retry."""
         if self.received:
             _log.warning(
                 "Told to end (SIGTERM); exit code %d asks to be started again.",
@@ -45,12 +45,12 @@ class Sigterm:
             raise SystemExit(TERMINATED)
 
     def leave_when_late(self, secs: float) -> None:
-        """As `leave`, `secs` seconds after the signal at the earliest."""
+        """Like `leave`, but not before `secs` seconds after the signal."""
         if time.monotonic() - self._at > secs:
             self.leave()
 
     def restore(self) -> None:
-        """Puts the handler of before back, once later ones have done so."""
+        """Restores the previous handler, once later instances have."""
         if self._enabled:
             self._enabled = False
             handler = signal.getsignal(signal.SIGTERM) or self._before
@@ -64,15 +64,15 @@ class Sigterm:
 
 @contextlib.contextmanager
 def keeping_sigterm() -> Iterator[None]:
-    """Has SIGTERM wait meanwhile; Python's handler hears it afterwards.
+    """Delays SIGTERM until the block ends; Python's handler then runs.
 
-    Joining an all-reduce job, TensorFlow's `PreemptionNotifier` replaces the
-    handler, and tells nobody of a signal.
+    When a process joins an all-reduce job, TensorFlow's `PreemptionNotifier`
+    replaces the handler and reports no signal to anyone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)  # None: not one of Python's.
+    handler = signal.getsignal(signal.SIGTERM)  # None: not set from Python.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         yield

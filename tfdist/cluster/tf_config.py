@@ -1,6 +1,6 @@
 """Reads `TF_CONFIG`, `CLUSTER_SPEC` and `cluster.json`, which are JSON.
 
-Whatever is malformed is refused here, with the offending part in the message.
+Malformed input raises a ValueError that quotes the offending part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES = {
     "TF_CONFIG": {**{job: job for job in JOBS}, "master": "chief"},
     "CLUSTER_SPEC": {f"workerpool{i}": job for i, job in enumerate(JOBS[:4])},
 }
-"""What each variable calls our jobs."""
+"""Maps each variable's job names to ours."""
 
 _EXAMPLES = {
     "TF_CONFIG": (
@@ -36,20 +36,20 @@ _EXAMPLES = {
 }
 
 SIZE_FILE = "cluster.json"
-"""Says how many of the workers train; see `tfdist.cluster.size`."""
+"""The file that sets how many workers train; see `tfdist.cluster.size`."""
 
 SIZE_VARIABLE = "TFDIST_CLUSTER_FILE"
-"""The environment variable with the path of the launcher's such file."""
+"""The environment variable with the path of the launcher's size file."""
 
 LAST_CALL_SECS = 30.0
 """How long an all-reduce job waits for more workers than it needs."""
 
 Jobs = dict[str, dict[int, str]]
-"""Our name of each job -> index, ascending -> address."""
+"""Our name of each job -> index, in ascending order -> address."""
 
 
 def malformed(variable: str, error: ValueError) -> ValueError:
-    """An error that names the variable and shows a right one."""
+    """An error that names the variable and shows a valid value."""
     return ValueError(
         f"{variable} is malformed. {error}\n"
         f"A right one: {variable}='{_EXAMPLES[variable]}'"
@@ -57,7 +57,7 @@ def malformed(variable: str, error: ValueError) -> ValueError:
 
 
 def parse(variable: str, text: str) -> tuple[Jobs, str | None, Any]:
-    """The jobs; type and index of the own task, as far as they are told."""
+    """Returns the jobs, and this task's type and index (None if not given)."""
     try:
         config = json.loads(text, object_pairs_hook=_unique)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -90,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def job_name(name: object, variable: str = "TF_CONFIG") -> str | None:
-    """Our name of a job; None when there is none."""
+    """Our name of a job; None if `name` is empty."""
     if name is None or name == "":
         return None
     names = _NAMES[variable]
@@ -101,7 +101,7 @@ def job_name(name: object, variable: str = "TF_CONFIG") -> str | None:
 
 
 def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
-    """Renames the jobs and numbers their tasks; jobs without tasks go."""
+    """Renames jobs and numbers their tasks; drops jobs without tasks."""
     result: Jobs = {}
     for name, entry in jobs.items():
         job = job_name(name, variable)
@@ -111,7 +111,7 @@ def by_index(jobs: Mapping[str, Any], variable: str = "TF_CONFIG") -> Jobs:
         if tasks and job in result:
             raise wrong(
                 'The job "chief" may be called "master", but not both may be '
-                "there.",
+                "given.",
                 jobs,
             )
         if tasks:
@@ -152,7 +152,7 @@ def task_index(value: object, what: str = 'The "index" of "task"') -> int:
 def own_task(
     jobs: Jobs, task_type: str | None, index: object
 ) -> tuple[str, int]:
-    """Fills in what `task` leaves out, where only one answer is possible."""
+    """Fills in what `task` omits if there is only one possibility."""
     nodes = [(job, i) for job in jobs for i in jobs[job]]
     for key, value in (("type", task_type), ("index", index)):
         if len(nodes) > 1 and value is None:
@@ -169,21 +169,21 @@ def own_task(
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What a `cluster.json` asks for."""
+    """The contents of a `cluster.json`."""
 
-    workers: int | None  # How many train; None: all.
-    ps: int | None  # On how many parameter servers; None: on all.
-    # With how many an all-reduce job goes on at least; None: with `workers`.
+    workers: int | None  # Number of workers; None: all.
+    ps: int | None  # Number of parameter servers; None: all.
+    # The fewest workers of an all-reduce job; None: `workers`.
     min_workers: int | None
-    last_call_timeout: float  # Seconds for which it waits for more than these.
+    last_call_timeout: float  # Seconds to wait for more than `min_workers`.
 
 
-# What a launcher's file has beside: the limits that `tfdist resize` keeps.
+# Other keys in a launcher's file: the limits that `tfdist resize` enforces.
 _LAUNCHERS = "max_workers", "min_ps", "max_ps"
 
 
 def parse_size(text: str, path: str) -> Size:
-    """Reads the text of a `cluster.json`; ValueError if it is malformed.
+    """Parses the text of a `cluster.json`; ValueError if it is malformed.
 
     >>> parse_size('{"workers": 3}', "cluster.json")
     Size(workers=3, ps=None, min_workers=None, last_call_timeout=30.0)
@@ -204,15 +204,15 @@ def parse_size(text: str, path: str) -> Size:
     ):
         raise ValueError(
             f'{path} must say how many workers train, as {{"workers": 3}}, or '
-            'on how many "ps"; for all-reduce also "min_workers", from 1 on, '
-            f'and "last_call_timeout" in seconds. Received: {text[:80]!r}.'
+            'how many "ps"; for all-reduce also "min_workers", 1 or more, and '
+            f'"last_call_timeout" in seconds. Received: {text[:80]!r}.'
         )
     workers, ps, least = map(numbers.get, names)
     return Size(workers, ps, least, float(secs))
 
 
 def as_list(tasks: Mapping[int, str]) -> list[str] | dict[int, str]:
-    """The tasks of a job as JSON has them: a list if there are no gaps."""
+    """The tasks of a job in JSON form: a list if there are no gaps."""
     if list(tasks) == list(range(len(tasks))):
         return list(tasks.values())
     return dict(tasks)
@@ -224,6 +224,6 @@ def wrong(problem: str, received: object) -> ValueError:
 
 
 def _quote(value: object) -> str:
-    """JSON text of a value, cut to a readable length."""
+    """The JSON text of a value, truncated to a readable length."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 160 else text[:160] + " ..."

@@ -1,12 +1,12 @@
-"""Each worker's share of the examples.
+"""Input pipelines that give each worker its share of the examples.
 
-Read in this order: `readers` (the functions users call), `reading` (files,
-shuffled and dealt to workers), `record_files` (which files), `blocks` and
-`csv_records` (from files to records), `worker_context` (which worker, which
-pass), `input_fns` (what an `input_fn` may be), `fit_data` (what `fit` takes),
-`input_wait` (how long steps wait for it), `data_service` (one pass for all),
-`audit` (a proof that no two workers read the same), `statistics`,
-`tfds_inputs`.
+Read in this order: `readers` (the functions that users call), `reading`
+(shuffles files and assigns them to workers), `record_files` (finds files),
+`blocks` and `csv_records` (read records from files), `worker_context` (which
+worker, which pass), `input_fns` (checks input functions), `fit_data` (the data
+of `fit`), `input_wait` (how long steps wait for data), `data_service` (one
+pass for all workers), `audit` (whether workers read different examples),
+`statistics`, `tfds_inputs`.
 """
 
 import lazy_loader

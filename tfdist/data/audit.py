@@ -1,12 +1,12 @@
-"""Do workers read different examples? Answered without a cluster.
+"""Checks, without a cluster, whether workers read different examples.
 
     python -m tfdist.audit --workers=4 --input=package.module:input_fn
 
-runs the pipeline of each of four workers in this process and prints how many
-examples two of them share, at the same step and in all they read, which
-examples nobody reads, and how well they are shuffled. Workers that see the same
-batch at the same time compute the same gradients, however well the files are
-shuffled: a row of 100 % here, and exit code 1.
+runs the input pipelines of four workers in this process. For each pair of
+workers it prints the share of common examples, at the same step and overall; it
+also prints how many examples no worker reads and how well they are shuffled.
+Workers that get the same batch at the same step compute the same gradients,
+however well the files are shuffled: 100 % in the table, and exit code 1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_at_least, load_function
 from tfdist.data.input_fns import InputFn, described, with_context
 
-# Two workers that share more than this at the same step do the same work.
+# Two workers that share at least this much of each batch do the same work.
 _MOST_SHARED = 0.5
-# An endless dataset is read until a batch has nothing new, or so far.
+# An infinite dataset is read until a batch has nothing new, but no further.
 _MOST_BATCHES = 10_000
 
 Batches = list[np.ndarray]  # An int64 for each example of each batch.
@@ -35,14 +35,14 @@ Batches = list[np.ndarray]  # An int64 for each example of each batch.
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What several workers read.
+    """The examples that several workers read.
 
     Attributes:
-        input_fn: the name of the input function.
-        batches: of each worker, with an int64 for each example, the same for
-            equal examples.
-        known: the numbers of all examples.
-        in_order: whether `known` has the order of the files.
+        input_fn: The name of the input function.
+        batches: The batches of each worker, with an int64 fingerprint for each
+            example, which is the same for equal examples.
+        known: The fingerprints of all examples.
+        in_order: Whether `known` is in the order of the files.
     """
 
     input_fn: str
@@ -54,22 +54,22 @@ class Audit:
     def at_the_same_step(self) -> np.ndarray:
         """`(workers, workers)`: the mean share of a batch that both read.
 
-        Relative to the smaller batch.
+        The share is relative to the smaller of the two batches.
         """
         return self._pairs(_shared_by_step)
 
     @property
     def in_all(self) -> np.ndarray:
-        """`(workers, workers)`: as above, of all they read."""
+        """`(workers, workers)`: the share of all examples that both read."""
         return self._pairs(
             lambda a, b: _shared(np.unique(_all(a)), np.unique(_all(b)))
         )
 
     @property
     def repeated(self) -> int:
-        """How many examples of the first pass are read again in it.
+        """The number of examples read more than once in the first pass.
 
-        A pass is an equal number of examples of each worker.
+        A pass counts as an equal number of examples per worker.
         """
         share = len(self.known) // len(self.batches)
         first = np.concatenate([_all(each)[:share] for each in self.batches])
@@ -83,13 +83,13 @@ class Audit:
 
     @property
     def unread(self) -> np.ndarray:
-        """Places in `known` of the examples that no worker reads."""
+        """Indices into `known` of the examples that no worker reads."""
         read = np.concatenate([_all(batches) for batches in self.batches])
         return np.flatnonzero(~np.isin(self.known, read))
 
     @property
     def spread(self) -> list[float]:
-        """For each worker, how far apart in the files its neighbours are.
+        """For each worker, the distance in the files of consecutive examples.
 
         0 in the order of the files, 1 in a random order. NaN if the order of
         the files is not known.
@@ -101,13 +101,13 @@ class Audit:
             # Ranks among the worker's own examples.
             own, ranks = np.unique(read, return_inverse=True)
             if len(own) > 2:
-                # Of two of n in a random order it is (n + 1) / 3 in the mean.
+                # The mean distance in a random order of n is (n + 1) / 3.
                 distance = np.abs(np.diff(ranks)).mean()
                 spreads[i] = float((distance - 1) / ((len(own) + 1) / 3 - 1))
         return spreads
 
     def problems(self) -> list[str]:
-        """What is wrong, a sentence each; empty if all is well."""
+        """The problems found, one sentence each; empty if there are none."""
         found = []
         shared = np.triu(self.at_the_same_step, 1)
         one, other = map(int, np.unravel_index(shared.argmax(), shared.shape))
@@ -121,12 +121,12 @@ class Audit:
         if low:
             found.append(
                 f"Worker {', '.join(low)} reads in the order of the files: a "
-                "batch has what is adjacent there. Shuffle."
+                "batch contains examples that are adjacent there. Shuffle."
             )
         return found
 
     def table(self) -> str:
-        """All of it as text."""
+        """The whole audit as text."""
         lines = [
             f"{len(self.batches)} workers of input function {self.input_fn}",
             "",
@@ -176,19 +176,19 @@ def audit(
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> Audit:
-    """Compares what the workers of a `tfdist.Estimator` would read.
+    """Compares the examples that the workers of a `tfdist.Estimator` read.
 
     Args:
-        input_fn: as of a `TrainSpec`.
-        num_workers: how many workers there would be.
-        num_batches: to read from each. Default: all of a finite dataset; of an
-            endless one, until a batch has nothing new, at most 10,000.
-        in_order: an input function that gives every example once, in the order
-            of the files, to judge the shuffling by. Default: the order is not
-            known, and the examples are those that a single worker reads.
-        index_as_tensor: whether the function is traced once for all workers,
-            with the worker's index a tensor, as under a parameter-server
-            strategy, or called for each, as under all others.
+        input_fn: An input function, as for a `TrainSpec`.
+        num_workers: Number of workers.
+        num_batches: Batches to read per worker. Default: all of a finite
+            dataset; of an infinite one, until none is new, at most 10,000.
+        in_order: An input function that returns every example once, in the
+            order of the files, to measure the shuffling. Default: the order is
+            not known, and the examples are those that a single worker reads.
+        index_as_tensor: Whether to trace the function once for all workers,
+            with the worker's index as a tensor, as under a parameter-server
+            strategy, instead of calling it per worker, as under all others.
         seed: `tf_random_seed` of the RunConfig. Default: that of
             `tf.random.set_seed` in this process.
 
@@ -196,7 +196,7 @@ def audit(
         An `Audit`: `print(audit(...).table())`.
 
     Raises:
-        ValueError: a number is not positive, or the dataset has no batches.
+        ValueError: A number is not positive, or the dataset has no batches.
     """
     check_at_least("num_workers", num_workers, 1)
     check_at_least("num_batches", num_batches, 1)
@@ -217,15 +217,15 @@ def check_workers_differ(
     index_as_tensor: bool = False,
     seed: int | None = None,
 ) -> str | None:
-    """Whether the first two workers read the same examples in two batches.
+    """Checks whether the first two workers read the same two batches.
 
     >>> def input_fn():
     ...     return tf.data.Dataset.range(8).batch(2)
     >>> print(check_workers_differ(input_fn, 2).partition(" (")[0])
     Workers 0 and 1 read the same examples at the same step
 
-    The arguments are those of `audit`. Returns a warning that names the
-    function and says what to do; None if they differ, and for a single worker.
+    The arguments are those of `audit`. Returns a warning that names the input
+    function and a remedy; None if the batches differ or there is one worker.
     """
     if num_workers < 2:
         return None
@@ -233,14 +233,14 @@ def check_workers_differ(
         input_fn, num_workers, 2, 2, index_as_tensor, seed
     )
     shared = _shared_by_step(first, second)
-    # If all examples are equal they prove nothing.
+    # Examples that are all equal prove nothing.
     if shared < _MOST_SHARED or len(np.unique(_all(first))) < 2:
         return None
     return _same_examples(described(input_fn), 0, 1, shared)
 
 
 def fingerprints(batch: Any) -> np.ndarray:
-    """int64 `(batch,)`: equal numbers for equal examples."""
+    """Returns an int64 `(batch,)`, with equal numbers for equal examples."""
     columns = [_rows(tensor) for tensor in tf.nest.flatten(batch)]
     if len({*map(len, columns)}) > 1:
         shapes = tf.nest.map_structure(lambda tensor: tensor.shape, batch)
@@ -254,14 +254,14 @@ def fingerprints(batch: Any) -> np.ndarray:
 
 
 def _rows(tensor: Any) -> list[bytes]:
-    """The bytes of each example in a tensor."""
+    """Returns the bytes of each example in a tensor."""
     if isinstance(tensor, tf.Tensor):
         values = tensor.numpy().reshape(len(tensor), -1)
         if tensor.dtype != tf.string:
             return [row.tobytes() for row in np.ascontiguousarray(values)]
         return [repr(row).encode() for row in values.tolist()]
     rows = tf.data.Dataset.from_tensor_slices(tensor)
-    # The length of a sparse row is that of its batch.
+    # Without the shape of a sparse row, which depends on its batch.
     parts = (
         [row.indices, row.values]
         if isinstance(row, tf.SparseTensor)
@@ -291,7 +291,7 @@ def _read_workers(
     index_as_tensor: bool,
     seed: int | None,
 ) -> list[Batches]:
-    """What the first workers read, each as in a process of its own."""
+    """Reads the batches of the first workers, as if in separate processes."""
     before = tf.compat.v1.get_seed(None)[0]
     seed = before if seed is None else seed
 
@@ -321,7 +321,7 @@ def _read_workers(
 
 
 def _read(dataset: tf.data.Dataset, num_batches: int | None) -> Batches:
-    """The examples of each batch."""
+    """Reads batches; returns the fingerprints of their examples."""
     found: Batches = []
     seen: set[int] = set()
     stale = 0
@@ -334,7 +334,7 @@ def _read(dataset: tf.data.Dataset, num_batches: int | None) -> Batches:
         seen.update(examples.tolist())
         if num_batches is not None or length >= 0 or not stale:
             continue
-        # If its length is unknown, a finite dataset may repeat itself, too.
+        # A finite dataset of unknown length may also contain repetitions.
         if length == tf.data.INFINITE_CARDINALITY or 2 * stale > len(found):
             break
     return found
@@ -350,7 +350,7 @@ def _shared_by_step(one: Batches, other: Batches) -> float:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> float:
-    """The share of the smaller one that is also in the other."""
+    """The share of the smaller array that is also in the other."""
     common = Counter(one.tolist()) & Counter(other.tolist())
     return common.total() / max(1, min(len(one), len(other)))
 

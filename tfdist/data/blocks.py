@@ -1,9 +1,9 @@
-"""The records of a file, and errors that name the file and the record.
+"""Reads records from files, with errors that name the file and the record.
 
-TensorFlow's errors name neither. So each record travels with its place, (file,
-number), and when a batch cannot be parsed its records are tried one by one.
-This happens in the graph, because a worker of a parameter-server job runs no
-Python. Files are read in blocks, which makes the overhead per record small.
+TensorFlow's errors name neither. Each record therefore carries its place (file
+and number), and the records of a batch that cannot be parsed are tried one by
+one. This happens in the graph, because workers of a parameter-server job do not
+run Python. Files are read in blocks, to keep the overhead per record small.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import tensorflow as tf
 
 Parse = Callable[[tf.Tensor], Any]
 
-# A place: the number of the file times this, plus that of the record in it.
+# A place is the file's number times this, plus the record's number in the file.
 _MOST_RECORDS = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Files, and how to read the records of one of them.
+    """Files, and how to read the records of a file.
 
     Attributes:
-        paths: their names, for errors.
-        sources: a tuple of lists or arrays as long as `paths`: the arguments
-            of `read` for each file.
-        read: from those of one file to a dataset of scalar strings.
-        expected: what a record must be, for errors.
-        unit: "record" or "line". An error shows the line.
-        split: makes records of lines: from `(lines, number, held, path)` to
-            `(records, numbers, held)`. Numbers are those of the first lines,
-            from 0; `held` is the beginning of a record that goes on in the
-            next block, or "". No lines: the end of the file.
-        skips_errors: whether errors of `read` do not name the file.
+        paths: The names of the files, for errors.
+        sources: The arguments of `read`, each a sequence as long as `paths`.
+        read: Maps the arguments of one file to a dataset of scalar strings.
+        expected: Description of a valid record, for errors.
+        unit: "record" or "line". Errors about lines quote the line.
+        split: Joins lines to records: maps `(lines, number, held, path)` to
+            `(records, numbers, held)`. A number is that of a record's first
+            line, from 0; `held` is the beginning of a record that continues in
+            the next block, or "". An empty `lines` marks the end of the file.
+        skips_errors: Whether to replace errors of `read`, which do not name
+            the file, with errors that do.
     """
 
     paths: Sequence[str]
@@ -51,7 +51,7 @@ class Files:
         return tf.gather(list(self.paths), index)
 
     def lines(self, index: tf.Tensor) -> tf.data.Dataset:
-        """What `read` reads of the file with this number."""
+        """The dataset that `read` returns for the file with this number."""
         return self.read(*(tf.gather(column, index) for column in self.sources))
 
 
@@ -62,7 +62,7 @@ def read_blocks(
     every: int = 1,
     offset: tf.Tensor | int = 0,
 ) -> tf.data.Dataset:
-    """Every n-th record of a file with its place, in blocks."""
+    """Reads every n-th record of a file, with its place, in blocks."""
     path = files.path(index)
     blocks = files.lines(index).batch(block)
     if files.skips_errors:
@@ -93,7 +93,7 @@ def read_blocks(
 
 
 def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
-    """From records and places to examples; an error names the bad record."""
+    """Wraps `parse` to take records and places, and to name a bad record."""
     parse = tf.function(parse, autograph=False)  # Traced once, not five times.
 
     def is_bad(records: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
@@ -110,7 +110,7 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
             with tf.control_dependencies([error]):
                 return parse(tf.identity(records))
 
-        # Datasets are lazy: without an error none of this happens.
+        # Datasets are lazy: none of this runs unless there is an error.
         explained = (
             tf.data.Dataset.from_tensor_slices((records, places))
             .batch(64)  # An attempt takes milliseconds.
@@ -121,7 +121,7 @@ def parser(files: Files, parse: Parse) -> Callable[[tf.Tensor, tf.Tensor], Any]:
             .unbatch()
             .map(explain)
         )
-        # If no record is bad by itself, TensorFlow's own error.
+        # If no record is bad by itself, raises TensorFlow's own error.
         unexplained = tf.data.Dataset.from_tensors(records).map(parse)
         found = _attempt(parse, records).concatenate(explained)
         return found.concatenate(unexplained).take(1).get_single_element()
@@ -136,10 +136,10 @@ def check(
     number: tf.Tensor,
     *message: tf.Tensor | str,
 ) -> tf.Operation:
-    """An assertion about a record of a file; `number` counts from 0."""
+    """Asserts a condition about a record of a file; `number` is from 0."""
     counted = tf.strings.as_string(number + 1)
     text = tf.strings.join([path, f", {unit} ", counted, ": ", *message])
-    # Errors are UTF-8, what files hold need not be.
+    # Errors must be UTF-8, but the content of files may not be.
     text = tf.strings.unicode_transcode(text, "UTF-8", "UTF-8")
     return tf.debugging.Assert(condition, [text])
 
@@ -159,7 +159,7 @@ def _check_whole(files: Files, index: tf.Tensor) -> tf.Operation:
 
 
 def _attempt(function: Callable, argument: Any) -> tf.data.Dataset:
-    """A dataset of what the function returns; empty if it fails."""
+    """A dataset of the function's result; empty if the function fails."""
     returned = tf.data.Dataset.from_tensors(argument).map(function)
     return returned.ignore_errors(log_warning=False)
 

@@ -1,8 +1,8 @@
-"""CSV files (RFC 4180): their columns, and records made of lines.
+"""CSV files (RFC 4180): infers their columns and joins lines to records.
 
-`tf.io.decode_csv` parses a vector of records, and `TextLineDataset` gives
-lines. Between the two, lines are joined that belong to one quoted field, and
-the header, a byte order mark and blank lines are removed.
+`TextLineDataset` yields lines, and `tf.io.decode_csv` parses a vector of
+records. Between the two, this module joins the lines of a quoted field, and
+removes the header, a byte order mark and blank lines.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _BOM = "\ufeff"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The columns of CSV files and how they are written.
+    """The columns and the format of CSV files.
 
     Attributes:
-        columns: the default of each by its name, in the order of the files; a
-            dtype if the column is required.
-        header: the first line of the files, which names the columns, or "".
-        origin: the file that tells the columns.
-        field_delim: as in `tf.io.decode_csv`, like those that follow.
+        columns: The default of each column by name, in the order of the files;
+            a dtype if the column is required.
+        header: The first line of the files, which names the columns, or "".
+        origin: The file that the columns were read from.
+        field_delim, use_quote_delim, na_value: As in `tf.io.decode_csv`.
     """
 
     columns: dict[str, Any]
@@ -51,8 +51,8 @@ class Layout:
     na_value: str
 
     def parse(self, records: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The columns of a vector of records."""
-        # All of them: with `select_cols` a line with too many fields passes.
+        """Parses a vector of records into columns."""
+        # All columns: with `select_cols`, lines with too many fields pass.
         values = tf.io.decode_csv(
             records,
             [_record_default(default) for default in self.columns.values()],
@@ -77,7 +77,7 @@ class Layout:
         held: tf.Tensor,
         path: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Makes records of lines; see `blocks.Files.split`."""
+        """Joins lines to records; see `blocks.Files.split`."""
         ended = tf.size(lines) == 0
         numbers = number + tf.range(tf.size(lines, tf.int64))
         lines, numbers = tf.cond(
@@ -96,7 +96,7 @@ class Layout:
                 f"{_LONGEST_RECORD >> 20} MB, or to the end of the file",
             )
             with tf.control_dependencies([checked]):
-                # One search in all lines costs a tenth of one in each.
+                # One search in all lines is ten times faster than one in each.
                 is_plain = (held == "") & tf.strings.regex_full_match(
                     tf.strings.reduce_join(lines), '[^"]*'
                 )
@@ -112,8 +112,8 @@ class Layout:
     def _checked(
         self, records: tf.Tensor, numbers: tf.Tensor, path: tf.Tensor
     ) -> list[tf.Operation]:
-        """That none of the records is the header again."""
-        if not self.header or len(self.columns) == 1:  # It may be a word.
+        """Asserts that the header does not recur among the records."""
+        if not self.header or len(self.columns) == 1:  # It may be a value.
             return []
         again = (records == self.header) | (records == _BOM + self.header)
         number = tf.reduce_min(tf.where(again, numbers, numbers.dtype.max))
@@ -146,7 +146,7 @@ def _without_quotes(header: tf.Tensor | str) -> tf.Tensor:
 def _joined(
     lines: tf.Tensor, numbers: tf.Tensor, held: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Records, their numbers, and what is held: lines joined inside quotes."""
+    """Joins lines inside quotes; returns records, their numbers and `held`."""
     lines = tf.concat([[held + lines[0]], lines[1:]], 0)
     numbers = tf.concat([[numbers[0] - _count(held, "\n")], numbers[1:]], 0)
     quotes = _count(lines, '"')
@@ -161,14 +161,14 @@ def _joined(
 
 
 def _count(text: tf.Tensor, char: str) -> tf.Tensor:
-    """How often a character is in each text, int64."""
+    """Counts a character in each text; returns int64."""
     others = tf.strings.regex_replace(text, char, "")
     number = tf.strings.length(text) - tf.strings.length(others)
     return tf.cast(number, tf.int64)
 
 
 def _record_default(default: Any) -> tf.Tensor:
-    """As `decode_csv` takes it: empty for a required column."""
+    """A default in the form of `decode_csv`: empty for a required column."""
     if isinstance(default, tf.DType):
         return tf.constant([], default)
     if isinstance(default, tf.Tensor):
@@ -187,7 +187,7 @@ def infer(
     na_value: str = "",
     num_rows_for_inference: int | None = 1000,
 ) -> Layout:
-    """The layout of CSV files; the arguments are those of `read_csv`."""
+    """Infers the layout of CSV files; the arguments are those of `read_csv`."""
     rows = functools.partial(
         csv.reader,
         delimiter=field_delim,
@@ -196,7 +196,7 @@ def infer(
     csv.field_size_limit(sys.maxsize)  # Of this process; else 128 KiB.
     skip = int(column_names is None)
     with tf.init_scope():
-        # The first file that is not empty tells.
+        # The first file that is not empty determines the columns.
         files = [*itertools.dropwhile(lambda p: not any(_lines(p)), paths)]
         origin = files[0] if files else paths[0]
         record_files.check_text(origin)
@@ -218,12 +218,12 @@ def infer(
             raise ValueError(
                 f"{origin}: the names of the columns must be different and not "
                 "empty, in UTF-8 and without line breaks (pandas writes an "
-                "empty one for its index, but with `index=False`). "
+                "empty one for its index, unless `index=False`). "
                 f"Received: {names}."
             )
         known = _by_name(origin, names, column_defaults)
         if num_rows_for_inference is not None:
-            # The first with a row: some jobs write files of a header alone.
+            # The first file with a row: some jobs write files without rows.
             filled = (path for path in files if any(_lines(path, skip)))
             files = [*itertools.islice(filled, 1)]
         lines = itertools.chain.from_iterable(_lines(p, skip) for p in files)
@@ -240,7 +240,7 @@ def infer(
 
 
 def _lines(path: str, skip: int = 0) -> Iterator[str]:
-    """The lines of a file below the first ones, without a byte order mark."""
+    """Yields the lines of a file after `skip`, without a byte order mark."""
     start = "" if skip else _BOM
     lines = tf.data.TextLineDataset(path, record_files.compression(path))
     for block in lines.skip(skip).batch(256).as_numpy_iterator():
@@ -273,7 +273,7 @@ def _by_name(
 
 
 def _unlisted(name: str, default: Any) -> Any:
-    """A default that is in a list, as `tf.io.decode_csv` takes it, or not."""
+    """Unpacks a default that is in a list, as `tf.io.decode_csv` allows."""
     if not isinstance(default, list | tuple):
         return default
     if len(default) > 1:
@@ -290,10 +290,10 @@ def _inferred(
     known: set[str],
     na_value: str,
 ) -> dict[str, Any]:
-    """The defaults of the other columns."""
+    """Infers the defaults of the columns that are not `known`."""
     others = (i for i, name in enumerate(names) if name not in known)
     found: dict[int, set[int]] = {i: set() for i in others}
-    # Reading the file will name the line of a quote that is not closed.
+    # Reading the file later names the line of a quote that is not closed.
     with contextlib.suppress(csv.Error):
         for row in rows:
             for i, kinds in found.items() if len(row) == len(names) else ():
@@ -303,13 +303,13 @@ def _inferred(
 
 
 def _kind(text: str, na_value: str) -> int:
-    """1: a missing value, 2: a number that is no integer, 3: a string.
+    """Returns 1: a missing value, 2: a non-integer number, 3: a string.
 
-    Of integers 0: one that float32 holds, 4: that int64 holds, 5: neither.
+    For integers 0: float32 represents it, 4: only int64 does, 5: neither does.
     """
     if text in ("", na_value):
         return 1
-    if "_" in text or not text.isascii():  # Python knows other digits, too.
+    if "_" in text or not text.isascii():  # Python accepts other digits, too.
         return 3
     with contextlib.suppress(ValueError):
         value = int(text)
@@ -330,9 +330,10 @@ def _default(name: str, kinds: set[int]) -> Any:
         return tf.int64
     if 2 not in kinds and kinds & {4, 5}:
         _log.warning(
-            "Column %r has integers that are equal as float32, in which it is "
-            "read because some are missing or no int64. If they are ids, give "
-            'it a default in `column_defaults`: "" for strings, or an integer.',
+            "Column %r has integers that float32 does not represent exactly, "
+            "but is read as float32 because some are missing or no int64. If "
+            "they are ids, give the column a default in `column_defaults`: "
+            '"" for strings, or an integer.',
             name,
         )
     return math.nan

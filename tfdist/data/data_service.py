@@ -1,4 +1,4 @@
-"""Exactly one pass over the data, whatever the speed of the workers.
+"""Exactly one pass over the data, regardless of the speed of the workers.
 
     def input_fn(context):
         rows = tfdist.read_csv("data/*.csv", 256, num_epochs=1)
@@ -6,33 +6,34 @@
 
     python -m tfdist.launch --ps=2 --workers=3 --data_workers=2 -m trainer.task
 
-If each worker has a share of its own, fast workers finish early. Here nobody
-has a share: a tf.data service reads the data and hands each batch to the worker
-that asks next. Its tasks are in `TF_CONFIG` beside those that train, as
-"dispatcher" (one) and "data_worker"; `train_and_evaluate` runs them, and they
-end with the job.
+If each worker has a fixed share of the data, fast workers finish early. With
+`one_pass`, a tf.data service reads the data and hands each batch to the next
+worker that requests one. Its tasks, "dispatcher" (one) and "data_worker", are
+in `TF_CONFIG` along with the training tasks; `train_and_evaluate` runs them,
+and they end with the job.
 
-Each batch is handed out once. The dispatcher assigns to the data workers one
-element at a time of the dataset's source: a file for `read_csv` and the other
-readers, an example for `Dataset.from_tensor_slices`. So without a failure each
-example is trained on once per epoch. What is lost when a process dies:
+Each batch is handed out once. The dispatcher assigns the elements of the
+dataset's source to the data workers one by one: files for `read_csv` and the
+other readers, examples for `Dataset.from_tensor_slices`. Without failures, each
+example is thus used once per epoch. If a process dies, these batches are lost:
 
-A worker: the batch it trained on and those on their way to it, two per data
-  worker; with a `map` after `one_pass`, which TensorFlow runs ahead, one more.
-  One that is let go (`tfdist resize`): those on their way. New ones cost none.
+A worker: the batch it trained on and those in transit to it, two per data
+  worker, and one more with a `map` after `one_pass`, which TensorFlow runs
+  ahead. A worker removed by `tfdist resize`: those in transit. A new one: none.
 The chief or a ps, or any process of an all-reduce job: the batches since the
   last checkpoint, and for each worker as many as if it had died.
-A data worker: what it has taken and not handed out; of files all that it reads
-  at once or has shuffled the names of; with `shuffle=False` the one it reads
-  and at most the next. After 30 s the pass ends without it.
-The dispatcher: nothing. Its journal in `<model_dir>/data_service` tells the
-  next process what was handed out.
+A data worker: elements assigned to it but not handed out. For files, these are
+  all that it reads in parallel or has shuffled the names of; with
+  `shuffle=False` the current file and at most the next. The pass ends without
+  this worker after 30 s.
+The dispatcher: none. Its journal in `<model_dir>/data_service` tells the next
+  process what was handed out.
 All: the sum of these. But if the data workers then have other addresses, as
-  after each start of `tfdist.launch`, the pass starts again, with a warning:
-  what the checkpoint has seen is repeated. Nothing else is ever repeated.
+  after each start of `tfdist.launch`, the pass restarts, with a warning, and
+  repeats examples seen before the checkpoint. Nothing else is ever repeated.
 
-A job that ends deletes the journal, so the next one in its directory makes its
-own pass. If you change the data of a job that has not ended, delete it too.
+A job that ends deletes the journal, so that the next job in its directory makes
+a new pass. If you change the data of an unfinished job, delete the journal too.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from tfdist.data.worker_context import read_by_all
 _log = logging.getLogger(__name__)
 
 _POLL_SECS = 0.5
-# How long a task that is told to end serves on for one that trains.
+# How long a task continues to serve training tasks after SIGTERM.
 _TERM_SECS = 20.0
 _START_SECS = 120.0
 _HEARTBEAT_MS = 2000
 _WORKER_TIMEOUT_MS = 30_000
-# Batches on their way to a process that trains, for each data worker.
+# Batches in transit to a training process, per data worker.
 _ON_THEIR_WAY = 2
 
 
@@ -77,16 +78,16 @@ def one_pass(
     cluster: Cluster | None = None,
     start_timeout_secs: float = _START_SECS,
 ) -> tf.data.Dataset:
-    """The batches of a dataset, each of them to one of all workers.
+    """Distributes the batches of a dataset, each to exactly one worker.
 
-    To be called in the input function of training, with batches of all the
-    data, not of a shard; the last batch of each data worker may be smaller. The
-    order is random. For several epochs repeat the argument or the result: an
-    epoch starts when the last batch of the one before was handed out. As for
-    all finite data, a parameter-server job dispatches its steps one by one.
+    Call it in the training input function, with batches of all the data, not of
+    a shard; the last batch of each data worker may be smaller. The order is
+    random. For several epochs repeat the argument or the result: an epoch
+    starts once the last batch of the previous one was handed out. As with all
+    finite data, a parameter-server job dispatches its steps one by one.
 
-    As `tf.data.experimental.service.distribute` with dynamic sharding, for a
-    job that survives failures (see the top of this module).
+    Like `tf.data.experimental.service.distribute` with dynamic sharding, but
+    for a job that survives failures (see the top of this module).
 
     >>> dataset = tf.data.Dataset.range(5).batch(2)
     >>> batches = one_pass(dataset, tf.distribute.InputContext())
@@ -94,23 +95,23 @@ def one_pass(
     [[0, 1], [2, 3], [4]]
 
     Args:
-        dataset: Batches. Starts with a source that can be split: files, or
-            `from_tensor_slices`, `range`, `list_files`. The data workers run
-            it, so it cannot call Python functions.
+        dataset: A dataset of batches, from a source that can be split: files,
+            `from_tensor_slices`, `range` or `list_files`. The data workers run
+            the dataset, so it cannot call Python functions.
         context: The argument of the input function.
-        name: Of the pass; each pass of a job needs its own.
-        cluster: Where the dispatcher is. Default: the cluster of the
+        name: Name of the pass; each pass of a job needs a different one.
+        cluster: The cluster with the dispatcher. Default: that of the
             `RunConfig` in an Estimator's `input_fn`, else of the environment.
         start_timeout_secs: Seconds to wait for the service.
 
     Returns:
-        The batches that this caller gets; in a single process without a
-        service, and in an evaluator, the dataset itself.
+        A dataset of the batches that this caller gets; the dataset itself in a
+        single process without a service, and in an evaluator.
 
     Raises:
         TypeError: `context` is not an `InputContext`.
-        ValueError: several workers, and no service.
-        TimeoutError: a task of the service did not start in time.
+        ValueError: There are several workers but no service.
+        TimeoutError: A task of the service did not start in time.
     """
     if not isinstance(context, tf.distribute.InputContext):
         raise TypeError(
@@ -125,15 +126,15 @@ def one_pass(
         return dataset
     if cluster.dispatcher is None:
         raise ValueError(
-            "One pass by several workers needs a tf.data service, and this "
+            "One pass by several workers needs a tf.data service, but this "
             f"cluster has none: {cluster.shape}. Start it with `python -m "
             "tfdist.launch --data_workers=1 ...`, or give TF_CONFIG's cluster "
             'the jobs "dispatcher" and "data_worker".'
         )
     _wait_until_up(cluster, start_timeout_secs, *DATA_JOBS)
     service = tf.data.experimental.service
-    # Decompression and injected prefetching would buffer more batches, one per
-    # CPU, which are lost with their worker.
+    # Decompression and injected prefetching would buffer more batches (one per
+    # CPU), which would be lost with their worker.
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     distribute = service.distribute(
@@ -158,14 +159,14 @@ def serve(cluster: Cluster, work_dir: str, is_over: Callable[[], bool]) -> None:
         with starting(cluster):
             server = _server(cluster, work_dir)
         _log.info("Task %s serves on %s.", cluster.task, cluster.address)
-        # The chief, or worker 0 where there is none.
+        # The chief, or worker 0 if there is no chief.
         leader = next(iter(cluster.tasks.values()), {}).get(0, "")
         while not is_over():
             time.sleep(_POLL_SECS)
             if sigterm.received:
                 wait_until_gone(leader, _TERM_SECS)
                 sigterm.leave()
-        # Clients still disconnect from the service.
+        # Lets clients disconnect from the service.
         wait_until_gone(leader, math.inf, unless=lambda: sigterm.received)
         server.stop()
         if cluster.role == "dispatcher":
@@ -186,9 +187,9 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
             protocol="grpc",
             work_dir=work_dir,
             fault_tolerant_mode=True,
-            # Also how often it looks for dead workers.
+            # Also the interval of checks for dead workers.
             job_gc_check_interval_ms=_HEARTBEAT_MS,
-            # Never forgets what was handed out.
+            # Never forgets which elements were handed out.
             job_gc_timeout_ms=-1,
             worker_timeout_ms=_WORKER_TIMEOUT_MS,
         )
@@ -205,7 +206,7 @@ def _server(cluster: Cluster, work_dir: str) -> Any:
 
 
 def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
-    """Removes the journal of other data workers: all would wait for them."""
+    """Removes a journal of other data workers, which would be waited for."""
     path = os.path.join(work_dir, "data_workers.json")
     before, now = storage.read_text(path), json.dumps(data_workers)
     if before not in (None, now):
@@ -218,7 +219,7 @@ def _prepare_journal(work_dir: str, data_workers: tuple[str, ...]) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def _wait_until_up(cluster: Cluster, timeout_secs: float, *jobs: str) -> None:
-    """Waits for the service; TensorFlow itself would wait without end."""
+    """Waits for the service; TensorFlow itself would wait forever."""
     tasks = cluster.addresses(*jobs)
     wait_for_all(tasks, lambda: [*map(_state, tasks.values())], timeout_secs)
 

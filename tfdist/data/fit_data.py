@@ -1,4 +1,4 @@
-"""What Keras' `fit` takes, as input functions: arrays, frames, PyDatasets."""
+"""Input functions from the data of Keras' `fit`: arrays, frames, PyDatasets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tfdist.data.worker_context import pass_numbers, read_by_all
 _log = logging.getLogger(__name__)
 
 _ENDLESS = tf.data.INFINITE_CARDINALITY
-# Of a message of Protocol Buffers, which has other parts, too.
+# Limit of a Protocol Buffers message (2 GiB), with room for its other parts.
 _MOST_BYTES = 2_000_000_000
 _DATASETS = tf.data.Dataset | keras.utils.PyDataset
-# From the number of a pass over the data to its batches.
+# Maps the number of a pass over the data to its batches.
 OnePass = Callable[[tf.Tensor], tf.data.Dataset]
 
 
@@ -36,11 +36,11 @@ def input_fns(
     seed: int = 0,
     on_ps: bool = False,
 ) -> tuple[InputFn, InputFn]:
-    """One function of all batches in order, and one of pass after pass.
+    """Returns two input functions: for one pass in order, and for all passes.
 
-    `data` is argument `name` of `tfdist.fit`. With `shuffle` each pass is in
-    another order, by TensorFlow's seed if it is set, else by `seed`. Arrays are
-    dealt to workers (`on_ps`) again in each pass.
+    `data` is argument `name` of `tfdist.fit`. With `shuffle` each pass is in a
+    different order, from TensorFlow's seed if it is set, else from `seed`. With
+    `on_ps`, each pass distributes arrays to the workers again.
     """
     if on_ps and isinstance(data, _DATASETS):
         raise made_here(data, name)
@@ -70,17 +70,17 @@ def input_fns(
 
     def endless(context: tf.distribute.InputContext) -> tf.data.Dataset:
         read_by_all(context)
-        set_seed = tf.compat.v1.get_seed(None)[0]  # By `tf.random.set_seed`.
+        set_seed = tf.compat.v1.get_seed(None)[0]  # Of `tf.random.set_seed`.
         own = seed if set_seed is None else set_seed
         of_pass = passes(context, own if shuffle else None)
         dataset = pass_numbers(context).flat_map(of_pass)
-        return dataset.repeat()  # TensorFlow knows that this has no end.
+        return dataset.repeat()  # Makes the cardinality infinite.
 
     return once, endless if on_ps else lambda: endless(alone)
 
 
 def made_here(data: Any, name: str) -> ValueError:
-    """What to raise for a dataset where there are parameter servers."""
+    """The error for a dataset passed to a job with parameter servers."""
     return ValueError(
         f"Argument `{name}` is a {type(data).__name__} in this process, which "
         "the workers of a cluster with parameter servers cannot read. Give "
@@ -89,26 +89,26 @@ def made_here(data: Any, name: str) -> ValueError:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether batches are to be made of it."""
+    """Whether `data` consists of arrays, which have to be batched."""
     return not (data is None or isinstance(data, _DATASETS) or callable(data))
 
 
 def check_ends(dataset: tf.data.Dataset, name: str, instead: str) -> None:
-    """Raises `ValueError` if it never ends; argument `instead` says where."""
+    """Raises `ValueError` if a dataset is infinite and `instead` not given."""
     if dataset.cardinality() == _ENDLESS:
         raise ValueError(
-            f"Argument `{instead}` must be given, as `{name}` never ends."
+            f"Argument `{instead}` must be given, because `{name}` never ends."
         )
 
 
 def num_batches(dataset: tf.data.Dataset) -> int:
-    """How many batches `train` has; reads it where TensorFlow cannot tell."""
+    """The number of batches of `train`; counts them if it is not known."""
     check_ends(dataset, "train", "steps_per_epoch")
     number = int(dataset.cardinality())
     if number == tf.data.UNKNOWN_CARDINALITY:
         _log.info(
-            "The batches of `train` are counted, as their number is not known. "
-            "With `steps_per_epoch` they are not."
+            "Counting the batches of `train`, whose number is not known. Give "
+            "`steps_per_epoch` to avoid this."
         )
         number = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     if not number:
@@ -117,7 +117,7 @@ def num_batches(dataset: tf.data.Dataset) -> int:
 
 
 def _arrays(data: Any, name: str) -> tuple:
-    """Arrays of one length; floats get the dtype that is Keras' default."""
+    """Converts data to arrays of one length; floats get Keras' floatx."""
 
     def converted(value: Any) -> np.ndarray:
         array = np.asarray(value)
@@ -125,9 +125,9 @@ def _arrays(data: Any, name: str) -> tuple:
         of_objects = array.dtype.kind == "O" and not all(texts)
         if of_objects or array.dtype.kind in "mMV" or not array.ndim:
             raise TypeError(
-                f"Argument `{name}` must be arrays of numbers or strings (of a "
-                "frame of several types, dict(frame)), a PyDataset, a tf.data."
-                "Dataset or a function that makes one. Received: a "
+                f"Argument `{name}` must be arrays of numbers or strings (for "
+                "a frame of several types, dict(frame)), a PyDataset, a tf.data"
+                ".Dataset or a function that returns one. Received: a "
                 f"{type(value).__name__} of dtype {array.dtype}."
             )
         is_float = array.dtype.kind == "f"
@@ -139,14 +139,14 @@ def _arrays(data: Any, name: str) -> tuple:
     lengths = {len(array) for array in flat}
     if len(lengths) != 1 or lengths == {0}:
         raise ValueError(
-            f"The arrays of argument `{name}` must have one length, and an "
-            f"example at least. Received lengths: {sorted(lengths)}."
+            f"The arrays of argument `{name}` must have one length, and at "
+            f"least one example. Received lengths: {sorted(lengths)}."
         )
     return arrays
 
 
 def _check_sendable(arrays: tuple, name: str) -> None:
-    """Raises `ValueError` if what a worker is sent would be too large."""
+    """Raises `ValueError` if arrays are too large to send to a worker."""
     flat = tf.nest.flatten(arrays)
     numbers = sum(array.nbytes for array in flat if array.dtype.kind != "O")
     texts = (array.flat for array in flat if array.dtype.kind == "O")
@@ -166,7 +166,7 @@ def _dealt(
     context: tf.distribute.InputContext,
     seed: int | None,
 ) -> OnePass:
-    """A worker's batches of arrays."""
+    """Returns a function for a worker's share of the batches of arrays."""
     tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
     size = len(tf.nest.flatten(arrays)[0])
     workers = context.num_input_pipelines
@@ -176,7 +176,7 @@ def _dealt(
         if seed is not None:
             shuffled = tf.random.experimental.stateless_shuffle
             order = shuffled(order, [seed, number])
-        # Each worker gets each turn, so that none always has one more.
+        # The turn rotates, so that no worker always gets an extra batch.
         turn = tf.cast(context.input_pipeline_id, tf.int64) + number
         rows = tf.data.Dataset.from_tensor_slices(order).batch(batch_size)
         return rows.shard(workers, turn % workers).map(read)
@@ -190,11 +190,11 @@ def _dealt(
 def _loaded(
     data: keras.utils.PyDataset, _: tf.distribute.InputContext, seed: int | None
 ) -> OnePass:
-    """The batches of a `PyDataset`."""
+    """Returns a function for the batches of a `PyDataset`."""
     spec = py_dataset_spec(data)
 
     def batches(number: np.int64) -> Iterable[Any]:
-        if seed is not None:  # All processes shuffle alike.
+        if seed is not None:  # All processes shuffle the same way.
             random.seed(seed + int(number))
         return py_dataset_batches(data, shuffle=seed is not None)
 

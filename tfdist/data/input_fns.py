@@ -1,6 +1,6 @@
-"""Checks of input functions and of what they return, before training.
+"""Checks input functions and their datasets before training.
 
-Errors name the user's function and what was expected of it.
+Errors name the user's function and the expected behavior.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ InputFn = Callable[..., tf.data.Dataset]
 _TENSORS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
 _MADE_OUTSIDE = (
     "uses a dataset that was made outside of it, in this process, which the "
-    "workers of a cluster with parameter servers cannot read. Make all of the "
+    "workers of a cluster with parameter servers cannot read. Create the whole "
     "dataset in the function."
 )
 
 
 def takes_context(input_fn: InputFn) -> bool:
-    """Whether an input function has to be called with an `InputContext`."""
+    """Whether an input function takes an `InputContext`."""
     return takes_argument(input_fn, "input_fn", "an InputContext")
 
 
@@ -39,7 +39,7 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
     """Whether a user's function has one required argument.
 
     `*args` and `**kwargs`, as of a wrapper without `functools.wraps`, do not
-    count. A `ValueError` says that argument `name` is called with `given`.
+    count. Raises a ValueError, with `name` and `given`, for other signatures.
     """
     check_callable(name, function)
     signature = inspect.signature(function)
@@ -58,7 +58,7 @@ def takes_argument(function: Callable, name: str, given: str) -> bool:
 def with_context(
     input_fn: InputFn,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """Calls the user's input function and checks what it returns; `untuned`."""
+    """Wraps an input function to check its dataset and return it `untuned`."""
     takes = takes_context(input_fn)
     watch = InputWatch(lambda: {f"input function {described(input_fn)}": 1})
 
@@ -73,9 +73,9 @@ def with_context(
                 raise
             if "larger than 2GB" in str(error):
                 raise ValueError(
-                    f"Input function {described(input_fn)} makes arrays a part "
-                    "of what each worker is sent, in a message of less than "
-                    "2 GB. Have it read files instead."
+                    f"Input function {described(input_fn)} contains arrays, "
+                    "which are sent to each worker in a message of less than "
+                    "2 GB. Let it read files instead."
                 ) from error
             raise ValueError(
                 f"Input function {described(input_fn)} runs here, but not on a "
@@ -99,7 +99,7 @@ def with_context(
         try:
             return dataset_of(context)
         except tf.errors.InvalidArgumentError as error:
-            # Of a dataset that is older than this process' cluster.
+            # From a dataset that is older than this process's cluster.
             if "unknown device" not in error.message:
                 raise
             raise ValueError(
@@ -112,20 +112,20 @@ def with_context(
 def of_a_worker(
     input_fn: InputFn, num_workers: int, first_pass: Callable[[], tf.Tensor]
 ) -> tuple[tf.types.experimental.ConcreteFunction, WorkerContext]:
-    """The dataset of whichever of the workers calls it; what it has asked.
+    """Traces an input function for all workers; returns it with its context.
 
-    Each worker begins with the `first_pass`, which it reads when it calls.
+    Each worker starts with the `first_pass` that it reads in its call.
     """
     contexts = []
 
     def dataset() -> tf.data.Dataset:
-        # `tf.distribute` itself would say pipeline 0 of 1 to every worker.
+        # `tf.distribute` itself would pass pipeline 0 of 1 to every worker.
         coordinators = tf.distribute.coordinator
         index = coordinators.experimental_get_current_worker_index()
         contexts.append(WorkerContext(num_workers, index, first_pass()))
         return input_fn(contexts[-1])
 
-    # As it is: AutoGraph would convert all that it calls, for seconds.
+    # AutoGraph would convert every function it calls, which takes seconds.
     traced = tf.function(dataset, autograph=False).get_concrete_function()
     if any(tensor.dtype == tf.variant for tensor in traced.inputs):
         raise ValueError(f"The input function {_MADE_OUTSIDE}")
@@ -134,7 +134,7 @@ def of_a_worker(
 
 
 def _of_tensors(dataset: tf.data.Dataset, input_fn: InputFn) -> tf.data.Dataset:
-    """Leaves out targets and weights that are None, as Keras; no other."""
+    """Drops targets and weights that are None, like Keras; checks the rest."""
     spec = dataset.element_spec
     while isinstance(spec, tuple) and isinstance(spec[-1], NoneTensorSpec):
         dataset, spec = dataset.map(lambda *parts: parts[:-1]), spec[:-1]
@@ -152,16 +152,16 @@ def _of_tensors(dataset: tf.data.Dataset, input_fn: InputFn) -> tf.data.Dataset:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns tf.data's tuner off where the user has not turned it on.
+    """Turns tf.data's autotuner off, unless the user has set the option.
 
-    When an iterator is dropped, the thread that tunes it can miss that (it
-    looks for the flag just before it is set) and sleep on for up to a minute.
-    Whoever drops the iterator waits, with Python's lock held: the chief of a
-    job that recovers, or a worker. Without the tuner `AUTOTUNE` means a thread
-    per CPU, sixteen at most.
+    When an iterator is deleted, its tuning thread can miss that (if it checks
+    the flag just before it is set) and sleep for up to a minute. The thread
+    that deletes the iterator waits with the GIL held: in the chief of a job
+    that recovers, or in a worker. Without autotuning, `AUTOTUNE` means a thread
+    per CPU, at most sixteen.
     """
     with warnings.catch_warnings():
-        # In a worker's graph: that they may be unknown. Not those set in it.
+        # A worker's graph warns of unknown options, but knows those set in it.
         warnings.simplefilter("ignore", UserWarning)
         if dataset.options().autotune.enabled is not None:
             return dataset
@@ -171,7 +171,7 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def without_context(input_fn: InputFn) -> Callable[[], tf.data.Dataset]:
-    """As `with_context`, for a process alone."""
+    """Like `with_context`, for a single process."""
     return lambda: with_context(input_fn)(tf.distribute.InputContext())
 
 
@@ -205,11 +205,11 @@ def named(input_fn: InputFn) -> Iterator[None]:
 def check_batches(
     model: keras.Model, element_spec: Any, targets: bool = True
 ) -> None:
-    """Raises ValueError if a dataset has not what a built model reads.
+    """Raises ValueError if a dataset does not match a built model's inputs.
 
-    If names differ, Keras matches features by position, with a warning at most:
-    one feature too many shifts all that follow it. `targets` says whether there
-    must be some for a compiled loss.
+    If names differ, Keras matches features by position, with at most a warning:
+    an extra feature shifts all that follow it. `targets` says whether a
+    compiled loss needs targets.
     """
     features, y, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
     inputs = getattr(model, "inputs", None) or []
@@ -233,7 +233,7 @@ def check_batches(
 def _check_features(
     model: keras.Model, inputs: list[keras.KerasTensor], features: Any
 ) -> None:
-    # A `Sequential` has one input, and no structure.
+    # A `Sequential` model has one input and no structure.
     sequential = isinstance(model, keras.Sequential)
     structure: Any = None if sequential else model.input
     by_key = isinstance(structure, Mapping)
@@ -246,7 +246,7 @@ def _check_features(
         features = dict(zip(names, flat, strict=True))
         by_key = True
     missing = expected.keys() - features
-    # Where the inputs are a list, Keras picks features by name.
+    # If the inputs are a list, Keras selects features by name.
     unread = features.keys() - expected if by_key else set()
     differ = any(
         _are_strings(expected[name]) != _are_strings(features[name])
@@ -258,8 +258,8 @@ def _check_features(
             f"{model.name!r}.\n"
             f"  Inputs of the model: {_listed(expected)}.\n"
             f"  Features of the dataset: {_listed(features)}.\n"
-            "Give both the same names, and leave out of the dataset what the "
-            "model does not read."
+            "Give both the same names, and remove features from the dataset "
+            "that the model does not read."
         )
 
 

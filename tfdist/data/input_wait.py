@@ -1,13 +1,13 @@
-"""How long steps wait for batches: is training input-bound?
+"""Measures how long steps wait for batches: is training input-bound?
 
 A dispatch records when each of its batches arrived and when its last step
-ended. If all steps take equally long, this gives the duration of a step; the
-rest of the time was spent waiting. Reading the next batch while a step computes
-is not waiting.
+ended. Assuming that all steps take equally long, this gives the duration of a
+step; the rest of the time was spent waiting. Reading the next batch while a
+step computes does not count as waiting.
 
-A batch that does not arrive blocks the dispatch inside TensorFlow. So it also
-writes the number of the batch to a variable of the process that runs it, where
-another thread, or the chief, can read it.
+A batch that does not arrive blocks the dispatch inside TensorFlow. The dispatch
+therefore also writes the number of the awaited batch to a variable of its
+process, where another thread, or the chief, can read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class TimedIterator:
-    """An iterator in a dispatch that records when each batch arrived."""
+    """An iterator in a dispatch that records when each batch arrives."""
 
     def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
         self._iterator = iterator
@@ -38,7 +38,7 @@ class TimedIterator:
         self._awaits(first_step + 1)
 
     def get_next(self) -> Any:
-        """The next batch."""
+        """Returns the next batch."""
         batch = next(self._iterator)
         self._parts = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(self._parts):
@@ -47,14 +47,14 @@ class TimedIterator:
         return batch
 
     def _awaits(self, number: tf.Tensor) -> None:
-        # Not the time: if a step has side effects, such as `tf.print`,
-        # TensorFlow reads the clock only when it has ended.
+        # Writes no time: if a step has side effects, such as `tf.print`,
+        # TensorFlow reads the clock only after the step.
         tf.raw_ops.AssignVariableOp(resource=self._awaited, value=number)
 
     def seconds(self, num_steps: int, results: tf.Tensor) -> tf.Tensor:
         """float64 `(2,)`: seconds waited for data, seconds of the dispatch.
 
-        `results` are those of the last of `num_steps`.
+        `results` are the results of the last of `num_steps` steps.
         """
         with tf.control_dependencies(self._parts):
             self._awaits(tf.zeros([], tf.int64))
@@ -66,9 +66,9 @@ class TimedIterator:
 
 
 def computing(there: Any, total: Any) -> Any:
-    """Seconds that steps of equal length computed, one after the other.
+    """The seconds that consecutive steps of equal length spent computing.
 
-    The steps from any batch on fit between its arrival and the end; if the
+    The steps from any batch onward fit between its arrival and the end; if the
     first of them waited for its batch, they fill that time.
 
     >>> float(computing(tf.constant([0.0, 3.0]), 4.0))  # The second waited.
@@ -91,18 +91,18 @@ class InputSeconds:
         self.sums = np.zeros(2)
 
     def without(self, packed: np.ndarray) -> np.ndarray:
-        """Adds the seconds at the end of a dispatch's results; the others."""
+        """Adds the seconds at the end of packed results; returns the rest."""
         self.sums += packed[-2:]
         return packed[:-2]
 
     def take(self) -> np.ndarray:
-        """The sums since the last call."""
+        """Returns the sums since the last call, and resets them."""
         sums, self.sums = self.sums, np.zeros(2)
         return sums
 
 
 def share(seconds: Sequence[float]) -> float:
-    """The share of their time in which steps waited for data.
+    """The fraction of the time that steps spent waiting for data.
 
     >>> share([1.0, 4.0]), share([0.0, 0.0])
     (0.25, 0.0)
@@ -112,11 +112,11 @@ def share(seconds: Sequence[float]) -> float:
 
 
 def awaited() -> int:
-    """Number of the batch awaited in the task of `tf.device`, or 0."""
+    """The number of the batch awaited in the task of `tf.device`, or 0."""
     try:
         number = tf.raw_ops.ReadVariableOp(resource=_awaited(), dtype=tf.int64)
         return int(number)
-    except tf.errors.OpError:  # No dispatch has run there, or it is gone.
+    except tf.errors.OpError:  # No dispatch ran there, or the task is gone.
         return 0
 
 
@@ -128,10 +128,10 @@ def _awaited() -> tf.Tensor:
 
 
 class InputWatch:
-    """Logs what is waited for, after a minute and at most once a minute.
+    """Logs what steps wait for, after a minute and at most once a minute.
 
-    That is what `waits` returns, with a number that changes when it has
-    arrived; 0 for nothing. As a context manager it has a thread of its own.
+    `waits` maps descriptions of awaited things to numbers, which change when
+    the thing arrives; 0 means no wait. As context managers, all share a thread.
     """
 
     SECS = 60.0
@@ -144,7 +144,7 @@ class InputWatch:
         self._next = 0.0
 
     def look(self) -> None:
-        """Logs what is due."""
+        """Logs the waits that have lasted long enough."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -4,10 +4,10 @@
         return tfdist.read_csv("gs://bucket/train-*.csv.gz", 128,
                                label_name="income", context=context)
 
-Each function returns an endless dataset of batches, shuffled and prefetched.
-With a `context`, in each pass every worker reads other examples than the
-others; the next pass deals the examples again. The functions share the keyword
-arguments of `ReadOptions`:
+Each function returns an infinite dataset of batches, shuffled and prefetched.
+With a `context`, no two workers read the same examples in a pass; each pass
+distributes the examples anew. The functions share the keyword arguments of
+`ReadOptions`:
 
     read_csv(..., seed=7)                         the same order every time
     read_csv(..., shuffle=False, num_epochs=1)    once and in order
@@ -45,17 +45,17 @@ def read_csv(
     num_rows_for_inference: int | None = 1000,
     **options: Any,
 ) -> tf.data.Dataset:
-    """Batches of the rows of CSV files.
+    """Reads batches of rows from CSV files.
 
-    As `tf.data.experimental.make_csv_dataset`, but: in each pass a worker
-    reads another share; many rows are parsed at once, several times as fast;
-    the header of every file is checked, and an error names the file and line;
-    a missing number is NaN, not 0; integers are int64, all other numbers
-    float32.
+    Like `tf.data.experimental.make_csv_dataset`, but a worker reads a different
+    share in each pass; many rows are parsed at once, which is several times as
+    fast; the header of every file is checked, and errors name the file and
+    line; a missing number is NaN, not 0; integers are int64, and all other
+    numbers float32.
 
-    Fields may be quoted (RFC 4180) and then contain line breaks, which read as
-    LF; lines end in LF or CRLF; a byte order mark and blank lines are skipped.
-    A file whose name ends in ".gz" is decompressed.
+    Fields may be quoted (RFC 4180) and then contain line breaks, which are read
+    as LF. Lines end in LF or CRLF; a byte order mark and blank lines are
+    skipped. A file whose name ends in ".gz" or ".gzip" is decompressed.
 
     >>> path = os.path.join(directory, "people.csv")
     >>> with open(path, "w") as file:
@@ -67,35 +67,35 @@ def read_csv(
     [30 41] [b'smith' b'clerk'] [0 1]
 
     Args:
-        file_pattern: paths or patterns, local or `gs://`.
-        batch_size: rows in a batch.
-        label_name: column of the labels. Default: no labels.
-        column_names: names of all columns, if the files have no header.
-        column_defaults: for each column, in order, a default for a missing
-            value, whose type is that of the column, or a dtype (`tf.float32`,
-            `tf.float64`, `tf.int32`, `tf.int64`, `tf.string`) if it is
-            required; in a list, as for `tf.io.decode_csv`, or not. Or the same
-            for some columns, by name. Default: inferred;
-            `tf.int64` if all values are present and integers, else `math.nan`
-            if those present are numbers, else "".
-        select_columns: the columns to return. Default: all.
-        field_delim: the separator of fields.
-        use_quote_delim: whether fields may be quoted.
-        na_value: what stands for a missing value, besides an empty field.
-        num_rows_for_inference: how many rows of the first file that has any to
-            infer types from. None: all rows of all files.
-        **options: those of `ReadOptions`.
+        file_pattern: Paths or patterns, local or `gs://`.
+        batch_size: Number of rows in a batch.
+        label_name: The column with the labels. Default: no labels.
+        column_names: The names of all columns, if the files have no header.
+        column_defaults: For each column, in order, a default for missing
+            values, which sets the column's type; or, if the column is required,
+            a dtype (`tf.float32`, `tf.float64`, `tf.int32`, `tf.int64`,
+            `tf.string`). Entries may be wrapped in lists, as for
+            `tf.io.decode_csv`. Or a dict with entries for some columns.
+            Default: inferred; `tf.int64` if all values are present and
+            integers, else `math.nan` if those present are numbers, else "".
+        select_columns: The columns to return. Default: all.
+        field_delim: The separator of fields.
+        use_quote_delim: Whether fields may be quoted.
+        na_value: A string that marks a missing value, like an empty field.
+        num_rows_for_inference: Number of rows to infer types from, in the first
+            file with rows. None: all rows of all files.
+        **options: The attributes of `ReadOptions`.
 
     Returns:
-        A dataset of dictionaries from the name of a column to a vector of
-        `batch_size`, or of `(dictionary, labels)` with a `label_name`.
+        A dataset of dictionaries that map column names to vectors of
+        `batch_size`, or, with a `label_name`, of `(dictionary, labels)`.
 
     Raises:
-        FileNotFoundError: no file matches.
-        TypeError: an unknown option.
-        ValueError: an unknown column, a file without a header, or an option
+        FileNotFoundError: No file matches.
+        TypeError: An option is unknown.
+        ValueError: A column is unknown, a file has no header, or an option is
             out of range.
-        tf.errors.InvalidArgumentError: when a bad row is read.
+        tf.errors.InvalidArgumentError: On reading a malformed row.
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
@@ -108,7 +108,7 @@ def read_csv(
         na_value=na_value,
         num_rows_for_inference=num_rows_for_inference,
     )
-    if not layout.header:  # Else each file's is compared.
+    if not layout.header:  # Else the header of each file is compared.
         record_files.check_all_text(paths)
     known = list(layout.columns)
     chosen = known if select_columns is None else list(select_columns)
@@ -138,7 +138,7 @@ def read_csv(
 def csv_columns(
     file_pattern: str | Sequence[str], **options: Any
 ) -> dict[str, Any]:
-    """The columns of CSV files, as `read_csv` infers them from the same.
+    """Returns the columns of CSV files, as inferred by `read_csv`.
 
     >>> path = os.path.join(directory, "people.csv")
     >>> with open(path, "w") as file:
@@ -147,12 +147,12 @@ def csv_columns(
     >>> csv_columns(path, na_value="?")
     {'age': tf.int64, 'height': nan, 'job': ''}
 
-    Takes the arguments of `read_csv` that say how the files are written, and
-    raises as it does.
+    Takes those arguments of `read_csv` that describe the format of the files,
+    and raises the same errors.
 
     Returns:
-        The name of each column, in order, and its default: the
-        `column_defaults` for a `read_csv` that does not infer anything.
+        A dict from column names, in order, to defaults: the `column_defaults`
+        with which `read_csv` infers nothing.
     """
     paths = record_files.match(file_pattern)
     return csv_records.infer(paths, **options).columns
@@ -161,7 +161,7 @@ def csv_columns(
 def read_text(
     file_pattern: str | Sequence[str], batch_size: int, **options: Any
 ) -> tf.data.Dataset:
-    """Batches of the lines of text files.
+    """Reads batches of lines from text files.
 
     >>> path = os.path.join(directory, "lines.txt")
     >>> with open(path, "w") as file:
@@ -171,10 +171,10 @@ def read_text(
     >>> print(*lines.as_numpy_iterator())
     [b'to be' b'or not']
 
-    Takes `ReadOptions`, and raises, as `read_csv` does.
+    Takes `ReadOptions` and raises errors like `read_csv`.
 
     Returns:
-        A dataset of string vectors of `batch_size`: lines without their ends.
+        A dataset of string vectors of `batch_size`: lines without line breaks.
     """
     reading = ReadOptions(**options)
     paths = record_files.match(file_pattern, reading.check_gzip)
@@ -191,11 +191,11 @@ def read_tfrecords(
     label_key: str | None = None,
     **options: Any,
 ) -> tf.data.Dataset:
-    """Batches of the `tf.train.Example`s in TFRecord files.
+    """Reads batches of `tf.train.Example`s from TFRecord files.
 
-    As `tf.data.experimental.make_batched_features_dataset`, but: in each
-    pass a worker reads another share, many examples are parsed at once, and an
-    error names the file and the number of the record.
+    Like `tf.data.experimental.make_batched_features_dataset`, but a worker
+    reads a different share in each pass, many examples are parsed at once, and
+    errors name the file and the number of the record.
 
     >>> path = os.path.join(directory, "a.tfrecord")
     >>> with tf.io.TFRecordWriter(path) as writer:
@@ -206,22 +206,22 @@ def read_tfrecords(
     [b'one' b'two']
 
     Args:
-        file_pattern: as in `read_csv`.
-        features: as for `tf.io.parse_example`. None: the records are returned
-            as they are, for `dataset.map`.
-        batch_size: examples in a batch.
-        label_key: the feature with the labels. Default: no labels.
-        **options: those of `ReadOptions`.
+        file_pattern: As in `read_csv`.
+        features: As for `tf.io.parse_example`. None: return the serialized
+            records, for `dataset.map`.
+        batch_size: Number of examples in a batch.
+        label_key: The feature with the labels. Default: no labels.
+        **options: The attributes of `ReadOptions`.
 
     Returns:
-        A dataset of dictionaries from the name of a feature to a (dense,
-        sparse or ragged) tensor whose first dimension is `batch_size`, or of
-        `(dictionary, labels)` with a `label_key`; of string vectors without
-        `features`.
+        A dataset of dictionaries that map feature names to (dense, sparse or
+        ragged) tensors whose first dimension is `batch_size`, or, with a
+        `label_key`, of `(dictionary, labels)`. Without `features`, a dataset of
+        string vectors.
 
     Raises:
-        FileNotFoundError, TypeError: as `read_csv`.
-        ValueError: `label_key` is not a feature, or an option out of range.
+        FileNotFoundError, TypeError: As for `read_csv`.
+        ValueError: `label_key` is not a feature, or an option is out of range.
     """
     reading = ReadOptions(**options)
     parse, expected = example_parser(features, label_key)
@@ -234,9 +234,9 @@ def read_tfrecords(
 def example_parser(
     features: Mapping[str, Any] | None, label_key: str | None
 ) -> tuple[Parse, str]:
-    """From `tf.train.Example`s to features, or `(features, labels)`.
+    """Returns a parser of `tf.train.Example`s and, for errors, their format.
 
-    And what a record must be, for errors.
+    The parser returns features, or `(features, labels)` with a `label_key`.
     """
     if label_key is not None and label_key not in (features or {}):
         raise ValueError(

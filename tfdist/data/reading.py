@@ -1,15 +1,15 @@
-"""From files to batches: one pipeline for every format.
+"""The input pipeline from files to batches, for every format.
 
     pass 0, 1, ... -> this worker's files -> blocks of records -> its records
           -> shuffle -> parse many at once -> batches
 
-It consists of TensorFlow operations only, so a parameter-server job can build
-it on the chief and run it on its workers, whose index is a tensor.
+The pipeline consists only of TensorFlow operations, so a parameter-server job
+can build it on the chief and run it on its workers, whose index is a tensor.
 
-The examples are dealt to the workers again in each pass: in a pass no two
-workers read the same example, and in `n` passes each of `n` workers reads
-everything once. So the others read what a dead or slow worker has not, and a
-worker that is left alone does not memorize a part of the data.
+Each pass distributes the examples to the workers anew: in one pass no two
+workers read the same example, and in `n` passes each of `n` workers reads all
+examples once. Thus other workers read the examples that a dead or slow worker
+did not read, and a worker left alone does not memorize a part of the data.
 """
 
 from __future__ import annotations
@@ -28,63 +28,62 @@ from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
 from tfdist.data.worker_context import first_pass, pass_numbers, read_by_all
 
-# AutoGraph would look for something to convert, which takes time.
+# AutoGraph would search for code to convert, which takes time.
 _as_written = tf.autograph.experimental.do_not_convert
 
-# Records in a block. Primes: a file whose length is a multiple is read twice.
+# Records in a block. Primes: a file with a multiple of them is read twice.
 _BLOCKS = (13, 61, 251)
 _BLOCK_BYTES = 1 << 20
 _BUFFER_BYTES = 256 << 20
 _BUFFER_RECORDS = 10_000
 _PARSED_BYTES = 4 << 20
 _PARSED_RECORDS = 2048
-# A worker that was started again has to read what it skips.
+# In bytes: a restarted worker has to read the records that it skips.
 _MOST_SKIPPED = 64 << 20
-# How many times the files of another worker a worker may get.
+# Maximum ratio of the numbers of files of two workers.
 _UNEVEN = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How records become batches: the keyword arguments of every `read_*`.
+    """How to read and batch records: the keyword arguments of every `read_*`.
 
     >>> options = ReadOptions(num_epochs=1, seed=7)
     >>> options.shuffle, options.num_epochs
     (True, 1)
 
     Attributes:
-        context: which of several workers reads: the argument of the input
-            function. Its `input_pipeline_id` may be a tensor. See
-            `WorkerContext` for what a restarted worker reads. Default: there
-            is one worker.
-        num_epochs: passes over the data, in each of which this worker reads
-            another share. Default: repeat indefinitely.
-        shuffle: whether to shuffle, in another order in each pass: the files,
-            then the records within a buffer. If False, one file is read after
-            the other, sorted by name.
-        shuffle_buffer_size: records in the buffer. Default: 10,000, or as many
-            as fit in 256 MB.
-        seed: of the order; each worker adds its index. Default: that of
-            `tf.random.set_seed`, or random if none is set: then a slow file is
-            not waited for while others are ready.
-        drop_remainder: whether to drop the last batch of a finite dataset if
-            it is not full, so that all shapes are static, as a TPU needs them.
+        context: Identifies this worker: the argument of the input function. Its
+            `input_pipeline_id` may be a tensor. See `WorkerContext` for the
+            passes of a restarted worker. Default: there is one worker.
+        num_epochs: Number of passes over the data; this worker reads a
+            different share in each. Default: repeat indefinitely.
+        shuffle: Whether to shuffle the files, then the records within a buffer,
+            in a different order in each pass. If False, files are read one
+            after the other, sorted by name.
+        shuffle_buffer_size: Number of records in the buffer. Default: 10,000,
+            or as many as fit in 256 MB.
+        seed: Seed of the order, from which each worker derives its own.
+            Default: that of `tf.random.set_seed`. If none is set, the order is
+            random, and a slow file does not delay others that are ready.
+        drop_remainder: Whether to drop the last batch of a finite dataset if it
+            is not full, so that all shapes are static, as a TPU requires.
             Without `num_epochs` every batch is full.
-        shard_by: "file": in each pass a worker reads files of its own;
+        shard_by: "file": each worker reads different files in a pass;
             "example": all workers read every file, and each keeps every n-th
-            record. Default: "file" if no worker gets over 1.25 times the files
-            of another, else "example".
-        num_parallel_reads: files to read at the same time.
-        transform: a function of the parsed examples, which must treat each
-            example by itself: it gets more than one batch at once. Use
-            `dataset.map` for one that does not. Random numbers in it are not
+            record. Default: "file" if no worker gets more than 1.25 times as
+            many files as another, else "example".
+        num_parallel_reads: Number of files to read at the same time.
+        transform: A function of the parsed examples, which must treat each
+            example independently, because it gets more than one batch at once.
+            Use `dataset.map` for other functions. Its random numbers are not
             part of the saved position of the input.
-        check_gzip: whether to decompress gzip files once before reading, since
-            TensorFlow does not notice a truncated one. Default: True if they
-            have at most 1 GiB together.
+        check_gzip: Whether to decompress gzip files once before reading, since
+            TensorFlow does not detect truncated files. Default: True if their
+            total size is at most 1 GiB.
 
     Raises:
-        ValueError: a number out of range, or an unknown `shard_by`.
+        ValueError: A number is out of range, or `shard_by` is unknown.
     """
 
     context: tf.distribute.InputContext | None = None
@@ -111,7 +110,7 @@ class ReadOptions:
 def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
 ) -> tf.data.Dataset:
-    """Batches of one worker's share of the records."""
+    """Returns batches of one worker's share of the records."""
     check_at_least("batch_size", batch_size, 1)
     seed = options.seed
     if seed is None:
@@ -131,21 +130,21 @@ def batches(
     autotune = tf.data.AUTOTUNE
     for function in (_as_written(parser(files, parse)), options.transform):
         if function is not None:
-            # In order: these may be all of a pass, which passes then would mix.
+            # In order: a batch may be a whole pass; passes would get mixed up.
             dataset = dataset.map(function, autotune, deterministic=True)
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
-        # A loop packs many steps into a dispatch only if there is no end.
+        # Only with an infinite dataset does a dispatch contain many steps.
         infinite = tf.data.INFINITE_CARDINALITY
         no_end = tf.data.experimental.assert_cardinality(infinite)
         dataset = dataset.apply(no_end)
     settings = tf.data.Options()
     settings.deterministic = deterministic
-    # The records are dealt already.
+    # The pipeline itself shards the records.
     no_shards = tf.data.experimental.AutoShardPolicy.OFF
     settings.experimental_distribute.auto_shard_policy = no_shards
-    # Or no position could be saved: to TensorFlow the assertions are stateful.
+    # TensorFlow considers assertions stateful, and would not save a position.
     ignore = tf.data.experimental.ExternalStatePolicy.IGNORE
     settings.experimental_external_state_policy = ignore
     return dataset.prefetch(autotune).with_options(settings)
@@ -154,7 +153,7 @@ def batches(
 def shards_by_file(
     num_files: int, num_workers: int, shard_by: str | None = None
 ) -> bool:
-    """Whether workers get files of their own; else all read every file.
+    """Whether workers read different files; else all read every file.
 
     >>> [shards_by_file(n, 4) for n in (1, 4, 5, 8, 17, 1000)]
     [False, True, False, True, True, True]
@@ -171,7 +170,7 @@ def shards_by_file(
 
 
 def _record_bytes(files: Files, endless: bool) -> int:
-    """Mean length of some records; refuses endless reading of no records."""
+    """The mean length of some records; raises if infinite data has none."""
 
     def some(index: tf.Tensor) -> tf.data.Dataset:
         if files.split is None:  # Lines are records.
@@ -182,7 +181,7 @@ def _record_bytes(files: Files, endless: bool) -> int:
     numbers = tf.data.Dataset.range(len(files.paths))
     records = numbers.flat_map(_as_written(some)).take(48)
     lengths = []
-    with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
+    with contextlib.suppress(tf.errors.OpError):  # Raised again when read.
         for record in records.as_numpy_iterator():
             lengths.append(len(record))
         if endless and not lengths:
@@ -195,10 +194,10 @@ def _record_bytes(files: Files, endless: bool) -> int:
 
 
 def _file_bytes(files: Files) -> int:
-    """Size of the first file, uncompressed; `_MOST_SKIPPED` at most."""
+    """The uncompressed size of the first file, at most `_MOST_SKIPPED`."""
     path = files.paths[0]
-    with contextlib.suppress(tf.errors.OpError):  # Raised when it is read.
-        # Text is compressed to a quarter or so.
+    with contextlib.suppress(tf.errors.OpError):  # Raised again when read.
+        # Text is compressed to about a quarter.
         times = 4 if record_files.compression(path) else 1
         return min(tf.io.gfile.stat(path).length * times, _MOST_SKIPPED)
     return 0
@@ -207,14 +206,14 @@ def _file_bytes(files: Files) -> int:
 def _passes(
     files: Files, options: ReadOptions, size: int, seed: int
 ) -> tf.data.Dataset:
-    """A worker's (record, place) of all passes."""
+    """Returns a worker's (record, place) pairs of all passes."""
     context = options.context or tf.distribute.InputContext()
     worker = tf.cast(context.input_pipeline_id, tf.int64)
     passes = pass_numbers(context)
     if options.num_epochs is not None:
         passes = passes.take(options.num_epochs)
-    # Far apart, or worker 1 of seed 0 would be worker 0 of seed 1.
-    # As large as what no position depends on.
+    # Far apart, or worker 1 with seed 0 would equal worker 0 with seed 1.
+    # Large, so that a saved position does not depend on the seed.
     large_seed = LEAST_SEED + seed + 1_000_003 * worker
     default = min(_BUFFER_RECORDS, 1 + _BUFFER_BYTES // size)
     buffer = options.shuffle_buffer_size or default
@@ -239,17 +238,17 @@ def _dealt(
     seed: tf.Tensor,
     number: tf.Tensor,
 ) -> tf.data.Dataset:
-    """A worker's blocks of (record, place) in the pass of a number."""
+    """Returns a worker's blocks of (record, place) in pass `number`."""
     context = options.context or tf.distribute.InputContext()
     workers = context.num_input_pipelines
-    # In as many consecutive passes as workers, each worker has each turn once.
+    # In n consecutive passes, each of n workers has each turn once.
     turn = (worker + number) % workers
     by_file = shards_by_file(len(files.paths), workers, options.shard_by)
     own = tf.range(len(files.paths), dtype=tf.int64)
     shuffled = tf.random.experimental.stateless_shuffle
     if by_file and workers > 1:
         if options.shuffle:
-            # The same for all workers, whatever their seeds.
+            # The same for all workers, regardless of their seeds.
             own = shuffled(own, [options.seed or 0, number // workers])
         own = own[turn::workers]
     cycle_length = 1
@@ -261,8 +260,8 @@ def _dealt(
     every = 1 if by_file else workers
     first, most = first_pass(context), None
     if options.shuffle and (tf.is_tensor(first) or first > 0):
-        # Or workers that are often started again would never come to the end
-        # of a large file.
+        # Otherwise workers that restart often would never reach the end of a
+        # large file.
         begins_again = tf.cast((number == first) & (number > 0), tf.int64)
         most = _file_bytes(files) // (block * size) * begins_again
 
@@ -286,12 +285,12 @@ def _dealt(
 def _shuffled(
     records: tf.data.Dataset, buffer: int, seed: tf.Tensor
 ) -> tf.data.Dataset:
-    """As `Dataset.shuffle`, which takes no tensor if the global seed is 0."""
+    """Like `Dataset.shuffle`, whose seed cannot be a tensor if tf's is 0."""
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(records),
         buffer_size=buffer,
         seed=seed,
-        seed2=1,  # Both 0 would be random.
+        seed2=1,  # If both were 0, the seed would be random.
         seed_generator=tf.raw_ops.DummySeedGenerator(),
         output_types=[tf.string, tf.int64],
         output_shapes=[[], []],

@@ -1,4 +1,4 @@
-"""The files that a pattern names, checked before anything is read from them."""
+"""Finds the files that match a pattern, and checks them before reading."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-# Decompressing takes a second for about 100 MB.
+# Decompression takes about a second per 100 MB.
 CHECKED_GZIP_BYTES = 1 << 30
 _THREADS = 16
 _CHUNK = 1 << 20
-_NO_TEXT = {  # By how such files begin.
+_NO_TEXT = {  # By the first bytes of such files.
     b"PK\x03\x04": "a zip archive or an Excel sheet",
     b"PAR1": "a Parquet file",
     b"\x1f\x8b": "compressed by gzip; its name must end in .gz",
@@ -34,19 +34,19 @@ _NO_TEXT = {  # By how such files begin.
 def match(
     file_pattern: str | Sequence[str], check_gzip: bool | None = False
 ) -> list[str]:
-    """The files that match one of the patterns, sorted, each once.
+    """Returns the files that match any of the patterns, sorted, each once.
 
-    A local file has many names (relative, of a link), and is still one.
+    Different names of a local file (relative, or of a link) count as one file.
     """
     if isinstance(file_pattern, str | bytes | os.PathLike):
         file_pattern = [os.fsdecode(file_pattern)]
-    names: dict[str, list[str]] = {}  # Of each file.
+    names: dict[str, list[str]] = {}  # The names of each file.
     for pattern in file_pattern:
         # TensorFlow would iterate over a `Path` or bytes.
         text = os.fsdecode(pattern)
         found = tf.io.gfile.glob(text)
         if text not in found and tf.io.gfile.exists(text):
-            found = [text]  # It has a bracket: as a pattern, others match.
+            found = [text]  # A name with brackets does not match itself.
         if not found:
             raise FileNotFoundError(
                 f"No file matches {text!r}. Expected the path of a file, or a "
@@ -62,9 +62,9 @@ def match(
     paths = sorted(first for first, *_ in names.values())
     if again := {path for _, *more in names.values() for path in more}:
         _log.warning(
-            "%d of the files are named more than once, %s among them, and read "
-            "once all the same. To have examples count more, weigh them, or "
-            "mix data sets (tf.data.Dataset.sample_from_datasets).",
+            "%d of the files are named more than once, %s among them, but read "
+            "only once. To have examples count more, weight them, or mix "
+            "datasets (tf.data.Dataset.sample_from_datasets).",
             len(again),
             min(again),
         )
@@ -74,21 +74,21 @@ def match(
 
 
 def _file(path: str) -> str:
-    """What is the same for all names of a file; checks that it is one."""
+    """Returns the canonical name of a file; raises if it is not a file."""
     local = path.removeprefix("file://")
     if "://" in local:
         return path
     if not os.path.isfile(local):
         raise ValueError(
-            f"{path} is no file, but a directory, a pipe or a link to nothing. "
-            "Name files, which are read more than once: those of a directory "
-            f"by a pattern, {os.path.join(path, '*')}."
+            f"{path} is no file, but a directory, a pipe or a broken link. "
+            "Name regular files, which can be read more than once: those of a "
+            f"directory by a pattern, {os.path.join(path, '*')}."
         )
     return os.path.realpath(local)
 
 
 def compression(path: str) -> str:
-    """How a file is compressed, by the end of its name.
+    """Returns the compression of a file, according to the end of its name.
 
     >>> compression("a.csv.gz"), compression("a.csv")
     ('GZIP', '')
@@ -97,17 +97,17 @@ def compression(path: str) -> str:
 
 
 def check_all_text(paths: Sequence[str]) -> None:
-    """Raises ValueError if one of the files begins like one that is none."""
+    """Raises ValueError if any file does not look like a text file."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(check_text, paths))
 
 
 def check_text(path: str) -> None:
-    """Raises ValueError if a file begins like one that is no text."""
+    """Raises ValueError if a file does not look like a text file."""
     begins = b""
     with tf.io.gfile.GFile(path, "rb") as file:
         text = gzip.GzipFile(fileobj=file) if compression(path) else file
-        # That it is damaged `_check_gzip` or TensorFlow says.
+        # `_check_gzip` or TensorFlow reports damaged files.
         with contextlib.suppress(EOFError, gzip.BadGzipFile, zlib.error):
             begins = text.read(4096)
     for first, kind in _NO_TEXT.items():
@@ -115,18 +115,18 @@ def check_text(path: str) -> None:
             raise ValueError(f"{path} is no text in UTF-8, but {kind}.")
     if re.match(rb"[^\r\n]*\r+[^\r\n]", begins):
         raise ValueError(
-            f"The lines of {path} end in CR, as of old Macintoshes. Write it "
-            "again with LF or CRLF: TensorFlow would take it for one line."
+            f"The lines of {path} end in CR, as on old Macintoshes. Write it "
+            "again with LF or CRLF: TensorFlow would read it as a single line."
         )
     if b"\0" in begins.partition(b"\n")[0]:
         raise ValueError(
             f"{path} is no text in UTF-8: its first line has zero bytes. Leave "
-            "it out, or write it again as text."
+            "the file out, or write it again as text."
         )
 
 
 def _check_gzip(packed: Sequence[str], always: bool | None) -> None:
-    """Decompresses files, as TensorFlow does not notice if one is truncated."""
+    """Decompresses files, because TensorFlow does not detect truncated ones."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         stats = list(pool.map(tf.io.gfile.stat, packed))
         size = sum(stat.length for stat in stats)
@@ -145,7 +145,7 @@ def _check_gzip(packed: Sequence[str], always: bool | None) -> None:
 
 @functools.lru_cache(maxsize=10_000)
 def _check_whole(path: str, version: tuple[int, int]) -> None:
-    """Raises ValueError for a file that is not; reads it once per version."""
+    """Raises ValueError if a file is incomplete; reads it once per version."""
     del version
     size = 0
     try:

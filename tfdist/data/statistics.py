@@ -1,7 +1,7 @@
 """Statistics of the data that a model needs before it is built.
 
-Means for normalization, boundaries of buckets, vocabularies: computed once, so
-that training, evaluation and the export agree to the last bit.
+Means for normalization, bucket boundaries and vocabularies are computed once,
+so that training, evaluation and the export agree to the last bit.
 
     def compute():
         statistics = tfdist.FeatureStatistics()
@@ -18,8 +18,8 @@ that training, evaluation and the export agree to the last bit.
             mean=known["mean"], variance=known["variance"])
         ...
 
-Keras' `adapt` needs a layer per feature and reads the data once for each; it
-sums in float32, and one NaN makes mean and variance NaN.
+Keras' `adapt`, in contrast, needs a layer and a pass over the data for each
+feature, sums in float32, and returns NaN if the data contains a single NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tfdist.cluster.spec import Cluster, current_cluster
 
 _log = logging.getLogger(__name__)
 
-# Numbers of a feature that are kept, for quantiles: 16 to 32 MB.
+# How many numbers of a feature to keep for quantiles, in 16 to 32 MB.
 MOST_KEPT = 1_000_000
 _POLL_SECS = 1.0
 
@@ -53,11 +53,11 @@ def compute_once(
     cluster: Cluster | None = None,
     timeout_secs: float = 3600.0,
 ) -> Any:
-    """The result of a function, computed by the chief in a job's first run.
+    """Returns a function's result, which the chief computes once per job.
 
-    If the file is missing, the chief (or the only process) writes it; all other
-    tasks wait for it. A restarted job reads it, even if the data has changed.
-    For new values use another path.
+    If the file is missing, the chief (or the only process) writes it, and all
+    other tasks wait for it. A restarted job reads the file even if the data has
+    changed. To compute new values, use another path.
 
     >>> path = os.path.join(directory, "statistics.json")
     >>> compute_once(path, lambda: {"mean": 0.5})
@@ -66,19 +66,19 @@ def compute_once(
     {'mean': 0.5}
 
     Args:
-        path: of the file, in a directory that all tasks can read.
-        compute: returns a value that JSON can represent.
-        cluster: which task this is. Default: that of the `RunConfig` in an
-            Estimator's `model_fn` and `input_fn`, else of the environment.
-        timeout_secs: how long other tasks than the chief wait.
+        path: Path of the file, in a directory that all tasks can read.
+        compute: A function that returns a value JSON can represent.
+        cluster: The cluster with this task. Default: that of the `RunConfig` in
+            an Estimator's `model_fn` and `input_fn`, else of the environment.
+        timeout_secs: Seconds that tasks other than the chief wait.
 
     Returns:
-        The content of the file; tuples have become lists.
+        The content of the file, in which tuples have become lists.
 
     Raises:
-        TimeoutError: the chief has not written the file in time.
-        TypeError: JSON cannot represent what `compute` returns.
-        ValueError: the file does not contain JSON.
+        TimeoutError: The chief has not written the file in time.
+        TypeError: JSON cannot represent the value that `compute` returns.
+        ValueError: The file does not contain JSON.
     """
     cluster, path = cluster or current_cluster(), os.fspath(path)
     text = storage.read_text(path)
@@ -93,20 +93,20 @@ def compute_once(
         if text is None:
             raise TimeoutError(
                 f"The chief has not written {path} within {timeout_secs:g} s. "
-                f"{cluster.task} waits for it. Does the chief run, and do both "
-                "see the same directory?"
+                f"{cluster.task} waits for it. Is the chief running, and do "
+                "both see the same directory?"
             )
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"{path} must be the JSON that a chief has written ({error}). "
-            "Remove it if no checkpoint of the job is used any more."
+            "Remove the file if the job's checkpoints are no longer used."
         ) from None
 
 
 class FeatureStatistics(dict[str, "NumberStatistics | StringStatistics"]):
-    """Statistics of each feature, batch by batch.
+    """Collects statistics of each feature, batch by batch.
 
     >>> statistics = FeatureStatistics()
     >>> statistics.add({"age": tf.constant([30.0, 50.0, float("nan")]),
@@ -128,25 +128,25 @@ class FeatureStatistics(dict[str, "NumberStatistics | StringStatistics"]):
 
 
 class NumberStatistics:
-    """Statistics of numbers. NaN and infinity count as missing.
+    """Statistics of a numeric feature. NaN and infinity count as missing.
 
     Mean and variance are exact up to float64 rounding, even if the mean is
     large compared to the deviation (Chan, Golub and LeVeque, 1979, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances").
-    Boundaries are those of a uniform sample of at most 1,000,000 numbers: each
-    is within 0.2 % of its rank with a probability of 99.9 %.
+    Boundaries are computed from a uniform sample of at most 1,000,000 numbers:
+    each is within 0.2 % of its rank with a probability of 99.9 %.
 
     Attributes:
-        count: how many numbers are present.
-        missing: how many are not.
-        minimum, maximum: of those present; infinite without any.
+        count: Number of values that are present.
+        missing: Number of missing values.
+        minimum, maximum: Of the present values; infinite if there are none.
     """
 
     def __init__(self) -> None:
         self.count = self.missing = 0
         self.minimum, self.maximum = float("inf"), float("-inf")
         self._origin = self._mean = self._squares = 0.0
-        self._kept: list[np.ndarray] = []  # Of two rows: keys, numbers.
+        self._kept: list[np.ndarray] = []  # With two rows: keys, numbers.
         self._num_kept = 0
         self._random = np.random.default_rng(0)  # The same sample every time.
 
@@ -159,7 +159,7 @@ class NumberStatistics:
             return
         if not self.count:
             self._origin = float(present[0])
-        # Relative to it, so that a mean far from zero costs no digits.
+        # Relative to `_origin`, so that a mean far from zero loses no digits.
         exact = present.astype(np.float64) - self._origin
         mean = exact.mean()
         squares = np.square(exact - mean).sum()
@@ -177,27 +177,27 @@ class NumberStatistics:
 
     @property
     def mean(self) -> float:
-        """Mean of those present; 0 without any."""
-        if self.minimum == self.maximum:  # Without rounding.
+        """The mean of the present values; 0 if there are none."""
+        if self.minimum == self.maximum:  # Avoids rounding.
             return self.minimum
         return float(self._origin + self._mean)
 
     @property
     def variance(self) -> float:
-        """Mean square of the distance to the mean; 0 without any."""
+        """The population variance of the present values; 0 if none."""
         if self.minimum >= self.maximum:
             return 0.0
         return float(self._squares / self.count)
 
     def boundaries(self, num_buckets: int) -> list[float]:
-        """Boundaries of at most so many buckets of about equal count.
+        """Boundaries of at most `num_buckets` buckets of about equal count.
 
-        The most frequent number is not counted and is a boundary itself: a
-        column of zeros with few exceptions is cut where the exceptions are.
+        The most frequent number is not counted, but is itself a boundary: a
+        column of zeros with a few exceptions is split among the exceptions.
 
         Returns:
-            Fewer than `num_buckets` numbers of the data, ascending; each is the
-            lower end of a bucket, as in `keras.layers.Discretization`.
+            Fewer than `num_buckets` numbers from the data, ascending; each is
+            the lower end of a bucket, as in `keras.layers.Discretization`.
 
         Raises:
             ValueError: `num_buckets` is less than 2.
@@ -214,7 +214,7 @@ class NumberStatistics:
         return np.unique([*cuts, most_frequent]).tolist()
 
     def _sample(self) -> np.ndarray:
-        """Keeps those with the smallest random keys, a uniform sample."""
+        """Keeps the numbers with the smallest random keys: a uniform sample."""
         kept = np.concatenate([np.empty((2, 0)), *self._kept], 1)
         if self._num_kept > MOST_KEPT:
             kept = kept[:, np.argpartition(kept[0], MOST_KEPT)[:MOST_KEPT]]
@@ -223,19 +223,19 @@ class NumberStatistics:
 
 
 def _flat(values: Any) -> np.ndarray:
-    """All that a tensor holds, also a sparse or a ragged one."""
+    """Returns all values of a dense, sparse or ragged tensor."""
     values = getattr(values, "flat_values", getattr(values, "values", values))
     return np.ravel(tf.convert_to_tensor(values))
 
 
 class StringStatistics:
-    """Statistics of strings. The empty string counts as missing.
+    """Statistics of a string feature. The empty string counts as missing.
 
-    Every distinct string is held in memory.
+    Every distinct string is kept in memory.
 
     Attributes:
-        counts: `bytes` to int, how often each string occurs.
-        missing: how many are empty.
+        counts: Maps each string (`bytes`) to its number of occurrences.
+        missing: Number of empty strings.
     """
 
     def __init__(self) -> None:
@@ -248,9 +248,9 @@ class StringStatistics:
         self.missing += self.counts.pop(b"", 0)
 
     def vocabulary(self, *, min_count: int = 1) -> list[str]:
-        """The strings, most frequent first, ties in alphabetical order.
+        """The strings that occur at least `min_count` times, by frequency.
 
-        Those that occur `min_count` times; a ValueError if one is not UTF-8.
+        Ties are in alphabetical order. Raises ValueError for invalid UTF-8.
         """
         words = [w for w, count in self.counts.items() if count >= min_count]
         words.sort(key=lambda word: (-self.counts[word], word))

@@ -1,6 +1,6 @@
-"""Batches from TensorFlow Datasets and ArrayRecord files.
+"""Reads batches from TensorFlow Datasets and ArrayRecord files.
 
-As `tfdist.data.readers`; needs other packages.
+Like `tfdist.data.readers`, but needs additional packages.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def read_tfds(
     select_features: Sequence[str] | None = None,
     **options: Any,
 ) -> tf.data.Dataset:
-    """Batches of a prepared dataset of TensorFlow Datasets.
+    """Reads batches of a prepared dataset of TensorFlow Datasets.
 
-    As `builder.as_dataset`, but: a worker reads another share in each pass,
-    also where its index is a tensor; examples of numbers and strings are
-    parsed many at once.
+    Like `builder.as_dataset`, but a worker reads a different share in each
+    pass, even if its index is a tensor, and many examples are parsed at once if
+    they contain only numbers and strings.
 
     Args:
-        builder: a `tfds.core.DatasetBuilder` or the name of one, optionally
+        builder: A `tfds.core.DatasetBuilder` or the name of one, optionally
             with configuration and version, such as "titanic:4.*.*".
-        split: as in `builder.as_dataset`: "train", "train[:80%]",
+        split: As in `builder.as_dataset`: "train", "train[:80%]",
             "train+test", a `tfds.core.ReadInstruction`.
-        batch_size: examples in a batch.
-        data_dir: where prepared datasets are. Default: that of TFDS.
-        as_supervised: whether to return `(features, label)`, as the builder's
-            `supervised_keys` name them, instead of all features.
-        select_features: the features to parse and return. Default: all.
-        **options: those of `ReadOptions`.
+        batch_size: Number of examples in a batch.
+        data_dir: Directory of prepared datasets. Default: that of TFDS.
+        as_supervised: Whether to return `(features, label)`, according to the
+            builder's `supervised_keys`, instead of all features.
+        select_features: The features to parse and return. Default: all.
+        **options: The attributes of `ReadOptions`.
 
     Returns:
-        A dataset of what `builder.as_dataset().batch(batch_size)` returns.
+        A dataset of the form of `builder.as_dataset().batch(batch_size)`.
 
     Raises:
         ImportError: TensorFlow Datasets is not installed.
-        TypeError: an unknown option.
-        ValueError: the dataset is not prepared, there is no such split, or an
+        TypeError: An option is unknown.
+        ValueError: The dataset is not prepared, there is no such split, or an
             option is out of range.
     """
     try:
@@ -114,21 +114,21 @@ def read_array_records(
     label_key: str | None = None,
     **options: Any,
 ) -> tf.data.Dataset:
-    """Batches of the `tf.train.Example`s in ArrayRecord files.
+    """Reads batches of `tf.train.Example`s from ArrayRecord files.
 
-    TensorFlow has no operation for these files. Python reads them, which a
-    worker of a parameter-server strategy does not run. Arguments, result and
-    errors are those of `tfdist.read_tfrecords`, but files are local.
+    TensorFlow has no operation for these files. They are read in Python, which
+    the workers of a parameter-server strategy do not run. Arguments, result and
+    errors are those of `tfdist.read_tfrecords`, but files must be local.
 
     Raises:
-        ImportError: package `array_record` is not installed.
-        ValueError: not an ArrayRecord file, or the index of the worker is a
-            tensor.
+        ImportError: The package `array_record` is not installed.
+        ValueError: A file is not an ArrayRecord file, or the index of the
+            worker is a tensor.
     """
     reading = ReadOptions(**options)
     _check_index(reading)
     paths = record_files.match(file_pattern)
-    _reader.cache_clear()  # Files may have been written again.
+    _reader.cache_clear()  # Files may have been rewritten.
     stops = np.array([_reader(path).num_records() for path in paths])
     parse, expected = example_parser(features, label_key)
     sources = paths, np.zeros_like(stops), stops
@@ -178,7 +178,7 @@ def _reader(path: str) -> Any:
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
         try:
-            reader.read([0])  # Only this says why.
+            reader.read([0])  # Only this error states the reason.
         except RuntimeError as error:
             raise ValueError(
                 f"{path} cannot be read as an ArrayRecord file: {error}."
@@ -224,7 +224,7 @@ def _tfds_parser(
 
 
 def _is_plain(feature: Any) -> bool:
-    """Whether it is of numbers and strings, without images and sequences."""
+    """Whether a feature has only numbers and strings, no images, sequences."""
     import tensorflow_datasets as tfds
 
     if isinstance(feature, tfds.features.FeaturesDict):

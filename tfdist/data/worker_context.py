@@ -1,4 +1,4 @@
-"""What an input function knows about the worker that it reads for."""
+"""The `InputContext`s that describe a worker to its input function."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import tensorflow as tf
 class WorkerContext(tf.distribute.InputContext):
     """The `InputContext` of a worker of a parameter-server job.
 
-    It also tells with which pass over the data to begin. A restarted worker or
-    job begins with another pass, in another order and at other places in the
-    files: else a dataset larger than the work between two failures would never
-    be read completely.
+    The context also sets the first pass over the data. A restarted worker or
+    job starts with a new pass, in a different order and at different places in
+    the files. Otherwise a dataset that cannot be read between two failures
+    would never be read completely.
 
     >>> context = WorkerContext(3, worker=1, first_pass=7)
     >>> context.num_input_pipelines, context.input_pipeline_id
@@ -19,14 +19,14 @@ class WorkerContext(tf.distribute.InputContext):
 
     Args:
         num_workers: How many workers share the data.
-        worker: Index of this one, an int or a scalar tensor.
+        worker: Index of this worker, an int or a scalar tensor.
         first_pass: Number of the first pass, an int or a scalar int64 tensor.
 
     Attributes:
         fixed_share: Whether only this worker ever reads its share of the data.
-            False for readers that deal the examples again in each pass.
-        is_dealt: Whether the input function has asked how many workers there
-            are: what it reads then depends on it.
+            False for readers that redistribute the examples in each pass.
+        is_dealt: Whether the input function has read `num_input_pipelines`, so
+            that its data depends on the number of workers.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class WorkerContext(tf.distribute.InputContext):
 class GroupContext(tf.distribute.InputContext):
     """The `InputContext` of a process of an all-reduce job.
 
-    It knows the global batch, which stays when the group changes its size.
+    The global batch size stays the same when the size of the group changes.
 
     >>> context = GroupContext(4, 0, num_replicas_in_sync=4)
     >>> context.get_per_replica_batch_size(64)
     16
 
     Args:
-        first_pass: With which pass over the data to begin, as `WorkerContext`.
+        first_pass: Number of the first pass, as in `WorkerContext`.
         *args, **kwargs: As for `tf.distribute.InputContext`.
     """
 
@@ -67,43 +67,43 @@ class GroupContext(tf.distribute.InputContext):
         self._global_batch_size: int | None = None
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The share of each replica; a `ValueError` if they would differ."""
+        """The batch size per replica; ValueError if it is not an integer."""
         self._global_batch_size = global_batch_size
         self.check(self.num_replicas_in_sync)
         return global_batch_size // self.num_replicas_in_sync
 
     def check(self, num_replicas: int) -> None:
-        """Raises `ValueError` unless so many share the same global batch."""
+        """Raises `ValueError` unless replicas can share the global batch."""
         size = self._global_batch_size
         if size is None:
             raise ValueError(
-                "A group that changes its size keeps the global batch, and the "
-                "input function has not said how large that is. Have it make "
-                "batches of context.get_per_replica_batch_size(GLOBAL_BATCH), "
+                "A group that changes its size keeps the global batch size, "
+                "which the input function has not set. Let it make batches of "
+                "context.get_per_replica_batch_size(GLOBAL_BATCH), "
                 "or take no argument and return global batches."
             )
         if size % num_replicas:
             raise ValueError(
-                f"The global batch of {size} examples does not divide by "
-                f"{num_replicas} replicas: choose another number of workers, "
-                "another batch, or an input function that takes no argument "
-                "and returns global batches, whose shares may differ."
+                f"The global batch of {size} examples is not divisible by "
+                f"{num_replicas} replicas: choose another number of workers or "
+                "batch size, or an input function that takes no argument and "
+                "returns global batches, whose shares may differ."
             )
 
 
 def first_pass(context: tf.distribute.InputContext | None) -> int | tf.Tensor:
-    """The pass that a worker begins with. Default: 0."""
+    """The number of a worker's first pass. Default: 0."""
     return getattr(context, "first_pass", 0)
 
 
 def pass_numbers(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
-    """The pass that a worker begins with, and all that follow."""
+    """A dataset of the number of a worker's first pass and all later ones."""
     first = tf.cast(first_pass(context), tf.int64)
-    # Of a `counter` TensorFlow keeps a function as long as the process lives.
+    # With `counter`, TensorFlow would keep a function until the process ends.
     return tf.data.Dataset.range(first, tf.int64.max)
 
 
 def read_by_all(context: tf.distribute.InputContext | None) -> None:
-    """For readers whose shares are not those of one worker for good."""
+    """Declares that a reader gives the shares of a worker to others later."""
     if isinstance(context, WorkerContext):
         context.fixed_share = False

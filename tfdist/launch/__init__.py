@@ -2,9 +2,9 @@
 
 Read in this order: `command` (`python -m tfdist.launch`), `options` (its
 flags), `supervisor` (the parent of the tasks), `processes` (a task),
-`forkserver` (of which tasks are forks), `banner`, `network` (theirs), `resize`
+`forkserver` (forks the tasks), `banner`, `network` (of the tasks), `resize`
 (`python -m tfdist resize`); `testing` (a cluster under test: kill, freeze, cut
-off), `faults`, `client`, `injector` (its supervisor, in a process apart).
+off), `faults`, `client`, `injector` (its supervisor, in a separate process).
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What TensorFlow prints while it is loaded, and leaving it out."""
+"""Suppresses the banner that TensorFlow prints when it is imported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ BANNER = re.compile(
     rb"|I0000 00:00:[0-9.]+ +[0-9]+ [a-z_]+\.cc:[0-9]+\] "
     rb"|E0000 .*Failed call to cuInit: UNKNOWN ERROR \(303\)"
 )
-"""A line that is written before TensorFlow knows `TF_CPP_MIN_LOG_LEVEL`, or the
+"""Matches lines written before TensorFlow reads `TF_CPP_MIN_LOG_LEVEL`, and the
 "error" (303) that this machine has no GPU driver."""
 
 
 @contextlib.contextmanager
 def without_banner() -> Iterator[None]:
-    """Leaves TensorFlow's banner out of what is written to stderr meanwhile.
+    """Removes TensorFlow's banner from stderr while the block runs.
 
     For the first `import tensorflow` of a program: the banner comes from C++,
-    where no Python logger sees it. Everything else appears at the end.
+    out of reach of Python loggers. All other output appears after the block.
 
     >>> with tfdist.launch.without_banner():
     ...     import tensorflow
     """
-    if sys.stderr is None:  # Closed, as by `2>&-`: no file may get its number.
+    if sys.stderr is None:  # Closed, as by `2>&-`: keep files off descriptor 2.
         while (null := os.open(os.devnull, os.O_RDWR)) < 2:
             pass
         sys.stderr = os.fdopen(null, "w")

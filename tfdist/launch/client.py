@@ -1,4 +1,4 @@
-"""The injector's process and what its tasks write, seen by their caller."""
+"""The caller's handle on the injector's process and the tasks' output."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CLOSE_SECS = 30.0
 
 
 class Client:
-    """Starts a process with an `Injector`, and has requests answered by it.
+    """Starts a process with an `Injector` and sends it requests.
 
-    It ends, and with it all tasks, when the process that made it has ended.
+    That process and all tasks end when the process that started it does.
 
     Args:
-        cwd: Its working directory, and that of the tasks.
-        log_dir: Folder of what it and they write. Default: a temporary one,
+        cwd: Working directory of the injector and the tasks.
+        log_dir: Directory of their output. Default: a temporary directory,
             which `close` removes.
     """
 
@@ -34,7 +34,7 @@ class Client:
         cwd: str | os.PathLike[str] | None,
         log_dir: str | os.PathLike[str] | None,
     ) -> None:
-        self.last_status: dict[str, Status] | None = None  # At the end.
+        self.last_status: dict[str, Status] | None = None  # Set by `close`.
         self.is_temporary, self._interrupted = log_dir is None, False
         if log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-")
@@ -42,8 +42,8 @@ class Client:
         self.log_dir = Path(log_dir).absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        # Without a preexec_fn, so safe whatever threads the caller has; in a
-        # session of its own, so that Ctrl-C is the caller's to act on.
+        # Without a preexec_fn, and thus safe if the caller has threads; in its
+        # own session, so that Ctrl-C reaches only the caller.
         path = [os.path.abspath(entry) for entry in sys.path]
         self._connection, theirs = multiprocessing.Pipe()
         code = (
@@ -64,7 +64,7 @@ class Client:
             )
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Calls a method of the `Injector`; raises what it raised."""
+        """Calls a method of the `Injector`; reraises its exceptions."""
         try:
             with self._lock:
                 self._connection.send((method, args))
@@ -77,7 +77,7 @@ class Client:
                 f"{self._said()}"
             )
             raise RuntimeError(f"The cluster is closed{how}") from error
-        except BaseException:  # Interrupted: its answer would be the next's.
+        except BaseException:  # The next request would get this one's answer.
             self._interrupted = True
             self._connection.close()
             raise
@@ -86,26 +86,26 @@ class Client:
         return answer
 
     def status(self) -> dict[str, Status]:
-        """What is known of every task, also after `close`."""
+        """The status of every task, available even after `close`."""
         return self.last_status or self.ask("status")
 
     def status_of(self, task: str) -> Status:
-        """What is known of a task."""
+        """The status of a task."""
         return find_task(self.status(), task)
 
     def output(self, task: str) -> str:
-        """What a task's processes have written; empty after `close`."""
+        """The output of a task's processes; "" after `close` if temporary."""
         path = self.log_dir / log_name(task)
         written = path.read_bytes() if path.exists() else b""
         return written.decode(errors="replace")
 
     def close(self) -> None:
-        """Has all tasks killed, and waits for the end of the process.
+        """Kills all tasks and waits for the injector's process to end.
 
-        Raises RuntimeError if it failed.
+        Raises RuntimeError if that process failed.
         """
         if self.last_status is None:
-            with contextlib.suppress(RuntimeError):  # Its exit code tells.
+            with contextlib.suppress(RuntimeError):  # The exit code tells.
                 self.last_status = self.ask("close")
         self._connection.close()
         try:

@@ -3,32 +3,32 @@
     python -m tfdist.launch --ps=2 --workers=2 --evaluator -m trainer.task ...
 
 starts a chief, two workers, two parameter servers and an evaluator, each with
-its `TF_CONFIG`, as torchrun does for its world. `--data_workers=2` adds a
-tf.data service, of a dispatcher and two workers (`tfdist.one_pass`). What it
-promises:
+its `TF_CONFIG`, much as torchrun does. `--data_workers=2` adds a tf.data
+service with a dispatcher and two workers (`tfdist.one_pass`). The launcher
+guarantees:
 
-* Every line a task prints appears whole, behind the task's name.
-* A task other than the chief that fails is started again, `--max_restarts`
-  times at most: at once if it has run for a minute, else after 0, 1, 2, 4, ...
-  at most 30 seconds. So is a chief killed by a signal or ending with 128 or
-  more (what Vertex AI and Kubeflow retry). A parameter server, dispatcher or
-  data worker that keeps failing ends the job, and so does, in an all-reduce
-  job, a worker, unless MIN others are left; the others do not.
-* TensorFlow is imported once, by a process of which all tasks are forks
-  (`tfdist.launch.forkserver`), unless there is `--no_fork`.
-* The job ends with its chief, and with its exit code. After a chief that
-  succeeded the others have `--grace_secs` to end by themselves; after one that
-  failed they are told to (SIGTERM) at once. What still runs ten seconds
-  later is killed. 128 + n stands for signal n.
-* `--workers=1:4` begins with one of four workers; `python -m tfdist resize 3`
-  makes it three, and so for `--ps=1:2` (`tfdist.cluster.size`). The chief has
-  those that are too many end by themselves; a minute later they are told to.
-* Ctrl-C, SIGTERM and SIGHUP end every task; a second one kills. A chief has a
-  minute to write its last checkpoint, the others ten seconds more. Should the
-  launcher itself be killed, the kernel kills its tasks.
+* Every line that a task prints appears whole, prefixed with the task's name.
+* A task that fails is restarted, at most `--max_restarts` times: at once if it
+  ran for a minute, else after 0, 1, 2, 4, ... (at most 30) seconds. A chief is
+  restarted only after a signal or an exit code of 128 or more (which Vertex AI
+  and Kubeflow retry). A parameter server, dispatcher or data worker that keeps
+  failing ends the job. So does a worker of an all-reduce job, unless MIN
+  workers are left. Other tasks that keep failing do not.
+* TensorFlow is imported once, by a process that all tasks are forked from
+  (`tfdist.launch.forkserver`), unless `--no_fork` is given.
+* The job ends with its chief, and has the chief's exit code. If the chief
+  succeeded, the other tasks have `--grace_secs` to end by themselves; if it
+  failed, they get SIGTERM at once. Tasks that still run ten seconds later are
+  killed. Exit code 128 + n stands for signal n.
+* `--workers=1:4` starts one of four workers; `python -m tfdist resize 3` makes
+  it three. The same works for `--ps=1:2` (`tfdist.cluster.size`). The chief
+  lets surplus tasks end by themselves; after a minute they get SIGTERM.
+* Ctrl-C, SIGTERM and SIGHUP end every task; a second signal kills them. A chief
+  that still runs gets a minute to save its last checkpoint, and the others ten
+  seconds more. If the launcher itself is killed, the kernel kills its tasks.
 * TensorFlow's servers authenticate nobody and listen on every interface. The
-  cluster therefore gets a network of its own. Where the system allows none, the
-  launcher starts nothing, unless `--network=host` says that it may.
+  cluster therefore gets a private network. If the system does not allow one,
+  the launcher starts nothing, unless `--network=host` is given.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
 _TERM_SECS = 10.0
-# For the chief, whose steps under way may take 20 s before it saves.
+# For the chief, whose running steps may take 20 s before it saves.
 _SAVE_SECS = 60.0
-# How long a worker that is too many may wait until the chief lets it go.
+# How long a surplus task waits for the chief to let it go.
 _LET_GO_SECS = 60.0
 _RESIZE_SECS = 0.5
-_PLURAL = {"worker": "workers", "ps": "ps"}  # Of jobs that are resized.
-# Who has run for so long did not fail at its start.
+_PLURAL = {"worker": "workers", "ps": "ps"}  # Jobs that can be resized.
+# A task that ran this long did not fail during startup.
 _STABLE_SECS = 60.0
 
 
@@ -70,7 +70,7 @@ def shell_exit_code(exit_code: int) -> int:
 
 
 def show(name: str, line: bytes) -> None:
-    """Writes a whole line behind the name of the task it comes from."""
+    """Writes a whole line, prefixed with the name of its task."""
     sys.stdout.buffer.write(b"[%b] %b\n" % (name.encode(), line))
     sys.stdout.buffer.flush()
 
@@ -80,15 +80,15 @@ def _place(task: Task) -> str:
 
 
 def say(text: str) -> None:
-    """Writes one line of the launcher's own."""
+    """Writes one of the launcher's own lines."""
     show("launch", text.encode())
 
 
 class Launcher(Supervisor):
-    """Runs the cluster of `options` to its end, and shows what it prints.
+    """Runs the cluster of `options` to its end and shows its output.
 
-    `where` says in which network: "a private" or "the host's". `size_file` says
-    how many workers and ps there are to be; None: all.
+    `where` describes its network: "a private" or "the host's". `size_file` sets
+    the number of workers and ps; None: all.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Launcher(Supervisor):
         self._late: asyncio.TimerHandle | None = None
 
     def run_to_end(self) -> int:
-        """Starts the cluster, waits for its end; returns the exit code."""
+        """Runs the cluster until it ends; returns the exit code."""
         self.run()
         for task in self.tasks.values():
             say(task.summary())
         return 1 if self._exit_code is None else self._exit_code
 
     def begin(self) -> None:
-        """Starts every task, once they can be forked."""
+        """Starts every task once the fork server is ready."""
         signals = [signal.SIGINT, signal.SIGTERM]
-        # Else by nohup: the user wants to outlive the terminal.
+        # If ignored, as by nohup, the job is meant to outlive the terminal.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signals.append(signal.SIGHUP)
         for signum in signals:
@@ -154,7 +154,7 @@ class Launcher(Supervisor):
         return task.index < self._size.get(task.job, task.index + 1)
 
     def _resize(self) -> None:
-        """Starts the tasks that `size_file` asks for; others are to end."""
+        """Starts the tasks that `size_file` requests; ends the others."""
         assert self._size_file is not None
         if self._stopping:
             return
@@ -180,7 +180,7 @@ class Launcher(Supervisor):
                 self.cancel(task, "leave")
 
     def start(self, task: Task) -> None:
-        """Starts a task, and has its output shown."""
+        """Starts a task and shows its output from then on."""
         super().start(task)
         self.loop.add_reader(task.output, self._show, task)
         if task.restarts:
@@ -194,14 +194,14 @@ class Launcher(Supervisor):
             show(task.name, line)
 
     def on_end(self, task: Task, exit_code: int) -> None:
-        """Says, and does, what the end of a task means for the job."""
+        """Reports the end of a task and acts on it."""
         self.loop.remove_reader(task.output)
         for line in task.read_rest():
             show(task.name, line)
         self.cancel(task, "leave")
         if not self._stopping:
             self._decide(task, exit_code)
-        elif task.job == "chief":  # It has saved, which the others served.
+        elif task.job == "chief":  # Its last save no longer needs the others.
             self.loop.call_later(_TERM_SECS, self._signal_all, signal.SIGKILL)
         self._end_if_over()
 
@@ -213,7 +213,7 @@ class Launcher(Supervisor):
         if not self._is_wanted(task):
             number = self._size[task.job]
             say(f"{ended}; the job has {number} {_PLURAL[task.job]}.")
-        elif left:  # It was told to, and is wanted again.
+        elif left:  # It was told to end, but is wanted again.
             self.start(task)
             say(_place(task))
         elif failed and task.restarts < self._options.max_restarts:
@@ -233,7 +233,7 @@ class Launcher(Supervisor):
             say(f"{ended}; out of restarts. The job goes on.")
 
     def _needs(self, task: Task) -> bool:
-        """Whether the job cannot go on without a task that keeps failing."""
+        """Whether the job cannot continue without a task that keeps failing."""
         if task.job != "worker":
             return task.job in ("ps", "dispatcher", "data_worker")
         if self._options.ps:
@@ -243,7 +243,7 @@ class Launcher(Supervisor):
         return left < self._options.least_workers
 
     def _interrupt(self, signum: signal.Signals) -> None:
-        """Ends the job at the user's wish; kills it at the second Ctrl-C."""
+        """Ends the job on a signal; kills every task on the second one."""
         say(f"{signum.name}: ending every task.")
         if self._exit_code is None:
             self._exit_code = 128 + signum
@@ -256,7 +256,7 @@ class Launcher(Supervisor):
     def _stop(self, grace_secs: float = 0.0) -> None:
         """Ends every task: SIGTERM after the grace period, then SIGKILL.
 
-        Not while a chief saves, for which it needs the parameter servers.
+        SIGKILL is delayed for a chief that saves and needs parameter servers.
         """
         self._stopping = True
         for task in self.tasks.values():
@@ -277,7 +277,7 @@ class Launcher(Supervisor):
 
 
 def enter_network(mode: str) -> str:
-    """Enters the network of `--network`, or OSError; says which it is."""
+    """Enters the network of `--network`, or raises OSError; describes it."""
     if mode == "host":
         say(f"The host's network: {network.EXPOSED}.")
         return "the host's"
@@ -292,7 +292,7 @@ def enter_network(mode: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    May move the calling process into another network for good.
+    May permanently move the calling process into another network.
     """
     options = parse_options(argv)
     try:
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with resize.launchers_file(limits, secs) as path:
             return Launcher(options, where, path).run_to_end()
     except BrokenPipeError:
-        # The reader of the output has gone (`| head`); so have the tasks. What
-        # is still buffered must go somewhere when the interpreter exits.
+        # The reader of the output is gone (`| head`), and so are the tasks. The
+        # interpreter still has to flush its buffer somewhere when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

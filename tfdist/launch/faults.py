@@ -1,4 +1,4 @@
-"""Faults as data: what is to happen to the tasks of a cluster, and what did."""
+"""Faults as data: those to inject into a cluster, and those injected."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ KINDS = ("kill", "freeze", "terminate")
 
 
 class NotRunningError(RuntimeError):
-    """A fault was to be injected into a task that is dead or frozen already."""
+    """Raised for a fault in a task that is already dead or frozen."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something bad that is to happen to a task at a step.
+    """A fault to inject into a task at a step.
 
     >>> Fault("freeze", "ps:0", at_step=100, for_secs=5).is_due(99)
     False
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: One of `KINDS`.
         task: "job:index".
-        at_step: it happens when the chief's progress says this step, or a
-            later one; so it is as precise as those lines are frequent.
-        for_secs: how long the task is frozen or down. Default: for ever, except
-            that the cluster's `restart_secs` says when a dead task is started
-            again.
+        at_step: Inject the fault when the chief reports this step or a later
+            one. The more often it reports, the more precise this is.
+        for_secs: How long the task is frozen or down. Default: forever, except
+            that a dead task is restarted after the cluster's `restart_secs`.
 
     Raises:
-        ValueError: if there is no such kind.
+        ValueError: There is no such kind.
     """
 
     kind: str
@@ -45,21 +44,21 @@ class Fault:
             )
 
     def is_due(self, step: int | None) -> bool:
-        """Whether it is to happen when the chief's progress says `step`."""
+        """Whether to inject the fault when the chief reports `step`."""
         return step is not None and step >= self.at_step
 
 
 @dataclass(frozen=True)
 class Injection:
-    """What was done to a task, and what it came to.
+    """A fault that was injected, and its effect.
 
     Attributes:
-        kind: one of `KINDS`, "resume" or "cut_network".
+        kind: One of `KINDS`, "resume" or "cut_network".
         task: "job:index"; None for the network.
-        pid: the process it was done to; None for the network.
-        step: what the chief's progress said then; None before it said any.
-        secs: seconds from the start of the cluster.
-        effect: the proof, in words: "SIGKILL", "every thread stopped", ...
+        pid: Id of the affected process; None for the network.
+        step: The last step that the chief had reported; None before any.
+        secs: Seconds since the start of the cluster.
+        effect: The observed effect: "SIGKILL", "every thread stopped", ...
     """
 
     kind: str

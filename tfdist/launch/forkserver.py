@@ -1,17 +1,17 @@
-"""A fork server: it has imported TensorFlow, and every task is a fork of it.
+"""A fork server that imports TensorFlow once and forks every task.
 
-Importing is most of the time in which a task starts, and in which one that was
-killed is missing. So a process of the launcher does it once (as `forkserver` of
-`multiprocessing`), before anything is computed that a fork would not survive;
-the tasks share its memory. Each has the command, environment, folder, parent
-and output that it would have if it were started plainly, which is what happens
-where it cannot be forked. What differs:
+Imports take most of the time that a task needs to start or restart. A process
+of the launcher therefore imports once (like the `forkserver` method of
+`multiprocessing`), before it computes anything that would not survive a fork.
+The tasks share its memory. Each has the same command, environment, directory,
+parent and output as if it were spawned, which is the fallback if it cannot be
+forked. There are two differences:
 
-* A program that sets variables of the environment before it imports TensorFlow,
-  Keras or tfdist expects them to count. Where it has, at its first `import` of
-  one of them, the process replaces itself by a plain start.
-* glibc reads its own variables before all else. The server has those of a
-  parameter server, which needs them; the others ask for huge pages, too.
+* A program may set environment variables before it imports TensorFlow, Keras
+  or tfdist. If it did by the time of the first such `import`, the process
+  executes the command anew, so that the variables take effect.
+* glibc reads its variables at process start. If there are parameter servers,
+  the fork server has theirs, and therefore all tasks use huge pages.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tfdist.launch.processes import Forked
 
 _IMPORTED = ("tensorflow", "keras", "tfdist")
 READY_SECS = 120.0
-"""How long it may take to import."""
+"""The time limit for the imports."""
 
 _FORK_SECS = 30.0
 _MAX_ROLE = 1 << 20  # Bytes; the system allows less.
 
 
 class ForkServer:
-    """Starts the tasks of a job; from a process that adopts its orphans.
+    """Forks the tasks of a job, which the calling process adopts.
 
     Args:
-        command: What every task runs.
-        environment: What the tasks have in common, and what a ps has.
+        command: The command that every task runs.
+        environment: The server's environment variables.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ForkServer:
         self.channel: socket.socket
 
     def start(self) -> bool:
-        """Starts it, if that is of use; `channel` can be read once it is ready.
+        """Starts the server, for `python -m MODULE` or `python FILE.py`.
 
-        It is for `python -m MODULE ...` and `python FILE.py ...`.
+        Returns whether it started; `channel` is readable once it is ready.
         """
         interpreter, program = [*self._command, ""][:2]
         if not os.path.basename(interpreter).startswith("python"):
@@ -73,7 +73,7 @@ class ForkServer:
         self.channel, theirs = socket.socketpair(*kind)
         processes.adopt_orphans()
         module = [self._command[0], "-m", "tfdist.launch.forkserver"]
-        with theirs, contextlib.suppress(OSError):  # Then there is none.
+        with theirs, contextlib.suppress(OSError):  # Tasks are then spawned.
             self._process = processes.spawn(
                 [*module, *self._command[1:]],
                 self._environment,
@@ -89,7 +89,7 @@ class ForkServer:
         environment: Mapping[str, str],
         stdout: IO[bytes],
     ) -> Forked | None:
-        """A new process that runs the command; None if it must be spawned."""
+        """Forks a process that runs the command; None if it must be spawned."""
         if self._process is None or command != self._command:
             return None
         role = {"parent": os.getpid(), "environment": dict(environment)}
@@ -101,20 +101,20 @@ class ForkServer:
             self.channel.settimeout(_FORK_SECS)
             text = json.dumps(role).encode()
             socket.send_fds(self.channel, [text], [stdout.fileno()])
-            return Forked(int(self.channel.recv(16)))  # Empty if it has died.
+            return Forked(int(self.channel.recv(16)))  # b"" if the server died.
         except (OSError, ValueError):
             self.close()
             return None
 
     def reap(self) -> bool:
-        """Whether it has died; the next `fork` then closes it."""
+        """Whether the server has died; the next `fork` then closes it."""
         return self._process is not None and self._process.poll() is not None
 
     def close(self) -> None:
-        """Ends it, if there is one."""
+        """Ends the server, if it was started."""
         if self._process is not None:
             self.channel.close()
-            if not self.reap():  # Else its id may be somebody else's by now.
+            if not self.reap():  # Once reaped, its id may have been reused.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
@@ -124,29 +124,29 @@ class ForkServer:
 
 
 def serve(program: Sequence[str]) -> None:
-    """Imports, and forks whenever it is told to; returns in a fork alone."""
+    """Imports, then forks on each request; returns only in a fork."""
     if program[0] != "-m" and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     for name in _IMPORTED:
-        # What is wrong there the program will say by itself.
+        # The program itself will report a failed import.
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
             for part in module.__all__ if name == "tfdist" else ():
-                getattr(module, part)  # Loads the wings.
+                getattr(module, part)  # Loads the lazy subpackages.
     channel = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     channel.sendall(b"r")
     gc.collect()
-    gc.freeze()  # What is never looked at stays shared.
+    gc.freeze()  # Memory that the collector does not touch stays shared.
     while True:
         text, fds, _, _ = socket.recv_fds(channel, _MAX_ROLE, 1)
         if not text:
-            sys.exit()  # The launcher has gone.
+            sys.exit()  # The launcher is gone.
         child = os.fork()
         if not child:
-            # The launcher adopts the child of a child that has ended.
+            # Forks twice: once the child exits, the launcher adopts its child.
             parent = os.getpid()
             if os.fork():
                 os._exit(0)
@@ -159,7 +159,7 @@ def serve(program: Sequence[str]) -> None:
 
 
 def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
-    """Makes this fork what the launcher would have spawned, and tells it."""
+    """Makes this fork equal to a spawned task; sends the launcher its id."""
     processes.die_with_parent(role["parent"])
     os.setsid()
     channel.sendall(str(os.getpid()).encode())
@@ -168,10 +168,10 @@ def _become(role: dict[str, Any], output: int, channel: socket.socket) -> None:
     os.close(output)
     os.environ.clear()
     os.environ.update(role["environment"])
-    # The command line and environment that the kernel shows are the server's.
+    # The kernel still shows the server's command line and environment.
     if task := json.loads(os.environ.get("TF_CONFIG", "{}")).get("task"):
         processes.name_process(f"{task['type']}:{task['index']}")
-    if "numpy" in sys.modules:  # Its generator is that of the server.
+    if "numpy" in sys.modules:  # The fork copied the server's generator.
         sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.orig_argv[0], *sys.argv[1:]]
     sys.excepthook = _without_own_frames
@@ -194,7 +194,7 @@ def _run(program: list[str]) -> None:
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
-        # As Python itself; `runpy.run_path` has another `sys.argv[0]`.
+        # Like Python itself; `runpy.run_path` sets a different `sys.argv[0]`.
         sys.argv = program
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         main.__file__ = path = os.path.abspath(program[0])
@@ -204,9 +204,9 @@ def _run(program: list[str]) -> None:
 
 
 def _check_environment(command: list[str]) -> None:
-    """Has the process replaced if the program sets variables too late for us.
+    """Replaces the process if the program sets variables before its imports.
 
-    That is before it first imports what has been imported here.
+    Such variables come too late for the imports of the fork server.
     """
     import_, given = builtins.__import__, dict(os.environ)
 

@@ -1,8 +1,8 @@
-"""The process between `LocalCluster` and the tasks: their parent.
+"""The process between `LocalCluster` and the tasks, whose parent it is.
 
-It lives in the cluster's network, so that its caller need not; it has one
-thread, so that it can fork; and it kills all that the tasks have started, also
-when its caller was killed.
+It runs in the cluster's network, so that its caller need not; it has one
+thread, so that it can fork; and it kills all processes that the tasks started,
+even if its caller was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a task; see `Task`."""
+    """The status of a task; see `Task`."""
 
     port: int
     pid: int | None
@@ -47,17 +47,17 @@ class Status:
 
 
 class Injector(Supervisor):
-    """Supervises the tasks, and does to them what its caller asks for.
+    """Supervises the tasks and injects the faults that its caller requests.
 
-    The methods below are the requests; a fault returns a process id and the
-    proof of its effect. What they mean, `LocalCluster` tells. `caller` sends
-    (method, arguments), and gets the answer.
+    `caller` sends (method, arguments) and receives the result. The methods
+    under "Requests" are documented in `LocalCluster`; a fault returns a process
+    id and the proof of its effect.
     """
 
     def __init__(self, caller: Connection) -> None:
         super().__init__()
         self._caller, self.caller_has_gone = caller, False
-        # Of single tasks; and for their next end alone, as a fault said.
+        # Delays of single tasks; the second, set by a fault, apply only once.
         self._restart_secs: dict[str, float | None] = {}
         self._down_secs: dict[str, float | None] = {}
         self._private = False
@@ -65,7 +65,7 @@ class Injector(Supervisor):
         self._job_is_over = False
 
     def begin(self) -> None:
-        """Listens to the caller."""
+        """Starts listening to the caller."""
         self.loop.add_reader(self._caller.fileno(), self._answer)
 
     def _answer(self) -> None:
@@ -73,7 +73,7 @@ class Injector(Supervisor):
             method, args = self._caller.recv()
             try:
                 answer = getattr(self, method)(*args)
-            except Exception as error:  # For the caller to raise.
+            except Exception as error:  # The caller raises it.
                 answer = error
             self._caller.send(answer)
         except (EOFError, ConnectionError):
@@ -81,7 +81,7 @@ class Injector(Supervisor):
             self.loop.stop()
 
     def on_end(self, task: Task, exit_code: int) -> None:
-        """Plans what follows the end of a task."""
+        """Plans the restart of a task that ended, if it is to restart."""
         self.cancel(task, "resume", "kill")
         pause = self._down_secs.pop(task.name, None)
         if wants_restart(task.job, exit_code):
@@ -105,7 +105,7 @@ class Injector(Supervisor):
         private: bool,
         log_dir: Path,
     ) -> str:
-        """Starts the cluster; returns why it has no private network."""
+        """Starts the cluster; returns why its network is not private, or ""."""
         self._command, self._log_dir = command, log_dir
         self._default = restart_secs
         refusal = ""
@@ -128,7 +128,7 @@ class Injector(Supervisor):
     def add_task(
         self, job: str, address_of: str | None, command: Sequence[str] | None
     ) -> str:
-        """Starts a task beside the spec; returns its name."""
+        """Starts a task that is not in the spec; returns its name."""
         index = sum(task.job == job for task in self.tasks.values())
         task = Task(job, index, command or self._command)
         address = self.reserve_port(task)
@@ -150,7 +150,7 @@ class Injector(Supervisor):
         self.tasks[task.name] = task
 
     def status(self) -> dict[str, Status]:
-        """What is known of every task."""
+        """The status of every task."""
         return {name: _status(task) for name, task in self.tasks.items()}
 
     def start_task(self, name: str) -> int:
@@ -162,18 +162,18 @@ class Injector(Supervisor):
         return task.pids[-1]
 
     def kill(self, name: str, for_secs: float | None = None) -> tuple[int, str]:
-        """SIGKILL, until the process is reaped."""
+        """Sends SIGKILL; returns once the process is reaped."""
         task, pid = self._running(name)
         self._down_secs[name] = for_secs
         task.signal(signal.SIGKILL)
         wait_until(lambda: self.reap(task), f"{name} (pid {pid}) to die")
         ended = how_it_ended(task.exit_codes[-1])
-        if ended != "SIGKILL":  # It was quicker.
+        if ended != "SIGKILL":  # It ended before the signal arrived.
             raise NotRunningError(f"{name} has just ended by itself: {ended}.")
         return pid, ended
 
     def freeze(self, name: str, for_secs: float | None) -> tuple[int, str]:
-        """SIGSTOP, until every thread stands still."""
+        """Sends SIGSTOP; returns once every thread is stopped."""
         task, pid = self._running(name)
         if is_frozen(pid):
             raise NotRunningError(f"{name} (pid {pid}) is frozen already.")
@@ -186,7 +186,7 @@ class Injector(Supervisor):
         return pid, "every thread stopped"
 
     def resume(self, name: str) -> tuple[int, str]:
-        """SIGCONT, until it goes on."""
+        """Sends SIGCONT; returns once the task is running."""
         task, pid = self._running(name)
         self.cancel(task, "resume")
         task.signal(signal.SIGCONT)
@@ -196,7 +196,7 @@ class Injector(Supervisor):
     def terminate(
         self, name: str, grace_secs: float, for_secs: float | None
     ) -> tuple[int, int]:
-        """SIGTERM; returns the process id and how many ended before it."""
+        """Sends SIGTERM; returns the process id and the number of past ends."""
         task, pid = self._running(name)
         self._down_secs[name] = for_secs
         self.plan(task, "kill", grace_secs, task.signal, signal.SIGKILL)
@@ -204,14 +204,14 @@ class Injector(Supervisor):
         return pid, len(task.exit_codes)
 
     def set_restart_secs(self, name: str, restart_secs: float | None) -> None:
-        """Overrides that of the cluster."""
+        """Overrides the cluster's `restart_secs` for a task."""
         task = self._task(name)
         self._restart_secs[name] = restart_secs
         if restart_secs is None:
             self.cancel(task, "restart")
 
     def cut_network(self, for_secs: float) -> tuple[None, str]:
-        """Takes loopback down, for a while."""
+        """Takes the loopback interface down for `for_secs` seconds."""
         if not self._private:
             raise RuntimeError(
                 "The cluster is in the host's network, where cutting it would "
@@ -236,7 +236,7 @@ class Injector(Supervisor):
     # --- Inside --------------------------------------------------------------
 
     def kill_all(self) -> None:
-        """Kills also what the tasks have left running elsewhere."""
+        """Kills the tasks and any processes that left their sessions."""
         super().kill_all()
         processes.kill_children()
 
@@ -244,7 +244,7 @@ class Injector(Supervisor):
         return find_task(self.tasks, name)
 
     def _running(self, name: str) -> tuple[Task, int]:
-        """A task, which must run, and its process id."""
+        """Returns a task, which must be running, and its process id."""
         task = self._task(name)
         self.reap(task)
         if task.pid is None:
@@ -253,7 +253,7 @@ class Injector(Supervisor):
 
 
 def find_task(tasks: Mapping[str, T], name: str) -> T:
-    """The entry of a task; a ValueError names them all if there is none."""
+    """The entry of a task; if missing, raises a ValueError that lists all."""
     if name not in tasks:
         raise ValueError(
             'Argument `task` must be a "job:index" of this cluster, one of '
@@ -263,7 +263,7 @@ def find_task(tasks: Mapping[str, T], name: str) -> T:
 
 
 def log_name(task: str) -> str:
-    """The file of a task's output."""
+    """The name of the file with a task's output."""
     return f"{task.replace(':', '-')}.log"
 
 
@@ -273,7 +273,7 @@ def _status(task: Task) -> Status:
 
 
 def _loopback_works() -> bool:
-    """Whether a datagram to this very socket arrives."""
+    """Whether a datagram from a socket to itself arrives."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mirror:
         mirror.bind(("127.0.0.1", 0))
         mirror.settimeout(0.1)
@@ -285,7 +285,7 @@ def _loopback_works() -> bool:
 
 
 def serve(fd: str, *temporary: str) -> None:
-    """What that process runs; removes what a caller that was killed cannot."""
+    """Runs the injector; removes `temporary` if the caller was killed."""
     processes.adopt_orphans()
     with Connection(int(fd)) as caller:
         injector = Injector(caller)

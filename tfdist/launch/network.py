@@ -1,8 +1,8 @@
-"""The network of a local cluster: one of its own, and ports that are free.
+"""The private network and the free ports of a local cluster.
 
 TensorFlow's servers authenticate nobody, listen on every interface and execute
-any graph they are sent. So a local cluster gets a Linux network namespace with
-nothing but a loopback interface, and ports that nobody else is given by chance.
+any graph they are sent. A local cluster therefore gets a Linux network
+namespace with only a loopback interface, and reserves its ports.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ EXPOSED = (
     "TensorFlow's servers authenticate nobody, and whoever can reach this "
     "machine can reach them"
 )
-"""What to know of a cluster in the host's network."""
+"""A warning about clusters in the host's network."""
 
-# Below those that Linux gives to outgoing connections.
+# Below the ephemeral ports, which Linux assigns to outgoing connections.
 _PORTS = range(10000, 32768)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_private_network() -> None:
-    """Moves this process, and all it starts, into a network of its own.
+    """Moves this process and its future children into a private network.
 
-    Needs privilege or unprivileged user namespaces, and must run before the
-    process starts a thread. There is no way back, so it is tried in a child
-    first: a system may grant the namespace and refuse to bring up loopback.
+    Needs privileges or unprivileged user namespaces, and must run before the
+    process starts a thread. There is no way back, so a child tries it first: a
+    system may grant the namespace but refuse to bring up the loopback.
 
     Raises:
-        OSError: The system refuses; this process is still where it was.
+        OSError: The system refuses; this process has not moved.
     """
     refusals = []
     for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET):
@@ -75,7 +75,7 @@ def _unshare_network(flags: int) -> None:
     if _libc.unshare(flags) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     if flags & _CLONE_NEWUSER:
-        # The kernel takes a group map from the unprivileged only after this.
+        # Unprivileged processes may only then write a group map.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -85,7 +85,7 @@ def _unshare_network(flags: int) -> None:
 def set_loopback(*, up: bool) -> None:
     """Brings this network's loopback interface up, or takes it down.
 
-    For a private network: in the host's, every local service goes with it.
+    Only for a private network: in the host's, all local services would fail.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh22x", b"lo", 0)
@@ -97,22 +97,22 @@ def set_loopback(*, up: bool) -> None:
 
 
 def reserve_ports(count: int) -> list[socket.socket]:
-    """Binds `count` free ports, so that nobody else chooses them.
+    """Binds `count` free ports, so that no other program takes them.
 
-    The sockets, which the caller closes, do not listen and allow their address
-    to be reused: TensorFlow's servers, which do too, can listen there.
+    The sockets, which the caller must close, do not listen. They allow their
+    address to be reused, so TensorFlow's servers, which do too, can listen.
     """
     reserved: list[socket.socket] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         if len(reserved) == count:
             break
-        with contextlib.suppress(OSError):  # It is taken.
+        with contextlib.suppress(OSError):  # The port is taken.
             reserved.append(_bind(port))
     return reserved
 
 
 def _bind(port: int) -> socket.socket:
-    """A socket bound to `port` on every address of the machine."""
+    """Returns a socket bound to `port` on every address of the machine."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
@@ -123,7 +123,7 @@ def _bind(port: int) -> socket.socket:
     except OSError:
         holder.close()
         raise
-    # Strict while choosing, so that even a lingering connection counts as
-    # taken; lenient from then on, so that the task itself can bind.
+    # Not set before `bind`, so that even a lingering connection counts as
+    # taken; set from now on, so that the task itself can bind.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder

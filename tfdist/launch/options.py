@@ -12,7 +12,7 @@ from tfdist.cluster.tf_config import LAST_CALL_SECS
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, and `command`, what to run as each task; or a usage error."""
+    """Parses the flags, or exits; sets `command`, the command of each task."""
     parser = argparse.ArgumentParser(
         prog="tfdist launch",
         usage="%(prog)s [flags] (-m MODULE | SCRIPT) [its arguments]",
@@ -23,14 +23,14 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     limits: Any = {"type": range_flag, "metavar": "N|MIN:MAX"}
     number: Any = {"type": count_flag, "metavar": "N"}
     seconds: Any = {"type": float, "metavar": "SECONDS"}
-    more = "MIN:MAX begins with MIN, and `tfdist resize` changes it"
-    text = f"workers, beside the chief (default 0); {more}"
+    more = "MIN:MAX starts with MIN, and `tfdist resize` changes it"
+    text = f"workers, besides the chief (default 0); {more}"
     add("--workers", **limits, default=(0, 0), help=text)
     text = f"parameter servers (default 0); {more}"
     add("--ps", **limits, default=(0, 0), help=text)
-    text = "workers of a tf.data service, with dispatcher (default 0)"
+    text = "workers of a tf.data service, besides its dispatcher (default 0)"
     add("--data_workers", **number, default=0, help=text)
-    text = "how often a task that fails is started again (default 3)"
+    text = "how often a task that fails is restarted (default 3)"
     add("--max_restarts", **number, default=3, help=text)
     text = (
         "with MIN:MAX and without --ps: how long MIN workers wait for one that "
@@ -45,12 +45,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     kinds = ("private", "host")
     add("--network", choices=kinds, default="private", help=text)
     text = (
-        "for the others to end by themselves after the chief succeeded "
-        "(default 15)"
+        "time for the other tasks to end by themselves after the chief "
+        "succeeded (default 15)"
     )
     add("--grace_secs", **seconds, default=15.0, help=text)
     text = (
-        "has each task import TensorFlow by itself, which takes seconds at "
+        "let each task import TensorFlow by itself, which takes seconds at "
         "each start"
     )
     add("--no_fork", dest="fork", action="store_false", help=text)
@@ -62,7 +62,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def count_flag(text: str) -> int:
-    """The type of a flag that says how many; 0 to 1000."""
+    """The type of flags that are counts, from 0 to 1000."""
     if not text.isdecimal() or int(text) > 1000:
         raise argparse.ArgumentTypeError(
             f"must be an integer from 0 to 1000. Received: {text!r}"
@@ -71,12 +71,12 @@ def count_flag(text: str) -> int:
 
 
 def range_flag(text: str) -> tuple[int, int]:
-    """The type of `--workers` and `--ps`: the least and the most."""
+    """The type of `--workers` and `--ps`: the minimum and the maximum."""
     least, colon, most = text.partition(":")
     limits = count_flag(least), count_flag(most if colon else least)
     if colon and not 1 <= limits[0] < limits[1]:
         raise argparse.ArgumentTypeError(
-            f"MIN:MAX must be 1 or more, and more. Received: {text!r}"
+            f"MIN:MAX must be 1 or more, MIN below MAX. Received: {text!r}"
         )
     return limits
 
@@ -84,7 +84,7 @@ def range_flag(text: str) -> tuple[int, int]:
 def _complete(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    """Checks what argparse cannot, and puts `command` together."""
+    """Checks what argparse cannot check, and assembles `command`."""
     program = options.program
     if program[:1] == ["--"]:
         program = program[1:]

@@ -1,6 +1,6 @@
 """A task as a process: its environment, its output, its end.
 
-Linux only: a task cannot outlive its launcher, nor its children the task.
+Linux only. No task outlives its launcher, and no child outlives its task.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _MAX_LINE = 1 << 16  # Bytes; longer lines are cut.
 
 PS_JOB_ENV = {"GRPC_FAIL_FAST": "use_caller"}
-"""What TensorFlow recommends for every task of a job with servers."""
+"""Variables that TensorFlow recommends for every task of a job with servers."""
 
-# Asks glibc for huge pages: a step touches rows all over a large table, and
-# with small pages each costs a walk through page tables that fit no cache.
+# Asks glibc for huge pages: a step reads rows all over a large table, and with
+# small pages each costs a walk through page tables that do not fit in a cache.
 PS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when process `parent` dies.
+    """Makes the kernel kill this process when process `parent` dies.
 
-    To be called in a forked child, before its exec. The kernel looks at the
-    parent's *thread*, so the parent must fork from its main thread.
+    Call it in a forked child, before its exec. The kernel watches the parent's
+    *thread*, so the parent must fork from its main thread.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It died before the kernel was told.
+    if os.getppid() != parent:  # It died before the `prctl`.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -54,9 +54,9 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this one, from the main thread.
+    """Starts, from the main thread, a process that ends with this one.
 
-    Not where gRPC has run: what it does in a fork may kill that.
+    Do not call it after gRPC was used: its fork handlers may kill the child.
     """
     launcher = os.getpid()
     return subprocess.Popen(
@@ -66,26 +66,26 @@ def spawn(
         stdout=stdout,
         stderr=subprocess.STDOUT,
         bufsize=0,
-        start_new_session=True,  # So that its own children go with it.
+        start_new_session=True,  # So that its children end with it.
         preexec_fn=lambda: die_with_parent(launcher),
     )
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Has the kernel give this process the orphans among its descendants.
+    """Makes this process the parent of orphans among its descendants.
 
-    So it can find and kill also a daemon that left the session of its task.
+    It can then find and kill even a daemon that left its task's session.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def name_process(name: str) -> None:
-    """Has `top` and `ps -o comm` show the name, of at most 15 bytes."""
+    """Sets the name, of at most 15 bytes, in `top` and `ps -o comm`."""
     _libc.prctl(_PR_SET_NAME, name.encode())
 
 
 def how_it_ended(exit_code: int) -> str:
-    """An exit code of `subprocess` in words.
+    """Describes an exit code of `subprocess` in words.
 
     >>> how_it_ended(3), how_it_ended(-9)
     ('exit code 3', 'SIGKILL')
@@ -99,9 +99,9 @@ def how_it_ended(exit_code: int) -> str:
 
 
 class LineCutter:
-    """Cuts output into lines; of one with carriage returns, the last state.
+    """Splits output into lines, each as shown after its carriage returns.
 
-    With `drop_banner`, what TensorFlow prints while it is loaded is left out.
+    With `drop_banner`, drops the banner that TensorFlow prints when imported.
     """
 
     def __init__(self, drop_banner: bool = False) -> None:
@@ -109,7 +109,7 @@ class LineCutter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes what was read; returns the lines complete."""
+        """Adds output; returns the lines that are now complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._drop_banner:
             lines = [line for line in lines if not BANNER.match(line)]
@@ -123,17 +123,17 @@ class LineCutter:
 
 
 def task_environment(job: str) -> dict[str, str]:
-    """What the processes of a job have, but for their `TF_CONFIG`."""
+    """The environment of the processes of a job, without `TF_CONFIG`."""
     environment = {
         **PS_JOB_ENV,
-        "TF_CPP_MIN_LOG_LEVEL": "3",  # What matters is raised as well.
+        "TF_CPP_MIN_LOG_LEVEL": "3",  # Important errors are raised as well.
         **(PS_ENV if job == "ps" else {}),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
     }
     environment.pop("CLUSTER_SPEC", None)
     environment.pop("TF_CONFIG", None)
-    # gRPC would reach also this machine through a proxy.
+    # gRPC would use a proxy even for this machine.
     direct = environment.get("no_grpc_proxy") or environment.get("no_proxy")
     addresses = ",".join(filter(None, [direct, "127.0.0.1"]))
     return {**environment, "no_grpc_proxy": addresses}
@@ -141,12 +141,12 @@ def task_environment(job: str) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Forked:
-    """A child process that this one has not spawned, as a `Popen`."""
+    """A child process from the fork server, with the interface of `Popen`."""
 
     pid: int
 
     def wait(self) -> int:
-        """Waits for its end; returns its exit code, -n for signal n."""
+        """Waits for the process; returns its exit code, -n for signal n."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -156,15 +156,15 @@ class Task:
     def __init__(self, job: str, index: int, command: Sequence[str]) -> None:
         self.job, self.index = job, index
         self.name = f"{job}:{index}"
-        self.tf_config = ""  # Of its next start.
-        self.port = 0  # Where it listens.
-        # Where both its streams go; None: to a pipe that `output` reads from.
+        self.tf_config = ""  # For the next start.
+        self.port = 0  # On which it listens.
+        # Target of stdout and stderr; None: a pipe that `output` reads.
         self.stdout: IO[bytes] | None = None
         self.output: IO[bytes]
         self.pids: list[int] = []  # The oldest first.
         self.exit_codes: list[int] = []  # -n for signal n.
-        self.restarts = 0  # By itself.
-        # What is to happen to it, and the timer of that.
+        self.restarts = 0  # Automatic ones only.
+        # Timers of planned actions, by name.
         self.planned: dict[str, TimerHandle] = {}
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | Forked | None = None
@@ -174,8 +174,8 @@ class Task:
     def start(self, fork: Callable[..., Forked | None] | None = None) -> None:
         """Starts the process, from the launcher's main thread.
 
-        `fork` makes it of command, environment and output; where there is none,
-        or it returns None, the process is spawned.
+        `fork` creates it from command, environment and output; without `fork`,
+        or if `fork` returns None, the process is spawned.
         """
         environment = task_environment(self.job) | {"TF_CONFIG": self.tf_config}
         self._lines = LineCutter(environment["TF_CPP_MIN_LOG_LEVEL"] != "0")
@@ -197,21 +197,21 @@ class Task:
 
     @property
     def pid(self) -> int | None:
-        """The process id while the process runs, else None."""
+        """The process id; None if no process is running."""
         return self._process.pid if self._process else None
 
     @property
     def is_over(self) -> bool:
-        """Whether the task neither runs nor waits to be started again."""
+        """Whether the task neither runs nor waits for a restart."""
         return self._process is None and "restart" not in self.planned
 
     @property
     def lasted_secs(self) -> float:
-        """How long the process ran that has ended last."""
+        """How long the last process that ended ran."""
         return self._ended_at - self._began_at
 
     def read(self) -> list[bytes] | None:
-        """The lines completed since the last call; None at the end of all."""
+        """Returns the lines completed since the last call; None at the end."""
         try:
             data = os.read(self.output.fileno(), _MAX_LINE)
         except BlockingIOError:
@@ -219,20 +219,20 @@ class Task:
         return self._lines.feed(data) if data else None
 
     def read_rest(self) -> list[bytes]:
-        """The last lines of a process that has ended; closes `output`.
+        """Returns the last lines of an ended process; closes `output`.
 
-        It does not wait for the pipe's end, for a daemon that left the
-        process's session may hold it open. One read has all that a pipe holds.
+        Does not wait for the end of the pipe, which a daemon that left the
+        process's session may hold open. One read returns all that a pipe holds.
         """
         lines = self.read() or []
         self.output.close()
         return lines + self._lines.flush()
 
     def poll(self) -> int | None:
-        """The exit code, once, when the process has ended; else None.
+        """Returns the exit code, once, if the process has ended; else None.
 
-        What the process left running is killed first, while its id still
-        names its group: the process is not reaped before.
+        Before reaping the process, kills the children that it left running,
+        while its id still identifies their group.
         """
         if self._process is None:
             return None
@@ -246,18 +246,18 @@ class Task:
         return self.exit_codes[-1]
 
     def signal(self, signum: Signals) -> None:
-        """Sends a signal to the process, which must run, and its children."""
+        """Sends a signal to the running process and its children."""
         assert self._process is not None
         os.killpg(self._process.pid, signum)
 
     def stop(self, signum: Signals) -> None:
-        """Ends the task on the launcher's behalf, as its summary will say."""
+        """Ends the task on behalf of the launcher, as its summary will say."""
         if self._process is not None:
             self._stopped = True
             self.signal(signum)
 
     def summary(self) -> str:
-        """One line: name, how it ended, restarts, seconds."""
+        """Returns a line with name, exit code or signal, restarts, seconds."""
         if not self.exit_codes:
             return f"{self.name:<12} never started"
         ended = how_it_ended(self.exit_codes[-1])
@@ -275,24 +275,24 @@ def is_frozen(pid: int) -> bool:
     try:
         threads = Path(f"/proc/{pid}/task").iterdir()
         return {_stat(thread)[0] for thread in threads} == {"T"}
-    except (FileNotFoundError, ProcessLookupError):  # One has just ended.
+    except (FileNotFoundError, ProcessLookupError):  # A thread just ended.
         return False
 
 
 def all_processes() -> list[tuple[int, int, int]]:
-    """Id, parent and session of all processes that can be seen."""
+    """Returns id, parent and session of all visible processes."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             _, parent, _, session = _stat(entry)[:4]
-        except (FileNotFoundError, ProcessLookupError):  # It has just ended.
+        except (FileNotFoundError, ProcessLookupError):  # It just ended.
             continue
         found.append((int(entry.name), int(parent), int(session)))
     return found
 
 
 def reap_orphans(tasks: Container[int | None]) -> None:
-    """Reaps children that have ended, up to the first that is a task's."""
+    """Reaps children that have ended, up to the first that is a task."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, options):
@@ -304,7 +304,7 @@ def reap_orphans(tasks: Container[int | None]) -> None:
 def kill_children() -> None:
     """Kills the children of this process until there are none.
 
-    Their own children become ours when they die: see `adopt_orphans`.
+    This process adopts the children of those it kills: see `adopt_orphans`.
     """
     while True:
         for pid, parent, _ in all_processes():
@@ -317,6 +317,6 @@ def kill_children() -> None:
 
 
 def _stat(entry: Path) -> list[str]:
-    """State, parent, group, session, ... of a process or thread."""
-    # The name in parentheses may hold anything, also parentheses.
+    """Returns state, parent, group, session, ... of a process or thread."""
+    # The name in parentheses may contain anything, even parentheses.
     return (entry / "stat").read_text().rpartition(")")[2].split()

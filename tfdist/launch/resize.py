@@ -1,13 +1,13 @@
-"""A job gets other workers while it trains: `python -m tfdist resize N`.
+"""Resizes a job while it trains: `python -m tfdist resize N`.
 
     python -m tfdist resize 3
     python -m tfdist resize 3 --model_dir=gs://bucket/job
     python -m tfdist resize --ps=2
 
-The first is for what `tfdist.launch --workers=MIN:MAX` runs on this machine,
-the second for a job elsewhere, whose workers somebody else starts; the third
-for parameter servers, of `--ps=MIN:MAX` or elsewhere. All write a
-file that the chief looks at (`tfdist.cluster.size`), and so does the launcher.
+The first command is for a job that `tfdist.launch --workers=MIN:MAX` runs on
+this machine, the second for a job elsewhere, whose workers are started by other
+means, and the third for parameter servers (`--ps=MIN:MAX`, or elsewhere). Each
+writes a file that the chief and the launcher watch (`tfdist.cluster.size`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = "tfdist-launch-"
 def launchers_file(
     limits: Mapping[str, tuple[int, int]], last_call_timeout: float
 ) -> Iterator[Path | None]:
-    """The file of a launcher and its tasks; None if there is one size alone."""
+    """Creates the size file of a launcher; None if the size is fixed."""
     os.environ.pop(SIZE_VARIABLE, None)
     if all(least == most for least, most in limits.values()):
         yield None
@@ -52,8 +52,8 @@ def launchers_file(
 
 
 def size_in(path: Path, default: dict[str, int]) -> dict[str, int]:
-    """How many tasks of each job a launcher's file asks for, else `default`."""
-    with contextlib.suppress(OSError, ValueError):  # The chief says so.
+    """The number of tasks per job in a launcher's file, or else `default`."""
+    with contextlib.suppress(OSError, ValueError):  # The chief reports it.
         size = parse_size(path.read_text(), str(path))
         asked = {"worker": size.workers, "ps": size.ps}
         return {job: asked[job] or number for job, number in default.items()}
@@ -61,14 +61,14 @@ def size_in(path: Path, default: dict[str, int]) -> dict[str, int]:
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
-    """Writes a file at once: no reader sees half of it."""
+    """Writes a file atomically, so that no reader sees half of it."""
     temporary = path.with_suffix(".temp")
     temporary.write_text(json.dumps(content))
     temporary.replace(path)
 
 
 def _launchers() -> dict[int, Path]:
-    """Process id and file of the launchers that run; of others it goes."""
+    """Maps the ids of running launchers to their files; deletes stale ones."""
     found = {}
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         match = re.match(rf"{_PREFIX}(\d+)-", folder.name)
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("workers", type=int, nargs="?", metavar="N", help="of 1 or more")
+    add("workers", type=int, nargs="?", metavar="N", help="workers, 1 or more")
     add("--ps", type=int, metavar="N", help="parameter servers, 1 or more")
     where = parser.add_mutually_exclusive_group()
-    text = "of a job whose workers somebody else starts and stops"
+    text = "directory of a job whose workers are started by other means"
     where.add_argument("--model_dir", help=text)
     text = "process id of the launcher (default: the only one)"
     where.add_argument("--launcher", type=int, metavar="PID", help=text)
@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"several launchers run: --launcher=PID, one of {sorted(found)}"
             if found
-            else "there is no such launcher with MIN:MAX; of a job "
-            "elsewhere name the --model_dir"
+            else "there is no such launcher with MIN:MAX; for a job "
+            "elsewhere, give --model_dir"
         )
     ((pid, path),) = found.items()
     content = json.loads(path.read_text())
@@ -136,7 +136,7 @@ def _resize_in(
     path = os.path.join(model_dir, SIZE_FILE)
     text = storage.read_text(path) or "{}"
     try:
-        content = {**json.loads(text), **asked}  # What else it says stays.
+        content = {**json.loads(text), **asked}  # Other keys are kept.
     except (TypeError, ValueError):
         parser.error(f"{path} must be a JSON object. Received: {text[:80]!r}")
     storage.write_text(path, json.dumps(content))

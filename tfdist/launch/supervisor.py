@@ -1,8 +1,8 @@
 """The parent of a cluster's tasks: one process, one thread, one event loop.
 
-`Supervisor` starts tasks, notices their ends and does what is planned for them.
-What follows from an end is decided by the two kinds of it: `Launcher` (the
-command line) and `Injector` (`tfdist.launch.testing`).
+`Supervisor` starts tasks, notices when they end and runs planned actions. Its
+subclasses decide how to react to the end of a task: `Launcher` (the command
+line) and `Injector` (`tfdist.launch.testing`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tfdist.launch.network import reserve_ports
 from tfdist.launch.processes import Task, reap_orphans, task_environment
 
 PROOF_SECS = 10.0
-"""For a signal to have its effect."""
+"""Time limit for a signal to take effect."""
 
 
 def wants_restart(job: str, exit_code: int) -> bool:
-    """Whether a task that ended so is to be started again.
+    """Whether to restart a task that ended with `exit_code`.
 
-    One that failed; a chief only after what Vertex AI and Kubeflow retry:
+    Failed tasks are, but a chief only if Vertex AI and Kubeflow would retry it:
 
     >>> wants_restart("worker", 1), wants_restart("chief", 1)
     (True, False)
@@ -41,7 +41,7 @@ def wants_restart(job: str, exit_code: int) -> bool:
 def task_ids(
     ps: int, workers: int, evaluator: bool, data_workers: int
 ) -> list[tuple[str, int]]:
-    """Job and index of each task of a cluster with a chief."""
+    """Returns job and index of each task of a cluster with a chief."""
     counts = {
         "chief": 1,
         "worker": workers,
@@ -54,9 +54,9 @@ def task_ids(
 
 
 class Supervisor:
-    """Runs the tasks of a cluster, from the main thread, until it is stopped.
+    """Runs the tasks of a cluster, in the main thread, until stopped.
 
-    An error in what its event loop calls ends `run`.
+    An exception in a callback of the event loop ends `run`.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Supervisor:
     def run(self) -> None:
         """Calls `begin`, runs until `loop.stop()`, and leaves no task behind.
 
-        Raises what one of the methods above has raised.
+        Reraises the first exception of `begin`, `on_end` or another callback.
         """
         self.loop.set_exception_handler(self._fail)
         self.loop.add_signal_handler(signal.SIGCHLD, self._reap_all)
@@ -95,13 +95,13 @@ class Supervisor:
         loop.stop()
 
     def start_fork_server(self, command: Sequence[str]) -> bool:
-        """Has the tasks forked that run this; whether that can be."""
+        """Starts a fork server for tasks that run `command`, if possible."""
         heaviest = task_environment("ps" if "ps:0" in self.tasks else "chief")
         self.fork_server = ForkServer(command, heaviest)
         return self.fork_server.start()
 
     def place_tasks(self) -> Cluster:
-        """Gives every task a fresh port, and its `TF_CONFIG`."""
+        """Gives every task a new port and its `TF_CONFIG`."""
         jobs: dict[str, list[str]] = {}
         for task in self.tasks.values():
             jobs.setdefault(task.job, []).append(self.reserve_port(task))
@@ -111,7 +111,7 @@ class Supervisor:
         return cluster
 
     def reserve_port(self, task: Task) -> str:
-        """Gives a task a port that nobody else takes; returns its address."""
+        """Reserves a port for a task; returns the task's address."""
         (holder,) = reserve_ports(1)
         self._ports.append(holder)
         task.port = holder.getsockname()[1]
@@ -123,7 +123,7 @@ class Supervisor:
         task.start(self.fork_server.fork if self.fork_server else None)
 
     def restart_later(self, task: Task, secs: float) -> None:
-        """Starts a task again after a pause."""
+        """Restarts a task after a pause."""
 
         def restart() -> None:
             task.restarts += 1
@@ -139,7 +139,7 @@ class Supervisor:
         action: Callable[..., object],
         *args: Any,
     ) -> None:
-        """Plans an action, in place of what was planned under that name."""
+        """Plans an action, replacing the one planned under the same name."""
 
         def due() -> None:
             del task.planned[what]
@@ -149,7 +149,7 @@ class Supervisor:
         task.planned[what] = self.loop.call_later(secs, due)
 
     def cancel(self, task: Task, *names: str) -> None:
-        """Cancels what was planned under these names."""
+        """Cancels the actions planned under these names."""
         for what in names:
             if what in task.planned:
                 task.planned.pop(what).cancel()
@@ -174,7 +174,7 @@ class Supervisor:
         return all(task.pid is None for task in self.tasks.values())
 
     def kill_all(self) -> None:
-        """Kills every task and waits until it is gone."""
+        """Kills every task and waits until all are gone."""
         if self.fork_server:
             self.fork_server.close()
         for task in self.tasks.values():
@@ -186,6 +186,6 @@ class Supervisor:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for the effect of a signal; a RuntimeError says it has none."""
+    """Waits for the effect of a signal; raises RuntimeError if it has none."""
     if not wait_for(condition, PROOF_SECS, poll_secs=0.002):
         raise RuntimeError(f"Waited {PROOF_SECS:g} s in vain for {what}.")

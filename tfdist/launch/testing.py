@@ -1,4 +1,4 @@
-"""A local cluster of real processes, to kill, freeze and cut off.
+"""A local cluster of real processes that tests can kill, freeze and cut off.
 
     with testing.LocalCluster([sys.executable, "job.py"], ps=2, workers=3,
                               restart_secs=2.0) as cluster:
@@ -7,8 +7,8 @@
         cluster.freeze("ps:0", for_secs=40)
         assert cluster.wait(timeout_secs=300) == 0
 
-Nothing is left: when the block ends, or the caller dies, every task is killed,
-with its children, frozen or not. Linux only. TensorFlow is not imported.
+When the block ends, or the caller dies, every task is killed with its children,
+frozen or not, and nothing is left behind. Linux only. Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -43,49 +43,48 @@ _END_OF_JOB = "the end of the job"
 class LocalCluster:
     """A chief, workers, parameter servers and an evaluator on this machine.
 
-    They run from the construction to `close()`, or to the end of the `with`
-    block. An exception that leaves the block gets the last lines of every task
-    as a note.
+    The tasks run from construction until `close()`, or the end of the `with`
+    block. An exception that leaves the block gets the last output lines of
+    every task as notes.
 
-    A `task` is "job:index"; a ValueError says that there is none of that name.
-    A method that injects a fault returns an `Injection` when it has had its
-    effect, and raises a `NotRunningError` if the task is down or frozen
-    already, a RuntimeError if there is no effect.
+    A `task` is given as "job:index"; an unknown task raises a ValueError.
+    Methods that inject a fault return an `Injection` once the fault has taken
+    effect. They raise a `NotRunningError` if the task is already down or
+    frozen, and a RuntimeError if the fault has no effect.
 
-    The job ends when its chief, "chief:0", exits with a code below 128. From
-    then on nothing is started again by itself; what still runs does so until
-    `close`.
+    The job ends when its chief, "chief:0", exits with a code below 128. After
+    that no task is restarted automatically; other tasks run until `close`.
 
     Args:
         command: The program and its arguments, the same for every task;
-            `TF_CONFIG` tells it which task it is.
+            `TF_CONFIG` tells each process its task.
         ps: Number of parameter servers. Default: 0.
-        workers: Number of workers, beside the chief. Default: 0.
+        workers: Number of workers, besides the chief. Default: 0.
         evaluator: Whether there is an evaluator. Default: False.
         data_workers: Number of workers of a tf.data service, which then has a
             dispatcher (see `tfdist.data.one_pass`). Default: 0.
-        absent: Tasks that are in the cluster's spec and not started, such as
-            `["worker:2"]`; `start` starts them.
-        restart_secs: Seconds after which a task that failed, or was killed, is
-            started again, as often as it fails (a chief only with a code of 128
-            or more). Default: it is not.
-        network: "private" (where the system refuses it, a warning says so and
-            it becomes "host") or "host", the caller's. In a private network
-            neither side reaches the other, the caller included.
-        log_dir: Folder of the tasks' outputs, "worker-1.log" and so on.
-            Default: a temporary one, removed by `close`.
+        absent: Tasks of the cluster's spec that are not started until `start`,
+            such as `["worker:2"]`.
+        restart_secs: Seconds after which a task that failed or was killed is
+            restarted, each time (a chief only after a signal or an exit code
+            of 128 or more). Default: tasks are not restarted.
+        network: "private", or "host" for the caller's network. If the system
+            refuses a private network, a warning is logged and "host" is used.
+            The caller and a private network cannot reach each other.
+        log_dir: Directory of the tasks' output, "worker-1.log" and so on.
+            Default: a temporary directory that `close` removes.
         cwd: Working directory of the tasks. Default: the caller's.
         step_pattern: Regular expression of the chief's progress lines, with
-            the step as its group 1. Default: tfdist's own lines, such as
+            the step as group 1. Default: tfdist's own lines, such as
             "step  500 of 2000 ( 25 %), ...".
 
     Attributes:
-        private: Whether the network is a private one.
-        log_dir: Where the outputs are.
-        injections: An `Injection` for all that was done to the tasks, in order.
+        private: Whether the network is private.
+        log_dir: Directory of the tasks' output.
+        injections: All injected faults in order, each as an `Injection`.
 
     Raises:
-        ValueError: These do not make a cluster.
+        ValueError: The arguments do not describe a valid cluster.
         OSError: The tasks cannot be started.
     """
 
@@ -143,19 +142,19 @@ class LocalCluster:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, BaseException):
-            with contextlib.suppress(RuntimeError):  # It must not hide `error`.
+            with contextlib.suppress(RuntimeError):  # Must not hide `error`.
                 for task, status in self._client.status().items():
                     lines = self.output(task).splitlines()[-_TAIL_LINES:]
                     error.add_note("\n    ".join([f"{task}: {status}", *lines]))
         self.close()
 
     def close(self) -> None:
-        """Kills every task and what it started; waits until they are gone.
+        """Kills every task and its children; waits until they are gone.
 
-        May be called again.
+        May be called more than once.
 
         Raises:
-            RuntimeError: Something could not be killed.
+            RuntimeError: A process could not be killed.
         """
         self._client.close()
 
@@ -169,35 +168,35 @@ class LocalCluster:
         return {name: status.port for name, status in tasks}
 
     def exit_codes(self) -> dict[str, list[int]]:
-        """How each process of each task ended, in order; -n for signal n.
+        """The exit codes of each task's processes, in order; -n for signal n.
 
-        `close` adds the -9 of what ran until then.
+        `close` adds -9 for processes that were still running.
         """
         tasks = self._client.status().items()
         return {name: list(status.exit_codes) for name, status in tasks}
 
     def output(self, task: str) -> str:
-        """All that the task's processes have written, to either stream.
+        """The stdout and stderr of all of the task's processes.
 
-        Empty after `close()` if `log_dir` was a temporary one.
+        Empty after `close()` if `log_dir` was temporary.
         """
         self._client.status_of(task)
         return self._client.output(task)
 
     @property
     def step(self) -> int | None:
-        """The step in the chief's latest progress line; None before any."""
+        """The step in the chief's latest progress line; None if none yet."""
         lines = self._client.output(_CHIEF).rpartition("\n")[0]
         for match in self._step_pattern.finditer(lines):
             self._step = int(match[1])
         return self._step
 
     def wait_until_step(self, step: int, *, timeout_secs: float = 60.0) -> int:
-        """Waits until the chief's progress says `step` or more; returns that.
+        """Waits until the chief reports `step` or later; returns that step.
 
         Raises:
-            TimeoutError: It does not in time.
-            RuntimeError: The job ends before.
+            TimeoutError: The chief does not reach the step in time.
+            RuntimeError: The job ends first.
         """
 
         def reached() -> int | None:
@@ -214,18 +213,18 @@ class LocalCluster:
         count: int = 1,
         timeout_secs: float = 60.0,
     ) -> re.Match[str]:
-        """Waits for a line of output; returns the match.
+        """Waits for a line of a task's output; returns the match.
 
         Args:
             task: "job:index".
-            pattern: Regular expression, searched in whole lines of all the
-                task's processes together.
-            count: Which occurrence to wait for; after a restart, the second.
-            timeout_secs: For how long. Default: 60.
+            pattern: Regular expression, searched for in the complete lines of
+                all of the task's processes.
+            count: The occurrence to wait for; 2 for the one after a restart.
+            timeout_secs: Seconds to wait. Default: 60.
 
         Raises:
-            TimeoutError: It does not come in time.
-            RuntimeError: The task ends for good without it.
+            TimeoutError: The line does not appear in time.
+            RuntimeError: The task ends, and is not restarted, without it.
         """
 
         def found() -> re.Match[str] | None:
@@ -239,11 +238,11 @@ class LocalCluster:
     def wait(self, *, timeout_secs: float) -> int:
         """Waits for the end of the job; returns the chief's exit code.
 
-        -n stands for signal n, which ends the job only where `restart_secs` is
-        None. The others still run; see `exit_codes`.
+        -n stands for signal n, which ends the job only if `restart_secs` is
+        None. Other tasks may still be running; see `exit_codes`.
 
         Raises:
-            TimeoutError: It does not end in time.
+            TimeoutError: The job does not end in time.
         """
 
         def ended() -> int | None:
@@ -255,20 +254,20 @@ class LocalCluster:
     def kill(self, task: str, *, for_secs: float | None = None) -> Injection:
         """Kills a task, frozen or not, with SIGKILL; returns when it is dead.
 
-        It is started again after `for_secs`. Default: what `restart_secs` says.
+        The task is restarted after `for_secs`. Default: `restart_secs`.
         """
         return self._inject("kill", task, for_secs)
 
     def freeze(self, task: str, *, for_secs: float | None = None) -> Injection:
-        """Stops a task with SIGSTOP; returns when all its threads stand still.
+        """Freezes a task with SIGSTOP; returns when all threads are stopped.
 
-        Its connections stay open, and answer nothing. It goes on after
-        `for_secs`. Default: at `resume`.
+        Its connections stay open but unanswered. The task resumes after
+        `for_secs`. Default: when `resume` is called.
         """
         return self._inject("freeze", task, for_secs)
 
     def resume(self, task: str) -> Injection:
-        """Has a frozen task go on (SIGCONT); returns when it does."""
+        """Resumes a frozen task with SIGCONT; returns when it is running."""
         return self._inject("resume", task)
 
     def terminate(
@@ -278,11 +277,11 @@ class LocalCluster:
         grace_secs: float = 30.0,
         for_secs: float | None = None,
     ) -> Injection:
-        """Tells a task to end (SIGTERM), as a scheduler does that preempts it.
+        """Sends SIGTERM to a task, as a scheduler that preempts it does.
 
-        Returns when it has ended; the effect says how. It is killed after
-        `grace_secs` (default: 30), and started again `for_secs` after its end.
-        Default: what `restart_secs` and its exit code say.
+        Returns when the task has ended; the effect says how. The task is killed
+        after `grace_secs` (default: 30), and restarted `for_secs` after its
+        end. Default: as `restart_secs` and its exit code determine.
         """
         return self._inject("terminate", task, grace_secs, for_secs)
 
@@ -290,15 +289,15 @@ class LocalCluster:
         """Starts a task that is down or was absent; returns its process id.
 
         Raises:
-            RuntimeError: It runs.
+            RuntimeError: The task is already running.
         """
         return self._ask("start_task", task)
 
     def set_restart_secs(self, task: str, restart_secs: float | None) -> None:
         """Overrides the cluster's `restart_secs` for one task from now on.
 
-        None lets the task stay away, also if it is down now and was to come
-        back. Another value counts from the next time it ends.
+        With None the task is not restarted, even if it is down and a restart is
+        planned. Another value applies from the next time the task ends.
         """
         self._ask("set_restart_secs", task, restart_secs)
 
@@ -309,32 +308,32 @@ class LocalCluster:
         address_of: str | None = None,
         command: Sequence[str] | None = None,
     ) -> str:
-        """Starts a process that the cluster's spec does not know.
+        """Starts a process that is not in the cluster's spec.
 
-        A second "chief" believes to be the only one, "chief:0"; a task of
-        another job believes to be one more of that job. (For a task that the
-        spec knows and that comes late, use `absent`.)
+        In its own `TF_CONFIG`, a second "chief" is the only one, "chief:0", and
+        a worker or ps is an additional one. (For a task in the spec that starts
+        late, use `absent`.)
 
         Args:
             job: "chief", "worker", "ps" or "evaluator".
-            address_of: The task whose address it takes. Default: its own.
-            command: What it runs. Default: what the others run.
+            address_of: A task whose address to use. Default: a new address.
+            command: The command to run. Default: that of the other tasks.
 
         Returns:
-            Its name here, such as "chief:1".
+            The name of the new task, such as "chief:1".
         """
         return self._ask("add_task", job, address_of, command and list(command))
 
     def cut_network(self, *, for_secs: float) -> Injection:
-        """Cuts every task off from every other, and from itself, for a while.
+        """Cuts off all communication between tasks for `for_secs` seconds.
 
-        Takes the loopback interface of the private network down: what is sent
-        is lost, without an error, as with an unplugged cable. TCP connections
-        survive a cut that is short enough for them. A single task cannot be
-        cut off from the rest; `freeze` comes nearest.
+        Takes down the loopback interface of the private network: packets are
+        lost without an error, as with an unplugged cable. TCP connections
+        survive a short cut. A single task cannot be cut off from the others;
+        `freeze` comes closest.
 
         Raises:
-            RuntimeError: In the host's network, which is not ours to cut.
+            RuntimeError: The cluster is in the host's network.
         """
         return self._inject("cut_network", None, for_secs)
 
@@ -343,17 +342,17 @@ class LocalCluster:
     ) -> list[Injection]:
         """Injects faults while the job runs; returns when it has ended.
 
-        A fault waits for its step, and then, if its task is down
-        or frozen, until it is up again. A "terminate" holds up the faults after
-        it until its task has ended.
+        A fault waits for its step and, if its task is down or frozen, until the
+        task is up again. A "terminate" delays the faults after it until its
+        task has ended.
 
         Returns:
-            What was injected, in order. `wait` has the exit code.
+            The injected faults, in order. `wait` returns the exit code.
 
         Raises:
-            TimeoutError: The job does not end in `timeout_secs` from now.
-            RuntimeError: It ends before every fault was injected, or a fault
-                has no effect.
+            TimeoutError: The job does not end within `timeout_secs`.
+            RuntimeError: The job ends before every fault was injected, or a
+                fault has no effect.
         """
         for fault in faults:
             self._client.status_of(fault.task)
@@ -399,10 +398,10 @@ class LocalCluster:
         what: str,
         timeout_secs: float,
     ) -> T:
-        """Waits for something that only a task that lives can bring."""
+        """Waits for a condition that only a live task can meet."""
 
         def came() -> T | None:
-            # Asked for before its output is read, which is then complete.
+            # Read first: if the task is over, its output is complete.
             status = self._client.status_of(task)
             found = condition()
             if found is None and status.is_over:
@@ -422,12 +421,12 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     """Asserts that a closed cluster left no process and no file behind.
 
     Raises:
-        AssertionError: It did; the message names it.
+        AssertionError: It did; the message names what is left.
     """
     status = cluster._client.last_status
     assert status is not None, "The cluster is not closed."
-    # Each task leads a session, and all it started belong to it. (The
-    # supervisor itself saw to those that left theirs.)
+    # Each task leads a session that its children belong to. (The supervisor
+    # itself killed those that left their session.)
     sessions = {pid for task in status.values() for pid in task.pids}
     sessions.add(cluster._client.process.pid)
     left = [pid for pid, _, session in all_processes() if session in sessions]
