@@ -1,8 +1,8 @@
-"""Images: a convolutional network, by all-reduce where there are workers.
+"""Images: a convolutional network, trained by all-reduce on several workers.
 
-Noisy drawings of four shapes, of any size and anywhere. All processes train one
-model in step: each computes the gradients of its part of every batch, and all
-apply their mean.
+The data are noisy drawings of four shapes, in random sizes and positions. All
+processes train one model synchronously: each computes the gradients of its part
+of every batch, and all apply the mean.
 """
 
 import argparse
@@ -21,7 +21,7 @@ args = parser.parse_args()
 
 
 def drawings(size, seed):
-    """Images of (24, 24, 1), and which shape each one shows."""
+    """Images of (24, 24, 1) and their labels."""
     rng = np.random.default_rng(seed)
     shape = rng.integers(len(SHAPES), size=size)
     radius = rng.uniform(4, 9, [size, 1, 1])

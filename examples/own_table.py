@@ -1,6 +1,6 @@
-"""A table of your own: CSV files, Keras' preprocessing layers, many products.
+"""Your own table: CSV files, Keras' preprocessing layers, a large embedding.
 
-The constants name the columns. Without files it writes some, of 5,000 products.
+The constants name the columns. Without files, it generates 5,000 products.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tfdist
 from tfdist.data import FeatureStatistics, compute_once, read_csv
 
 LABEL, NUMBERS = "bought", ["age", "price"]
-WORDS = {"city": 1_000, "product": 100_000}  # Hashed to so many ids.
+WORDS = {"city": 1_000, "product": 100_000}  # Number of hash buckets.
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--train_files", help="a path or pattern")
 parser.add_argument("--eval_files", help="the same")
@@ -22,7 +22,7 @@ args = parser.parse_args()
 
 
 def write(path, size, seed):
-    """Writes sales; what a product is worth is the same in every file."""
+    """Writes sales; the worth of a product is the same in every file."""
     worth, rng = np.random.default_rng(0), np.random.default_rng(seed)
     age, price = rng.integers(18, 80, size), rng.gamma(2, 10, size)
     city, product = rng.integers(3, size=size), rng.integers(5000, size=size)
@@ -36,7 +36,7 @@ def write(path, size, seed):
 
 
 def look():
-    """The files, and what their numbers are like."""
+    """Returns the files, and the mean and variance of their numbers."""
     train = args.train_files or write(f"{args.model_dir}/train.csv", 100_000, 1)
     test = args.eval_files or write(f"{args.model_dir}/eval.csv", 10_000, 2)
     seen = FeatureStatistics()
@@ -46,7 +46,7 @@ def look():
     return {"train": train, "test": test, **scales}
 
 
-def known():  # The chief looks, and the other tasks read what it has seen.
+def known():  # The chief computes this, and the other tasks read the result.
     return compute_once(f"{args.model_dir}/known.json", look)
 
 
@@ -76,5 +76,5 @@ metrics, exports = tfdist.train_and_evaluate(
     tfdist.TrainSpec(lambda context: csv("train", context=context), args.steps),
     tfdist.EvalSpec(lambda: csv("test", num_epochs=1), None, exporters=export),
 )
-if metrics:  # Else this task has served the others.
+if metrics:  # Only in the task that evaluates.
     print(f"AUC {metrics['auc']:.3f}; exported to {exports[0]}")

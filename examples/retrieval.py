@@ -1,7 +1,7 @@
-"""Retrieval: a tower for users, one for items, negatives from the batch.
+"""Retrieval: a user tower, an item tower, and in-batch negatives.
 
-Each user likes one of 20 genres, which the model is not told. It learns by what
-a user took and others did not; the export gives a user's ten best items.
+The model learns to tell a user's purchases from those of other users, without
+seeing which of 20 genres each likes. The export returns the ten best items.
 """
 
 import argparse
@@ -21,7 +21,7 @@ args = parser.parse_args()
 
 
 def purchases(size, seed):
-    """Users and what they took: four times in five of the genre they like."""
+    """Users and purchased items, four of five from the genre they like."""
     rng = np.random.default_rng(seed)
     user, item = rng.integers([[NUM_USERS], [NUM_ITEMS]], size=[2, size])
     liked = item - item % NUM_GENRES + user % NUM_GENRES
@@ -37,7 +37,7 @@ def train_input_fn(context):
 
 
 def loss(item, scores):
-    """Right is the own column; the same item in others is no negative."""
+    """The diagonal is positive; the same item elsewhere is no negative."""
     own = ops.eye(ops.shape(scores)[0])
     same = ops.cast(ops.equal(item[:, None], item), "float32")
     scores -= 1e9 * (same - own)
@@ -63,7 +63,7 @@ def model_fn():
 
 
 def recommender(model):
-    """What is exported: from users to the ten best items of all."""
+    """The exported model, from users to the ten best of all items."""
     user = keras.Input([], dtype="int64", name="user")
     items = model.get_layer("items")(ops.arange(NUM_ITEMS))
     scores = ops.matmul(model.get_layer("users")(user), ops.transpose(items))
@@ -76,5 +76,5 @@ metrics, exports = tfdist.train_and_evaluate(
     tfdist.TrainSpec(train_input_fn, args.steps),
     tfdist.EvalSpec(lambda: purchases(9_000, 2).batch(256), exporters=exporter),
 )
-if metrics:  # Else this task has served the others.
+if metrics:  # Only in the task that evaluates.
     print(f"top 10: {metrics['top_10']:.3f}; exported to {exports[0]}")

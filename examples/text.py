@@ -1,7 +1,7 @@
-"""Text: a small transformer that judges reviews.
+"""Text: a small transformer that classifies reviews.
 
-"the plot was not dull but the cast was weak" is no praise: what comes after
-"but" counts, and "not" turns a word around. Who only counts words cannot tell.
+"the plot was not dull but the cast was weak" is negative: the part after "but"
+decides, and "not" negates a word. A bag of words cannot tell the difference.
 """
 
 import argparse
@@ -21,7 +21,7 @@ args = parser.parse_args()
 
 
 def clause(rng):
-    """A statement, and whether it is one of praise."""
+    """A statement, and whether it is positive."""
     good, turned = rng.integers(2, size=2)
     noun = rng.choice(["plot", "cast", "music", "end"])
     verb = "was not" if turned else "was"
@@ -29,7 +29,7 @@ def clause(rng):
 
 
 def reviews(size, seed):
-    """Texts, and whether each is one of praise."""
+    """Texts, and whether each is positive."""
     rng = np.random.default_rng(seed)
     pairs = [(clause(rng), clause(rng)) for _ in range(size)]
     texts = [f"{first} but {last}" for (first, _), (last, _) in pairs]
@@ -37,7 +37,7 @@ def reviews(size, seed):
 
 
 def encoder(x):
-    """Attention and a feed-forward layer, each beside a shortcut."""
+    """Attention and a feed-forward layer, each with a residual connection."""
     attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
     x = layers.LayerNormalization()(x + attention(x, x))
     hidden = layers.Dense(2 * WIDTH, "relu")(x)
@@ -45,7 +45,7 @@ def encoder(x):
 
 
 def model_of(texts):
-    """From texts, as they are, to the probability of praise."""
+    """A model from raw texts to the probability of a positive review."""
     text = keras.Input([], dtype="string", name="text")
     vectorize = layers.TextVectorization(output_sequence_length=LENGTH)
     vectorize.adapt(texts)
@@ -69,6 +69,6 @@ model, _ = tfdist.fit(
     batch_size=64,
     model_dir=args.model_dir,
 )
-if tfdist.Cluster.from_env().is_chief:  # Else it may have served the chief.
+if tfdist.Cluster.from_env().is_chief:  # Other tasks may have no model.
     print(model.evaluate(*test, verbose=0, return_dict=True))
     model.export(f"{args.model_dir}/export", verbose=False)

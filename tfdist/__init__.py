@@ -1,9 +1,9 @@
 """TensorFlow's distributed training toolkit for Keras 3.
 
-At the top are the names that users of TF1 and Keras type first; `__init__.pyi`
-lists them. The others are in the packages ("wings") that `tfdist/README.md`
-maps. Everything is imported when it is first used, so that the launcher starts
-without TensorFlow.
+The top level exports the names that users of TF1 and Keras need first;
+`__init__.pyi` lists them. All other names are in the subpackages ("wings") that
+`tfdist/README.md` describes. Names are imported on first use, so that the
+launcher starts without importing TensorFlow.
 """
 
 import importlib
@@ -17,7 +17,7 @@ _listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """A listed name, or one that was at the top before there were wings."""
+    """Returns a listed name, or one exported here before the wings existed."""
     if name not in __all__ and not name.startswith("_"):
         for wing in ("hooks", "data", "estimator", "pipeline", "advice"):
             module = importlib.import_module(f"tfdist.{wing}")

@@ -1,4 +1,4 @@
-"""The programs of tfdist: `tfdist COMMAND`, or `python -m tfdist COMMAND`."""
+"""The commands of tfdist: `tfdist COMMAND` or `python -m tfdist COMMAND`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a program; returns its exit code, 2 if there is none of the name."""
+    """Runs a command; returns its exit code, or 2 for an unknown command."""
     name, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        # A flag may name a module here; of the two ways to start a command
-        # only `python -m` looks for it here.
+        # A flag may name a module in the working directory, which only
+        # `python -m`, not the `tfdist` script, adds to `sys.path`.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        # What matters is raised as well.
+        # TensorFlow also raises the errors that its C++ log reports.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         with without_banner():
             program = importlib.import_module(f"tfdist.{COMMANDS[name][0]}")

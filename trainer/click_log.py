@@ -1,11 +1,11 @@
 """A synthetic click log, as a TensorFlow Datasets builder.
 
-Nothing in it is real. Users and items are drawn from Zipf's law, so a few are
-seen all the time and most once or twice, as in an advertising log; whether a
-click follows is drawn from a logistic model that this file writes down. So the
-true probability of every click is known, and with it the best AUC that any
-model can reach on the evaluation split: no model orders the examples better
-than the probabilities they were drawn from.
+None of the data is real. Users and items are drawn from Zipf's law: as in an
+advertising log, a few occur very often and most once or twice. Clicks are drawn
+from a logistic model that this file defines. The true probability of every
+click is therefore known, and with it the best AUC that any model can reach on
+the evaluation split: no model can rank the examples better than the
+probabilities from which they were drawn.
 
     builder = ClickLog(data_dir=...)
     builder.download_and_prepare()    # a few seconds, nothing is downloaded
@@ -34,20 +34,20 @@ class ClickLog(tfds.core.ShardBasedBuilder):
 
     Columns: `user`, `item`, `country`, `device`, `category` (strings), `hour`
     (0 to 23), `age` (years), `price`, `position` (on the page, from 1), the
-    label `clicked`, and `probability`, the true probability of the click. The
-    last is not among the supervised inputs: it is there to judge a model, not
-    to train it.
+    label `clicked`, and `probability`, the true probability of the click.
+    `probability` is not a supervised input: it is for evaluating a model, not
+    for training.
 
     Args:
-        data_dir: directory that holds, or will hold, the record files.
-        num_train: examples of the split "train".
-        num_eval: examples of the split "test".
-        num_shards: record files of each split.
+        data_dir: directory of the record files, which need not exist yet.
+        num_train: number of examples in the split "train".
+        num_eval: number of examples in the split "test".
+        num_shards: number of record files per split.
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    # Where TFDS looks for a file of checksums. Nothing is downloaded, and the
-    # look-up needs a package that TFDS 4.9.10 forgets to require.
+    # TFDS looks for a file of checksums here. Nothing is downloaded, and the
+    # lookup needs a package that TFDS 4.9.10 does not declare.
     code_path = None
 
     def __init__(
@@ -96,8 +96,8 @@ class ClickLog(tfds.core.ShardBasedBuilder):
     ) -> None:
         """Writes the shards.
 
-        The writer of TFDS encodes one example at a time, 14,000 a second;
-        records that come serialized are written twenty times as fast.
+        TFDS' own writer encodes 14,000 examples per second, one at a time;
+        writing serialized records is twenty times as fast.
         """
         del download_config
         splits = []
@@ -130,13 +130,13 @@ def draw(num_examples: int, seed: int) -> dict[str, np.ndarray]:
     """Draws examples from the model.
 
     Args:
-        num_examples: how many.
-        seed: of the examples. The model itself has a fixed seed of its own, so
-            every call draws from the same one.
+        num_examples: number of examples.
+        seed: seed of the examples. The model has a fixed seed of its own, so
+            every call draws from the same model.
 
     Returns:
-        The columns of `ClickLog`, each a vector of `num_examples`; strings as
-        `bytes`.
+        The columns of `ClickLog`, each a vector of `num_examples` values;
+        strings are `bytes`.
     """
     model = np.random.default_rng(2021)
     rng = np.random.default_rng([2021, seed])
@@ -144,7 +144,7 @@ def draw(num_examples: int, seed: int) -> dict[str, np.ndarray]:
 
     user = _zipf(NUM_USERS, n, rng)
     item = _zipf(NUM_ITEMS, n, rng)
-    # What belongs to a user or an item is the same in every example.
+    # Attributes of a user or an item are the same in every example.
     country = model.integers(len(COUNTRIES), size=NUM_USERS)[user]
     age = np.round(model.gamma(9.0, 4.0, NUM_USERS) + 14.0)[user]
     category = model.integers(len(CATEGORIES), size=NUM_ITEMS)[item]
@@ -163,7 +163,7 @@ def draw(num_examples: int, seed: int) -> dict[str, np.ndarray]:
         + effect(len(COUNTRIES), scale=0.3)[country]
         + effect(len(CATEGORIES), scale=0.6)[category]
         + effect(len(DEVICES), scale=0.4)[device]
-        # The pairs: what no sum of single effects can express.
+        # Interactions, which no sum of single effects can express.
         + effect(len(DEVICES), len(CATEGORIES), scale=0.7)[device, category]
         + effect(len(COUNTRIES), len(CATEGORIES), scale=0.7)[country, category]
         + 0.5 * np.sin(2 * np.pi * (hour - 14) / 24)
@@ -171,7 +171,7 @@ def draw(num_examples: int, seed: int) -> dict[str, np.ndarray]:
         - 0.4 * (np.log(price) - 2.5)
         - 0.0015 * (age - 35) ** 2
     )
-    # Rounded before the draw, so that what is stored is the true one.
+    # Rounded before the draw, so that the stored probability is the true one.
     probability = np.round(1 / (1 + np.exp(-logit)), 4)
     return {
         "user": np.char.mod(b"u%05d", user),
@@ -191,9 +191,9 @@ def draw(num_examples: int, seed: int) -> dict[str, np.ndarray]:
 def serialize(columns: dict[str, np.ndarray]) -> Iterator[bytes]:
     """Yields each row as a serialized `tf.train.Example`.
 
-    A protocol buffer is the concatenation of its parts, also when they are
-    serialized one by one. So each distinct value of a column is serialized
-    once, and a row is a join of bytes.
+    Serialized protocol buffers can be concatenated to merge their fields. Each
+    distinct value of a column is therefore serialized only once, and a row is
+    the concatenation of its values.
     """
     rows = zip(*(_parts_of(*column) for column in columns.items()), strict=True)
     return map(b"".join, rows)
@@ -225,7 +225,7 @@ def _parts(
 
 
 def _zipf(size: int, n: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws `n` numbers below `size`, number k as often as 1 / (k + 10)."""
+    """Draws `n` numbers k below `size` with weights 1 / (k + 10)."""
     weights = 1.0 / (np.arange(size) + 10.0)
     return np.searchsorted(
         np.cumsum(weights) / weights.sum(), rng.random(n), side="right"

@@ -1,8 +1,8 @@
-"""Examples from CSV files, through `tfdist.read_csv`.
+"""Examples from CSV files, read with `tfdist.read_csv`.
 
-All files are read once before the first training, as they will be read in
-training, so every bad line is an error that names it at once, instead of hours
-later. What a job has checked it does not check again.
+All files are read once before training starts, with the reader that training
+uses: a malformed line is reported at once instead of hours later. A job that
+resumes does not check the same files again.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _MISSING = "?"
 class CsvSource(Source):
     """Examples from CSV files with a header line.
 
-    As `tfdist.read_csv` reads them. An empty field and `?` are missing values.
+    `tfdist.read_csv` reads the files. Empty fields and `?` are missing values.
     A column is numeric if every value present in the training files is a
-    number, even if there are few different ones; else categorical. In the
-    names of columns, what is no letter, digit or underscore becomes an
-    underscore.
+    number, even if there are few distinct values; otherwise it is categorical.
+    In column names, characters other than letters, digits and underscores are
+    replaced by underscores.
 
     Args:
         train_files: patterns as in `tf.io.gfile.glob`, local or `gs://`.
-        eval_files: the same, for the evaluation examples.
-        label: name of the label column. It holds 0 and 1, or two strings of
-            which the one that sorts last is the positive one.
+        eval_files: patterns of the files with evaluation examples.
+        label: name of the label column. It holds 0 and 1, or two strings, of
+            which the one that sorts last is the positive label.
         numeric_columns: columns that must hold numbers.
-        categorical_columns: columns that are categorical though they look
+        categorical_columns: columns that are categorical although they look
             numeric, such as a postal code.
         ignore_columns: columns that the model never sees.
-        min_count: how often a string must occur in the training files to be
-            known; a rarer one is treated as an unknown one.
+        min_count: how often a string must occur in the training files to be in
+            the vocabulary; rarer strings are treated as unknown.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CsvSource(Source):
 
     @functools.cached_property
     def _columns(self) -> dict[str, str]:
-        """The column in the files of each name, in order."""
+        """Maps each name to its column in the files, in order."""
         train, evaluation = (
             list(tfdist.data.csv_columns(files, num_rows_for_inference=1))
             for files in self._files.values()
@@ -99,7 +99,7 @@ class CsvSource(Source):
                 f"Received: {listed(evaluation)}."
             )
         names = [column_name(c) or f"column_{i}" for i, c in enumerate(train)]
-        # TensorFlow takes "Age" and "age" for one name.
+        # For TensorFlow, "Age" and "age" are the same name.
         counts = collections.Counter(name.lower() for name in names)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
@@ -168,7 +168,7 @@ class CsvSource(Source):
                 )
 
     def _check_evaluation(self, kinds: Mapping[str, str]) -> None:
-        """Reads all evaluation examples, and warns if they tell little."""
+        """Reads all evaluation examples; warns if metrics would mislead."""
         positive = positive_labels(self._label, self._labels)
         found = self._check_labels(self._files["eval"], kinds)
         evaluated = ", ".join(self._files["eval"])
@@ -216,7 +216,7 @@ class CsvSource(Source):
     def _check_labels(
         self, files: Sequence[str], kinds: Mapping[str, str]
     ) -> set[bytes]:
-        """Reads all examples, and returns their labels."""
+        """Reads all examples and returns the set of their labels."""
         found: set[bytes] = set()
         for _, labels in self._once("", kinds, files=files):
             found.update(labels.numpy())
@@ -225,7 +225,7 @@ class CsvSource(Source):
         return found
 
     def _bad_label(self, files: Sequence[str]) -> str:
-        """A message about the first label that is missing or unknown."""
+        """Returns an error message about the first invalid label."""
         for path in _sizes(files):
             packed = "GZIP" if path.endswith((".gz", ".gzip")) else ""
             lines = tf.data.TextLineDataset(path, packed).as_numpy_iterator()
@@ -281,7 +281,7 @@ def _default(kind: str | None) -> float | str:
 
 
 def _sizes(patterns: Sequence[str]) -> dict[str, int]:
-    """Bytes of each file."""
+    """Returns the size of each file in bytes."""
     exists, glob = tf.io.gfile.exists, tf.io.gfile.glob
     paths = sorted(
         {f for p in patterns for f in ([p] if exists(p) else glob(p))}

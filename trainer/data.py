@@ -1,4 +1,4 @@
-"""Where the examples come from: CSV files, TensorFlow Datasets, a click log.
+"""The sources of examples: CSV files, TensorFlow Datasets, a click log.
 
 source = csv_source(["train-*.csv"], ["eval.csv"], label="income")
 source.schema               # the columns, from one pass over the data
@@ -46,30 +46,30 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Where the evaluation examples are, the first of these that exists; else the
-# last fifth of the training examples.
+# The first of these splits that exists holds the evaluation examples; otherwise
+# the last fifth of the training split does.
 _EVAL_SPLITS = ("test", "eval", "validation", "valid", "val", "dev")
 
 
 class TfdsSource(Source):
-    """Examples of a builder of TensorFlow Datasets.
+    """Examples from a builder of TensorFlow Datasets.
 
-    Any builder whose features are numbers, strings, class labels and short
-    vectors of numbers, possibly in nested dictionaries: "titanic",
-    "wine_quality", "higgs", ... It is read from disk, or downloaded and
-    prepared if it is not there. If its sources cannot be reached, an error
-    says how to prepare it elsewhere.
+    Any builder works whose features are numbers, strings, class labels and
+    short vectors of numbers, possibly in nested dictionaries: "titanic",
+    "wine_quality", "higgs", ... The data set is downloaded and prepared unless
+    it is on disk already. If its sources cannot be reached, the error message
+    explains how to prepare it elsewhere.
 
     Args:
-        name: of the builder, with version or configuration if need be.
-        data_dir: where prepared datasets are. Default: that of TFDS.
-        train_split: as TFDS takes it: "train[:80%]", "train+validation".
-            Default: "train", and only four fifths of it if there is no other
-            split to evaluate on.
-        eval_split: the same, for the evaluation examples. Default: the first
-            of "test", "eval", "validation", ... that there is, else the last
-            fifth of "train".
-        label: name of the label column. Default: the builder's own.
+        name: name of the builder, optionally with a version or configuration.
+        data_dir: directory of prepared data sets. Default: that of TFDS.
+        train_split: a split of TFDS: "train[:80%]", "train+validation".
+            Default: "train", or four fifths of it if there is no other split
+            for evaluation.
+        eval_split: the split for evaluation. Default: the first of "test",
+            "eval", "validation", ... that exists, else the last fifth of
+            "train".
+        label: name of the label column. Default: the builder's label.
         categorical_columns: columns of integers that are not quantities.
         ignore_columns: columns that the model never sees.
         min_count: as in `csv_source`.
@@ -101,7 +101,7 @@ class TfdsSource(Source):
         try:
             return tfds.builder(self._name, data_dir=self._data_dir)
         except tfds.core.DatasetNotFoundError as error:
-            # It goes on with the names of all that there are.
+            # The rest of the message lists all known builders.
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"TensorFlow Datasets has no builder {self._name!r}, and there "
@@ -115,7 +115,7 @@ class TfdsSource(Source):
 
     @functools.cached_property
     def _splits(self) -> dict[str, str]:
-        """The splits "train" and "eval", as TFDS takes them."""
+        """The splits of TFDS for "train" and "eval"."""
         splits = self._builder.info.splits
         names = [name for name in _EVAL_SPLITS if name in splits]
         chosen = {"train": "train", "eval": names[0] if names else None}
@@ -146,7 +146,7 @@ class TfdsSource(Source):
 
     @functools.cached_property
     def _features(self) -> dict[str, tfds.features.FeatureConnector]:
-        """Every feature, by its name in the records."""
+        """All features by their names in the records."""
         return dict(sorted(_flatten(self._builder.info.features).items()))
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class TfdsSource(Source):
 
     @functools.cached_property
     def _columns(self) -> dict[str, tuple[str, int | None]]:
-        """(key in the records, place in its vector) of every column."""
+        """Maps each column to (key in the records, index in its vector)."""
         columns = {}
         for key, feature in self._features.items():
             name = column_name(key)
@@ -185,7 +185,7 @@ class TfdsSource(Source):
         return columns
 
     def _is_input(self, key: str) -> bool:
-        """Whether a feature is one that a model may see."""
+        """Whether a feature may be an input of the model."""
         if key == self._label or column_name(key) in self._overrides["ignore"]:
             return False
         inputs, label = (self._builder.info.supervised_keys or (None, None))[:2]
@@ -195,8 +195,8 @@ class TfdsSource(Source):
         return any(key == name or key.startswith(f"{name}/") for name in names)
 
     def _infer_kinds(self) -> dict[str, str]:
-        """The kind of each column that the model sees."""
-        # Of a vector its own name, too.
+        """Returns the kind of each column that the model sees."""
+        # A vector may be named as a whole, too.
         known = dict.fromkeys(
             [*self._columns, *map(column_name, self._features)]
         )
@@ -250,7 +250,7 @@ class ClickLogSource(TfdsSource):
     """Examples of the synthetic click log.
 
     Args:
-        data_dir: where it is, or will be prepared in a few seconds.
+        data_dir: directory of the log, which is prepared there if missing.
         min_count: as in `csv_source`.
         **sizes: `num_train`, `num_eval` and `num_shards` of `ClickLog`.
     """
@@ -288,25 +288,25 @@ click_log_source = ClickLogSource
 def prepared(
     make_builder: Callable[[], tfds.core.DatasetBuilder],
 ) -> tfds.core.DatasetBuilder:
-    """Returns a builder whose data is on disk, prepared now if need be.
+    """Returns a builder whose data is on disk; prepares the data if necessary.
 
-    Several processes may do so at once: TFDS renames a directory when it is
-    complete, and those whose rename fails use what the first has written.
+    Several processes may prepare the data at once: TFDS renames a complete
+    directory, and processes whose rename fails use that of the first.
 
     Raises:
-        OSError: it could not be prepared, for example downloaded.
+        OSError: the data could not be prepared, for example downloaded.
     """
     builder = make_builder()
     if not builder.is_prepared():
         _log.info("Preparing %s, once.", builder.data_dir)
-        # Of what is not downloaded, TFDS says that it is downloaded.
+        # TFDS announces a download even if there is nothing to download.
         downloads = bool(builder.info.download_size)
         stdout = sys.stdout if downloads else io.StringIO()
         try:
             with contextlib.redirect_stdout(stdout):
                 builder.download_and_prepare(file_format="tfrecord")
         except Exception as error:
-            # Its own copy is gone; is there another's?
+            # Another process may have prepared the data meanwhile.
             builder = make_builder()
             if not builder.is_prepared():
                 raise OSError(
@@ -339,14 +339,14 @@ def _is_quantity(feature: tfds.features.FeatureConnector) -> bool:
 
 
 def _at(examples: Mapping[str, Any], key: str) -> tf.Tensor:
-    """Returns what a key of `_flatten` names."""
+    """Returns the value of a key that `_flatten` has returned."""
     for name in key.split("/"):
         examples = examples[name]
     return examples
 
 
 def _digits(value: tf.Tensor) -> tf.Tensor:
-    """Returns numbers as strings, and truth values as 0 and 1."""
+    """Returns numbers as strings, and booleans as "0" and "1"."""
     is_bool = value.dtype == tf.bool
     return tf.strings.as_string(tf.cast(value, tf.int64) if is_bool else value)
 
@@ -357,13 +357,13 @@ def _as_strings(
     if value.dtype == tf.string:
         return value
     if isinstance(feature, tfds.features.ClassLabel) and feature.names:
-        # TFDS writes -1 for a class that is not known.
+        # TFDS encodes an unknown class as -1.
         return tf.gather(["", *feature.names], value + 1)
     return _digits(value)
 
 
 def _overlap(one: Any, other: Any) -> bool:
-    """Whether two stretches of a file have an example in common."""
+    """Whether two ranges of a file have an example in common."""
     first, second = sorted((one, other), key=lambda part: part.skip)
-    # A negative number: all that follow.
+    # A negative `take` means all that follow.
     return first.take < 0 or first.take > second.skip - first.skip

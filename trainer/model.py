@@ -1,16 +1,16 @@
 """A wide-and-deep model for any table, built from its `Schema`.
 
-What needs a dictionary of strings happens in the input pipeline, in
-`preprocessor`; the trained model sees only numbers and ids. `serving_model`
-puts the two together again, so a served model takes the columns as they are.
+The input pipeline maps strings to ids with the model `preprocessor`; the
+trained model sees only numbers and ids. `serving_model` combines the two models
+into one that accepts the raw columns.
 
     raw columns -> preprocessor -> ids, numbers -> build -> probability
 
-The wide part is a logistic regression over ids: one weight for every value of
-a column, for every bucket of a number, and for every pair of values in a
-cross. It memorizes. The deep part is a network over embeddings of the same
-values. It generalizes. (Cheng et al., 2016, "Wide & Deep Learning for
-Recommender Systems".)
+The wide part memorizes: it is a logistic regression over ids, with one weight
+for every value of a column, every bucket of a number, and every pair of values
+in a cross. The deep part generalizes: it is a network over embeddings of the
+same values. See Cheng et al., 2016, "Wide & Deep Learning for Recommender
+Systems".
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import tfdist
 from tfdist.canned.vocabulary import Vocabulary
 from trainer.source import CATEGORICAL, NUMERIC, Column, Schema
 
-# Ids of every column: 0 is "missing", then what its kind says.
+# The id of missing values in every column; see `num_ids` for the other ids.
 _MISSING = 0
 CROSS_BUCKETS = 10_000
-# Numbers further out than this many standard deviations are cut off.
+# Numbers are clipped at this many standard deviations.
 _CLIP = 5.0
 
 Cross = tuple[str, str]
 
 
 def num_ids(column: Column) -> int:
-    """Returns how many ids a column has.
+    """Returns the number of ids of a column.
 
-    Id 0 stands for a missing value. A vocabulary has 1 for any value that is
-    not in it and then one id each; a hashed column one for each bucket; a
-    numeric column one for each interval between its boundaries.
+    Id 0 stands for a missing value. With a vocabulary, id 1 stands for unknown
+    values, and each word has an id; a hashed column has an id for each bucket,
+    a numeric column an id for each interval between its boundaries.
     """
     if column.kind != CATEGORICAL:
         return 1 + len(column.boundaries) + 1
@@ -48,7 +48,7 @@ def num_ids(column: Column) -> int:
 
 
 def default_crosses(schema: Schema) -> tuple[Cross, ...]:
-    """Returns the pairs of the first four columns that have a vocabulary."""
+    """Returns all pairs of the first four columns that have a vocabulary."""
     names = [c.name for c in schema.categorical if c.vocabulary]
     return tuple(itertools.combinations(names[:4], 2))
 
@@ -56,17 +56,17 @@ def default_crosses(schema: Schema) -> tuple[Cross, ...]:
 class Preprocess(keras.layers.Layer):
     """Turns raw columns into ids and normalized numbers.
 
-    It holds no variable and no lookup table, which would have to live on some
-    machine of the cluster, while the input pipelines are on others (so no
-    `keras.layers.StringLookup`): all it knows is constants of the graph, which
-    an export holds, too.
+    The layer has no variables and no lookup tables (such as that of
+    `keras.layers.StringLookup`), which would live on one machine of the
+    cluster, while input pipelines run on others. Its state consists of
+    constants of the graph, which an export contains as well.
 
-    Call arguments: a dictionary of vectors `(batch,)`: float32 for a numeric
-    column (NaN and infinity are missing), string for a categorical one (""
-    and "?" are). A missing value has an id of its own, and counts as the mean.
-    An unknown string shares an id with the rare ones, or a hash bucket with
-    others. A number further out than any in training is in the first or last
-    bucket, and cut off at 5 standard deviations.
+    Call arguments: a dictionary of vectors `(batch,)`: float32 for numeric
+    columns (NaN and infinity are missing), string for categorical columns (""
+    and "?" are missing). A missing value has an id of its own, and a missing
+    number is replaced by the mean. Unknown strings share an id with rare ones,
+    or a hash bucket with others. Numbers beyond the range of the training data
+    are in the first or last bucket, and clipped at 5 standard deviations.
 
     Returns: a dictionary of
 
@@ -140,12 +140,12 @@ def _deep(name: str) -> str:
 def preprocessor(
     schema: Schema, crosses: Sequence[Cross] | None = None
 ) -> keras.Model:
-    """Returns the model from raw columns to what `build`'s model takes.
+    """Returns the model from raw columns to the inputs of `build`'s model.
 
     Args:
-        schema: of the raw columns.
-        crosses: pairs of column names; `default_crosses` if omitted. The same
-            for `preprocessor`, `build` and `serving_model`.
+        schema: schema of the raw columns.
+        crosses: pairs of column names; `default_crosses` if omitted. They must
+            be the same for `preprocessor`, `build` and `serving_model`.
     """
     if crosses is None:
         crosses = default_crosses(schema)
@@ -165,7 +165,7 @@ def _raw_inputs(schema: Schema) -> dict[str, keras.KerasTensor]:
 def embedding(
     num_rows: int, dim: int, name: str, initializer: str = "uniform"
 ) -> keras.layers.Layer:
-    """Returns the layer that looks rows of a table up. Every table is one."""
+    """Returns an embedding layer; all tables of the model are created here."""
     return tfdist.PartitionedEmbedding(
         num_rows, dim, embeddings_initializer=initializer, name=name
     )
@@ -182,17 +182,17 @@ def build(
     """Returns the compiled wide-and-deep model.
 
     Args:
-        schema: of the raw columns.
+        schema: schema of the raw columns.
         crosses: as in `preprocessor`.
-        optimizer: Adagrad with a rate of 0.15 if omitted, which bears the
+        optimizer: Adagrad with a rate of 0.15 if omitted, which tolerates the
             stale gradients of asynchronous training better than Adam.
         hidden_units: sizes of the hidden layers of the deep part.
-        embedding_dim: length of an embedding.
+        embedding_dim: size of the embedding vectors.
 
     Returns:
         A model from the outputs of `preprocessor` to the probability of the
-        positive label, shape `(batch, 1)`. The paths of the variables of the
-        wide part start with "wide", those of the deep part do not.
+        positive label, shape `(batch, 1)`. Only the paths of variables in the
+        wide part start with "wide".
     """
     if crosses is None:
         crosses = default_crosses(schema)
@@ -238,12 +238,12 @@ def serving_model(
     schema: Schema,
     crosses: Sequence[Cross] | None = None,
 ) -> keras.Model:
-    """Returns the model that takes raw columns, to be exported.
+    """Returns a model for export that accepts raw columns.
 
-    From a trained `model` of `build`, and what that was given. The result maps
-    raw columns, by name, to `{"probabilities": (batch, 1)}`;
-    `serving_model(...).export(path)` writes a SavedModel that TensorFlow
-    Serving loads.
+    `model` is a trained model from `build`, called with the same `schema` and
+    `crosses`. The result maps raw columns, by name, to
+    `{"probabilities": (batch, 1)}`; `serving_model(...).export(path)` writes a
+    SavedModel for TensorFlow Serving.
     """
     inputs = _raw_inputs(schema)
     probabilities = model(preprocessor(schema, crosses)(inputs))

@@ -1,10 +1,10 @@
 """A source of examples: its schema, and the input functions of a job.
 
-A `Source` gives two input functions and a `Schema`. The schema is what a model
-has to know before it sees an example: the columns, how their numbers are
-distributed, which strings occur. The chief computes it in one pass over the
-training data and keeps it in the directory of the job, so that training,
-evaluation and the export use the same one.
+A `Source` provides two input functions and a `Schema`. The schema describes the
+data that a model is built for: the columns, the distribution of numbers, the
+strings that occur. The chief computes the schema in one pass over the training
+data and saves it in the directory of the job, so that training, evaluation and
+export use the same schema.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CATEGORICAL = "categorical"
 
 # A categorical column with more values than this is hashed, not looked up.
 MAX_VOCABULARY = 1000
-# Buckets of equal count that a numeric column is cut into, at most.
+# Maximum number of quantile buckets of a numeric column.
 NUM_QUANTILES = 20
 SHUFFLE_BUFFER = 20_000
 SCAN_BATCH = 8192
@@ -38,20 +38,19 @@ Parse = Callable[[Features, tf.Tensor], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What a model knows about one column.
+    """The description of one column.
 
     Attributes:
-        name: as in the header of the files, changed by `column_name`.
+        name: the name in the header of the files, changed by `column_name`.
         kind: "numeric" (float32, missing is NaN) or "categorical" (string,
             missing is the empty string).
-        mean: of the values present in the training data (numeric).
-        stddev: their standard deviation, 1 for a constant (numeric).
+        mean: mean of the values present in the training data (numeric).
+        stddev: their standard deviation, 1 for a constant column (numeric).
         boundaries: ascending inner quantiles (numeric).
-        vocabulary: the values seen often enough in training, the most
-            frequent first, or empty where more than `MAX_VOCABULARY` were seen
-            (categorical).
-        num_buckets: how many buckets the values are hashed into, 0 with a
-            vocabulary (categorical).
+        vocabulary: the values that occur often enough in the training data,
+            most frequent first; empty if there are more than `MAX_VOCABULARY`
+            distinct values (categorical).
+        num_buckets: number of hash buckets, 0 with a vocabulary (categorical).
     """
 
     name: str
@@ -70,9 +69,9 @@ class Schema:
     Attributes:
         columns: the features, in the order of the files.
         label: name of the label column.
-        positive: the strings of the label column that count as 1. "1" (however
-            it is spelled) of 0 and 1, else the one of two strings that sorts
-            last: ">50K" of "<=50K" and ">50K", "yes" of "no" and "yes".
+        positive: the labels that count as 1: all spellings of 1 if the labels
+            are 0 and 1, else the one of two strings that sorts last: ">50K" of
+            "<=50K" and ">50K", "yes" of "no" and "yes".
         num_train: number of training examples.
     """
 
@@ -83,7 +82,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schema:
-        """What `dataclasses.asdict` gives, also if it was JSON meanwhile."""
+        """Restores a schema from `dataclasses.asdict`, also through JSON."""
 
         def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
             pairs = fields.items()
@@ -116,7 +115,7 @@ class Source(abc.ABC):
     """Training and evaluation examples with one schema.
 
     Attributes:
-        description: one line for people.
+        description: one line for reports.
         best_auc: the best AUC that any model can reach on the evaluation
             examples; None if unknown.
     """
@@ -124,14 +123,14 @@ class Source(abc.ABC):
     description: str = ""
     best_auc: float | None = None
     _label: str
-    _path = ""  # Of the schema of a job.
+    _path = ""  # The file of the job's schema.
 
     def __init__(
         self, arguments: Mapping[str, Any], **columns: Sequence[str]
     ) -> None:
-        """Stores what determines the schema, besides the data.
+        """Stores the arguments that determine the schema.
 
-        `columns` names those of a kind, or to "ignore".
+        `columns` maps a kind, or "ignore", to names of columns.
         """
         named = {k: {*map(column_name, names)} for k, names in columns.items()}
         self._overrides = named
@@ -145,7 +144,7 @@ class Source(abc.ABC):
                 )
 
     def _check_overrides(self, inputs: Collection[str]) -> None:
-        """Raises `ValueError` if the user has named what is no input."""
+        """Raises `ValueError` if an argument names a column not in `inputs`."""
         for kind, names in self._overrides.items():
             for name in sorted(names.difference(inputs)):
                 raise ValueError(
@@ -155,9 +154,9 @@ class Source(abc.ABC):
                 )
 
     def share_schema(self, path: str, cluster: tfdist.Cluster) -> None:
-        """Makes the schema that of a job, for all its tasks and runs.
+        """Shares the schema among all tasks and runs of a job.
 
-        It is in the file `path`, which the chief writes in the first run.
+        The chief writes it to the file `path` in the first run.
         """
         self._path, self._cluster = path, cluster
 
@@ -167,17 +166,16 @@ class Source(abc.ABC):
 
         Raises:
             FileNotFoundError: there are no files.
-            TimeoutError: the chief did not share it in time.
-            ValueError: something in the data is wrong; the message names the
-                file and the line. Or the schema of the job was made for other
-                arguments.
+            TimeoutError: the chief did not share the schema in time.
+            ValueError: the data is invalid (the message names the file and the
+                line), or the job's schema was computed for other arguments.
         """
-        # Its first use may be in a function that is being traced.
+        # The first access may happen while a function is being traced.
         with tf.init_scope():
             try:
                 return self._of_job() if self._path else self._scan()
             except tf.errors.InvalidArgumentError as error:
-                # A reader's message, without what TensorFlow adds.
+                # The reader's own message, without TensorFlow's additions.
                 pattern = r"assertion failed: \[(.*?)\]\s*\[\["
                 found = re.search(pattern, error.message, re.S)
                 raise ValueError(found[1] if found else error.message) from None
@@ -238,16 +236,16 @@ class Source(abc.ABC):
         transform: Transform | None = None,
         seed: int = 0,
     ) -> tf.data.Dataset:
-        """Returns the training examples of one worker, shuffled, repeated.
+        """Returns one worker's training examples, shuffled and repeated.
 
-        The workers share them as `tfdist.read_csv` says.
+        The examples are sharded among workers as in `tfdist.read_csv`.
 
         Args:
-            input_context: which worker this is; None for the only one.
+            input_context: identifies the worker; None if it is the only one.
             batch_size: examples in a batch; every batch is full.
             transform: maps the features of a batch, for example
                 `model.preprocessor(schema)`.
-            seed: of the shuffling.
+            seed: seed for shuffling.
 
         Returns:
             A dataset of `(features, label)`: a dictionary of vectors of
@@ -275,8 +273,8 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Returns the evaluation examples, once and in order.
 
-        As `train_input_fn`, but the dataset is finite, and its last batch may
-        have fewer examples.
+        Like `train_input_fn`, but the dataset is finite, and its last batch may
+        be smaller.
         """
         kinds, example = self._kinds(self.schema), self._example(transform)
         return self._once("eval", kinds, example, batch_size)
@@ -310,11 +308,11 @@ class Source(abc.ABC):
     def _check(
         self, kinds: Mapping[str, str], statistics: tfdist.FeatureStatistics
     ) -> None:
-        """Checks what `_scan` has not read, and what it has found."""
+        """Checks the results of `_scan`, and the data it has not read."""
         del kinds, statistics
 
     def _found(self) -> dict[str, Any]:
-        """What `_scan` has found beside the schema, for JSON."""
+        """Returns further results of `_scan` to save as JSON."""
         return {}
 
     def _check_new(self, schema: Schema, found: Mapping[str, Any]) -> None:
@@ -323,7 +321,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _infer_kinds(self) -> dict[str, str]:
-        """The kind of each column that the model sees."""
+        """Returns the kind of each column that the model sees."""
 
     @abc.abstractmethod
     def _batches(
@@ -334,10 +332,10 @@ class Source(abc.ABC):
         transform: Parse,
         **options: Any,
     ) -> tf.data.Dataset:
-        """Batches of "train" or "eval".
+        """Returns batches of the split "train" or "eval".
 
         `transform` maps the columns in `kinds` and the label, as strings, to
-        what the dataset gives; the `options` are those of `tfdist.ReadOptions`.
+        elements of the dataset; `options` are those of `tfdist.ReadOptions`.
         """
 
 
@@ -354,7 +352,7 @@ def _numeric(name: str, numbers: Any) -> Column:
 def _categorical(name: str, strings: Any, min_count: int) -> Column:
     distinct = len(strings.counts)
     if distinct > MAX_VOCABULARY:
-        # A power of two, so that a little more data changes nothing.
+        # A power of two, so that slightly more data does not change it.
         return Column(name, CATEGORICAL, num_buckets=1 << distinct.bit_length())
     try:
         vocabulary = tuple(strings.vocabulary(min_count=min_count))
@@ -385,7 +383,7 @@ def positive_labels(label: str, values: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names as a message shows them."""
+    """Returns names formatted for a message."""
     return ", ".join(map(repr, names))
 
 

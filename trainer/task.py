@@ -1,14 +1,12 @@
 """Trains, evaluates and exports a model: `python -m trainer.task`.
 
-The same command is every task of a cluster; which one it is, is read from
-`TF_CONFIG` or `CLUSTER_SPEC`. This file holds the flags and what differs in the
-cloud: the data is `trainer/data.py`, the model `trainer/model.py`, the job
-`tfdist`.
+All tasks of a cluster run the same command; `TF_CONFIG` or `CLUSTER_SPEC` tells
+each task its role. This file defines the flags and handles cloud services; the
+data is in `trainer/data.py`, the model in `trainer/model.py`.
 
-Exit codes: 0 the job is done; 134 something failed that may go well another
-time, which Vertex AI, Kubeflow and `tfdist.launch` take as a reason to start
-the task again; 143 it was told to end; 1 anything else, which they do not try
-again.
+Exit codes: 0: the job is done; 134: a transient error, after which Vertex AI,
+Kubeflow and `tfdist.launch` restart the task; 143: terminated by a signal; 1:
+any other error, after which they do not restart it.
 """
 
 from __future__ import annotations
@@ -152,10 +150,10 @@ flags.DEFINE_bool(
 
 
 def source() -> Source:
-    """The data that the flags name.
+    """Returns the source of examples that the flags specify.
 
     Raises:
-        ValueError: the flags name no or more than one source.
+        ValueError: the flags contradict each other or are incomplete.
     """
     files = FLAGS.train_files or FLAGS.eval_files
     if FLAGS.tfds and files:
@@ -204,7 +202,7 @@ def source() -> Source:
 
 
 def optimizer() -> keras.optimizers.Optimizer:
-    """Adagrad, or Ftrl for the wide part and Adagrad for the rest."""
+    """Returns Adagrad, or Ftrl for the wide part and Adagrad for the rest."""
     deep = keras.optimizers.Adagrad(FLAGS.learning_rate)
     if FLAGS.wide_learning_rate is None:
         return deep
@@ -213,7 +211,7 @@ def optimizer() -> keras.optimizers.Optimizer:
 
 
 def batch_size(context: tf.distribute.InputContext) -> int:
-    """Examples in a step of one worker."""
+    """Returns the number of examples in a step of one worker."""
     if FLAGS.global_batch_size is None:
         return FLAGS.batch_size
     return context.get_per_replica_batch_size(FLAGS.global_batch_size)
@@ -222,7 +220,7 @@ def batch_size(context: tf.distribute.InputContext) -> int:
 def train_and_evaluate(
     examples: Source, config: tfdist.RunConfig
 ) -> tuple[dict[str, float] | None, list[str | None]]:
-    """Does this task's part; see `tfdist.train_and_evaluate`."""
+    """Runs this task's part of the job; see `tfdist.train_and_evaluate`."""
     if FLAGS.global_batch_size is not None and config.strategy_name == "ps":
         raise ValueError(
             "--global_batch_size is for processes that train in step, and the "
@@ -238,7 +236,7 @@ def train_and_evaluate(
     if not FLAGS.plan_ps:
         examples.share_schema(schema_path, config.cluster)
 
-    # The schema is read when first needed, which servers never do.
+    # The schema is read on first use; parameter servers never need it.
     @functools.cache
     def preprocessor() -> keras.Model:
         return model.preprocessor(examples.schema)
@@ -292,7 +290,7 @@ def train_and_evaluate(
 
 
 def tuning_hooks(eval_dir: str) -> list[tfdist.SessionRunHook]:
-    """What reports each evaluation of a trial that Vertex AI runs."""
+    """Returns hooks that report evaluations to a Vertex AI tuning job."""
     trial = _trial()
     if trial is None:
         return []
@@ -301,13 +299,13 @@ def tuning_hooks(eval_dir: str) -> list[tfdist.SessionRunHook]:
 
 
 def _trial() -> tuple[str, str] | None:
-    """The metric file and the number of the trial that this is, if it is."""
+    """Returns the metric file and the id of this trial, or None if no trial."""
     path = os.environ.get("CLOUD_ML_HP_METRIC_FILE")
     return (path, os.environ.get("CLOUD_ML_TRIAL_ID", "")) if path else None
 
 
 def directories() -> tuple[str, str | None, str | None]:
-    """Those of checkpoints, of summaries and of the final model."""
+    """Returns the directories of checkpoints, summaries, the final model."""
     find = os.environ.get
     return (
         FLAGS.model_dir
@@ -325,7 +323,7 @@ def report(
     exports: Sequence[str],
     secs: float,
 ) -> str:
-    """The final table, and where everything was written."""
+    """Returns the final metrics and the output paths as text."""
     values = {k: v for k, v in metrics.items() if k != "global_step"}
     rows = [f"  {name:<12}{value:>10.4f}" for name, value in values.items()]
     if best := examples.best_auc:
@@ -348,18 +346,18 @@ def report(
 
 
 class _PlainFormatter(logging.Formatter):
-    """The message, after its level if that is a warning or an error."""
+    """Formats a record as its message, preceded by WARNING or higher levels."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        # In a terminal the line may hold the progress of the training.
+        # In a terminal, clear the line: it may show the training progress.
         return f"\x1b[K{text}" if sys.stderr.isatty() else text
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line, as Cloud Logging reads it."""
+    """Formats a record as one line of JSON, as Cloud Logging expects it."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -371,7 +369,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _set_up_logs() -> None:
-    """TensorFlow tells of every file it writes; shown with --verbosity."""
+    """Sets up logging; without --verbosity, hides TensorFlow's messages."""
     handler = absl_logging.get_absl_handler()
     quiet = not FLAGS["verbosity"].present
     as_json = FLAGS.json_logs
@@ -390,7 +388,7 @@ def _set_up_logs() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Whether another try may help.
+    """Returns the exit code, which tells whether a retry may succeed.
 
     >>> _exit_code(TimeoutError("a task is missing"))
     134
@@ -401,7 +399,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the job; a user's mistake ends in one message."""
+    """Runs the job; reports errors in one message, without a traceback."""
     start = time.monotonic()
     if len(argv) > 1:
         raise app.UsageError(f"Unexpected arguments: {' '.join(argv[1:])}")

@@ -1,16 +1,16 @@
-"""The translator of the 2017 lecture: a deep LSTM, one layer a device.
+"""The translator of the 2017 lecture: a deep LSTM with one layer per device.
 
-Both sentences go through all layers; in each, the LSTM that reads the target
-starts in the state in which the one that reads the source ended (Sutskever,
-Vinyals and Le, 2014, "Sequence to Sequence Learning with Neural Networks"). So
-a layer needs nothing but what the layer before it gives, and every layer can
-be on a device of its own, as theirs were.
+Both sentences pass through all layers. In each layer the LSTM that reads the
+target starts in the final state of the LSTM that reads the source (Sutskever,
+Vinyals and Le, 2014, "Sequence to Sequence Learning with Neural Networks"). A
+layer therefore depends only on the outputs of the previous layer, and each can
+be placed on its own device, as in the paper.
 
     model = translator.build(num_layers=4, devices=["GPU:0", "GPU:1", ...])
     model.fit(translator.batches(128), steps_per_epoch=1000)
     translator.translate(model, [[3, 1, 4, 1, 5, 9, 2, 6]])
 
-What it learns here is to say a sequence backwards, which takes all of it.
+The model learns to reverse a sequence, for which it needs the entire input.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import tensorflow as tf
 
 import tfdist
 
-# The first word of every target; sentences have the words above.
+# The first word of every target; the words of sentences are greater.
 START = 0
 
 
 class Embed(keras.layers.Layer):
-    """Vectors of length `units` for the words of both languages."""
+    """Embeddings of size `units` for the words of both languages."""
 
     def __init__(self, vocabulary: int, units: int, name: str) -> None:
         super().__init__(name=name)
@@ -37,17 +37,17 @@ class Embed(keras.layers.Layer):
         self.target = keras.layers.Embedding(vocabulary, units, name="target")
 
     def build(self, input_shape: Any) -> None:
-        """Makes both tables."""
+        """Creates both tables."""
         self.source.build()
         self.target.build()
 
     def call(self, inputs: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """From word ids `(batch, length)` to vectors, of source and target."""
+        """Maps word ids `(batch, length)` of source and target to vectors."""
         return self.source(inputs["source"]), self.target(inputs["target"])
 
 
 class Recurrent(keras.layers.Layer):
-    """One layer of the encoder and one of the decoder, each of `units`."""
+    """One layer of the encoder and one of the decoder, each with `units`."""
 
     def __init__(self, units: int, name: str) -> None:
         super().__init__(name=name)
@@ -59,7 +59,7 @@ class Recurrent(keras.layers.Layer):
         )
 
     def build(self, input_shape: Any) -> None:
-        """Makes the weights of both."""
+        """Creates the weights of both LSTMs."""
         source, target = input_shape
         self.encoder.build(source)
         self.decoder.build(target)
@@ -67,7 +67,7 @@ class Recurrent(keras.layers.Layer):
     def call(
         self, inputs: tuple[tf.Tensor, tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """From vectors `(batch, length, ...)` to `(batch, length, units)`."""
+        """Maps vectors `(batch, length, ...)` to `(batch, length, units)`."""
         source, target = inputs
         source, *state = self.encoder(source)
         return source, self.decoder(target, initial_state=state)
@@ -81,16 +81,16 @@ class Predict(keras.layers.Layer):
         self.logits = keras.layers.Dense(vocabulary, name="logits")
 
     def build(self, input_shape: Any) -> None:
-        """Makes the weights."""
+        """Creates the weights."""
         self.logits.build(input_shape[1])
 
     def call(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        """From what `Recurrent` gives to `(batch, length, vocabulary)`."""
+        """Maps outputs of `Recurrent` to `(batch, length, vocabulary)`."""
         return self.logits(inputs[1])
 
 
 def inputs(length: int) -> dict[str, keras.KerasTensor]:
-    """What the model takes: sentences of `length` words."""
+    """Returns the inputs of the model: sentences of `length` words."""
     return {
         name: keras.Input([length], dtype="int32", name=name)
         for name in ("source", "target")
@@ -100,7 +100,7 @@ def inputs(length: int) -> dict[str, keras.KerasTensor]:
 def stages(
     num_layers: int, units: int, vocabulary: int
 ) -> list[list[keras.layers.Layer]]:
-    """The layers of each device: embeddings first, logits last."""
+    """Returns the layers of each device: embeddings first, logits last."""
     layers = [[Recurrent(units, f"layer_{i}")] for i in range(num_layers)]
     layers[0].insert(0, Embed(vocabulary, units, "embed"))
     layers[-1].append(Predict(vocabulary, "predict"))
@@ -117,7 +117,7 @@ def build(
     num_micro_batches: int = 4,
     optimizer: keras.optimizers.Optimizer | str | None = None,
 ) -> tfdist.pipeline.Pipeline:
-    """The compiled translator.
+    """Returns the compiled translator.
 
     Args:
         num_layers: LSTM layers, and stages of the pipeline.
@@ -146,11 +146,11 @@ def build(
 def batches(
     batch_size: int, *, vocabulary: int = 16, length: int = 8, seed: int = 0
 ) -> tf.data.Dataset:
-    """Pairs of random sentences and their reverse, for ever.
+    """Returns an infinite dataset of random sentences and their reverse.
 
     Returns:
         Elements `({"source", "target"}, labels)`, all int32 `(batch, length)`;
-        "target" has the labels one place later, behind `START`.
+        "target" is `START` followed by all labels but the last.
     """
 
     def example(seeds: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
@@ -167,10 +167,10 @@ def batches(
 
 
 def translate(model: keras.Model, source: Any) -> np.ndarray:
-    """The most likely next word, again and again.
+    """Decodes greedily: appends the most likely next word in each step.
 
     Args:
-        model: As `build` makes it.
+        model: A model from `build`.
         source: Word ids, `(batch, length)`.
 
     Returns:

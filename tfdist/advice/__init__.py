@@ -1,4 +1,4 @@
-"""Which strategy suits a model and its machines, and what to change for it.
+"""Recommends a strategy for a model and its machines; lists migration steps.
 
 Read in this order: `workload` (what a step needs), `machines`, `cost_formulas`,
 `estimate` (what each strategy would cost), `chooser` (the recommendation),

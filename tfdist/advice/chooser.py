@@ -1,8 +1,8 @@
-"""Which strategy to choose, and why: decided from plain numbers.
+"""Chooses a strategy, with reasons, from plain numbers.
 
-The rules of the field come out of the estimates: parameter servers for many
-weak or unreliable machines, all-reduce for fast devices with strong links,
-partitioning for a model too large for a device, more machines if input-bound.
+The estimates reproduce the usual rules: parameter servers for many weak or
+unreliable machines, all-reduce for fast devices with fast links, partitioning
+for a model too large for a device, more machines for an input-bound job.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tfdist.advice.estimate import PARTS, Estimate, estimates
 from tfdist.advice.machines import Machines
 from tfdist.advice.workload import Workload
 
-# A simpler way may give this much less than the best.
+# A simpler strategy is preferred if it attains this share of the best rate.
 _WORTH = 0.9
-# What takes a smaller share of the time is not worth a reason.
+# A loss of a smaller share of the time is not given as a reason.
 _NOTABLE = 0.05
 _WIDTH = 79
 _TOO_LARGE = "The model is too large for a device. Partition it"
@@ -39,15 +39,15 @@ _LIMITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do, why, and what else was considered.
+    """The recommended strategy, the reasons, and the alternatives.
 
     Attributes:
         strategy: For `RunConfig(strategy=...)`, or `"model_parallel"`; None if
-            nothing is possible.
-        reasons: Sentences: why this one, what limits it, what changes for the
-            training.
-        estimates: Of all ways, as `tfdist.advice.estimates` returns them.
-        workload, machines: What was asked about.
+            no strategy is feasible.
+        reasons: Sentences: why this strategy was chosen, what limits its speed,
+            how it affects training.
+        estimates: Estimates of all strategies, from `tfdist.advice.estimates`.
+        workload, machines: The arguments of `choose_strategy`.
 
     >>> step = Workload(batch_size=64, dense_bytes=1e6, compute_secs=0.1)
     >>> choose_strategy(step, Machines()).reasons[0]
@@ -62,11 +62,11 @@ class Recommendation:
 
     @property
     def estimate(self) -> Estimate | None:
-        """The estimate of the advised strategy."""
+        """The estimate of the recommended strategy."""
         return {e.strategy: e for e in self.estimates}.get(self.strategy or "")
 
     def table(self) -> str:
-        """Estimates and reasons as text of at most 79 columns."""
+        """Returns estimates and reasons as text at most 79 columns wide."""
         step, machines = self.workload, self.machines
         names = "".join(f"{name:>8}" for name in (*PARTS, "step"))
         lines = [
@@ -92,11 +92,11 @@ class Recommendation:
 
 
 def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
-    """Advises a strategy.
+    """Recommends a strategy.
 
-    The one with the most examples a second, failures counted, or a simpler one
-    with at least 90 % of that. Layers are spread over devices only where no
-    device holds a copy and parameter servers cannot help.
+    Chooses the strategy with the most examples per second, including the cost
+    of failures, or a simpler one that attains at least 90 % of that. Chooses
+    model parallelism only if no other strategy is feasible.
 
     >>> resnet = Workload(batch_size=64, dense_bytes=102e6, flops=1.5e12)
     >>> choose_strategy(resnet, Machines(kind="gpu", devices=8)).strategy
@@ -131,7 +131,7 @@ def choose_strategy(workload: Workload, machines: Machines) -> Recommendation:
 
 
 def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
-    """Why this way is better than the others."""
+    """Returns the reasons why a strategy is better than the others."""
     copied = others["multi_worker_mirrored"]
     if chosen.strategy == "ps" and copied.feasible:
         step = copied.secs_per_step
@@ -190,7 +190,7 @@ def _row(estimate: Estimate, advised: bool) -> str:
     parts = [getattr(estimate, f"{part}_secs") for part in PARTS]
     parts.append(estimate.secs_per_step)
     seconds = "".join(f"{in_units(secs, SECS):>8}" for secs in parts)
-    # An estimate knows no more than two digits.
+    # An estimate is accurate to two digits at most.
     rate = float(f"{estimate.examples_per_sec:.2g}")
     rounded = f"{rate:,.0f}" if 10 <= rate < 1e8 else f"{rate:.2g}"
     return f"{name:23}{estimate.replicas:>5}{seconds}{rounded:>11}"
@@ -201,7 +201,7 @@ _BYTES = dict(B=1.0, kB=1e3, MB=1e6, GB=1e9, TB=1e12)
 
 
 def in_units(value: float, units: Mapping[str, float]) -> str:
-    """Three digits, in the first unit in which they can say it.
+    """Formats a value with three digits, in the first unit that fits.
 
     >>> in_units(0.0123, SECS), in_units(7200, SECS), in_units(0.0, SECS)
     ('12.3 ms', '2 h', '0')

@@ -3,7 +3,7 @@
     python -m tfdist.advice --model=package.module:model_fn --machines=8
     python -m tfdist.advice --dense_bytes=1e8 --kind=gpu --devices=4
 
-prints an estimate of every way to distribute a model, the advised one, and why.
+print an estimate for every strategy, the recommended strategy, and the reasons.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if no strategy is possible, else 0."""
+    """Runs the command; returns 1 if no strategy is feasible, else 0."""
     parser = _parser()
     args = vars(parser.parse_args(argv))
     model, measured = args.pop("model", ""), args.pop("measure", False)

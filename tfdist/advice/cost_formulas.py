@@ -1,4 +1,4 @@
-"""Four formulas for what it costs to train together, in seconds."""
+"""Four formulas for the costs of distributed training."""
 
 import math
 import statistics
@@ -7,10 +7,10 @@ import statistics
 def all_reduce_secs(
     size: float, replicas: int, bandwidth: float, latency: float
 ) -> float:
-    """A ring sums `size` bytes of every replica, and gives all the sum.
+    """Returns the seconds of a ring all-reduce of `size` bytes.
 
-    Each sends 2 (n - 1) messages of size / n to its neighbour (Patarasuk and
-    Yuan, 2009, "Bandwidth optimal all-reduce algorithms").
+    Each replica sends 2 (n - 1) messages of size / n to its neighbour, see
+    Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms".
 
     >>> all_reduce_secs(100e6, 2, bandwidth=1e9, latency=0.0)
     0.1
@@ -20,10 +20,10 @@ def all_reduce_secs(
 
 
 def pace(machines: int, spread: float) -> float:
-    """How many times the mean step the slowest of some machines takes.
+    """Returns the step time of the slowest machine relative to the mean.
 
-    Blom's approximation (1958) of the largest of n normal numbers; `spread` is
-    their deviation over their mean.
+    Uses Blom's approximation (1958) of the largest of n normal numbers;
+    `spread` is their standard deviation divided by their mean.
 
     >>> [round(pace(n, spread=0.2), 2) for n in (1, 2, 10, 100)]
     [1.0, 1.12, 1.31, 1.5]
@@ -41,12 +41,12 @@ def ps_secs(
     latency: float,
     workers_per_machine: int = 1,
 ) -> tuple[float, float]:
-    """Seconds of a step on a worker's own link, and on the busiest server's.
+    """Seconds per step on a worker's link, and on that of the busiest server.
 
     A worker pulls the `size` bytes of weights that it reads, and pushes as many
-    bytes of gradients, by a request and an answer each. Meanwhile a server
-    sends its share to all workers and receives as much; the busiest has at
-    least the `largest` weight (Li et al., 2014, "Scaling distributed machine
+    bytes of gradients, each with a request and a response. Meanwhile a server
+    sends its share to all workers and receives as much; the busiest one holds
+    at least the `largest` weight (Li et al., 2014, "Scaling distributed machine
     learning with the parameter server").
 
     >>> ps_secs(1e6, 4e5, 8, 4, bandwidth=1e9, latency=0.0)
@@ -59,10 +59,10 @@ def ps_secs(
 def goodput(
     failures_per_sec: float, checkpoint_secs: float, restart_secs: float
 ) -> float:
-    """Share of the time that is useful when a failure undoes unsaved work.
+    """Returns the share of useful time if a failure loses all unsaved work.
 
-    Daly, 2006, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps".
+    See Daly, 2006, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps".
 
     >>> round(goodput(1 / 3600, checkpoint_secs=600, restart_secs=30), 2)
     0.91
@@ -71,6 +71,6 @@ def goodput(
     restart = failures_per_sec * restart_secs
     if not work:
         return 1.0
-    if work + restart > 700:  # `exp` would overflow: no step is ever saved.
+    if work + restart > 700:  # `exp` would overflow: nothing is ever saved.
         return 0.0
     return work / (math.exp(restart) * math.expm1(work))

@@ -1,10 +1,10 @@
-"""What a step costs under each way to distribute it.
+"""Estimates what a step costs under each strategy.
 
-To compare the ways with each other, not to predict a stopwatch. Every replica
-takes `batch_size` examples a step, so more replicas mean more examples a
-second, not shorter steps. Left out: compute overlapped with the wire, the
-optimizer's own arithmetic, the chief's three milliseconds a dispatch, and how
-fast a model learns from large batches or stale gradients.
+The estimates are for comparing strategies, not for predicting measured times.
+Every replica processes `batch_size` examples per step, so more replicas mean
+more examples per second, not shorter steps. Ignored are the overlap of compute
+and communication, the optimizer's own arithmetic, the chief's 3 ms per
+dispatch, and how fast a model learns from large batches or stale gradients.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _Link = tuple[float, float]  # Bytes a second, and seconds of latency.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step would cost in one way.
+    """The estimated costs of a step under one strategy.
 
     `secs_per_step` is the larger of `compute_secs` and `input_secs` (batches
     are prepared while the last one is computed), `wait_secs` and `wire_secs`.
 
     Attributes:
         strategy: As in `RunConfig(strategy=...)`, or `"model_parallel"`.
-        batch_size: Examples of one replica.
-        why_not: Why it cannot be done; empty if it can.
-        replicas: Batches computed at the same time.
-        machines: Machines used, parameter servers included.
-        num_ps: Parameter servers among them.
-        compute_secs: Forward and backward pass.
+        batch_size: Examples per step of one replica.
+        why_not: Why the strategy is infeasible; empty if it is feasible.
+        replicas: Number of batches computed at the same time.
+        machines: Machines used, including parameter servers.
+        num_ps: Parameter servers among the machines.
+        compute_secs: Time of the forward and backward pass.
         input_secs: A machine's time to prepare one batch for each replica.
-        wait_secs: Waiting for the slowest machine.
-        wire_secs: Waiting for bytes.
-        goodput: Share of the time that is not lost by failures.
+        wait_secs: Time spent waiting for the slowest machine.
+        wire_secs: Time spent waiting for the network or device links.
+        goodput: Share of the time that is not lost to failures.
 
     >>> step = Estimate(strategy="ps", batch_size=8, replicas=4, wire_secs=0.5)
     >>> step.examples_per_sec, step.bound
@@ -60,7 +60,7 @@ class Estimate:
 
     @property
     def feasible(self) -> bool:
-        """Whether it can be done."""
+        """Whether the strategy can be used."""
         return not self.why_not
 
     @property
@@ -69,26 +69,26 @@ class Estimate:
         if self.why_not:
             return math.inf
         busy = max(self.compute_secs, self.input_secs)
-        # A step that needs nothing would take no time.
+        # Avoids a division by zero for an empty step.
         return max(busy + self.wait_secs + self.wire_secs, 1e-12)
 
     @property
     def examples_per_sec(self) -> float:
-        """Of all replicas, failures counted; 0.0 if it cannot be done."""
+        """The rate of all replicas, after failures; 0.0 if infeasible."""
         examples = self.replicas * self.batch_size * self.goodput
         return examples / self.secs_per_step
 
     @property
     def bound(self) -> str:
-        """The largest part: `"compute"`, `"input"`, `"wait"` or `"wire"`."""
+        """The bottleneck: `"compute"`, `"input"`, `"wait"` or `"wire"`."""
         return max(PARTS, key=lambda part: getattr(self, f"{part}_secs"))
 
 
 def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
-    """Estimates every way, from the simplest to the least simple.
+    """Estimates every strategy, from the simplest to the most complex.
 
-    They are: one_device, mirrored, tpu, multi_worker_mirrored, ps,
-    model_parallel. One that is impossible says `why_not`.
+    The order is one_device, mirrored, tpu, multi_worker_mirrored, ps,
+    model_parallel. The estimate of an infeasible strategy has a `why_not`.
 
     >>> step = Workload(batch_size=32, dense_bytes=4e6, compute_secs=0.1)
     >>> [e.strategy for e in estimates(step, Machines(count=2)) if e.feasible]
@@ -101,7 +101,7 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
     none = "there is no TPU" * (m.kind != "tpu")
     job = _Job(step, m)
     near = m.device_bandwidth, m.device_latency
-    # The weakest link of a ring through all machines.
+    # The slowest link of a ring through all machines.
     far = min(m.bandwidth, near[0]), max(m.latency, near[1])
     return (
         job.copies("one_device", tpu, 1, 1, near),
@@ -114,7 +114,7 @@ def estimates(step: Workload, machines: Machines) -> tuple[Estimate, ...]:
 
 
 def replica_bytes(step: Workload) -> float:
-    """Bytes of a copy that trains: state, gradients, activations."""
+    """Bytes of a replica in training: state, gradients, activations."""
     gradients = step.dense_bytes + step.rows_bytes
     return step.state_bytes + gradients + step.activation_bytes
 
@@ -135,7 +135,7 @@ class _Job(NamedTuple):
     def synchronous(
         self, strategy: str, why_not: str, count: int, **fields: Any
     ) -> Estimate:
-        """All wait for the slowest; any failure takes all to the checkpoint."""
+        """Replicas wait for the slowest; any failure restores all of them."""
         busy = max(fields["compute_secs"], fields["input_secs"])
         return Estimate(
             strategy=strategy,
@@ -150,7 +150,7 @@ class _Job(NamedTuple):
     def copies(
         self, strategy: str, why_not: str, count: int, devices: int, link: _Link
     ) -> Estimate:
-        """A copy of the model on every device."""
+        """Data parallelism: a copy of the model on every device."""
         step, memory = self.step, self.m.device_memory
         n, (bandwidth, latency) = count * devices, link
         wire = cost_formulas.all_reduce_secs(step.dense_bytes, n, *link)
@@ -167,21 +167,21 @@ class _Job(NamedTuple):
         )
 
     def pipeline(self, why_not: str, near: _Link, far: _Link) -> Estimate:
-        """Layers over the devices of a machine; over all if it must be.
+        """Layers on the devices of one machine, or of all if one is too small.
 
         m micro-batches pass p devices in m + p - 1 turns (Huang et al., 2019,
-        "GPipe"). Each turn moves a share of the boundary, forward and back.
+        "GPipe"). Each turn moves a micro-batch's boundary forward and back.
         """
         step, memory = self.step, self.m.device_memory
         size, total = replica_bytes(step), self.m.count * self.m.devices
-        # No two devices share a weight; tables count as one.
+        # A weight is not split across devices; all tables count as one weight.
         largest = max(step.table_bytes, step.largest_bytes)
         if largest:
             largest *= step.state_bytes / (step.dense_bytes + step.table_bytes)
         is_near = self.m.devices > 1 and size <= self.m.devices * memory
         parts = self.m.devices if is_near else total
         bandwidth, latency = near if is_near else far
-        # GPipe finds filling and draining negligible from four a part on.
+        # According to GPipe, the bubble is negligible from four per stage on.
         micro_batches = min(step.batch_size, 4 * parts)
         turns = micro_batches + parts - 1
         moved = step.boundary_bytes / micro_batches
@@ -198,7 +198,7 @@ class _Job(NamedTuple):
         )
 
     def served(self) -> Estimate:
-        """Asynchronous, with the number of servers that is fastest."""
+        """Parameter servers, in the number that makes training fastest."""
         step, m, most = self.step, self.m, self.m.count - 1
         held = 2 * (step.dense_bytes + step.rows_bytes) + step.activation_bytes
         servers = f"{most} server{'s' * (most > 1)}"
@@ -217,7 +217,7 @@ class _Job(NamedTuple):
         return max(by_number, key=lambda e: e.examples_per_sec)
 
     def served_by(self, num_ps: int) -> Estimate:
-        """Nobody waits for another worker."""
+        """Training with `num_ps` servers; no worker waits for another."""
         step, m = self.step, self.m
         workers = (m.count - num_ps) * m.devices
         compute, fed = self.compute_secs(), m.devices * step.input_secs
@@ -226,8 +226,8 @@ class _Job(NamedTuple):
             *(size, step.largest_bytes, workers, num_ps),
             *(m.bandwidth, m.latency, m.devices),
         )
-        # A lost worker is missed until it is back. A lost server undoes what
-        # all have done since the last checkpoint.
+        # A lost worker is missing until it restarts. A lost server loses the
+        # work of all workers since the last checkpoint.
         missed = m.restart_secs / m.secs_between_failures
         return Estimate(
             strategy="ps",

@@ -1,4 +1,4 @@
-"""What machines can do, in numbers: how many, how fast, how reliable."""
+"""The machines of a job in numbers: how many, how fast, how reliable."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from tfdist._tf.arguments import check_positive
 from tfdist.advice.workload import check_numbers
 
-# Round figures of a plain device of each kind: a cloud machine of some cores
-# shared with others, an A100, a core of a TPU v3.
+# Round figures for a typical device of each kind: a shared cloud machine with a
+# few cores, an A100, a core of a TPU v3.
 _PLAIN = {
     "device_flops": dict(cpu=1e11, gpu=5e13, tpu=3e13),
     "device_memory": dict(cpu=16e9, gpu=40e9, tpu=16e9),
@@ -23,36 +23,36 @@ _MAY_BE_ZERO = {"spread", "latency", "device_latency", "restart_secs"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The machines that a job may use. They are alike.
+    """The machines that a job may use, all of the same type.
 
     Attributes:
-        count: Machines.
-        devices: Devices on each. All cores of a CPU are one device.
+        count: Number of machines.
+        devices: Devices per machine. All cores of a CPU are one device.
         kind: `"cpu"`, `"gpu"` or `"tpu"`.
-        device_flops: Multiplications and additions a second that a device
-            attains. Default, as for the next four: a plain device of the kind.
-        device_memory: Bytes that a device holds; for a CPU, its machine.
-        device_bandwidth: Bytes a second between two devices of a machine; for
-            TPUs, of all machines.
-        device_latency: Seconds until a message between them arrives.
-        spread: Standard deviation of a machine's step time, over its mean.
-            Machines shared with others, or of different age, have a large one.
-        host_memory: Bytes that a parameter server holds. Default: 64e9, and
+        device_flops: Multiplications and additions per second that a device
+            attains. Default, also for the next four: a typical device.
+        device_memory: Memory of a device in bytes; for a CPU, of its machine.
+        device_bandwidth: Bytes per second between two devices of a machine; for
+            TPUs, between any two devices.
+        device_latency: Seconds until a message between devices arrives.
+        spread: Standard deviation of a machine's step time divided by its mean.
+            It is large for shared machines and machines of different age.
+        host_memory: Memory of a parameter server in bytes. Default: 64e9, and
             for a CPU its `device_memory`.
-        bandwidth: Bytes a second that a machine sends, and receives at the
+        bandwidth: Bytes per second that a machine can send, and receive at the
             same time. Default: 10 Gbit/s.
-        latency: Seconds until a message between machines arrives, with what
-            TensorFlow's gRPC takes for it.
+        latency: Seconds until a message between machines arrives, including the
+            overhead of TensorFlow's gRPC.
         secs_between_failures: Mean time until a machine is lost, by failure or
             preemption; `math.inf` for never. Default: a year. Preemptible
-            machines of Google Cloud end within a day.
+            machines of Google Cloud run for a day at most.
         checkpoint_secs: Seconds between checkpoints. Default: ten minutes, as
-            of TF 1; `RunConfig` saves every 60 s, or as often as costs 1 %.
+            in TF 1; `RunConfig` saves every 60 s, or as often as costs 1 %.
         restart_secs: Seconds from a failure to the next step.
 
     Raises:
-        TypeError, ValueError: What should be a number is none, is infinite or
-            not positive (latencies, `spread` and `restart_secs` may be 0), or
+        TypeError, ValueError: A field is not a number, is infinite or is not
+            positive (latencies, `spread` and `restart_secs` may be 0), or
             `kind` is unknown.
 
     >>> Machines(count=8, kind="gpu", devices=4).device_memory

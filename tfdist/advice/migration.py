@@ -1,11 +1,11 @@
-"""What a program for TF 1 or `tf.estimator` uses that is gone.
+"""Finds the removed symbols in a program for TF 1 or `tf.estimator`.
 
     tfdist migrate trainer/ other.py
 
 lists, by file and line, each symbol that TF 2.21 does not have under its name,
-or that does not work with tfdist, and what `tfdist/MIGRATION.md` says of it.
-Nothing is run. Names are followed through `import ... as` and `y = tf.layers`,
-not into arguments or objects: of those, methods whose names tell are listed.
+or that does not work with tfdist, and what `tfdist/MIGRATION.md` says about it.
+No code is executed. Aliases such as `import ... as` and `y = tf.layers` are
+resolved; methods of arguments and objects are listed if their name is telling.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 PAGE = Path(__file__).parents[1] / "MIGRATION.md"
-# Of the table with four columns, but not its head.
+# A row of the table with four columns, except for its header.
 _ROW = re.compile(r"^\| (?!TF 1)(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
 
 
 class Row(NamedTuple):
-    """What `tfdist/MIGRATION.md` says of some symbols, one cell each."""
+    """A row of the table in `tfdist/MIGRATION.md`, one field per cell."""
 
     symbols: str
     remains: str  # In TF 2.21: "yes", "v1" (`tf.compat.v1.`), "no", "other".
@@ -36,21 +36,21 @@ class Row(NamedTuple):
 
 
 def read_table() -> list[Row]:
-    """The rows of `tfdist/MIGRATION.md`, in their order."""
+    """Returns the rows of `tfdist/MIGRATION.md` in order."""
     rows = _ROW.findall(PAGE.read_text(encoding="utf-8"))
     return [Row(*map(str.strip, cells)) for cells in rows]
 
 
 class _Names(ast.NodeVisitor):
-    """The names of TensorFlow in code, in full, and `.method` of all else."""
+    """Collects TensorFlow's full names in code, and `.method` for the rest."""
 
     def __init__(self) -> None:
-        self.uses: list[tuple[int, str]] = []  # With their lines.
+        self.uses: list[tuple[int, str]] = []  # Line numbers and names.
         self._aliases: dict[str, str] = {}
         self._starred: dict[str, str] = {}
 
     def _full(self, node: ast.AST) -> str:
-        """The full name that a chain of attributes means, or ""."""
+        """Returns the full name of a chain of attributes, or ""."""
         if isinstance(node, ast.Attribute):
             value = self._full(node.value)
             return value and f"{value}.{node.attr}"
@@ -58,7 +58,7 @@ class _Names(ast.NodeVisitor):
         return self._aliases.get(name, self._starred.get(name, ""))
 
     def visit_Import(self, node: Any, module: str = "") -> None:
-        """`import tensorflow.x as y` makes y a name; without it, tensorflow."""
+        """`import tensorflow.x as y` binds y; without `as`, tensorflow."""
         for alias in node.names:
             full = module + alias.name
             root = full.partition(".")[0]
@@ -78,20 +78,20 @@ class _Names(ast.NodeVisitor):
         self.visit_Import(node, "." if node.level else f"{node.module}.")
 
     def visit_Name(self, node: ast.Name) -> None:
-        """A name that `from tensorflow.x import *` has brought."""
+        """A name that `from tensorflow.x import *` has imported."""
         is_read = isinstance(node.ctx, ast.Load)
         if is_read and node.id in self._starred.keys() - self._aliases.keys():
             self.uses.append((node.lineno, self._starred[node.id]))
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """`y = tf.x` makes y a name; `y = other`, none any more."""
+        """`y = tf.x` makes y an alias; `y = other` removes the alias."""
         self.generic_visit(node)
         for target in node.targets:
             if isinstance(target, ast.Name):
                 self._aliases[target.id] = self._full(node.value)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """A chain of attributes, as long as it goes."""
+        """The longest chain of attributes that starts at a known name."""
         full = self._full(node)
         self.uses.append((node.lineno, full or f".{node.attr}"))
         if not full:
@@ -99,7 +99,7 @@ class _Names(ast.NodeVisitor):
 
 
 def uses_in(path: Path) -> list[tuple[int, str]]:
-    """Lines and names of a file; one that is imported, where it is imported."""
+    """Returns the line and full name of each use or import in a file."""
     if path.suffix == ".ipynb":
         raise ValueError("first run `jupyter nbconvert --to script` on it.")
     names = _Names()
@@ -109,7 +109,7 @@ def uses_in(path: Path) -> list[tuple[int, str]]:
 
 
 def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
-    """The symbol that is gone, and its row or None; `("", None)`: it stays."""
+    """Returns a removed symbol and its row or None, else `("", None)`."""
     if full.startswith("."):
         return (full if full in rows else ""), rows.get(full)
     symbol = re.sub(r"^tensorflow(_estimator)?(\.compat\.v1)?", "tf", full)
@@ -119,7 +119,7 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
     while name and name not in rows:
         name = name.rpartition(".")[0]
     if not name and symbol.startswith("tf.python."):
-        # Where TensorFlow made it, as `tf.python.training.x.SessionRunHook`.
+        # A private module, such as `tf.python.training.x.SessionRunHook`.
         last = symbol.rpartition(".")[2]
         of_same_name = (f"tf.{wing}.{last}" for wing in ("estimator", "train"))
         name = next((n for n in of_same_name if n in rows), "")
@@ -134,7 +134,7 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
 
 
 def _value(full: str) -> Any:
-    """What a full name means in TF 2.21, or None."""
+    """Returns the object with a full name in TF 2.21, or None."""
     value: Any = tf
     for name in full.split(".")[1:]:
         value = getattr(value, name, None)
@@ -142,7 +142,7 @@ def _value(full: str) -> Any:
 
 
 def _all_of(module: str) -> dict[str, str]:
-    """What `import *` of a module brings: its names, now and in TF 1."""
+    """Returns the names that `import *` of a module binds, now or in TF 1."""
     old = module.replace("tensorflow", "tf", 1) + "."
     v1 = _value(module.replace("tensorflow", "tensorflow.compat.v1", 1))
     gone = [name for name in _gone_rows() if name.startswith(old)]
@@ -153,12 +153,12 @@ def _all_of(module: str) -> dict[str, str]:
 
 @functools.cache
 def _gone_rows() -> dict[str, Row]:
-    """The rows about each symbol that is not the same in TF 2.21."""
+    """Returns the row of each symbol that is not unchanged in TF 2.21."""
     found: dict[str, Row] = {}
     for row in read_table():
         for name in re.findall(r"`([^`]+)`", row.symbols):
             if row.remains != "yes":
-                # TF 2.15 had the hooks of `tf.train` in `tf.estimator` too.
+                # TF 2.15 also had the hooks of `tf.train` in `tf.estimator`.
                 found.setdefault(name.replace("tf.train", "tf.estimator"), row)
                 found[name] = row
     return found
@@ -172,7 +172,7 @@ def _advice(row: Row | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 if there is nothing to change, else 1."""
+    """Runs the command; returns 0 if nothing needs to change, else 1."""
     parser = argparse.ArgumentParser(
         "tfdist migrate",
         description="Lists what a TF 1 or tf.estimator program must change. "

@@ -1,6 +1,6 @@
 """What one training step needs: bytes, arithmetic, input.
 
-Given as numbers, read from a model that is never allocated, or measured.
+The numbers are given, derived from an unallocated model, or measured.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tfdist.placement.variables import VariableSpec, describe
 
 ModelFn = Callable[[], keras.Model]
 
-# Multiplications and additions for each weight and example: two forward, four
+# Multiplications and additions per weight and example: two forward, four
 # backward (Kaplan et al., 2020, "Scaling Laws for Neural Language Models").
 _FLOPS_PER_WEIGHT = 6
 _FLOAT_BYTES = 4
-_DERIVED: Any = None  # Filled in from other numbers.
+_DERIVED: Any = None  # Derived from other fields.
 # How `keras.layers.Embedding` and `PartitionedEmbedding` name their weights.
 _TABLE = re.compile(r"((?P<layer>.*)/)?embeddings(_part_\d+)?$")
 _RECURRENT = (keras.layers.RNN, keras.layers.Bidirectional)
 
 
 def check_numbers(record: Any, positive: Collection[str]) -> None:
-    """Raises unless a record's numbers are finite, and positive or 0."""
+    """Raises unless numbers are finite, and at least 0 or `positive`."""
     for field in dataclasses.fields(record):
         name, value = field.name, getattr(record, field.name)
         if isinstance(field.default, str):
@@ -48,28 +48,28 @@ def check_numbers(record: Any, positive: Collection[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step of one replica, in numbers.
+    """The cost of one step of one replica, in numbers.
 
     Attributes:
-        batch_size: Examples that one replica takes in a step.
-        dense_bytes: Weights that every step reads whole, and trains.
-        table_bytes: Embedding tables, looked up by row.
-        rows_bytes: Different rows of them that one step of one replica reads.
-        slot_bytes: What is held beside these weights and not exchanged: the
-            optimizer's slots, weights that are not trained.
-        largest_bytes: The largest dense weight. No server shares it with
-            another, and no device.
-        activation_bytes: What the forward pass keeps for the backward one.
-        boundary_bytes: What one layer hands to the next, for a whole batch.
-        flops: Multiplications and additions. Default: six for each float32
-            weight that is read whole and each example, as in dense layers.
-        compute_secs: The same, as measured on such a device. Default: `flops`
-            over what the device attains.
-        input_secs: What one machine takes to prepare a batch of `batch_size`.
+        batch_size: Examples per step of one replica.
+        dense_bytes: Trainable weights that every step reads in full.
+        table_bytes: Embedding tables, which are looked up by row.
+        rows_bytes: Distinct table rows that one step of one replica reads.
+        slot_bytes: State that is stored but not exchanged: slot variables of
+            the optimizer and weights that are not trainable.
+        largest_bytes: The largest dense weight, which cannot be split across
+            servers or devices.
+        activation_bytes: Activations kept for the backward pass.
+        boundary_bytes: Output that one layer passes to the next, per batch.
+        flops: Multiplications and additions. Default: six per example and
+            float32 weight that is read in full, as in dense layers.
+        compute_secs: Computing time measured on such a device. Default: `flops`
+            divided by `Machines.device_flops`.
+        input_secs: Time one machine takes to prepare a batch of `batch_size`.
 
     Raises:
-        ValueError: A number is negative or infinite, or a part (`rows_bytes`,
-            `largest_bytes`) exceeds its whole.
+        ValueError: A number is negative or infinite, `rows_bytes` exceeds
+            `table_bytes`, or `largest_bytes` exceeds `dense_bytes`.
 
     >>> step = Workload(batch_size=32, dense_bytes=4e6, slot_bytes=8e6)
     >>> step.state_bytes, step.flops
@@ -104,22 +104,22 @@ class Workload:
 
     @property
     def state_bytes(self) -> float:
-        """Weights and slots together: what a checkpoint holds."""
+        """Size of the weights and slot variables, which checkpoints store."""
         return self.dense_bytes + self.table_bytes + self.slot_bytes
 
     @classmethod
     def of(cls, model_fn: ModelFn, batch_size: int) -> Workload:
-        """Reads a model's step without allocating the model.
+        """Derives a model's workload without allocating the model.
 
         `model_fn` and errors are those of `tfdist.placement.describe`. The
-        result has no `compute_secs` and `input_secs`; what you know better:
+        result has no `compute_secs` or `input_secs`; override fields with
         `dataclasses.replace(workload, rows_bytes=...)`.
 
-        Tables are the weights of `keras.layers.Embedding` and of
-        `tfdist.PartitionedEmbedding`; no two ids of a batch count as equal. A
-        layer applies its other weights at every position of its output (of its
-        input, if it is recurrent), a dimension of unknown length counts as 1,
-        and a layer that was not called on Keras tensors takes one id and counts
+        Tables are the weights of `keras.layers.Embedding` and
+        `tfdist.PartitionedEmbedding`; a batch's ids are assumed distinct. A
+        layer applies its other weights at every position of its output (or
+        input, if it is recurrent). A dimension of unknown length counts as 1.
+        A layer that was not called on Keras tensors looks up one id, and counts
         as one position without output.
 
         >>> def model_fn():
@@ -197,16 +197,16 @@ def _num_bytes(spec: VariableSpec) -> int:
 
 
 def _num_floats(weight: VariableSpec | keras.Variable) -> int:
-    """Not the state of a seed, which takes no part in arithmetic."""
+    """Returns 0 for integers, such as a seed's state, which cost no flops."""
     return _size(weight.shape or ()) * tf.as_dtype(weight.dtype).is_floating
 
 
 def measure(model_fn: ModelFn, batch_size: int) -> float:
-    """Seconds of a step on this machine's first device: `compute_secs`.
+    """Measures `compute_secs` of a step on this machine's first device.
 
-    It is a forward and a backward pass on zeros, of the mean of the outputs,
-    without the optimizer's update; the median of five. The model is allocated
-    here, and must be built.
+    Returns the median of five forward and backward passes of the mean output
+    on zeros, without the optimizer's update. The model is allocated on this
+    machine, and must be built.
 
     >>> def model_fn():
     ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
@@ -230,6 +230,6 @@ def measure(model_fn: ModelFn, batch_size: int) -> float:
         weights = [weight.value for weight in model.trainable_weights]
         return loss, tape.gradient(loss, weights)
 
-    # A loss on the host has been computed. The first call traces.
+    # Fetching the loss waits for the step. The first call traces.
     secs = timeit.repeat(lambda: step()[0].numpy(), number=1, repeat=6)
     return statistics.median(secs[1:])

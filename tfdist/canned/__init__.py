@@ -1,8 +1,8 @@
-"""Ready-made linear and deep estimators, and layers, on feature columns.
+"""Ready-made linear and deep estimators and layers for feature columns.
 
-Read in this order: `estimators`, `canned_model` (one Keras model of all their
-parts), `feature_columns` with `vocabulary` (features become numbers), `layers`
-(also for a model of one's own), `heads` (numbers become predictions, losses).
+Read in this order: `estimators`, `canned_model` (the Keras model behind them),
+`feature_columns` and `vocabulary` (from features to numbers), `layers` (also
+usable in your own models), `heads` (from logits to predictions and losses).
 """
 
 import lazy_loader

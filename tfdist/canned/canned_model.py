@@ -20,9 +20,9 @@ _REDUCTIONS = ("sum_over_batch_size", "sum")
 class CannedModel(keras.Model):
     """The Keras model of a canned estimator: features to logits.
 
-    The outputs of `parts`, which are layers of columns, are added up. Of the
-    logits `head` makes predictions, losses and metrics. The other arguments are
-    those of an estimator.
+    The logits are the sum of the outputs of `parts`, which are layers of
+    feature columns. `head` computes predictions, losses and metrics from the
+    logits. The other arguments are those of the canned estimators.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class CannedModel(keras.Model):
         self._reduction = loss_reduction
         self._metrics_of_head = head.metrics()
         for part in self._parts:
-            # Here and not in `build`: paths of variables begin with the part.
+            # Not in `build`: variable paths must begin with the part's name.
             part.build()
         self.built = True
 
     def call(
         self, features: Features, training: bool | None = None
     ) -> tf.Tensor:
-        """Logits, float32 `(batch, head.units)`."""
+        """Returns the logits, float32 `(batch, head.units)`."""
         batch = Batch(features, self._vocabularies)
-        # By its name: by position Keras takes only tensors.
+        # By keyword: Keras accepts only tensors as positional arguments.
         logits = [part(features=batch) for part in self._parts]
         return tf.add_n([tf.cast(each, tf.float32) for each in logits])
 
@@ -62,7 +62,7 @@ class CannedModel(keras.Model):
         sample_weight: tf.Tensor | None = None,
         training: bool = True,
     ) -> tf.Tensor:
-        """The loss of a batch, reduced as `loss_reduction` says."""
+        """Returns the loss of a batch, reduced as `loss_reduction` says."""
         losses = self._head.losses(self._head.labels(y), y_pred)
         weights = self._weights(x, sample_weight)
         loss = heads.total_loss(losses, weights, self._reduction)
@@ -75,31 +75,31 @@ class CannedModel(keras.Model):
         y_pred: tf.Tensor,
         sample_weight: tf.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Updates the head's metrics, and compiled ones by logits."""
+        """Updates the head's metrics, and compiled metrics with the logits."""
         labels, weights = self._head.labels(y), self._weights(x, sample_weight)
         values = self._head.values(labels, y_pred)
         heads.update(self._metrics_of_head, values, weights)
         return super().compute_metrics(x, labels, y_pred, weights)
 
     def predict_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """Predictions of a batch: features, alone or with labels."""
+        """Returns the predictions for a batch, whose labels are ignored."""
         features, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         return self.predictions(features)
 
     def predictions(self, features: Features) -> dict[str, tf.Tensor]:
-        """The head's predictions of a batch by name, each `(batch, n)`."""
+        """Returns the head's predictions by name, each `(batch, n)`."""
         return self._head.predictions(self(features, training=False))
 
     def serving(self) -> Serving:
-        """What an export answers; see `tfdist.estimator.serving`.
+        """Returns the signatures to export; see `tfdist.estimator.serving`.
 
-        As tensors, features are dense: what an example does not have is `""`
-        or -1 in a categorical column.
+        Features that are passed as tensors are dense. In a categorical column
+        `""` or -1 marks a missing value.
         """
         examples = tf.feature_column.make_parse_example_spec(self._columns)
         inputs = {}
         for name, feature in examples.items():
-            # Of variable length, if it has no shape.
+            # A feature without a shape has a variable length.
             shape = [None, *getattr(feature, "shape", [None])]
             inputs[name] = tf.TensorSpec(shape, feature.dtype, name)
         return Serving(
@@ -114,7 +114,7 @@ class CannedModel(keras.Model):
     def _weights(
         self, features: Features, sample_weight: tf.Tensor | None
     ) -> tf.Tensor | None:
-        """Of the examples, `(batch, n)`: by column, by Keras, or both."""
+        """The weights of the examples, `(batch, n)`: column times Keras'."""
         weights = []
         if self._weight_column is not None:
             column = self._weight_column
@@ -129,7 +129,7 @@ class CannedModel(keras.Model):
 
 
 def check_loss(weight_column: Any, loss_reduction: str) -> None:
-    """Raises for an unknown reduction, or weights that are no numbers."""
+    """Raises for an unknown reduction or a non-numeric weight column."""
     if loss_reduction not in _REDUCTIONS:
         raise ValueError(
             f"Argument `loss_reduction` must be one of {_REDUCTIONS}. "

@@ -1,7 +1,7 @@
-"""Ready-made estimators for tables: linear, deep, and both together.
+"""Ready-made estimators for tabular data: linear, deep, and both combined.
 
-`tf.estimator`'s six, for the columns that people's programs still make with
-`tf.feature_column`:
+The six canned estimators of `tf.estimator`, for programs that still define
+their columns with `tf.feature_column`:
 
     estimator = tfdist.DNNLinearCombinedClassifier(
         linear_feature_columns=[job_x_age],
@@ -10,16 +10,16 @@
         config=tfdist.RunConfig(model_dir="gs://bucket/job"))
     tfdist.train_and_evaluate(estimator, train_spec, eval_spec)
 
-Arguments, defaults (those of TF 2.15, also the learning rates), metrics and
-predictions are theirs. Tables of ids are `PartitionedEmbedding`s. What differs:
+Arguments, defaults (including learning rates), metrics and predictions are
+those of TF 2.15. Embedding tables are `PartitionedEmbedding`s. Differences:
 
-- arguments after `model_dir` are given by name;
-- of a table, Adam and RMSProp move only the rows that were looked up (see
-  `tfdist.training.optimizers`); all other optimizers compute the same;
-- metrics are also computed while training;
-- `loss` is a mean over examples, not over batches: the same for equal batches;
-- an exporter needs no `serving_input_receiver_fn`: the columns say what a
-  `tf.Example` holds. See also `tfdist.estimator.serving` for the signatures.
+- arguments after `model_dir` are keyword-only;
+- Adam and RMSProp update only the rows of a table that a step looks up (see
+  `tfdist.training.optimizers`); all other optimizers compute the same updates;
+- metrics are also computed during training;
+- `loss` is a mean over examples, not over batches;
+- an exporter needs no `serving_input_receiver_fn`: the columns define how to
+  parse a `tf.Example`. See `tfdist.estimator.serving` for the signatures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tfdist.training.multi_optimizer import MultiOptimizer
 
 OptimizerFn: TypeAlias = Callable[[], keras.optimizers.Optimizer]
 Optimizer: TypeAlias = str | keras.optimizers.Optimizer | OptimizerFn | None
-# What makes a layer whose numbers are logits, and its optimizer.
+# A function that creates a layer with logits as outputs, and its optimizer's.
 _Part: TypeAlias = tuple[Callable[..., keras.layers.Layer], OptimizerFn]
 
 _OPTIMIZERS = {
@@ -53,12 +53,12 @@ _OPTIMIZERS = {
     "RMSProp": keras.optimizers.RMSprop,
     "SGD": keras.optimizers.SGD,
 }
-# Bytes that a shard of a table has at least; 64 MB as in TF1's canned models.
+# Minimum size of a table's shard in bytes; 64 MB as in TF1's canned models.
 _LEAST_SHARD = 64 << 20
 
 
 class _CannedEstimator(Estimator):
-    """Parts under a head, which `head_arguments` describe."""
+    """An estimator of `parts` and a head created from `head_arguments`."""
 
     _make_head: ClassVar[Callable[..., Head]]
 
@@ -200,9 +200,9 @@ class _DNNLinearCombined(_CannedEstimator):
 
 
 class LinearClassifier(_Linear):
-    """A weighted sum of features: logistic regression, or softmax.
+    """A linear classifier: logistic regression, or softmax regression.
 
-    As `tf.estimator.LinearClassifier`, without `LinearSDCA`.
+    Like `tf.estimator.LinearClassifier`, without `LinearSDCA`.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> estimator = tfdist.LinearClassifier([age], "job", n_classes=3)
@@ -210,100 +210,101 @@ class LinearClassifier(_Linear):
     6
 
     Args:
-        feature_columns: Columns of `tf.feature_column`: categorical ones have
-            a weight for each id, dense ones a weight for each number. All
-            weights start at zero.
-        model_dir: Directory of the job, if `config` does not say it.
+        feature_columns: Columns of `tf.feature_column`. A categorical column
+            has a weight for each id, a dense column a weight for each number.
+            All weights are initialized to zero.
+        model_dir: Directory of the job, if `config` does not set one.
         n_classes: Number of classes, at least 2. Default: 2.
-        label_vocabulary: The names of the classes, if labels are strings.
+        label_vocabulary: The names of the classes, if the labels are strings.
             Default: labels are integers from 0 (or floats from 0 to 1, for
             two classes).
-        weight_column: Feature with the weights of the examples: its name, or
-            a `numeric_column`. Default: all are 1.
+        weight_column: The feature that holds the example weights: its name or
+            a `numeric_column`. Default: all weights are 1.
         optimizer: A name ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD"), with
-            a learning rate of 0.2; a Keras optimizer; or a function that
-            returns one, which alone an all-reduce job takes. None for Ftrl
-            with `min(0.2, 1/sqrt(columns))`. Default: "Ftrl".
+            a learning rate of 0.2; a Keras optimizer, but not in an all-reduce
+            job; or a function that returns an optimizer. None for Ftrl with a
+            rate of `min(0.2, 1/sqrt(columns))`. Default: "Ftrl".
         config: The configuration.
         warm_start_from: As for `tfdist.Estimator`.
-        loss_reduction: "sum_over_batch_size", the default, or "sum", that of
-            `tf.compat.v1`.
+        loss_reduction: "sum_over_batch_size" (default), or "sum", the default
+            of `tf.compat.v1`.
         sparse_combiner: "sum", "mean" or "sqrtn": how several values of one
             column are combined. Default: "sum".
-        partitioner: Splits tables of weights. Default: one shard for each
+        partitioner: Partitions the weight tables. Default: one shard for each
             parameter server, none smaller than 64 MB.
 
     Raises:
-        ValueError: no column, two of one name, one with an option that is not
-            supported; an argument out of range; neither `model_dir` nor
-            `config`, or both and they differ.
-        TypeError: an argument of another type.
+        ValueError: There are no columns, two have the same name, or one has an
+            unsupported option; an argument is out of range; neither `model_dir`
+            nor `config` is given, or the two name different directories.
+        TypeError: An argument has the wrong type.
     """
 
     _make_head = staticmethod(class_head)
 
 
 class LinearRegressor(_Linear):
-    """A weighted sum of features: least squares.
+    """A linear regression model, fitted by least squares.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> tfdist.LinearRegressor([age], "job").model_fn().count_params()
     2
 
-    As `tf.estimator.LinearRegressor`. See also `LinearClassifier`, whose
-    arguments and errors are the same, except for:
+    Like `tf.estimator.LinearRegressor`. Arguments and errors are those of
+    `LinearClassifier`, except for:
 
     Args:
-        label_dimension: Labels of an example. Default: 1.
-        weight_column: A `numeric_column` of the shape `(label_dimension,)`
-            weighs the labels of an example one by one.
+        label_dimension: Number of labels per example. Default: 1.
+        weight_column: A `numeric_column` of shape `(label_dimension,)` gives
+            each label of an example a weight of its own.
     """
 
     _make_head = staticmethod(regression_head)
 
 
 class DNNClassifier(_DNN):
-    """A network of fully connected layers that tells classes apart.
+    """A classifier with fully connected hidden layers.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> tfdist.DNNClassifier([4], [age], "job").model_fn().count_params()
     13
 
-    As `tf.estimator.DNNClassifier`. See also `LinearClassifier` for the
-    arguments and errors that are not listed here.
+    Like `tf.estimator.DNNClassifier`. See `LinearClassifier` for the arguments
+    and errors that are not listed here.
 
     Args:
         hidden_units: Sizes of the hidden layers.
-        feature_columns: Dense columns of `tf.feature_column`; a categorical
-            one goes through `embedding_column` or `indicator_column`.
-        optimizer: As there; a name means Keras' default learning rate: 0.001,
-            of SGD 0.01 (TF1 had 0.05 for all). Default: "Adagrad".
-        activation_fn: After each hidden layer: a function or Keras' name.
-            Default: "relu".
-        dropout: Part of each hidden layer's outputs that is dropped.
-        batch_norm: Whether to normalize after each hidden layer.
-        input_layer_partitioner: Splits embeddings; as `partitioner` there.
+        feature_columns: Dense columns of `tf.feature_column`; wrap categorical
+            columns in `embedding_column` or `indicator_column`.
+        optimizer: As in `LinearClassifier`, but a name has Keras' default
+            learning rate: 0.01 for SGD, 0.001 for the others (in TF1 0.05 for
+            all). Default: "Adagrad".
+        activation_fn: The activation of the hidden layers: a function or a
+            Keras name. Default: "relu".
+        dropout: Fraction of each hidden layer's outputs to drop.
+        batch_norm: Whether to apply batch normalization to hidden layers.
+        input_layer_partitioner: Partitions the embeddings, as `partitioner`.
     """
 
     _make_head = staticmethod(class_head)
 
 
 class DNNRegressor(_DNN):
-    """A network of fully connected layers that predicts numbers.
+    """A regressor with fully connected hidden layers.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> tfdist.DNNRegressor([4], [age], "job").model_fn().count_params()
     13
 
-    As `tf.estimator.DNNRegressor`. See also `DNNClassifier` for its arguments
-    and errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
+    Like `tf.estimator.DNNRegressor`. See `DNNClassifier` for the arguments and
+    errors, and `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
     _make_head = staticmethod(regression_head)
 
 
 class DNNLinearCombinedClassifier(_DNNLinearCombined):
-    """A linear model and a network, trained together: wide and deep.
+    """A wide-and-deep classifier: a linear model and a deep network combined.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> decade = tf.feature_column.bucketized_column(age, [20.0, 30.0, 40.0])
@@ -316,24 +317,24 @@ class DNNLinearCombinedClassifier(_DNNLinearCombined):
     >>> estimator.model_fn().count_params()
     18
 
-    As `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two are
-    added up, and each has its own optimizer. A part without columns is left
-    out; there must be one. Arguments that begin with `dnn_` or `linear_` are
-    those of `DNNClassifier` and `LinearClassifier` for that part, others those
-    of both, except for:
+    Like `tf.estimator.DNNLinearCombinedClassifier`: the logits of the two parts
+    are added, and each part has its own optimizer. A part without columns is
+    omitted; at least one part must have columns. Arguments that begin with
+    `dnn_` or `linear_` configure that part, as in `DNNClassifier` and
+    `LinearClassifier`; the others apply to both, except for:
 
     Args:
         linear_optimizer: A name means a learning rate of
             `min(0.005, 1/sqrt(columns))`.
         dnn_optimizer: A name means a learning rate of 0.001.
-        input_layer_partitioner: Splits the tables of both parts.
+        input_layer_partitioner: Partitions the tables of both parts.
     """
 
     _make_head = staticmethod(class_head)
 
 
 class DNNLinearCombinedRegressor(_DNNLinearCombined):
-    """A linear model and a network, trained together, that predict numbers.
+    """A wide-and-deep regressor: a linear model and a deep network combined.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> estimator = tfdist.DNNLinearCombinedRegressor(
@@ -342,8 +343,8 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
     >>> estimator.model_fn().count_params()
     13
 
-    As `tf.estimator.DNNLinearCombinedRegressor`. See also
-    `DNNLinearCombinedClassifier` for its arguments and errors, and
+    Like `tf.estimator.DNNLinearCombinedRegressor`. See
+    `DNNLinearCombinedClassifier` for the arguments and errors, and
     `LinearRegressor` for `label_dimension` and `weight_column`.
     """
 
@@ -373,7 +374,7 @@ def _dnn_part(
     hidden_units: Iterable[int] | None,
     **network: Any,
 ) -> _Part:
-    """A deep part; the names of its arguments begin with `prefix`."""
+    """Returns a deep part; errors put `prefix` before argument names."""
     checked = checked_columns(f"{prefix}feature_columns", columns, dense=True)
     sizes = list(() if hidden_units is None else hidden_units)
     are_sizes = (isinstance(n, int | np.integer) and n > 0 for n in sizes)
@@ -387,7 +388,7 @@ def _dnn_part(
 
 
 def _optimizer_fn(optimizer: Any, rate: float | None = None) -> OptimizerFn:
-    """Makes a new optimizer for each model; the rate is of one by name."""
+    """Returns a function that creates optimizers; `rate` is for names only."""
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS:
             raise ValueError(

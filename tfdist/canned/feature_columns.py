@@ -1,14 +1,14 @@
-"""What `tf.feature_column`s make of a batch of features.
+"""Applies `tf.feature_column`s to a batch of features.
 
-TF 2.21 has no layer any more that reads columns, but each column still knows
-how to transform features (`get_sparse_tensors`, `get_dense_tensor`): same hash,
-same buckets, same crosses as in TF 2.15. Only its lookup tables are replaced,
-by `Vocabulary`.
+TF 2.21 no longer has a layer that reads feature columns, but each column can
+still transform features (`get_sparse_tensors`, `get_dense_tensor`), with the
+same hashes, buckets and crosses as in TF 2.15. Only their lookup tables are
+replaced, by `Vocabulary`.
 
 A feature is a tensor `(batch,)` or `(batch, n)`, where `""` and `-1` stand for
 "missing" in a categorical column, or a `tf.SparseTensor` or `tf.RaggedTensor`
-`(batch, None)`. As in TF, a cross of features by their names crosses what is
-missing in a dense tensor as well; one of columns does not.
+`(batch, None)`. As in TF, a crossed column of feature names also crosses the
+missing values of a dense tensor; a crossed column of columns does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfdist.canned.vocabulary import Vocabulary
 from tfdist.embeddings.layer import PartitionedEmbedding
 
 Features = Mapping[str, Any]
-# One of the classes behind `tf.feature_column`; they have no public name.
+# One of the column classes of `tf.feature_column`, which are not public.
 Column = Any
 Partitioner = Callable[..., Any]
 Sparse: TypeAlias = tf.SparseTensor
@@ -56,7 +56,7 @@ _OPTIONS = ("ckpt_to_load_from", "max_norm")
 def checked_columns(
     name: str, columns: Any, dense: bool = False
 ) -> tuple[Column, ...]:
-    """Argument `name`, if it is one that tfdist takes, ordered as TF did."""
+    """Returns the columns of argument `name`, validated and in TF's order."""
     columns = [columns] if _class(columns) in _CLASSES else list(columns or ())
     if not columns:
         raise ValueError(f"Argument `{name}` must have columns.")
@@ -98,7 +98,7 @@ def shared_embeddings(
     *arguments: Any,
     **options: Any,
 ) -> list[Column]:
-    """Embedding columns of several features, which look up one table.
+    """Embedding columns of several features that share one embedding table.
 
     >>> bought, seen = (
     ...     tf.feature_column.categorical_column_with_identity(name, 100)
@@ -111,11 +111,11 @@ def shared_embeddings(
     >>> [tuple(table.shape) for table in layer.weights]
     [(100, 8)]
 
-    Calls `tf.feature_column.shared_embeddings`, which TF 2.21 does only in a
-    graph, with the same arguments, except for `max_norm` and
-    `ckpt_to_load_from`. Columns that it made in a graph are taken as well. All
-    of them go into one layer, or into one canned estimator's network: another
-    layer makes a table of its own.
+    Calls `tf.feature_column.shared_embeddings`, which in TF 2.21 works only in
+    a graph. The arguments are the same, but `max_norm` and `ckpt_to_load_from`
+    are not supported. Columns that you created in a graph yourself also work.
+    Pass all columns to one layer, or to the network of one canned estimator:
+    each layer creates its own table.
     """
     with tf.Graph().as_default():
         return tf.feature_column.shared_embeddings(
@@ -124,28 +124,28 @@ def shared_embeddings(
 
 
 def _class(column: Any) -> str:
-    # Keras wraps shared columns, which `type` would tell.
+    # Keras wraps shared columns, and `type` would return the wrapper.
     return column.__class__.__name__
 
 
 def is_categorical(column: Column) -> bool:
-    """Whether `column` gives ids; a bucketized one gives both."""
+    """Whether `column` yields ids; bucketized columns are dense as well."""
     return hasattr(column, "get_sparse_tensors")
 
 
 def dense_size(column: Column) -> int:
-    """Numbers that a dense column gives for an example."""
+    """The number of values that a dense column yields per example."""
     return math.prod(column.variable_shape)
 
 
 def read_vocabularies(columns: Iterable[Column]) -> dict[Column, Lookup]:
-    """The vocabularies of columns and of those they are made of."""
+    """Returns the vocabularies of columns and of their parent columns."""
     found = dict.fromkeys(_with_parents(columns))
     return {c: Lookup(c) for c in found if _class(c).startswith("Vocabulary")}
 
 
 def _with_parents(columns: Iterable[Column]) -> Iterator[Column]:
-    """Columns, and those that they are made of."""
+    """Yields columns and their parent columns."""
     waiting = list(columns)
     while waiting:
         column = waiting.pop()
@@ -155,7 +155,7 @@ def _with_parents(columns: Iterable[Column]) -> Iterator[Column]:
 
 
 class Lookup:
-    """What a vocabulary column takes for its lookup table."""
+    """The replacement for the lookup table of a vocabulary column."""
 
     def __init__(self, column: Column) -> None:
         self._buckets = column.num_oov_buckets
@@ -163,7 +163,7 @@ class Lookup:
         self._vocabulary = Vocabulary(_words(column))
 
     def lookup(self, words: Sparse) -> Sparse:
-        """Ids of words; of others the default, or a bucket after the words."""
+        """Ids of words; unknown ones get the default or an OOV bucket."""
         ids, others = self._vocabulary.ids(words.values), self._default
         if self._buckets:
             values = words.values
@@ -177,10 +177,10 @@ class Lookup:
 
 
 class Batch:
-    """A batch of features, read by columns.
+    """A batch of features that feature columns read.
 
-    For a column it is both the `FeatureTransformationCache` (`get`) and the
-    `StateManager` with its tables (`has_resource`, `get_resource`).
+    Columns use a batch as their `FeatureTransformationCache` (`get`) and as the
+    `StateManager` of their lookup tables (`has_resource`, `get_resource`).
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class Batch:
         self._known: dict[str | Column, Any] = {}
 
     def ids(self, column: Column) -> tuple[tf.Tensor | Sparse, Sparse | None]:
-        """Ids of a categorical column, and their weights or None.
+        """Returns the ids of a categorical column, and their weights or None.
 
-        A negative id is missing, or no word of the vocabulary, and counts for
-        nothing.
+        A negative id stands for a missing value or for a word that is not in
+        the vocabulary, and is ignored.
         """
         of_values = _class(column) in _VALUE_BY_VALUE
         if of_values and isinstance(self.get(column.key), tf.Tensor):
@@ -215,18 +215,18 @@ class Batch:
         return ids, weights
 
     def dense(self, column: Column) -> tf.Tensor:
-        """The numbers, float32 `(batch, dense_size)`, of a dense column.
+        """Returns a dense column's values, float32 `(batch, dense_size)`.
 
-        Not those of an embedding, which has a table: see `look_up`.
+        Not for embedding columns, which have a table: see `look_up`.
         """
         values = column.get_dense_tensor(self, self)
         return tf.reshape(values, [tf.shape(values)[0], dense_size(column)])
 
     def _dense_ids(self, column: Column) -> tf.Tensor:
-        """Ids of a dense feature, -1 for what is missing.
+        """Returns the ids of a dense feature, -1 for missing values.
 
-        TF would make it sparse; a step with many such columns is then half as
-        long again.
+        TF would convert the feature to a sparse tensor, which makes a step with
+        many such columns 50 % slower.
         """
         feature = self.get(column.key)
         shape = tf.shape(feature, tf.int64)
@@ -236,12 +236,12 @@ class Batch:
         ids = column.transform_feature(only, self).values
         ids = tf.reshape(ids, shape)
         if feature.dtype.is_unsigned:
-            return ids  # All are there; TensorFlow would take 255 for -1.
+            return ids  # None is missing; -1 would be cast to 255.
         missing = "" if feature.dtype == tf.string else -1
         return tf.where(feature == missing, np.int64(-1), ids)
 
     def get(self, key: str | Column, _: Any = None) -> Any:
-        """The feature called `key`, or what column `key` makes of its own."""
+        """Returns the feature named `key`, or the output of column `key`."""
         if key not in self._known:
             if isinstance(key, str):
                 self._known[key] = self._feature(key)
@@ -258,7 +258,7 @@ class Batch:
         return True
 
     def get_resource(self, column: Column, name: str) -> Lookup:
-        """The table of a vocabulary column."""
+        """Returns the lookup table of a vocabulary column."""
         return self._vocabularies[column]
 
     def _feature(self, key: str) -> tf.Tensor | Sparse:
@@ -297,7 +297,7 @@ class Batch:
         return values
 
     def _weighted(self, column: Column) -> tuple[Sparse, Sparse]:
-        """Ids and weights; TF lost a dense weight of 0, but not its id."""
+        """Ids and weights; TF dropped dense weights of 0, but not their ids."""
         ids, _ = column.categorical_column.get_sparse_tensors(self, self)
         weights = self.get(column.weight_feature_key)
         if isinstance(weights, tf.SparseTensor):
@@ -319,9 +319,9 @@ def look_up(
     ids: tf.Tensor | Sparse,
     weights: Sparse | None = None,
 ) -> tf.Tensor:
-    """The combined rows of what `Batch.ids` gives; zeros for no id.
+    """Returns the combined rows of `Batch.ids`' result; zeros for no ids.
 
-    As in TF, what is not summed leaves out ids whose weight is not positive.
+    As in TF, combiners other than "sum" ignore ids without a positive weight.
     """
     if isinstance(ids, tf.Tensor):
         return table(tf.maximum(ids, 0), tf.cast(ids >= 0, tf.float32))
@@ -334,19 +334,19 @@ def look_up(
 
 
 def table_of(column: Column) -> Any:
-    """What has the size and initializer of an embedding's table, or None."""
+    """The object that describes an embedding column's table, or None."""
     if _class(column) == "SharedEmbeddingColumn":
         return shared_table(column)
     return column if _class(column) == "EmbeddingColumn" else None
 
 
 def layer_name(column: Any) -> str:
-    """Name of a column or table, without the separator of variable paths."""
+    """The name of a column or table without "/", which separates paths."""
     return column.name.replace("/", "_")
 
 
 def initializer_of(table: Any) -> Callable:
-    """Keras' counterpart of the default one, which Keras' seed governs."""
+    """A table's initializer; TF's default becomes Keras', with Keras' seed."""
     initializer = table.initializer
     if type(initializer).__name__ == "TruncatedNormal":
         config = initializer.get_config()
@@ -356,7 +356,7 @@ def initializer_of(table: Any) -> Callable:
 
 
 def _words(column: Column) -> list:
-    """The words of a vocabulary, in order."""
+    """Returns the words of a vocabulary column, in order."""
     if _class(column) == "VocabularyListCategoricalColumn":
         return list(column.vocabulary_list)
     if column.file_format == "tfrecord_gzip":

@@ -1,7 +1,7 @@
 """Prediction heads: from logits and labels to loss, metrics, predictions.
 
-TF 2.15's heads: the same metrics under the same names, weighted as there, the
-same predictions. All metrics are sums, so those of several workers add up.
+Metrics, their names and weighting, and predictions are those of TF 2.15. All
+metrics keep sums, so that the metrics of several workers can be added.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Values = dict[str, tuple[tf.Tensor, ...]]
 
 
 class Head:
-    """What every head has.
+    """The interface of all heads.
 
     Attributes:
-        units: Logits for an example.
-        classification, regression: As those of `tfdist.Serving`.
+        units: Number of logits per example.
+        classification, regression: As in `tfdist.Serving`.
     """
 
     units: int
@@ -36,28 +36,28 @@ class Head:
     _metrics: ClassVar[Mapping[str, Callable[..., keras.Metric]]]
 
     def labels(self, y: tf.Tensor) -> tf.Tensor:
-        """The labels as numbers, `(batch, ...)` of the form of `losses`."""
+        """Returns the labels as numbers, in the shape of `losses`."""
         raise NotImplementedError
 
     def losses(self, labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        """The loss of each label, unweighted."""
+        """Returns the unweighted loss of each label."""
         raise NotImplementedError
 
     def metrics(self) -> Metrics:
-        """New metrics, by name."""
+        """Returns new metrics by name."""
         return {name: make(name=name) for name, make in self._metrics.items()}
 
     def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
-        """What `update` gives each metric."""
+        """Returns the values with which `update` updates each metric."""
         raise NotImplementedError
 
     def predictions(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Predictions by name, each `(batch, n)`."""
+        """Returns the predictions by name, each `(batch, n)`."""
         raise NotImplementedError
 
 
 class _ClassHead(Head):
-    """Classes, which have names or numbers from 0."""
+    """A head for classes that have names or are numbered from 0."""
 
     classification = ("all_classes", "probabilities")
 
@@ -69,7 +69,7 @@ class _ClassHead(Head):
             self._names, self._vocabulary = list(names), Vocabulary(names)
 
     def _ids(self, y: tf.Tensor) -> tf.Tensor:
-        """Numbers as they are, strings as places in the vocabulary."""
+        """Returns numbers unchanged, strings as indices in the vocabulary."""
         labels = _column(y, 1)
         if (labels.dtype == tf.string) != (self._vocabulary is not None):
             raise ValueError(
@@ -79,7 +79,7 @@ class _ClassHead(Head):
         return self._vocabulary.ids(labels) if self._vocabulary else labels
 
     def _classes(self, logits: tf.Tensor) -> dict[str, tf.Tensor]:
-        """What is predicted of `(batch, classes)`."""
+        """Returns the predictions for logits `(batch, classes)`."""
         class_ids = tf.argmax(logits, axis=1)[:, tf.newaxis]
         every = tf.ones_like(logits, tf.int32) * tf.range(len(self._names))
         names = tf.constant(self._names)
@@ -101,7 +101,7 @@ class _AccuracyBaseline(keras.metrics.Mean):
 
 
 class _BinaryHead(_ClassHead):
-    """Two classes, one logit; labels are `(batch, 1)`, numbers from 0 to 1."""
+    """Two classes, one logit; labels are `(batch, 1)` and between 0 and 1."""
 
     regression = "logistic"
     _metrics: ClassVar = {
@@ -125,7 +125,7 @@ class _BinaryHead(_ClassHead):
 
     def values(self, labels: tf.Tensor, logits: tf.Tensor) -> Values:
         logistic = tf.sigmoid(logits)
-        # As the argmax of (0, logit): a logit of 0 is class 0.
+        # Like the argmax of (0, logit): a logit of 0 means class 0.
         class_ids = tf.cast(logits > 0, tf.float32)
         return {
             "accuracy": (tf.cast(class_ids == labels, tf.float32),),
@@ -146,9 +146,9 @@ class _BinaryHead(_ClassHead):
 
 
 class _MultiClassHead(_ClassHead):
-    """One of several classes, a logit for each; labels are int64 `(batch, 1)`.
+    """More than two classes, one logit each; labels are int64 `(batch, 1)`.
 
-    Losses too are `(batch, 1)`.
+    Losses are `(batch, 1)` as well.
     """
 
     _metrics = dict.fromkeys(("accuracy", "average_loss"), keras.metrics.Mean)
@@ -181,7 +181,7 @@ class _MultiClassHead(_ClassHead):
 
 
 class _RegressionHead(Head):
-    """Numbers and their squared errors: all `(batch, label_dimension)`."""
+    """Regression by squared errors; all `(batch, label_dimension)`."""
 
     regression = "predictions"
     _metrics = dict.fromkeys(
@@ -211,7 +211,7 @@ class _RegressionHead(Head):
 def class_head(
     n_classes: int = 2, label_vocabulary: Sequence[str] | None = None
 ) -> Head:
-    """The head of a classifier."""
+    """Returns the head of a classifier."""
     if not isinstance(n_classes, int | np.integer) or n_classes < 2:
         raise ValueError(
             "Argument `n_classes` must be an integer of at least 2. Received: "
@@ -231,13 +231,13 @@ def class_head(
 
 
 def regression_head(label_dimension: int = 1) -> Head:
-    """The head of a regressor."""
+    """Returns the head of a regressor."""
     check_positive("label_dimension", label_dimension)
     return _RegressionHead(label_dimension)
 
 
 def update(metrics: Metrics, values: Values, weights: tf.Tensor | None) -> None:
-    """Updates metrics; weights are `(batch, 1)` or of the labels' form."""
+    """Updates metrics; weights are `(batch, 1)` or have the labels' shape."""
     for name, arguments in values.items():
         sample_weight = weights
         if weights is not None:
@@ -250,14 +250,14 @@ def update(metrics: Metrics, values: Values, weights: tf.Tensor | None) -> None:
 def total_loss(
     losses: tf.Tensor, weights: tf.Tensor | None, reduction: str
 ) -> tf.Tensor:
-    """The loss of a batch: the sum, or that over the number of losses."""
+    """Returns the loss of a batch: the sum or the mean of weighted losses."""
     weighted = losses if weights is None else losses * weights
     reduce = tf.reduce_sum if reduction == "sum" else tf.reduce_mean
     return reduce(weighted)
 
 
 def _column(y: Any, size: int) -> tf.Tensor:
-    """Labels of rank 2."""
+    """Returns labels as a tensor of rank 2."""
     if y is None:
         raise ValueError(
             "A canned estimator learns (features, labels). Received features "
@@ -273,15 +273,15 @@ def _column(y: Any, size: int) -> tf.Tensor:
             f"Labels must have the shape (batch, {size})"
             f"{' or (batch,)' if size == 1 else ''}. Received: {y.shape}."
         )
-    # Where it is not known yet, a step checks it: else losses broadcast.
+    # Checks an unknown shape at each step; losses would silently broadcast.
     return tf.ensure_shape(y, [None, size])
 
 
 def _in_range(labels: tf.Tensor, inside: tf.Tensor, interval: str) -> tf.Tensor:
-    """`labels`, once it is sure that each is a class."""
+    """Returns `labels` after an assertion that all are `inside`."""
     if tf.executing_eagerly():
-        # Only in a step. Before the first one, zeros and empty strings are
-        # shown to the model to make its metrics.
+        # Check only in training steps: before the first one, the metrics are
+        # built by calling the model on zeros and empty strings.
         return labels
     check = tf.debugging.Assert(
         tf.reduce_all(inside),

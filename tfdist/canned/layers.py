@@ -1,7 +1,7 @@
-"""Layers of `tf.feature_column`s: numbers, weighted sums, a network over them.
+"""Layers for `tf.feature_column`s: dense features, a linear model, a network.
 
-Of a canned model's, variables have the shapes of TF 2.15's canned estimators
-and nearly the same names; `tfdist.checkpoint.estimator_checkpoint` knows both.
+In a canned model, the variables have the shapes of TF 2.15's canned estimators
+and nearly the same names; `tfdist.checkpoint.estimator_checkpoint` maps them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tfdist.embeddings.layer import PartitionedEmbedding
 
 
 class _OfColumns(keras.layers.Layer):
-    """Reads features, or the `Batch` that all parts of a canned model share."""
+    """Reads features, or the `Batch` shared by the parts of a canned model."""
 
     _tables: Mapping[str, PartitionedEmbedding]
 
     def __init__(self, columns: Any, dense: bool, **kwargs: Any) -> None:
-        # Features of 16 bits would fall into other buckets.
+        # Features cast to 16 bits would fall into other buckets.
         super().__init__(autocast=False, **kwargs)
         checked = checked_columns("feature_columns", columns, dense=dense)
         self.feature_columns = checked
@@ -54,25 +54,25 @@ class _OfColumns(keras.layers.Layer):
         return Batch(features, self._vocabularies)
 
     def build(self, features_shape: Any = None) -> None:
-        """Creates the tables."""
+        """Creates the embedding tables."""
         for table in self._tables.values():
             table.build()
 
     def get_config(self) -> dict[str, Any]:
-        """Configuration from which `from_config` makes the same layer."""
+        """Returns the configuration for `from_config`."""
         columns = [column_config(column) for column in self.feature_columns]
         return {**super().get_config(), "feature_columns": columns}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> keras.layers.Layer:
-        """Makes the layer of `get_config`; one shard a table."""
+        """Creates a layer from its configuration, with one shard per table."""
         columns = [column_from_config(c) for c in config["feature_columns"]]
         return cls(**{**config, "feature_columns": columns})
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class DenseFeatures(_OfColumns):
-    """The numbers that `tf.feature_column`s make of features, side by side.
+    """Concatenates the dense values that `tf.feature_column`s produce.
 
     >>> age = tf.feature_column.numeric_column("age")
     >>> job = tf.feature_column.categorical_column_with_hash_bucket("job", 100)
@@ -85,29 +85,30 @@ class DenseFeatures(_OfColumns):
     >>> keras.Model(features, keras.layers.Dense(1)(net)).output_shape
     (None, 1)
 
-    As `tf.keras.layers.DenseFeatures` of TF 2.15: the same numbers, ordered by
-    the columns' names. A `.keras` file has the names of vocabulary files, not
-    the words, and needs a `normalizer_fn` in `keras.saving`'s custom objects;
-    with columns of `shared_embeddings` there is none: save the weights.
+    Like `tf.keras.layers.DenseFeatures` of TF 2.15: the same values, ordered by
+    column name. A `.keras` file contains the paths of vocabulary files, not the
+    words, and requires that a `normalizer_fn` is registered as a custom object
+    in `keras.saving`. A layer with columns of `shared_embeddings` cannot be
+    saved as `.keras`: save its weights instead.
 
     Args:
-        feature_columns: Dense ones of `tf.feature_column`, or of
+        feature_columns: Dense columns of `tf.feature_column` or of
             `shared_embeddings`.
-        partitioner: Splits the tables, which are `PartitionedEmbedding`s; see
-            `tfdist.placement`. Default: one shard.
-        **kwargs: As for every layer.
+        partitioner: Partitions the embedding tables, which are
+            `PartitionedEmbedding`s; see `tfdist.placement`. Default: one shard.
+        **kwargs: As for `keras.layers.Layer`.
 
     Call arguments:
         features: Dictionary from name to a tensor `(batch,)` or `(batch, n)`,
-            dense, ragged or sparse. In a dense one `""` and `-1` stand for a
-            missing id. What no column names is ignored. The layer returns
-            `(batch, n)`, of its compute dtype.
+            dense, ragged or sparse. In dense tensors `""` and `-1` stand for a
+            missing id. Features that no column uses are ignored. The layer
+            returns `(batch, n)` in its compute dtype.
 
     Raises:
-        TypeError: something else than a column.
-        ValueError: no columns, categorical ones, two of one name, or an option
-            that tables do not have (`max_norm`, `ckpt_to_load_from`); at the
-            call: a feature that is missing or has another shape.
+        TypeError: An entry of `feature_columns` is not a column.
+        ValueError: There are no columns, one is categorical or has an
+            unsupported option (`max_norm`, `ckpt_to_load_from`), or two have
+            the same name; in a call: a feature is missing or has a wrong shape.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class DenseFeatures(_OfColumns):
         }
 
     def call(self, features: Features | Batch) -> tf.Tensor:
-        """The numbers; see the class."""
+        """Returns the dense values; see the class."""
         batch, parts = self._batch(features), []
         for column in self.feature_columns:
             table = table_of(column)
@@ -150,22 +151,22 @@ class DenseFeatures(_OfColumns):
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class LinearModel(_OfColumns):
-    """A weighted sum of features for each unit, and a bias.
+    """A linear model: for each unit a weighted sum of features, plus a bias.
 
     >>> job = tf.feature_column.categorical_column_with_hash_bucket("job", 100)
     >>> model = keras.Sequential([tfdist.canned.LinearModel(job)])
     >>> model({"job": tf.constant(["clerk", "baker"])}).numpy().tolist()
     [[0.0], [0.0]]
 
-    As `tf.compat.v1.feature_column.linear_model`, with the same numbers; zeros
-    at first. The weights of a categorical column are a table. For the other
-    arguments, features and errors see `DenseFeatures`.
+    Computes the same as `tf.compat.v1.feature_column.linear_model`. All weights
+    are initialized to zero; those of a categorical column are a table. See
+    `DenseFeatures` for the other arguments, the features and the errors.
 
     Args:
-        feature_columns: Of `tf.feature_column`, categorical ones and dense.
-        units: Sums for an example: the result is `(batch, units)`.
-        sparse_combiner: `"sum"`, `"mean"` or `"sqrtn"` of the weights of
-            several ids of one column.
+        feature_columns: Categorical or dense columns of `tf.feature_column`.
+        units: Number of outputs: the result is `(batch, units)`.
+        sparse_combiner: `"sum"`, `"mean"` or `"sqrtn"`: how to combine the
+            weights of several ids of one column.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class LinearModel(_OfColumns):
         self.bias = self.add_weight((self.units,), "zeros", name="bias_weights")
 
     def call(self, features: Features | Batch) -> tf.Tensor:
-        """The sums; see the class."""
+        """Returns the weighted sums; see the class."""
         batch = self._batch(features)
         columns = filter(is_categorical, self.feature_columns)
         parts = [look_up(self._tables[c.name], *batch.ids(c)) for c in columns]
@@ -231,15 +232,15 @@ class LinearModel(_OfColumns):
         return tf.add_n(parts) + tf.cast(self.bias, self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """Configuration from which `from_config` makes the same layer."""
+        """Returns the configuration for `from_config`."""
         own = {"units": self.units, "sparse_combiner": self.sparse_combiner}
         return {**super().get_config(), **own}
 
 
 class DNNModel(keras.layers.Layer):
-    """Hidden layers over dense columns, then one linear layer.
+    """Hidden layers on dense columns, followed by a linear layer.
 
-    A hidden layer is: weights, activation, dropout, batch normalization.
+    A hidden layer: dense with activation, dropout, batch normalization.
     """
 
     def __init__(
@@ -280,9 +281,9 @@ class DNNModel(keras.layers.Layer):
             size = getattr(layer, "units", size)
 
     def call(self, features: Batch, training: bool | None = None) -> tf.Tensor:
-        """The numbers, `(batch, units)`, of the layer's compute dtype."""
+        """Returns `(batch, units)` in the layer's compute dtype."""
         values = self._input_layer(features=features)
         for layer in self._hidden:
-            # Keras hands `training` on to the layers that take it.
+            # Keras passes `training` on to the layers that accept it.
             values = layer(values)
         return values

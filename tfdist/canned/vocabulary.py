@@ -1,7 +1,7 @@
-"""Words to ids without a lookup table.
+"""Maps words to ids without a lookup table.
 
-A table would live on one machine, and steps run on others. A sorted list of
-fingerprints is a constant of the graph, and a search in it costs no more.
+A lookup table would live on one machine, while steps run on others. A sorted
+list of fingerprints is a constant of the graph, and searching it is as fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NO_WORD = np.iinfo(np.int64).max  # Greater than any fingerprint of a string.
 
 
 class Vocabulary:
-    """The place of each value in a list of strings or integers.
+    """Maps each value to its index in a list of strings or integers.
 
     >>> Vocabulary(["b", "a"]).ids(tf.constant(["a", "b", "c"])).numpy()
     array([ 1,  0, -1])
@@ -24,7 +24,7 @@ class Vocabulary:
         words: Distinct strings or integers.
 
     Raises:
-        ValueError: a word twice, or no word.
+        ValueError: `words` is empty or contains duplicates.
     """
 
     def __init__(self, words: Sequence[str | int]) -> None:
@@ -37,7 +37,7 @@ class Vocabulary:
         with tf.init_scope():
             known = _fingerprints(tf.constant(words)).numpy()
         order = known.argsort()
-        # One more, so that a place after the last word is one too.
+        # A sentinel makes the position after the last word a valid index.
         self._order = np.append(order, -1)
         self._sorted = np.append(known[order], _NO_WORD)
 
@@ -45,9 +45,9 @@ class Vocabulary:
         return len(self._order) - 1
 
     def ids(self, values: tf.Tensor) -> tf.Tensor:
-        """The int64 id of each value, -1 for one that is no word."""
+        """Returns the int64 id of each value, or -1 for unknown values."""
         wanted = tf.reshape(_fingerprints(values), [1, -1])
-        # `tf.searchsorted` adds five small operations for each column.
+        # `tf.searchsorted` would add five small operations per column.
         known = self._sorted[np.newaxis]
         place = tf.raw_ops.LowerBound(sorted_inputs=known, values=wanted)
         found = tf.gather(self._sorted, place) == wanted
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 def _fingerprints(values: tf.Tensor) -> tf.Tensor:
-    # Two of a thousand strings share a fingerprint once in 10^13 vocabularies.
+    # In a vocabulary of 1,000 words two collide with a probability of 10^-13.
     if values.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(values, 2**63 - 1)
     return tf.cast(values, tf.int64)

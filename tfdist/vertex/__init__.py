@@ -1,9 +1,9 @@
 """Job files for Vertex AI and Kubernetes.
 
-Read in this order: `jobs` (a job becomes what the service is told), `tuning`
-(many trials of one), `checks` (what the service would refuse), `job_file` (the
-YAML, and the command that submits it), `command` (`python -m tfdist.vertex`),
-`exports` (the model, where the service looks for it), `kubernetes`.
+Read in this order: `jobs` (from a job to the service's spec), `tuning` (many
+trials of a job), `checks` (what the service would reject), `job_file` (the YAML
+and the command that submits it), `command` (`python -m tfdist.vertex`),
+`exports` (copies the model to where Vertex AI expects it), `kubernetes`.
 """
 
 import lazy_loader

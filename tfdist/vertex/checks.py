@@ -1,10 +1,10 @@
-"""What is wrong with a job file for Vertex AI, before it is submitted.
+"""Validates a job file for Vertex AI before it is submitted.
 
-gcloud forwards fields that it does not know. So a file is parsed into the
-service's own message type, of the package google-cloud-aiplatform. Then come
-the rules that the service reports late, when machines have been rented, or
-never. What it says when a job is submitted (which machine types and disks there
-are, how many chiefs) is left to it.
+gcloud forwards unknown fields. A file is therefore parsed into the service's
+own message type, from the package google-cloud-aiplatform, and then checked
+against rules whose violation the service reports only after machines have been
+rented, or never. Errors that the service reports at submission (such as
+unknown machine types and disks, or several chiefs) are left to the service.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tfdist.cluster.spec import REDUCTION_SERVERS
 Fields = Mapping[str, Any]
 
 _GCS = re.compile(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[^/\s]+)*/?")
-# The prebuilt images, whose Python is in their name.
+# Prebuilt images, whose names contain the Python version.
 _OLD_PYTHON = re.compile(r"\.(cp|py)3(7|8|9|10)\b")
 _SERVICES_OWN = ("TF_CONFIG", "CLUSTER_SPEC", "AIP_", "CLOUD_ML_")
 
 
 def problems_of_job(spec: Any) -> list[str]:
-    """What is wrong with a job file, a sentence for each problem.
+    """Returns the problems of a job file, one sentence each.
 
     >>> problems_of_job({"base_output_directory": {}})
     ['base_output_directory is unknown here; baseOutputDirectory is meant.']
@@ -35,8 +35,8 @@ def problems_of_job(spec: Any) -> list[str]:
             `studySpec`), as `yaml.safe_load` returns it.
 
     Raises:
-        ImportError: google-cloud-aiplatform is not installed, which
-            `pip install "tfdist[vertex]"` does.
+        ImportError: google-cloud-aiplatform is not installed; install it with
+            `pip install "tfdist[vertex]"`.
     """
     try:
         return rules_broken_by(_parsed(spec))
@@ -45,17 +45,17 @@ def problems_of_job(spec: Any) -> list[str]:
 
 
 def rules_broken_by(spec: Fields) -> list[str]:
-    """`problems_of_job` for what is known to be well-formed."""
+    """Returns the problems of a job file that is known to be well-formed."""
     return [*(_tuning_rules(spec) if is_tuning(spec) else _job_rules(spec))]
 
 
 def is_tuning(spec: Fields) -> bool:
-    """Whether this is a hyperparameter tuning job."""
+    """Whether `spec` is a hyperparameter tuning job."""
     return "studySpec" in spec
 
 
 def _parsed(spec: Any) -> dict[str, Any]:
-    """The fields of a file that the service's message type understands."""
+    """Parses a file into the service's message type; returns its fields."""
     try:
         from google.cloud.aiplatform_v1 import types
         from google.protobuf import json_format
@@ -82,7 +82,7 @@ def _parsed(spec: Any) -> dict[str, Any]:
 
 
 def _snake_case(value: Any, path: str = "") -> Iterator[str]:
-    """Fields that the parser takes, and that gcloud and the rules do not."""
+    """Yields problems with snake_case fields, which only the parser accepts."""
     if isinstance(value, list):
         for i, entry in enumerate(value):
             yield from _snake_case(entry, f"{path}[{i}]")
@@ -93,7 +93,7 @@ def _snake_case(value: Any, path: str = "") -> Iterator[str]:
         where = f"{path}.{key}".lstrip(".")
         if camel != key:
             yield f"{where} is unknown here; {camel} is meant."
-        elif key != "labels":  # Whose keys are the user's own.
+        elif key != "labels":  # The user chooses the keys of labels.
             yield from _snake_case(entry, where)
 
 
@@ -103,7 +103,7 @@ def _job_rules(spec: Fields) -> Iterator[str]:
         yield "workerPoolSpecs must be a list of pools, the chief's first."
         return
     chief, workers, third, evaluator = [*pools, {}, {}, {}][:4]
-    # Protobuf's JSON has 64-bit integers as text.
+    # Protobuf's JSON represents 64-bit integers as strings.
     if int(evaluator.get("replicaCount", 0)) > 1:
         yield "workerPoolSpecs[3] is the evaluator: there can be only one."
     if third and not workers:
@@ -165,7 +165,7 @@ def _reduction_server_rules(
 
 
 def _is_tpu_pod(pool: Fields) -> bool:
-    """One machine has 8 cores (v2, v3), or the chips of its name (v5e)."""
+    """Whether a pool exceeds one machine: 8 cores (v2, v3), N chips (v5e)."""
     machine = pool.get("machineSpec", {})
     if machine.get("machineType", "") == "cloud-tpu":
         return _accelerators(pool) > 8

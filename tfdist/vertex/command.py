@@ -5,19 +5,19 @@ r"""Job files for Vertex AI: `python -m tfdist.vertex > job.yaml`.
         --base_output_dir=gs://my-bucket/clicks -- --max_steps=100000
 
 prints the YAML that `gcloud ai custom-jobs create --config` takes, and that
-command as a comment. The counts say what the job is:
+command as a comment. The flags determine the type of job:
 
-* no `--workers`: one machine, with one accelerator or several, or a TPU;
-* `--workers` and `--ps`: parameter servers, with a chief beside them;
+* no `--workers`: one machine, with one or more accelerators, or a TPU;
+* `--workers` and `--ps`: parameter servers, workers and a chief;
 * `--workers` alone: all-reduce, in which the chief is a worker as well.
-  `--reduction_servers` are Google's, for GPUs of several machines.
+  `--reduction_servers` are Google's, for GPUs on several machines.
 
-With `--metric` and `--parameter` it is a hyperparameter tuning job. All of it
-is checked (`tfdist.vertex.checks`), and `--check=job.yaml` checks a file that
-somebody wrote. Neither TensorFlow nor a network is needed.
+`--metric` and `--parameter` make it a hyperparameter tuning job. The job is
+validated (`tfdist.vertex.checks`); `--check=job.yaml` validates a file that was
+written by hand. Neither TensorFlow nor a network is needed.
 
-It replaces the scale tiers of `gcloud ml-engine jobs submit training`, with
-which TF1 jobs were submitted.
+The command replaces the scale tiers of `gcloud ml-engine jobs submit training`,
+with which TF1 jobs were submitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MACHINES = {
     "evaluator_machine": "the evaluator",
     "reduction_machine": "reduction servers",
 }
-# What a flag says something of -> those flags.
+# A flag -> the flags that have an effect only together with it.
 _NEEDED_BY = {
     "ps": "chief_machine ps_machine",
     "evaluator": "evaluator_machine evaluator_accelerator",
@@ -54,7 +54,7 @@ _NEEDED_BY = {
 
 
 def add_flags(parser: argparse.ArgumentParser, described_by: type) -> None:
-    """Adds the flags that are fields of a dataclass, made by `jobs.flag`."""
+    """Adds flags for the fields of a dataclass that `jobs.flag` created."""
     for field in dataclasses.fields(described_by):
         options: dict[str, Any] = dict(field.metadata)
         if not options:
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _accelerator(text: str) -> dict[str, Any]:
-    """The fields of a `Machine` for "NVIDIA_TESLA_T4:2"."""
+    """Parses "NVIDIA_TESLA_T4:2" into fields of a `Machine`."""
     match = re.fullmatch(r"([A-Z][A-Z0-9_]*)(?::([1-9][0-9]*))?", text)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -130,7 +130,7 @@ def _accelerator(text: str) -> dict[str, Any]:
 
 
 def _seconds(text: str) -> int:
-    """The seconds of "90m".
+    """Parses a duration such as "90m" into seconds.
 
     >>> _seconds("90m"), _seconds("3d")
     (5400, 259200)
@@ -159,7 +159,7 @@ def _check_all_count(
 
 
 def _job(options: argparse.Namespace) -> Job:
-    """The job that the flags describe, which are called as its fields."""
+    """Returns the job that the flags, named like its fields, describe."""
     if not options.base_output_dir:
         raise ValueError(
             "--base_output_dir=gs://bucket/folder is needed: the tasks share "
@@ -182,7 +182,7 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _tuning(options: argparse.Namespace) -> Tuning | None:
-    """What the flags vary, if anything."""
+    """Returns the tuning that the flags describe, or None."""
     if bool(options.metric) != bool(options.parameters):
         raise ValueError(
             "--metric and --parameter belong together. Received: "
@@ -206,7 +206,7 @@ def _check_file(path: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; a job that is wrong exits with 2 and a message."""
+    """Runs the command; exits with 2 and a message if the job is invalid."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     options = parser.parse_args(argv)

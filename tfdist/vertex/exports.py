@@ -1,4 +1,4 @@
-"""The model of a finished job, where Vertex AI looks for it."""
+"""Copies the model of a finished job to where Vertex AI expects it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _FOLDERS = ("variables", "assets", "assets.extra")
 
 
 def check_export_dir(directory: str) -> None:
-    """Fails at a job's start, not at its end, if it could copy no model there.
+    """Checks that a model can be copied to a directory; call it at job start.
 
-    >>> tfdist.vertex.check_export_dir(f"{directory}/model/")
+     tfdist.vertex.check_export_dir(f"{directory}/model/")
 
     Raises:
-        ValueError: no file can be written in `directory`, which is made.
+        ValueError: `directory`, which is created, is not writable.
     """
     storage.check_writable(directory.rstrip("/"), "export_dir")
 
 
 def copy_export(export: str, directory: str) -> None:
-    """Copies a SavedModel to a directory itself, in place of what is there.
+    """Copies a SavedModel into a directory, replacing the model in it.
 
-    Exporters write to a directory named by time below `model_dir`; an upload to
-    Vertex AI's Model Registry takes the SavedModel in `AIP_MODEL_DIR` itself.
-    `saved_model.pb` goes first and comes last: whoever finds it finds a whole
-    model. Only one task of a job may call it, the chief when training is over.
+    Exporters write to a timestamped directory below `model_dir`, but an upload
+    to Vertex AI's Model Registry expects the SavedModel in `AIP_MODEL_DIR`
+    itself. `saved_model.pb` is removed first and copied last: where it exists,
+    the model is complete. Only the chief may call this, after training.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> export = tfdist.estimator.export_saved_model(model, directory)
@@ -38,12 +38,12 @@ def copy_export(export: str, directory: str) -> None:
     ['assets', 'fingerprint.pb', 'saved_model.pb', 'variables']
 
     Args:
-        export: A SavedModel, as `train_and_evaluate` returns its path.
-        directory: Where it shall be, such as `os.environ["AIP_MODEL_DIR"]`.
-            Other files there stay.
+        export: The path of a SavedModel, as `train_and_evaluate` returns it.
+        directory: The target, such as `os.environ["AIP_MODEL_DIR"]`. Other
+            files in it are kept.
 
     Raises:
-        ValueError: `export` is no SavedModel.
+        ValueError: `export` is not a SavedModel.
     """
     if not tf.io.gfile.exists(os.path.join(export, _LAST)):
         raise ValueError(
@@ -51,7 +51,7 @@ def copy_export(export: str, directory: str) -> None:
             f"which has no {_LAST}."
         )
     if storage.same_path(export, directory):
-        return  # Else it would be removed before it is copied.
+        return  # The model would be removed before it is copied.
     export, target = export.rstrip("/"), directory.rstrip("/")
     storage.make_directory(target)
     if tf.io.gfile.exists(os.path.join(target, _LAST)):

@@ -13,7 +13,7 @@ import yaml
 from tfdist.vertex.checks import is_tuning
 from tfdist.vertex.jobs import REDUCTION_SERVER_IMAGE, given
 
-# Numbers and truth values of YAML 1.2, and of Go's YAML, that are none of 1.1.
+# Strings in YAML 1.1 that YAML 1.2 or Go's YAML reads as numbers or booleans.
 _OTHER_TYPE = re.compile(
     r"[-+]?(\.?[0-9][0-9_.]*[eE][-+]?[0-9]+|0o?[0-7_]+)|[yYnN]"
 )
@@ -22,10 +22,10 @@ _OTHER_TYPE = re.compile(
 def gcloud_command(
     spec: Mapping[str, Any], *, region: str, name: str
 ) -> list[str]:
-    """The command that submits a job which a `Job` or `Tuning` made.
+    """Returns the command that submits the spec of a `Job` or `Tuning`.
 
-    gcloud refuses a `--config` in which a worker pool is left out between two
-    others. It takes such pools as flags; ValueError if they cannot say it all.
+    gcloud rejects a `--config` that omits a worker pool between two others, so
+    such pools become flags. Raises ValueError if flags cannot express them.
     """
     kind = "hp-tuning-jobs" if is_tuning(spec) else "custom-jobs"
     command = [
@@ -43,7 +43,7 @@ def gcloud_command(
 
 
 def _pool_flag(pool: Mapping[str, Any]) -> str:
-    """A worker pool as the value of `--worker-pool-spec`."""
+    """Returns a worker pool as the value of `--worker-pool-spec`."""
     if not pool:
         return ""
     program, machine = pool.get("containerSpec", {}), pool["machineSpec"]
@@ -66,7 +66,7 @@ def _pool_flag(pool: Mapping[str, Any]) -> str:
 
 
 def _list_flag(values: Sequence[str]) -> str:
-    """A list as gcloud's flags take it, whatever its entries hold.
+    """Formats a list for a flag of gcloud, whatever characters it contains.
 
     >>> _list_flag(["--a=1,2", "--b"])
     '^:^--a=1,2:--b'
@@ -82,7 +82,7 @@ def _list_flag(values: Sequence[str]) -> str:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes also strings that gcloud or kubectl would read as another type.
+    """Also quotes strings that gcloud or kubectl would read as another type.
 
     >>> print(yaml.dump(["1e-3", "0o17", "y", "a"], Dumper=Dumper), end="")
     - '1e-3'
@@ -107,7 +107,7 @@ def to_yaml(
     made_by: Sequence[str],
     submit: Sequence[str],
 ) -> str:
-    """The job file: comments that say what it is, then the YAML."""
+    """Returns the job file: explanatory comments, followed by the YAML."""
     lines = [f"# {shape}. Made by:", *_comment(made_by)]
     lines += ["# Submit it with:", *_comment(submit)]
     pools = spec.get("trialJobSpec", spec)["workerPoolSpecs"]
@@ -129,7 +129,7 @@ def to_yaml(
 
 
 def _comment(command: Sequence[str]) -> list[str]:
-    """A command as lines of a comment, to be pasted without the marks."""
+    """Returns a command as comment lines; paste it without the leading #."""
     lines = ["#  "]
     for word in map(_quoted, command):
         if len(lines[-1]) + len(word) > 76 and len(lines[-1]) > 4:
@@ -140,14 +140,14 @@ def _comment(command: Sequence[str]) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    r"""A word as bash reads it, on one line.
+    r"""Quotes a word for bash, on one line.
 
     >>> print(_quoted("--a=b"), _quoted("b c"), _quoted("b\nc"))
     --a=b 'b c' $'b\x0ac'
     """
     if word.isprintable():
         return shlex.quote(word)
-    # Not \u, which bash leaves as it is where the locale is no UTF-8.
+    # Not \u, which bash does not decode unless the locale is UTF-8.
     escaped = (
         c
         if c.isprintable() and c not in "\\'"

@@ -1,11 +1,10 @@
-"""A job on Vertex AI: from a cluster's shape to what the service is told.
+"""A job on Vertex AI: from the shape of a cluster to the service's job spec.
 
-A `Job` counts workers, parameter servers and the like and says what they run
-on; `Job.spec()` is the `CustomJobSpec`, as JSON has it. The service tells tasks
-apart by their worker pool: 0 the chief, 1 workers, 2 parameter servers, 3 the
-evaluator.
-Reduction servers stand in pool 2 as well, so the variable
-`TFDIST_REDUCTION_SERVERS` tells the other tasks what they are.
+A `Job` holds the number of workers, parameter servers and so on, and their
+machines; `Job.spec()` returns the `CustomJobSpec` as JSON. The worker pool of a
+task determines its role: 0 the chief, 1 workers, 2 parameter servers, 3 the
+evaluator. Reduction servers are in pool 2 as well, so the variable
+`TFDIST_REDUCTION_SERVERS` tells the other tasks what pool 2 is.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ REDUCTION_SERVER_IMAGE = (
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
-    """A field that is a flag of the command as well; `text` is its help.
+    """Returns a dataclass field that is also a command-line flag.
 
-    The `options` are those of argparse that the default does not tell.
+    `text` is the help of the flag. `options` are those of argparse that cannot
+    be inferred from the default.
     """
     metadata = {"help": text, **options}
     return dataclasses.field(default=default, metadata=metadata)
@@ -35,15 +35,15 @@ def flag(default: Any, text: str, **options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One kind of machine.
+    """A type of machine.
 
     The other fields are flags of `python -m tfdist.vertex`, for `--machine`.
 
     Attributes:
-        machine_type: As Compute Engine calls it.
-        accelerator_type: As Vertex AI calls it, such as "NVIDIA_TESLA_T4"; also
-            where the machine type comes with it. Default: none.
-        accelerator_count: How many on each machine.
+        machine_type: The name of the machine type in Compute Engine.
+        accelerator_type: The name in Vertex AI, such as "NVIDIA_TESLA_T4".
+            Required also if the machine type includes it. Default: none.
+        accelerator_count: Number of accelerators per machine.
 
     >>> Machine(machine_type="n1-highmem-8").fields()
     {'machineSpec': {'machineType': 'n1-highmem-8'}}
@@ -62,7 +62,7 @@ class Machine:
     )
 
     def fields(self) -> dict[str, Any]:
-        """`machineSpec`, and `diskSpec` if something of it is given."""
+        """Returns `machineSpec`, and `diskSpec` if a disk field is set."""
         affinity: dict[str, Any] | None = None
         if self.reservation == "any":
             affinity = {"reservationAffinityType": "ANY_RESERVATION"}
@@ -89,7 +89,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """What a job is on either service: its tasks, and what they run."""
+    """The part of a job that both services share: tasks and their program."""
 
     workers: int = flag(0, "workers, beside the chief")
     ps: int = flag(0, "parameter servers")
@@ -116,22 +116,22 @@ class Tasks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job(Tasks):
-    """A job on Vertex AI, in tfdist's terms.
+    """A job on Vertex AI.
 
-    Fields are flags of `python -m tfdist.vertex`, whose help tells what they
-    are. More is to be said of these:
+    The fields are flags of `python -m tfdist.vertex`; `--help` describes them.
+    Details of some fields:
 
     Attributes:
-        base_output_dir: The service makes AIP_MODEL_DIR and its like of it,
-            from which `trainer.task` takes `--model_dir`.
-        machine: What the gradients are computed on: the workers, and without
-            parameter servers the chief.
-        chief_machine: Of the chief of a job with parameter servers, who only
-            coordinates.
+        base_output_dir: The service derives AIP_MODEL_DIR and similar variables
+            from it, which are the defaults of `trainer.task`'s directories.
+        machine: The machine that computes gradients: that of the workers, and
+            without parameter servers also that of the chief.
+        chief_machine: The machine of a chief that only coordinates, in a job
+            with parameter servers.
         args: Flags of the trainer, the same for every task.
-        env: Variables of every task.
-        restart_job_on_worker_restart: Default: for all-reduce, where the others
-            cannot go on; tfdist's parameter-server jobs can.
+        env: Environment variables of every task.
+        restart_job_on_worker_restart: Default: True for all-reduce, where the
+            other tasks cannot continue, unlike in parameter-server jobs.
 
     Raises:
         ValueError: Arguments contradict each other.
@@ -218,18 +218,18 @@ class Job(Tasks):
         return ", ".join(tasks + ["evaluator"] * self.evaluator)
 
     def spec(self) -> dict[str, Any]:
-        """The `CustomJobSpec`, as JSON has it.
+        """Returns the `CustomJobSpec` as JSON.
 
-        Warns if google-cloud-aiplatform is not installed, without which only
-        tfdist's own rules are checked.
+        Warns if google-cloud-aiplatform is not installed; only tfdist's own
+        rules are checked then.
 
         Raises:
-            ValueError: The service would refuse it; lists all the problems.
+            ValueError: The service would reject the job; lists all problems.
         """
         return checked(self.unchecked_spec())
 
     def unchecked_spec(self) -> dict[str, Any]:
-        """`spec`, right or wrong."""
+        """Returns the `CustomJobSpec` without validation."""
         restart = self.restart_job_on_worker_restart
         if restart is None and self.workers and not self.ps:
             restart = True
@@ -257,7 +257,7 @@ class Job(Tasks):
         return given(spec)
 
     def _pools(self) -> list[dict[str, Any]]:
-        """The worker pools: chief, workers, ps, evaluator."""
+        """Returns the worker pools: chief, workers, ps, evaluator."""
         chief_machine = self.chief_machine if self.ps else self.machine
         third = self._pool(self.ps, self.ps_machine, PS_ENV)
         if self.reduction_servers:
@@ -279,7 +279,7 @@ class Job(Tasks):
     def _pool(
         self, replicas: int, machine: Machine, env: Mapping[str, str] = {}
     ) -> dict[str, Any]:
-        """One worker pool; {} leaves it out."""
+        """Returns a worker pool, or {} for a pool without replicas."""
         if not replicas:
             return {}
         all_env = {**(PS_JOB_ENV if self.ps else {}), **env}
@@ -305,7 +305,7 @@ class Job(Tasks):
 
 
 def checked(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns a job that was made here; warns and raises as `Job.spec`."""
+    """Validates and returns a generated job; warns and raises as `Job.spec`."""
     try:
         problems = problems_of_job(spec)
     except ImportError as e:
@@ -323,10 +323,10 @@ def check(problems: Sequence[str]) -> None:
 
 
 def as_list(env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Variables as both services take them."""
+    """Returns environment variables in the form that both services expect."""
     return [{"name": name, "value": value} for name, value in env.items()]
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value."""
+    """Returns the fields that are not None."""
     return {key: value for key, value in fields.items() if value is not None}

@@ -4,23 +4,23 @@ r"""A job on Kubernetes: `python -m tfdist.kubernetes > job.yaml`.
         --image=my-registry/trainer:1 -- --model_dir=gs://my-bucket/clicks
     kubectl apply -f job.yaml
 
-The same shapes as `tfdist.vertex`, in one of three kinds:
+The job has the same shapes as in `tfdist.vertex` and is of one of three kinds:
 
-* `--kind=plain` (default): one indexed Job per role and a headless Service, in
-  which every pod keeps its name, and `TF_CONFIG` is written out. Nothing but
-  Kubernetes 1.31 or later is needed. (Not a StatefulSet: it would start again
-  the servers that end when the chief is done.)
-* `--kind=jobset`: the same Jobs as one JobSet, whose controller makes the
-  Service, ends all when the chief is done, and which Kueue can queue.
+* `--kind=plain` (default): one indexed Job per role, with stable pod names and
+  an explicit `TF_CONFIG`, and a headless Service. Requires only Kubernetes 1.31
+  or later. (A StatefulSet would restart the servers, which exit when the chief
+  is done.)
+* `--kind=jobset`: the same Jobs as one JobSet, which Kueue can queue. Its
+  controller creates the Service and ends all Jobs when the chief is done.
 * `--kind=tfjob`: a TFJob for the training operator v1, which sets `TF_CONFIG`.
   Its successor, Kubeflow Trainer v2, has no TensorFlow runtime.
 
-TensorFlow's servers authenticate nobody and execute any graph they are sent. A
-NetworkPolicy lets only the pods of the job reach each other, if the cluster's
-network enforces such policies; the comment in the file says so too. The
-pods reach each other, DNS and `--egress`; if a flag of the trainer names
-`gs://`, also Google's metadata server and, without `--egress`, port 443 of any
-address. They run as user 1000 without rights, and may write to `/tmp` alone.
+TensorFlow's servers do not authenticate clients and execute any graph they
+receive. A NetworkPolicy lets only the pods of the job connect to them, provided
+that the cluster's network enforces such policies. The pods can reach each
+other, DNS and `--egress`; if a flag of the trainer contains `gs://`, also
+Google's metadata server and, without `--egress`, port 443 of any address. They
+run as user 1000 without privileges, and can write only to `/tmp`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _PORT = 2222
 _LABEL = "tfdist-job"
 _CONTAINER = "tensorflow"  # The training operator looks for this name.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-# Exit codes of a mistake, after which another try is no use.
+# Exit codes of permanent errors, after which a retry is useless.
 _PERMANENT = [1, 2]
 _USER = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 1000)
-_HTTPS = "0.0.0.0/0:443"  # Where gs:// is, and GKE's credentials for it:
+_HTTPS = "0.0.0.0/0:443"  # For gs://; its credentials on GKE come from:
 _METADATA = ("169.254.169.254/32:80", "169.254.169.252/32:988")
 _CIDR_PORT = r"[0-9a-f.:]+/\d+:\d+"
 _NAMES = {  # The first begins each host name.
@@ -68,8 +68,7 @@ _TFJOB_ROLES = {
 class Job(Tasks):
     """A job on Kubernetes; its fields are flags of the command.
 
-    Its `args`, flags of the trainer, must name a `model_dir` that all pods
-    share.
+    `args`, flags of the trainer, must set a `model_dir` that all pods share.
     """
 
     name: str = flag("tfdist", "of the job and its pods")
@@ -108,14 +107,14 @@ class Job(Tasks):
 
     @property
     def replicas(self) -> dict[str, int]:
-        """Role -> number of its tasks, without roles that have none."""
+        """Maps each role to its number of tasks; omits roles without tasks."""
         tasks = task_ids(self.ps, self.workers, self.evaluator, data_workers=0)
         return Counter(role for role, _ in tasks)
 
     def cluster(self, job: str = "{}") -> Cluster:
-        """The tasks by their names in the headless Service, as the chief.
+        """Returns the chief's view of the cluster, with the pods' host names.
 
-        The Job of a role is called `<name>-<job>`.
+        The Job of a role is named `<name>-<job>`.
         """
         host = f"{self.name}-{job}-{{}}.{self.name}.{self.namespace}.svc"
         addresses = {
@@ -125,14 +124,14 @@ class Job(Tasks):
         return Cluster.from_jobs(addresses, "chief", 0)
 
     def plain(self) -> list[dict[str, Any]]:
-        """Objects for Kubernetes itself.
+        """Returns the objects for plain Kubernetes.
 
         >>> job = Job(name="a", image="i", workers=2, ps=1)
         >>> [object["metadata"]["name"] for object in job.plain()]
         ['a', 'a', 'a-chief', 'a-worker', 'a-ps']
         """
         service = {
-            "clusterIP": "None",  # A name for each pod.
+            "clusterIP": "None",  # Gives each pod a DNS name.
             "publishNotReadyAddresses": True,
             "selector": self._labels,
             "ports": [{"name": "grpc", "port": _PORT}],
@@ -147,12 +146,12 @@ class Job(Tasks):
         ]
 
     def jobset(self) -> list[dict[str, Any]]:
-        """Objects for the controller of JobSets, v1alpha2."""
+        """Returns the objects for the controller of JobSets, v1alpha2."""
         done = {"operator": "All", "targetReplicatedJobs": ["chief"]}
         spec = {
             "network": {"enableDNSHostnames": True, "subdomain": self.name},
             "successPolicy": done,
-            "failurePolicy": {"maxRestarts": 0},  # A Job starts pods again.
+            "failurePolicy": {"maxRestarts": 0},  # The Jobs restart pods.
             "replicatedJobs": [
                 {"name": role, "replicas": 1, "template": {"spec": job}}
                 for role, job in self._jobs(self.cluster("{}-0")).items()
@@ -162,7 +161,7 @@ class Job(Tasks):
         return [self._network_policy(), jobset]
 
     def tfjob(self) -> list[dict[str, Any]]:
-        """Objects for the training operator v1."""
+        """Returns the objects for the training operator v1."""
         specs = {}
         for role, count in self.replicas.items():
             name, restart = _TFJOB_ROLES[role]
@@ -193,7 +192,7 @@ class Job(Tasks):
         return {_LABEL: self.name}
 
     def _network_policy(self) -> dict[str, Any]:
-        """Pods of this job reach each other, DNS and the `egress`."""
+        """Lets the pods of this job reach each other, DNS and `egress`."""
         pods = {"podSelector": {"matchLabels": self._labels}}
         dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
         egress: list[Any] = [{"to": [pods]}, {"ports": dns}]
@@ -213,10 +212,10 @@ class Job(Tasks):
         return self._object("networking.k8s.io/v1", "NetworkPolicy", spec)
 
     def _jobs(self, cluster: Cluster) -> dict[str, dict[str, Any]]:
-        """The Job of each role, whose pod number i is `<name of the Job>-<i>`.
+        """Returns the Job of each role; its pods are `<name of the Job>-<i>`.
 
-        A failed pod starts again under its name. That of a chief who made a
-        mistake does not, and a pod whose machine was taken away costs no try.
+        A failed pod restarts under its name, unless it is a chief that failed
+        permanently. The loss of a machine does not count as a restart.
         """
         roles = self.replicas.items()
         return {role: self._job(role, n, cluster) for role, n in roles}
@@ -251,7 +250,7 @@ class Job(Tasks):
         }
 
     def _template(self, role: str) -> dict[str, Any]:
-        """The pods of a role, without what tells them their place."""
+        """Returns the pod template of a role, without `TF_CONFIG`."""
         asked = given({"cpu": self.cpu, "memory": self.memory})
         resources: dict[str, Any] = {"requests": asked} if asked else {}
         computes = role == "worker" or (role == "chief" and not self.ps)
@@ -262,7 +261,7 @@ class Job(Tasks):
             "name": _CONTAINER,
             "image": self.image,
             "command": ["python", "-m", self.module],
-            # Kubernetes would replace $(NAME), and $$ by $.
+            # Kubernetes would expand $(NAME), and replaces $$ by $.
             "args": [arg.replace("$", "$$") for arg in self.args],
             "env": as_list(env),
             "ports": [{"name": "tfjob-port", "containerPort": _PORT}],
@@ -275,11 +274,11 @@ class Job(Tasks):
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         }
         spec = {
-            # Whoever gets into a task should not get into the cluster.
+            # A compromised task must not get access to the cluster.
             "automountServiceAccountToken": False,
             "securityContext": {
                 "runAsNonRoot": True,
-                **_USER,  # That of vertex/Dockerfile; others run as it, too.
+                **_USER,  # As in vertex/Dockerfile; other images use it, too.
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container],
@@ -288,7 +287,7 @@ class Job(Tasks):
         }
         metadata = {
             "labels": self._labels,
-            # A proxy of Istio would break TensorFlow's own protocol.
+            # An Istio proxy would break TensorFlow's own protocol.
             "annotations": {"sidecar.istio.io/inject": "false"},
         }
         return {"metadata": metadata, "spec": given(spec)}
@@ -304,14 +303,14 @@ def _to_yaml(objects: Sequence[Mapping[str, Any]], shape: str) -> str:
 # they are sent. The NetworkPolicy keeps others away only if the
 # cluster's network enforces such policies (on GKE: Dataplane V2).
 """
-    # Copies, or YAML would refer to what occurs twice by an alias.
+    # Without copies, YAML would write aliases for objects that occur twice.
     copies = json.loads(json.dumps(objects))
     options = {"sort_keys": False, "width": 10_000}
     return head + yaml.dump_all(copies, Dumper=Dumper, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; a job that is wrong exits with 2 and a message."""
+    """Runs the command; exits with 2 and a message if the job is invalid."""
     parser = argparse.ArgumentParser(
         prog="tfdist kubernetes",
         usage="%(prog)s [flags] -- [flags of the trainer] > job.yaml",

@@ -20,19 +20,19 @@ _RANGES: Mapping[str, tuple[str, Callable[[str], float]]] = {
 
 
 def _algorithm(text: str) -> str:
-    """The service's name of "grid" or "random"."""
+    """Returns the service's name for "grid" or "random"."""
     return f"{text.upper().removesuffix('_SEARCH')}_SEARCH"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a hyperparameter tuning job varies.
+    """The search space and settings of a hyperparameter tuning job.
 
-    The other fields below are flags of `python -m tfdist.vertex`.
+    The other fields are flags of `python -m tfdist.vertex`.
 
     Attributes:
-        parameters: `ParameterSpec`s as JSON has them; `parameter` parses them.
-            Each trial gets its values as flags, `--name=value`.
+        parameters: `ParameterSpec`s as JSON; `parameter` parses them. Each
+            trial receives its values as flags, `--name=value`.
 
     >>> trial = Job(image="gcr.io/p/trainer:1", base_output_dir="gs://bkt/out")
     >>> rate = parameter("learning_rate=double:0.01:1:log")
@@ -63,9 +63,9 @@ class Tuning:
     )
 
     def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
-        """The `HyperparameterTuningJob`, each of whose trials is a job.
+        """Returns the `HyperparameterTuningJob` that runs trials of a job.
 
-        Warns and raises as `Job.spec`.
+        Warns and raises as `Job.spec` does.
         """
         study: dict[str, Any] = {
             "metrics": [{"metricId": self.metric, "goal": self.goal}],
@@ -85,7 +85,7 @@ class Tuning:
 
 
 def parameter(text: str) -> dict[str, Any]:
-    """The `ParameterSpec` of a tuned flag, as JSON has it.
+    """Parses a tuned flag into a `ParameterSpec` as JSON.
 
     >>> parameter("learning_rate=double:0.01:1:log")["scaleType"]
     'UNIT_LOG_SCALE'
@@ -97,8 +97,8 @@ def parameter(text: str) -> dict[str, Any]:
     Raises:
         ValueError: `text` is none of name=double:MIN:MAX[:log|:reverse_log],
             name=int:MIN:MAX[:log...], name=discrete:NUMBER,... and
-            name=categorical:VALUE|..., or the range is empty, or one on a
-            logarithmic scale is not of positive numbers.
+            name=categorical:VALUE|..., or the range is empty, or a logarithmic
+            range is not positive.
     """
     name, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
