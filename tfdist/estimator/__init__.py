@@ -1,7 +1,7 @@
-"""`Estimator` and `train_and_evaluate`: a model function to a served model.
+"""`Estimator` and `train_and_evaluate`: from model function to served model.
 
-Read in this order: `estimator`, `specs` (the configuration), `building` (what
-`train` runs), `chief_hooks`, `training` (`train_and_evaluate`), `fitting`
+Read in this order: `estimator`, `specs` (the configuration), `building` (the
+step and loop), `chief_hooks`, `training` (`train_and_evaluate`), `fitting`
 (`fit`), `evaluator` with `evaluation` and `results`, `exporters` with
 `saved_models` and `serving`, `on_workers`, `warm_start`, `tuning`.
 """

@@ -1,4 +1,4 @@
-"""What a job trains: variables, step and loop, made in the strategy's scope."""
+"""Builds the variables, step and loop of a job in the strategy's scope."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PLAIN = bool | int | float | str | None
 
 
 def check_model_fn(model_fn: ModelFn) -> None:
-    """Raises `TypeError` for a model, and for TF1's function of features."""
+    """Raises `TypeError` for a model, or a TF1 `model_fn` with arguments."""
     check_callable("model_fn", model_fn)
     if isinstance(model_fn, keras.Model):
         raise TypeError(
@@ -75,7 +75,7 @@ def build(
     strategy: tf.distribute.Strategy,
     input_fn: InputFn,
 ) -> Trainable:
-    """Everything that training needs, made in the strategy's scope."""
+    """Builds everything that training needs in the strategy's scope."""
     context = GroupContext(num_replicas_in_sync=strategy.num_replicas_in_sync)
     if config.strategy_name == "multi_worker_mirrored":
         dataset, context = _same_as_others(model_fn, config, strategy, input_fn)
@@ -96,13 +96,13 @@ def build(
     min_ps = 1 if isinstance(config.placement, str) else 1 + max(tasks)
     trained_on = compiled_model.element_spec_of(model)
     if trained_on is not None and config.cluster.is_chief:
-        # A dataset without a batch is no more than its spec.
+        # An empty dataset stores the element spec alone.
         dataset.take(0).save(os.path.join(config.model_dir, _ELEMENT_SPEC))
     return Trainable(loop, global_step, variables, model=model, min_ps=min_ps)
 
 
 def trained_element_spec(model_dir: str) -> Any:
-    """Of what a job's model was built; None: it knows, or there is no job."""
+    """Returns the spec a job's model was built from; None if none was saved."""
     path = os.path.join(model_dir, _ELEMENT_SPEC)
     exists = tf.io.gfile.exists(path)
     return tf.data.Dataset.load(path).element_spec if exists else None
@@ -111,7 +111,7 @@ def trained_element_spec(model_dir: str) -> Any:
 def make_model(
     model_fn: ModelFn, element_spec: Any, targets: bool = True
 ) -> tuple[keras.Model, bool]:
-    """The model, and whether its function has given it weights."""
+    """Returns the model, and whether `model_fn` assigned weights to it."""
     with own_object_names(), assigned() as given:
         model = compiled_model.checked_model(model_fn(), element_spec, targets)
     return model, any(variable.trainable for variable in given)
@@ -120,9 +120,9 @@ def make_model(
 def fill(
     model: keras.Model, path: str | None, warm_start: WarmStartHook | None
 ) -> dict[str, Saveable]:
-    """Assigns the weights in a checkpoint, else those of a warm start.
+    """Assigns weights from a checkpoint or, without one, from a warm start.
 
-    Returns the variables that they are assigned to, by name.
+    Returns the model's variables by name.
     """
     variables = checkpoints.named_variables(model, optimizer=False)
     if path:
@@ -134,12 +134,12 @@ def fill(
 
 
 def seed_initializers(config: RunConfig) -> None:
-    """Seeds what initializes the model."""
+    """Seeds the random generators that the initializers use."""
     seed = config.tf_random_seed
     if seed is not None and config.cluster.role == "local":
         keras.utils.set_random_seed(seed)
     elif seed is not None:
-        # TensorFlow's would give every worker the same shuffling.
+        # TensorFlow's global seed would make every worker shuffle alike.
         random.seed(seed)
         np.random.seed(seed)
 
@@ -151,7 +151,7 @@ def create_variables(
     element_spec: Any,
     targets: bool = True,
 ) -> tuple[tf.Variable, keras.Model]:
-    """The step counter, on the first server as in TF1, and the model."""
+    """Creates the step counter, on the first ps as in TF1, and the model."""
 
     def made() -> keras.Model:
         return compiled_model.checked_model(model_fn(), element_spec, targets)
@@ -192,7 +192,7 @@ def create_variables(
                     "model, and all of its layers, inside the model function."
                 )
         if not all(made_here(v.value) for v in model.optimizer.variables):
-            # The program has made it, before the strategy.
+            # The program created the optimizer outside the strategy's scope.
             compiled_model.renew_optimizer(model)
         optimizers.build(model.optimizer, model.trainable_variables)
     leave_strategy(model)
@@ -200,9 +200,9 @@ def create_variables(
 
 
 def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
-    """Warns if the model function trains what was there before it was called.
+    """Warns if the model trains variables that `model_fn` did not create.
 
-    Its weights are then what an earlier job in this process has left in them.
+    Their values may be left over from an earlier job in this process.
     """
     old = [v for v in model.trainable_variables if id(v.value) not in created]
     if old:
@@ -227,7 +227,7 @@ def _step_and_loop(
     input_fn: InputFn,
     context: GroupContext,
 ) -> tuple[ModelStep | KerasStep, Loop]:
-    """A step of a model, by its own `train_step` where that can be."""
+    """Creates the step and loop; uses a custom `train_step` if possible."""
     spec, per_dispatch = dataset.element_spec, config.steps_per_dispatch
     if config.strategy_name == "ps":
         step = ModelStep(model, spec, global_step=global_step, remote=True)
@@ -275,10 +275,11 @@ def _same_as_others(
     strategy: tf.distribute.Strategy,
     input_fn: InputFn,
 ) -> tuple[tf.data.Dataset, GroupContext]:
-    """The dataset of one process of an all-reduce job, and what it was told.
+    """Returns an all-reduce process's dataset and its input context.
 
-    All shuffle global batches alike; if `input_fn` takes a context, each reads
-    its own. Raises `ValueError` if they do not run the same program.
+    All processes shuffle global batches alike; if `input_fn` takes a context,
+    each process reads its own batches. Raises `ValueError` if the processes do
+    not run the same program.
     """
     group = group_of(strategy)
     peers, tasks = Peers(group), list(group.addresses())
@@ -294,7 +295,7 @@ def _same_as_others(
         len(tasks),
         index,
         strategy.num_replicas_in_sync,
-        # A smaller group deals the data anew, from another pass.
+        # A smaller group redistributes the data, starting with another pass.
         first_pass=len(config.cluster.addresses()) - len(tasks),
     )
     dataset = with_context(input_fn)(context)
@@ -325,7 +326,7 @@ def _same_as_others(
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
-    """Says which task holds how many variables; returns the tasks' indices."""
+    """Logs the number of variables per task; returns the tasks' indices."""
     held: dict[str, list[int]] = defaultdict(list)
     for variable in itertools.chain.from_iterable(
         getattr(v, "variables", [v]) for v in variables.values()
@@ -344,11 +345,11 @@ def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
 
 
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
-    """Warns if the processes do not begin with the same global batch."""
+    """Warns if the processes' first global batches differ."""
     digest = hashlib.sha256()
     for batch in dataset.take(1):
         for part in tf.nest.flatten(batch, expand_composites=True):
-            # Not `tobytes`, which of strings gives addresses.
+            # Not `tobytes`, which returns addresses for string arrays.
             digest.update(part.numpy().dumps())
     peers.announce("batch", digest.hexdigest())
     if not peers.leads:

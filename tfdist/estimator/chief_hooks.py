@@ -1,4 +1,4 @@
-"""The hooks that an `Estimator` gives its chief beside the user's."""
+"""The hooks that an `Estimator` adds on the chief to the user's hooks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def chief_hooks(
     listeners: Sequence[CheckpointSaverListener],
     hooks_of_user: Sequence[SessionRunHook] = (),
 ) -> list[SessionRunHook]:
-    """All of the chief's own hooks.
+    """Returns all of the chief's own hooks.
 
-    As in TF1 the one that saves gives way to one of the user's that saves in
-    the same directory: that tells its listeners. They act at multiples of their
-    intervals, and not from step 1 on: so they cut the steps as checkpoints do.
+    As in TF1, a user's hook that saves to the same directory replaces the
+    default saver and notifies its listeners. The hooks trigger at multiples of
+    their intervals, rather than from step 1 on, so that dispatches end where
+    checkpoints are due.
     """
     directory = config.summary_dir or config.model_dir
     every = config.log_step_count_steps
@@ -82,7 +83,7 @@ def chief_hooks(
 
 
 class _LogStart(SessionRunHook):
-    """Says where training begins, also again, and when nothing is to do."""
+    """Logs where training starts or resumes, or that it is finished."""
 
     def __init__(self, max_steps: int | None) -> None:
         self._max_steps = max_steps

@@ -1,8 +1,8 @@
-"""`Estimator`: a model function and where its checkpoints are.
+"""`Estimator`: a model function and a directory of checkpoints.
 
-As `tf.estimator.Estimator`, whose `model_fn` returned an `EstimatorSpec`; here
-it returns a compiled Keras model. Each method builds the model again and reads
-its variables from a checkpoint: what is in the directory is the state.
+Like `tf.estimator.Estimator`, but `model_fn` returns a compiled Keras model
+instead of an `EstimatorSpec`. Each method rebuilds the model and reads its
+variables from a checkpoint: all state is in the directory.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Estimator:
     ['global_step', 'loss']
 
     Args:
-        model_fn: Returns a compiled Keras model; one without its input shape
-            is built of the dataset's `element_spec`. Called inside the
-            strategy's scope, and again for each rebuilt copy. Its own
-            `train_step` is used where the strategy can do what it does, else
-            refused (see `DIFFERS_FROM_FIT.md`), its `test_step` by the
-            evaluator or chief, its `predict_step` on a cluster by the workers.
+        model_fn: Returns a compiled Keras model; a model without an input
+            shape is built from the dataset's `element_spec`. Called inside the
+            strategy's scope, and again for each rebuilt copy. A custom
+            `train_step` is used if the strategy supports what it does, else
+            refused (see `DIFFERS_FROM_FIT.md`). A custom `test_step` runs on
+            the evaluator or chief, and on a cluster `predict_step` on workers.
         config: The configuration.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
-            a directory of such, or `WarmStartSettings`.
+            a directory of checkpoints, or `WarmStartSettings`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Estimator:
         )
         self.model_fn = model_fn
         self.config = config
-        self._trained_to = -1  # Where a call of this process has ended.
+        self._trained_to = -1  # The step at which the last `train` call ended.
 
     @property
     def model_dir(self) -> str:
@@ -100,7 +100,7 @@ class Estimator:
         return self.config.model_dir
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Where TensorBoard finds the evaluation called `name`.
+        """The summary directory of the evaluation called `name`.
 
         >>> config = tfdist.RunConfig("job", summary_dir="logs")
         >>> tfdist.Estimator(keras.Sequential, config).eval_dir()
@@ -124,20 +124,21 @@ class Estimator:
     ) -> Estimator:
         """Trains from the latest checkpoint, if there is one.
 
-        Must be called in one process, by the chief, or by all of an all-reduce.
+        Call it in a single process, on the chief, or in every process of an
+        all-reduce job.
 
         Args:
-            input_fn: As for `TrainSpec`, as are `hooks`. In one process the
-                dataset of the checkpoint goes on where it was, or begins again
-                at its end; another one begins, with a warning (in TF, each
-                did). A process that is started again begins none again that
-                ended with the last step saved, unless by `steps`.
-            hooks: See there.
-            steps: Steps to run from the latest checkpoint on, also in a process
-                that is started again: such jobs use `max_steps`.
-            max_steps: Step at which training ends; if the checkpoint is there
-                already, a warning says so. Neither: until the data ends.
-            saving_listeners: Told of each checkpoint.
+            input_fn: As for `TrainSpec`. In one process, the checkpoint's
+                dataset resumes at its saved position, or restarts if it was
+                exhausted; a different dataset starts from the beginning, with
+                a warning (TF always started over). A restarted process does
+                not reread an exhausted dataset, unless `steps` is given.
+            hooks: As for `TrainSpec`.
+            steps: Steps to run from the latest checkpoint, also in a restarted
+                process; jobs that may be restarted should use `max_steps`.
+            max_steps: Step at which training ends; warns if the checkpoint has
+                already reached it. If neither is given: until the data ends.
+            saving_listeners: Called for each checkpoint.
 
         Returns:
             This estimator.
@@ -145,10 +146,10 @@ class Estimator:
         Raises:
             TypeError: `input_fn` returns no dataset, or `model_fn` no model.
             ValueError: both `steps` and `max_steps`, or one not positive; a
-                checkpoint of another model; a model that is not compiled, or
-                does not read what the dataset has; no batch in that.
+                checkpoint of a different model; a model that is not compiled
+                or does not match the dataset; an empty dataset.
             NanLossDuringTrainingError: the loss or a weight is not finite.
-            RuntimeError: it is called in the scope of a strategy.
+            RuntimeError: called inside a strategy's scope.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -186,7 +187,7 @@ class Estimator:
         with input_fns.named(input_fn), session:
             first_step, again = session.step, False
             results.warn_if_lost(self.model_dir, first_step, self._trained_to)
-            # No job that was started again reads data again.
+            # A restarted job does not reread exhausted data, unless by `steps`.
             knows = steps or (first_step == self._trained_to and not listeners)
             rereads = bool(knows and local and config.saves_checkpoints)
             while not session.should_stop():
@@ -195,7 +196,7 @@ class Estimator:
                     self._check_was_read(session, input_fn, warns=not rereads)
                     session.unsaved = again = rereads
         self._trained_to = session.step
-        if again:  # Without the position.
+        if again:  # The checkpoint no longer holds the input's position.
             max_steps = None if steps else max_steps
             self.train(input_fn, hooks, steps, max_steps, listeners)
         return self
@@ -203,7 +204,7 @@ class Estimator:
     def _check_was_read(
         self, session: MonitoredTrainingSession, input_fn: InputFn, warns: bool
     ) -> None:
-        """Raises if an input had no batch, not even before a restart."""
+        """Raises if the input had no batch, not even before a restart."""
         one_pass = session.restored_from and self.config.cluster.dispatcher
         if not (session.input_restored or one_pass):
             raise ValueError(
@@ -221,7 +222,7 @@ class Estimator:
             )
 
     def _audit(self, input_fn: InputFn) -> None:
-        """Warns if two workers would read the same."""
+        """Warns if two workers would read the same data."""
         wanted = self.config.audit_input
         if wanted is None:
             wanted = not input_fns.takes_context(input_fn)
@@ -241,21 +242,21 @@ class Estimator:
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, float]:
-        """Metrics of a checkpoint.
+        """Evaluates a checkpoint and returns its metrics.
 
         On the chief of a cluster the workers compute, as for `predict`, unless
-        there are hooks, or the model a `train_step` or `test_step`.
+        there are hooks, or the model has its own `train_step` or `test_step`.
 
         Args:
             input_fn: As for `EvalSpec`, as are `hooks` and `name`.
-            steps: Batches to read at most; None for all.
-            hooks: See there.
-            checkpoint_path: Default: the latest; without any, the model as it
-                is initialized, of which a warning tells, or as it starts warm.
-            name: See there.
+            steps: Maximum number of batches; None for all.
+            hooks: As for `EvalSpec`.
+            checkpoint_path: Default: the latest checkpoint. If there is none,
+                the warm-started or, with a warning, newly initialized model.
+            name: As for `EvalSpec`.
 
         Returns:
-            Metric name to value, `loss` and `global_step` among them.
+            A dictionary of metrics by name, including `loss` and `global_step`.
         """
         spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
         evaluator = Evaluator(
@@ -285,19 +286,19 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Yields the model's outputs, as NumPy arrays.
+        """Yields the model's outputs as NumPy arrays.
 
         On the chief of a cluster the variables stay on the parameter servers
-        and the workers compute; the features are read here. A worker's death
-        costs nothing, that of a ps is an error.
+        and the workers compute; this process reads the features. The death of
+        a worker is tolerated; that of a parameter server is an error.
 
         Args:
             input_fn: As for `TrainSpec`; only the features are read.
-            predict_keys: Of a model whose output is a dictionary, the key or
-                keys to yield. Default: all.
+            predict_keys: The key or keys to yield of a model that returns a
+                dictionary. Default: all.
             checkpoint_path: As for `evaluate`.
-            yield_single_examples: Whether to yield an example at a time,
-                without the batch dimension, else a batch.
+            yield_single_examples: Whether to yield single examples, without
+                the batch dimension, rather than batches.
 
         Raises:
             ValueError: the output has no such key.
@@ -313,14 +314,14 @@ class Estimator:
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
     def _on_workers(self, path: str | None) -> OnWorkers | None:
-        """Workers that compute with a checkpoint's weights, on a cluster."""
+        """Connects to workers that compute with a checkpoint's weights."""
         config = self.config
         if config.strategy_name != "ps" or not config.cluster.is_chief:
             return None
         return OnWorkers(self.model_fn, config, path, self._warm_start)
 
     def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
-        """What the model returns for each batch, as arrays."""
+        """Yields the model's output for each batch, as arrays."""
         connected = self._on_workers(path)
         dataset = input_fns.without_context(input_fn)()
         if connected:
@@ -334,13 +335,14 @@ class Estimator:
             yield tf.nest.map_structure(lambda t: t.numpy(), call(batch))
 
     def restored_model(self, checkpoint_path: str | None = None) -> keras.Model:
-        """The model in this process, with the weights of a checkpoint.
+        """Returns the model in this process, with a checkpoint's weights.
 
-        By default of the latest. Where that has all of the optimizer's state,
-        Keras' `fit` goes on from there. Tables are whole, in memory here.
+        The default is the latest checkpoint. If it holds the complete optimizer
+        state, Keras' `fit` can resume from it. Partitioned tables are loaded
+        whole into this process's memory.
 
         Raises:
-            ValueError: there is no checkpoint, or it is of another model.
+            ValueError: no checkpoint, or one of a different model.
         """
         path = checkpoint_path or self._checkpoint()
         model = self._restored(path)
@@ -357,7 +359,7 @@ class Estimator:
         assets_extra: Mapping[str, str] | None = None,
         checkpoint_path: str | None = None,
     ) -> str:
-        """`tfdist.estimator.export_saved_model` of a checkpoint.
+        """Exports a checkpoint by `tfdist.estimator.export_saved_model`.
 
         Raises:
             ValueError: there is no checkpoint; the default is the latest.
@@ -368,16 +370,16 @@ class Estimator:
         )
 
     def get_variable_names(self) -> list[str]:
-        """Names of the variables in the latest checkpoint, slots included."""
+        """Returns the variable names in the latest checkpoint, with slots."""
         return sorted(checkpoints.saved_shapes(self._checkpoint()))
 
     def get_variable_value(self, name: str) -> np.ndarray:
-        """The value of a variable in the latest checkpoint.
+        """Returns the value of a variable in the latest checkpoint.
 
         Raises:
             ValueError: there is no such variable, or no checkpoint.
         """
-        path = self._checkpoint()  # Another may be the latest meanwhile.
+        path = self._checkpoint()  # A newer one may be saved meanwhile.
         names = sorted(checkpoints.saved_shapes(path))
         if name not in names:
             raise ValueError(
@@ -395,9 +397,9 @@ class Estimator:
     def _restored(
         self, path: str | None, element_spec: Any = None, targets: bool = True
     ) -> keras.Model:
-        """The model in this process, from a checkpoint if there is one.
+        """Returns the model in this process, restored if there is a checkpoint.
 
-        Built, if need be, of the spec of a batch; default: of those of train.
+        `element_spec` is used to build it if needed; default: training's.
         """
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
@@ -408,15 +410,15 @@ class Estimator:
         return model
 
     def plan(self, num_ps: int, **kwargs: Any) -> Plan:
-        """Where a planned placement would put the model's variables.
+        """Returns where planned placement would put the model's variables.
 
-        Nothing is allocated and no cluster is needed; the arguments are those
-        of `tfdist.placement.plan`.
+        Allocates nothing and needs no cluster; the arguments are those of
+        `tfdist.placement.plan`.
         """
         return planner.plan(describe(self.model_fn), num_ps, **kwargs)
 
     def _local_strategy(self) -> tf.distribute.Strategy | None:
-        """The one that this process drives alone; None where others help."""
+        """The strategy, if all its replicas belong to this process."""
         config = self.config
         if isinstance(config.strategy, tf.distribute.Strategy):
             return config.strategy
@@ -426,7 +428,7 @@ class Estimator:
 
 
 def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
-    """The entries of a model's output that are asked for."""
+    """Returns the requested entries of a model's output."""
     keys = [keys] if isinstance(keys, str) else keys
     names = sorted(outputs) if isinstance(outputs, Mapping) else []
     if not set(keys) <= set(names):

@@ -1,4 +1,4 @@
-"""One evaluation: a checkpoint's weights, a pass over the data, the hooks."""
+"""A single evaluation: restore a checkpoint, iterate the data, run hooks."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class DamagedCheckpointError(ValueError):
 
 @dataclasses.dataclass(eq=False)
 class EvaluationSession:
-    """What the hooks of an evaluation get as their session.
+    """The session passed to the hooks of an evaluation.
 
-    It has what hooks that only look (`LoggingTensorHook`, `NanTensorHook`,
-    `FinalOpsHook`) find in a `MonitoredTrainingSession`.
+    It has the attributes of a `MonitoredTrainingSession` that read-only hooks
+    use (`LoggingTensorHook`, `NanTensorHook`, `FinalOpsHook`).
 
     Attributes:
-        step: Batches evaluated so far; what hooks' timers count.
+        step: Batches evaluated so far, which hooks' timers count.
         global_step: Scalar int64 tensor, the step of the checkpoint; 0 without
             one.
         restored_from: Path of the checkpoint, or None.
         model: The model, with the checkpoint's weights.
-        variables: Name to variable, without optimizer; `global_step` is among
-            them.
+        variables: Variables by name, including `global_step` but without those
+            of the optimizer.
     """
 
     model: keras.Model
@@ -65,20 +65,20 @@ class EvaluationSession:
         )
 
     def should_stop(self) -> bool:
-        """Whether a hook or a thread asked to stop."""
+        """Whether a hook or a thread has requested a stop."""
         return self.coord.should_stop()
 
     def request_stop(self) -> None:
-        """Ends the evaluation after this batch; its metrics count."""
+        """Stops the evaluation after this batch, which is still counted."""
         self.coord.request_stop()
 
 
 class Evaluation:
-    """Evaluates a model, made once, with one checkpoint after another.
+    """Builds a model once and evaluates one checkpoint after another.
 
     Attributes:
-        is_given: Whether a warm start, or the model function, has given the
-            model weights.
+        is_given: Whether a warm start or the model function has assigned
+            weights to the model.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Evaluation:
     ) -> None:
         self._model_fn, self._spec = model_fn, spec
         self._warm_start = warm_start
-        self._element_spec: Any = None  # Until somebody has made the data.
+        self._element_spec: Any = None  # Until the dataset has been created.
         self.is_given = warm_start is not None
         self._step: ModelStep | KerasStep | None = None
         self._session: EvaluationSession | None = None
 
     def forget(self, element_spec: Any) -> None:
-        """Has the model read its weights again: others have evaluated it."""
+        """Discards the loaded weights, after an evaluation by the workers."""
         self._session, self._element_spec = None, element_spec
 
     def model(self, path: str | None) -> keras.Model:
-        """The model with the weights of checkpoint `path`."""
+        """Returns the model with the weights of checkpoint `path`."""
         session = self._session
         if session is None or session.restored_from != path:
             if self._element_spec is None:
@@ -111,7 +111,7 @@ class Evaluation:
     def run(
         self, dataset: tf.data.Dataset, path: str | None
     ) -> tuple[dict[str, float], int]:
-        """Metrics, and the step of the checkpoint."""
+        """Returns the metrics and the step of the checkpoint."""
         hooks, self._element_spec = self._spec.hooks, dataset.element_spec
         step, session = self._load(path, hooks)
         states, batches = step.zero_states(), iter(dataset)
@@ -122,7 +122,7 @@ class Evaluation:
         try:
             for hook in hooks:
                 hook.after_create_session(session, session.coord)
-            # As in TF1, either ends an evaluation, whoever raises it.
+            # As in TF1, either exception ends an evaluation, also from a hook.
             with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
                 while not (
                     session.step == self._spec.steps or session.should_stop()
@@ -145,7 +145,7 @@ class Evaluation:
     def _load(
         self, path: str | None, hooks: Sequence[Hook] = ()
     ) -> tuple[ModelStep | KerasStep, EvaluationSession]:
-        """The step, with the weights of `path`, and a new session."""
+        """Returns the step, with the weights of `path`, and a new session."""
         if self._step is None:
             model, given = make_model(self._model_fn, self._element_spec)
             self.is_given |= given

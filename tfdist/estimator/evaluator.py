@@ -1,23 +1,23 @@
-"""Evaluates checkpoints, on a machine of its own (design decision D8).
+"""Evaluates checkpoints in a separate task (design decision D8).
 
-It rebuilds the model in its own process, without a strategy, and reads
-checkpoints by variable name. What each failure costs:
+The evaluator rebuilds the model in its own process, without a strategy, and
+reads checkpoints by variable name. The cost of each failure:
 
-The evaluator dies: started again, it goes on with the newest checkpoint. None
-  that it has published is evaluated again; a final export that is missing is
-  made, an export that it was writing removed. The chief waits for it at the
-  end, `evaluator_timeout_secs` at most.
-An error in it (no batch, a hook or an exporter that raises): the process ends
-  with it, as `tf.estimator`'s, and leaves it in `<eval_dir>/failure.json`.
-  Whoever started the process may start it again. A chief that waits for the
-  result logs the error within a second; after the third, or a minute after
-  one from which the evaluator did not come back, it ends without the result.
-It is started again when the chief has gone: an end that is announced already it
-  believes after `patience_secs`, makes what is missing, and ends.
-It never starts: the chief ends after `evaluator_timeout_secs`, likewise.
-The newest checkpoint is damaged: a warning, and the one before is evaluated,
-  unless it was already. The job's last one is damaged: an error, as above.
-A checkpoint is deleted before it is read: a warning; a newer one is there.
+The evaluator dies: once restarted, it continues with the newest checkpoint.
+  Results already published are not recomputed; a missing final export is
+  written, and a partial export is removed. At the end the chief waits for the
+  evaluator for at most `evaluator_timeout_secs`.
+The evaluator raises an error (no batch, a failing hook or exporter): like
+  `tf.estimator`'s, its process exits with the error, and records the error in
+  `<eval_dir>/failure.json`; the launcher may restart it. A chief that waits for
+  the result logs the error within a second; after the third error, or a minute
+  after one without a restart, the chief ends without the result.
+The evaluator restarts after the chief has exited: it accepts an announced end
+  of training after `patience_secs`, completes missing results, and exits.
+The evaluator never starts: the chief ends after `evaluator_timeout_secs`.
+The newest checkpoint is damaged: a warning, and the previous one is evaluated,
+  unless it already was. The job's last one is damaged: an error, as above.
+A checkpoint is deleted before it is read: a warning; a newer one exists.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Evaluates and exports the checkpoints of one job.
 
-    Hooks are called in each evaluation, as `tf.estimator` did, around each
-    batch. Their session is an `EvaluationSession`, their logs are loss and
-    metrics so far.
+    As in `tf.estimator`, hooks are called around each batch of each evaluation.
+    Their session is an `EvaluationSession`; their logs are the loss and metrics
+    so far.
 
     Attributes:
         spec: What to evaluate on.
-        eval_dir: Where the results go.
+        eval_dir: Directory of the results.
         evaluated: Path of the checkpoint evaluated last.
-        result: Its `metrics`, and the `exports` that the `exporters` (by name)
-            then returned; which `checkpoint` it was, and whether it is the
-            `final` one. So it is published in `<eval_dir>/latest.json`.
+        result: The `metrics` of that checkpoint, the `exports` returned by the
+            `exporters` (by name), the identity of the `checkpoint`, and whether
+            it is the `final` one; published in `<eval_dir>/latest.json`.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Evaluator:
         path: str | None,
         elsewhere: Callable[[tf.data.Dataset], dict[str, float]] | None = None,
     ) -> dict[str, float]:
-        """Metrics of checkpoint `path`, or of the model as it is initialized.
+        """Returns the metrics of checkpoint `path`, or of an initialized model.
 
-        `elsewhere` computes those of the weights in `path`, which then need not
-        be read here, unless it returns none, or hooks are to see each batch.
+        `elsewhere` computes the metrics without loading the checkpoint here. It
+        is not used with hooks; if it returns none, they are computed here.
         """
         dataset = without_context(self.spec.input_fn)()
         self.check_ends(dataset)
@@ -95,7 +95,7 @@ class Evaluator:
         if elsewhere and not self.spec.hooks:
             assert path is not None
             metrics, step = elsewhere(dataset), checkpoints.step_of(path)
-            # `path` may have been written again.
+            # `path` may have been overwritten.
             self._evaluation.forget(dataset.element_spec)
         if not metrics:
             metrics, step = self._evaluation.run(dataset, path)
@@ -124,7 +124,7 @@ class Evaluator:
 
     def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
         """Raises `ValueError` if an evaluation would never end."""
-        if self.spec.steps is not None or self.spec.hooks:  # Which may stop.
+        if self.spec.steps is not None or self.spec.hooks:  # A hook may stop.
             return
         dataset = dataset or without_context(self.spec.input_fn)()
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -138,8 +138,8 @@ class Evaluator:
     def export(self, is_the_final_export: bool) -> None:
         """Runs the exporters on the evaluated model, and publishes the result.
 
-        One that sees no reason to export again what it has exported, before
-        the model was known to be the last, has exported that.
+        If an exporter writes nothing, the path of its earlier export of this
+        checkpoint, if any, remains in the result.
         """
         for i, exporter in enumerate(self.spec.exporters):
             path = exporter.export(
@@ -166,21 +166,21 @@ class Evaluator:
     def run_continuously(
         self, max_steps: int | None, patience_secs: float = 600.0
     ) -> None:
-        """Evaluates each newest checkpoint until the last of the job.
+        """Evaluates the newest checkpoints until the last one of the job.
 
-        What an earlier process has published is taken over; delete
-        `<eval_dir>/latest.json` to have it evaluated again.
+        Results that an earlier process has published are reused; delete
+        `<eval_dir>/latest.json` to evaluate that checkpoint again.
 
         Args:
-            max_steps: Step of the last checkpoint; None for when the chief
-                says that it is done.
-            patience_secs: Seconds to wait for a chief that takes back, as it
-                starts, an end of training that an earlier one has announced.
+            max_steps: Step of the last checkpoint; None: until the chief
+                announces the end of training.
+            patience_secs: Seconds to wait for a starting chief to retract an
+                end of training that an earlier chief announced.
         """
         storage.check_writable(self._model_dir)
         failure = os.path.join(self.eval_dir, results.FAILURE_FILE)
         if tf.io.gfile.exists(failure):
-            tf.io.gfile.remove(failure)  # This process is back from it.
+            tf.io.gfile.remove(failure)  # This process replaces the failed one.
         try:
             self.check_ends()
             self.begin()
@@ -192,7 +192,7 @@ class Evaluator:
             raise
 
     def _resume(self) -> None:
-        """Goes on from what an earlier process of this task published."""
+        """Resumes from the result an earlier process of this task published."""
         result = results.read_json(self._result_path)
         if not result or not result["checkpoint"]:
             return
@@ -218,7 +218,7 @@ class Evaluator:
             new = done != done_before or now >= start + patience_secs
             last_step = done["global_step"] if done and new else max_steps
             paths = checkpoints.listed(self._model_dir)
-            # By its name, for it may be damaged.
+            # From the name, because the checkpoint may be damaged.
             newest = int(paths[0].rpartition("-")[2]) if paths else -1
             if last_step is not None and newest >= last_step:
                 self._finish(paths[0])
@@ -234,7 +234,7 @@ class Evaluator:
             time.sleep(results.poll_secs(self._model_dir))
 
     def _evaluate_newest(self, path: str) -> bool:
-        """Evaluates and exports a checkpoint, if it can be read."""
+        """Evaluates and exports a checkpoint; returns whether it could."""
         try:
             self.evaluate(path)
         except DamagedCheckpointError as error:
@@ -252,7 +252,7 @@ class Evaluator:
         return True
 
     def _finish(self, path: str) -> None:
-        """Evaluates and exports the last checkpoint, or what is missing."""
+        """Evaluates and exports the last checkpoint, unless already done."""
         try:
             if not self.has_evaluated(path):
                 self.evaluate(path)
@@ -269,10 +269,10 @@ class Evaluator:
         self.export(is_the_final_export=True)
 
     def has_evaluated(self, path: str) -> bool:
-        """Whether the result is that of what `path` now holds."""
+        """Whether the result is of the current contents of `path`."""
         return self.result.get("checkpoint") == results.identity_of(path)
 
     def has_published(self, path: str) -> bool:
-        """Whether the last result that is published is that of `path`."""
+        """Whether the latest published result is of checkpoint `path`."""
         published = results.read_json(self._result_path) or {}
         return published.get("checkpoint") == results.identity_of(path)

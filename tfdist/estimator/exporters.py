@@ -25,13 +25,13 @@ CompareFn = Callable[..., bool]
 
 
 class Exporter:
-    """Base of exporters: a name and what to export.
+    """Base class of exporters.
 
     Unlike `tf.estimator.Exporter`, it gets the evaluated Keras model instead of
     an estimator and a checkpoint path; `serving_model_fn` replaces
-    `serving_input_receiver_fn`, and there is no `as_text`. What `export` raises
-    ends an evaluator task, or a chief that evaluates, as there. Earlier exports
-    stay, nothing is left half-written.
+    `serving_input_receiver_fn`, and there is no `as_text`. As in TF, an error
+    in `export` ends the evaluator task, or the chief if that evaluates. Earlier
+    exports are kept, and no partial export is left behind.
 
     >>> class PrintingExporter(tfdist.Exporter):
     ...     def export(
@@ -43,25 +43,25 @@ class Exporter:
 
     Args:
         name: Directory under `<model_dir>/export`.
-        serving_model_fn: From the trained model to what to export: a Keras
-            model, for example with preprocessing in front and named outputs,
-            or a `tfdist.Serving`. Default: the model itself; what its method
-            `serving()` returns, if it has one (the canned models do).
-        assets_extra: Files to copy into the SavedModel's `assets.extra`:
-            path there (relative) to path of the source.
+        serving_model_fn: Maps the trained model to the object to export: a
+            Keras model, for example with preprocessing and named outputs, or
+            a `tfdist.Serving`. Default: the result of the model's `serving()`
+            method if it has one (canned models do), else the model itself.
+        assets_extra: Files to copy into the SavedModel's `assets.extra`: maps
+            relative destination paths to source paths.
         format: What to write into the numbered directory: "saved_model";
-            "keras", a `model.keras` for `keras.models.load_model`, with the
-            tables of `PartitionedEmbedding` in one piece (not for a canned
-            model, nor another without `get_config`); or "weights", a
+            "keras", a `model.keras` for `keras.models.load_model`, with
+            `PartitionedEmbedding` tables unpartitioned (not for canned or
+            other models without `get_config`); or "weights", a
             `model.weights.h5` for `Model.load_weights`. The last two hold the
             model itself unless `serving_model_fn` is given.
 
     Raises:
-        ValueError: `name` is empty or no plain directory name; a destination
-            of `assets_extra` is absolute or leads elsewhere; an unknown
+        ValueError: `name` is not a plain directory name; a destination of
+            `assets_extra` is absolute or outside of the directory; an unknown
             `format`.
-        TypeError: `serving_model_fn` is not callable, `assets_extra` no
-            dictionary of strings.
+        TypeError: `serving_model_fn` is not callable, or `assets_extra` is not
+            a dictionary of strings.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Exporter:
         eval_result: Metrics,
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports `model` under `export_path` if it is time to.
+        """Exports `model` under `export_path` if an export is due.
 
         Args:
             model: The model with the evaluated weights.
@@ -101,14 +101,14 @@ class Exporter:
             is_the_final_export: Whether training is over.
 
         Returns:
-            The directory of what was written, or None.
+            The directory of the new export, or None.
 
         Raises:
-            ValueError: `format="keras"` of a model without `get_config`; also
-                where it is not time to, if there is no `serving_model_fn`.
+            ValueError: `format="keras"` for a model without `get_config`; even
+                if no export is due, unless there is a `serving_model_fn`.
         """
         if self._format == "keras" and self._serving_model_fn is None:
-            saved_models.check_has_config(model)  # Not at the end alone.
+            saved_models.check_has_config(model)  # Fail early, not at the end.
         if not self._is_due(export_path, eval_result, is_the_final_export):
             return None
         options = self._serving_model_fn, self._assets_extra, self._format
@@ -128,7 +128,7 @@ class Exporter:
 
 
 class FinalExporter(Exporter):
-    """Exports once, when training is over.
+    """Exports once, when training has ended.
 
     >>> tfdist.FinalExporter("serving").name
     'serving'
@@ -139,13 +139,13 @@ class FinalExporter(Exporter):
 
 
 class LatestExporter(Exporter):
-    """Exports after every evaluation and keeps the newest few.
+    """Exports after every evaluation and keeps the most recent exports.
 
     >>> exporter = tfdist.LatestExporter("serving", exports_to_keep=2)
 
     Args:
-        name: See `Exporter`, also for its other arguments.
-        exports_to_keep: How many, at least 1; `None` keeps all.
+        name: See `Exporter`, also for the other arguments.
+        exports_to_keep: Number of exports to keep, at least 1; None keeps all.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LatestExporter(Exporter):
 def loss_smaller(
     best_eval_result: Metrics, current_eval_result: Metrics
 ) -> bool:
-    """Whether the current loss is less; NaN is worse than any.
+    """Whether the current loss is smaller; NaN is worse than any number.
 
     >>> loss_smaller({"loss": 0.5}, {"loss": 0.5})
     False
@@ -190,12 +190,12 @@ def loss_smaller(
 
 
 class BestExporter(LatestExporter):
-    """Exports when an evaluation is better than all before, keeps the newest.
+    """Exports when an evaluation is the best so far; keeps the most recent.
 
-    The first evaluation is always exported. `best.json` beside the exports says
-    what the best one was: a restarted evaluator, or a job that trains on, goes
-    on comparing with it (so there is no `event_file_pattern`). Delete
-    `<model_dir>/export/<name>` to begin again.
+    The first evaluation is always exported. `best.json`, next to the exports,
+    records the best result for restarted evaluators and resumed jobs, in place
+    of TF's `event_file_pattern`. Delete `<model_dir>/export/<name>` to start
+    over.
 
     >>> exporter = BestExporter(
     ...     "best_auc",
@@ -203,15 +203,15 @@ class BestExporter(LatestExporter):
     ...         current_eval_result["auc"] > best_eval_result["auc"]))
 
     Args:
-        name: See `Exporter`, also for its other arguments.
+        name: See `Exporter`, also for the other arguments.
         compare_fn: Takes the arguments `best_eval_result` and
-            `current_eval_result`, both metrics by name (`global_step` among
-            them), and says whether the current one is better. Default:
-            whether its loss is smaller.
-        exports_to_keep: How many, at least 1; `None` keeps all.
+            `current_eval_result`, dictionaries of metrics by name that include
+            `global_step`, and returns whether the current one is better.
+            Default: whether its loss is smaller.
+        exports_to_keep: Number of exports to keep, at least 1; None keeps all.
 
     Raises:
-        ValueError: `compare_fn` is None or has other arguments.
+        ValueError: `compare_fn` is None or has different arguments.
         TypeError: `compare_fn` is not callable.
     """
 
@@ -232,7 +232,7 @@ class BestExporter(LatestExporter):
         check_callable("compare_fn", compare_fn)
         names = set(inspect.signature(compare_fn).parameters)
         wanted = {"best_eval_result", "current_eval_result"}
-        if names != wanted:  # They are given by name.
+        if names != wanted:  # They are passed by keyword.
             raise ValueError(
                 "Argument `compare_fn` must have the arguments "
                 "`best_eval_result` and `current_eval_result`. Missing: "

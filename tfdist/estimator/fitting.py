@@ -1,4 +1,4 @@
-"""`fit`: the same jobs, for those who think in epochs."""
+"""`fit`: a Keras-style interface to the same jobs, in epochs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tfdist.hooks.session_run_hook import SessionRunHook
 _log = logging.getLogger(__name__)
 
 _WEIGHTS = "give each example its weight, as the third of `train`"
-# Arguments of Keras' `fit`, and what is given here instead.
+# Arguments of Keras' `fit`, and what replaces them here.
 _INSTEAD = {
     **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
@@ -58,9 +58,9 @@ def fit(
     model_dir: str | None = None,
     **config: Any,
 ) -> tuple[keras.Model | None, keras.callbacks.History | None]:
-    """Trains as Keras' `fit`, in this process or the cluster it belongs to.
+    """Trains like Keras' `fit`, in this process or on its cluster.
 
-    The same program runs in every task. It trains by `train_and_evaluate`.
+    The same program runs in every task and trains by `train_and_evaluate`.
 
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
@@ -73,51 +73,51 @@ def fit(
     >>> history.epoch, sorted(history.history)
     ([0, 1], ['loss', 'val_loss'])
 
-    Differs from `keras.Model.fit`, beside what `DIFFERS_FROM_FIT.md` lists:
+    Differences from `keras.Model.fit`, in addition to `DIFFERS_FROM_FIT.md`:
 
-    * With `steps_per_epoch`, data that end are read again: every epoch has as
-      many steps.
-    * On parameter servers an epoch is as many steps as `train` has batches,
-      whichever worker does them. Arrays are dealt to the workers; a function
-      without an argument is read by each worker from the start.
-    * A call with the `model_dir` of an earlier one goes on where that ended:
-      `epochs` are those of the job.
+    * With `steps_per_epoch`, a finite dataset is repeated, so that every epoch
+      has the same number of steps.
+    * On parameter servers an epoch has as many steps as `train` has batches,
+      whichever workers run them. Arrays are split between the workers; a
+      function without an argument is read by each worker from the start.
+    * A call with the `model_dir` of an earlier call resumes its job: `epochs`
+      is the total for the job.
 
     Args:
         model_fn: As for `Estimator`.
         train: Arrays `x`, `(x, y)` or `(x, y, sample_weight)`, each of which
             may be a data frame, or a mapping or list of arrays; or a function,
-            as for `TrainSpec`; or, where there are no parameter servers, a
+            as for `TrainSpec`; or, without parameter servers, a
             `tf.data.Dataset` of batches or a `keras.utils.PyDataset`.
-        validation_data: Any of these, evaluated with each checkpoint. Where
-            there are parameter servers, no `tf.data.Dataset`.
-        epochs: How often. As Keras', limited by `keras.config.max_epochs()`,
-            and steps by `max_steps_per_epoch()`; a warning says so.
-        steps_per_epoch: Default: as many as `train` has batches. To be given
-            if that never ends, or is a function of an `InputContext`.
+        validation_data: Like `train`, evaluated at each checkpoint. With
+            parameter servers, a `tf.data.Dataset` is not accepted.
+        epochs: Number of epochs. As in Keras, `keras.config.max_epochs()` and
+            `max_steps_per_epoch()` limit epochs and steps, with a warning.
+        steps_per_epoch: Default: the number of batches in `train`. Required if
+            `train` is infinite, or a function of an `InputContext`.
         callbacks: See `tfdist.hooks.KerasCallbackHook`.
-        batch_size: Of arrays. Default: 32.
-        shuffle: Whether arrays, and the batches of a `PyDataset`, come in
-            another order in each epoch.
-        validation_steps: Batches of an evaluation. Default: all.
+        batch_size: Batch size for arrays. Default: 32.
+        shuffle: Whether to reorder arrays, and the batches of a `PyDataset`, in
+            each epoch.
+        validation_steps: Batches per evaluation. Default: all.
         hooks: As for `TrainSpec`.
         model_dir: See `RunConfig`. Default: a temporary directory, which is
-            removed; not on a cluster.
-        **config: To `RunConfig`. By default there is a checkpoint at the end
-            of each epoch.
+            removed; required on a cluster.
+        **config: Arguments for `RunConfig`. By default a checkpoint is saved at
+            the end of each epoch.
 
     Returns:
-        The model of the last checkpoint, and a `History`, in a process alone,
+        The model of the last checkpoint and a `History`, in a single process,
         on the chief, and in each process of an all-reduce job. Workers and
-        servers of other clusters serve until the end, and return
-        `(None, None)`; so does an evaluator, at once.
+        servers of other clusters serve until the end and return
+        `(None, None)`; an evaluator returns the same immediately.
 
     Raises:
-        TypeError: data of another kind; an unknown argument.
+        TypeError: unsupported data; an unknown argument.
         ValueError: a number out of range; no `model_dir` on a cluster; data
-            that are empty, or that workers cannot read; and as
+            that are empty or that workers cannot read; and as for
             `Estimator.train`.
-        RuntimeError: as `RunConfig`.
+        RuntimeError: as for `RunConfig`.
     """
     _check_known(config)
     check_at_least("epochs", epochs, 1)
@@ -151,7 +151,7 @@ def fit(
             "train",
             batch_size=batch_size,
             shuffle=shuffle,
-            # Of the job: one that is started again goes on in its order.
+            # Derived from the job, so that a restart keeps the same order.
             seed=zlib.crc32(run.model_dir.encode()),
             on_ps=on_ps,
         )
@@ -160,7 +160,7 @@ def fit(
             train_and_evaluate(serving, TrainSpec(endless), None)
             return None, None
         if run.strategy_name == "multi_worker_mirrored":
-            # A dataset must not be made before.
+            # No dataset may be created before the processes are connected.
             size = ClusterSize(cluster, model_dir)
             secs = run.session_creation_timeout_secs
             multi_worker_strategy(cluster, secs, size=size)
@@ -197,7 +197,7 @@ def fit(
         results, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
     for name, value in (results or {}).items():
-        # Of an epoch that a callback has cut; it was evaluated afterwards.
+        # A callback stopped training mid-epoch; it was evaluated afterwards.
         found = history.history.get(f"val_{name}", [])
         if name != "global_step" and len(found) == len(history.epoch) - 1:
             history.history[f"val_{name}"] = [*found, value]
@@ -206,7 +206,7 @@ def fit(
 
 
 def _limited(argument: str, value: Any, most: int | None) -> Any:
-    """At most what Keras' configuration allows `fit`, for quick trials."""
+    """Limits `value` as Keras' configuration does, for quick trials."""
     if not most or (value and value <= most):
         return value
     _log.warning("Limiting `%s` to %d, as Keras is configured.", argument, most)
@@ -214,7 +214,7 @@ def _limited(argument: str, value: Any, most: int | None) -> Any:
 
 
 def _check_known(config: dict[str, Any]) -> None:
-    """Raises `TypeError` for an argument that `RunConfig` has not, either."""
+    """Raises `TypeError` for an argument that `RunConfig` lacks, too."""
     *own, _ = inspect.signature(fit).parameters  # Not `config` itself.
     known = [*own, *inspect.signature(RunConfig).parameters]
     for name in config:

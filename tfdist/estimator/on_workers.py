@@ -1,4 +1,4 @@
-"""How the chief of a cluster evaluates and predicts outside of training."""
+"""Evaluation and prediction on a cluster's workers, outside of training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tfdist.training.workers import Workers
 
 
 class OnWorkers:
-    """The cluster, which it joins: datasets made before then are no more.
+    """Connects to the cluster, which invalidates existing datasets.
 
-    Servers hold the weights of checkpoint `path`, else of the warm start.
+    The servers hold the weights of checkpoint `path`, or of the warm start.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OnWorkers:
     def step(
         self, dataset: tf.data.Dataset, metrics: bool
     ) -> Iterator[tuple[ModelStep, Callable[[Callable], Iterator[Any]]]]:
-        """A step, and what yields a function's value for each batch."""
+        """Yields a step, and a function that maps a function over batches."""
         with contextlib.ExitStack() as started:
             started.callback(servers.release_again, self._cluster)
             spec = dataset.element_spec

@@ -1,6 +1,6 @@
-"""What the evaluator and the chief tell each other, by files in `model_dir`.
+"""Communication between evaluator and chief, by files in `model_dir`.
 
-The chief leaves last: it says that training is over and waits for the result
+The chief exits last: it announces the end of training and waits for the result
 of the last checkpoint.
 """
 
@@ -24,20 +24,20 @@ _log = logging.getLogger(__name__)
 RESULT_FILE = "latest.json"
 FAILURE_FILE = "failure.json"
 POLL_SECS = 0.5
-STORE_POLL_SECS = 5.0  # Of an object store, which is paid by the request.
-# When a waiting chief gives a failing evaluator up. The launcher starts one
-# again after 0, 1, 2 s, Kubernetes after 10, 20, 40 s.
+STORE_POLL_SECS = 5.0  # Object stores charge for each request.
+# When a waiting chief gives up on a failing evaluator. The launcher restarts it
+# after 0, 1, 2 s, Kubernetes after 10, 20, 40 s.
 _MOST_FAILURES = 3
 _COME_BACK_SECS = 60.0
 
 
 def eval_dir(model_dir: str, name: str | None) -> str:
-    """Where the evaluation called `name` writes."""
+    """Returns the directory of the evaluation called `name`."""
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")
 
 
 def warn_of_untrained(model_dir: str) -> None:
-    """Says that there is no checkpoint, where one may be expected."""
+    """Warns that there is no checkpoint and the model is untrained."""
     _log.warning(
         "There is no checkpoint in %r: the model is used as it is initialized, "
         "untrained.",
@@ -46,7 +46,7 @@ def warn_of_untrained(model_dir: str) -> None:
 
 
 def warn_of_left_out(path: str, names: Iterable[str]) -> None:
-    """Says which weights of a checkpoint a model of such variables has not."""
+    """Warns of weights in a checkpoint that the model with `names` lacks."""
     left = left_out(saved_shapes(path), names)
     if left:
         _log.warning(
@@ -59,7 +59,7 @@ def warn_of_left_out(path: str, names: Iterable[str]) -> None:
 
 
 def warn_if_lost(model_dir: str, step: int, trained_to: int) -> None:
-    """Says so if a session begins before the step an earlier one came to."""
+    """Warns if a session begins before the step an earlier one reached."""
     if step < trained_to:
         _log.warning(
             "This estimator has trained to step %d, and now begins at step %d: "
@@ -71,23 +71,23 @@ def warn_if_lost(model_dir: str, step: int, trained_to: int) -> None:
 
 
 def done_path(model_dir: str) -> str:
-    """File in which the chief says that training is over."""
+    """Returns the path of the file that announces the end of training."""
     return os.path.join(model_dir, "training_done.json")
 
 
 def announce_end(model_dir: str, step: int) -> None:
-    """Tells the evaluator that training is over, at `step`."""
+    """Announces to the evaluator that training has ended at `step`."""
     write_json(done_path(model_dir), {"global_step": step, "time": time.time()})
 
 
 def retract_end(model_dir: str) -> None:
-    """Takes back what an earlier chief has announced: training goes on."""
+    """Retracts an earlier chief's announcement: training continues."""
     if tf.io.gfile.exists(done_path(model_dir)):
         tf.io.gfile.remove(done_path(model_dir))
 
 
 def poll_secs(model_dir: str) -> float:
-    """Seconds between two looks at the files of a job."""
+    """Returns the seconds between two polls of a job's files."""
     on_store = storage.is_object_store(model_dir)
     return STORE_POLL_SECS if on_store else POLL_SECS
 
@@ -97,10 +97,10 @@ def wait_for_result(
 ) -> dict[str, Any] | None:
     """Waits until the evaluator has published its last result and exports.
 
-    Says again and again that training is over, at `step`: an evaluator that
-    starts only now cannot tell what it finds from what an earlier job said.
+    Repeatedly announces that training has ended at `step`, because an evaluator
+    that starts late cannot tell this announcement from an earlier job's.
     Returns None, with a warning, if there is no result within `timeout_secs`,
-    or it fails too often or for too long.
+    or if the evaluator fails too often or for too long.
     """
     directory = eval_dir(model_dir, name)
     newest = tf.train.latest_checkpoint(model_dir)
@@ -141,20 +141,20 @@ def wait_for_result(
 
 
 def write_json(path: str, value: object) -> None:
-    """Writes a file that is never seen half-written."""
+    """Writes a JSON file atomically."""
     storage.write_text(path, json.dumps(value))
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """What `write_json` wrote; None if there is no file."""
+    """Reads what `write_json` wrote; None if there is no file."""
     text = storage.read_text(path)
     return None if text is None else json.loads(text)
 
 
 def identity_of(path: str) -> list[str]:
-    """Tells a checkpoint from any other, also from one of the same name.
+    """Identifies a checkpoint, even among others of the same name.
 
-    Its index holds a checksum of every variable.
+    The hashed index file holds a checksum of every variable.
     """
     try:
         with tf.io.gfile.GFile(f"{path}.index", "rb") as file:

@@ -1,11 +1,10 @@
-"""Exported models in directories named by time: `<base>/<seconds>/`.
+"""Exports models to directories named by time: `<base>/<seconds>/`.
 
-`tfdist.estimator.serving` says which signatures they have. A directory appears
-under its final name when it is complete, and TensorFlow Serving takes the one
-with the largest number; an export that fails leaves nothing behind. (On an
-object store, where a directory cannot be renamed at once, `saved_model.pb`
-arrives last, and two processes that export at the same second need two
-directories.)
+`tfdist.estimator.serving` describes their signatures. A directory gets its
+final name when it is complete, and TensorFlow Serving loads the one with the
+largest number; a failed export leaves nothing behind. (On an object store,
+where directories cannot be renamed atomically, `saved_model.pb` is moved last,
+and processes that may export in the same second need separate directories.)
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ def export_saved_model(
     assets_extra: Mapping[str, str] | None = None,
     format: str = "saved_model",
 ) -> str:
-    """Exports a built model under the time, in seconds, or a greater number.
+    """Exports a built model to a directory named by the time in seconds.
 
-    Returns the new directory in `export_dir_base`. Other arguments are those of
-    `Exporter`. Leftovers of a process that died are removed after an hour,
-    those of a job's exporters at its next start.
+    Returns the new directory in `export_dir_base`, whose number is greater than
+    any other there. Other arguments are those of `Exporter`. Partial exports
+    of dead processes are removed after an hour, or when their job restarts.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> path = export_saved_model(model, directory)
@@ -58,9 +57,9 @@ def export_saved_model(
 
     Raises:
         FileNotFoundError: a source of `assets_extra` does not exist.
-        TypeError: `serving_model_fn` returned something else.
-        ValueError: `export_dir_base` begins with `~` or is a pattern to
-            TensorFlow; `format="keras"` of a model without `get_config`.
+        TypeError: `serving_model_fn` returned an unsupported object.
+        ValueError: `export_dir_base` begins with `~` or contains a glob
+            pattern; `format="keras"` for a model without `get_config`.
     """
     if serving_model_fn is not None:
         check_callable("serving_model_fn", serving_model_fn)
@@ -95,7 +94,7 @@ def export_saved_model(
 
 
 def list_exports(export_path: str) -> list[str]:
-    """The complete exports under `export_path`, oldest first.
+    """Returns the complete exports under `export_path`, oldest first.
 
     >>> tfdist.estimator.list_exports(directory)
     []
@@ -117,7 +116,7 @@ def _is_complete(path: str) -> bool:
 def _served(
     model: keras.Model, serving_model_fn: ServingModelFn | None, format: str
 ) -> Serving | keras.Model:
-    """What to write; a model that does not know its inputs as it is."""
+    """Returns what to write: a `Serving`, or else a model as it is."""
     in_keras, served = format in _KERAS_FILES, model
     if serving_model_fn is not None:
         served = serving_model_fn(model)
@@ -149,7 +148,7 @@ def _served(
 
 
 def check_format(format: str) -> None:
-    """Raises `ValueError` for a format in which nothing is exported."""
+    """Raises `ValueError` for an unknown export format."""
     if format not in FORMATS:
         raise ValueError(
             f"Argument `format` must be one of {FORMATS}. Received: "
@@ -158,7 +157,7 @@ def check_format(format: str) -> None:
 
 
 def check_has_config(model: keras.Model) -> None:
-    """Raises `ValueError` unless Keras can say in a file how it is made."""
+    """Raises `ValueError` unless Keras can serialize the model's config."""
     try:
         model.get_config()
     except NotImplementedError as error:
@@ -171,9 +170,9 @@ def check_has_config(model: keras.Model) -> None:
 
 
 def _publish(temporary: str, export_path: str) -> str:
-    """Gives a complete export the time as its number, or the next free one.
+    """Renames a complete export to the current time, or the next free number.
 
-    It is greater than any other, for the latest is the one that is served.
+    Its number is the greatest, because the latest export is served.
     """
     names = storage.names_in(export_path)
     numbers = [int(name) for name in names if re.fullmatch(_NUMBER, name)]
@@ -191,15 +190,15 @@ def _publish(temporary: str, export_path: str) -> str:
             storage.remove_tree(final)
         if on_store or not tf.io.gfile.exists(final):
             raise
-        # Another process has just taken it.
+        # Another process has just taken this number.
         return _publish(temporary, export_path)
     return final
 
 
 def remove_abandoned(export_path: str, after_secs: float = 0.0) -> None:
-    """Removes what processes left that died while they exported.
+    """Removes partial exports that dead processes left behind.
 
-    Whatever began so long ago: with 0, nobody may be exporting there.
+    Exports begun `after_secs` ago count; with 0, no process may be exporting.
     """
     for name in storage.names_in(export_path):
         match = re.fullmatch(rf"({_NUMBER})|temp-({_NUMBER})(-\w+)?", name)
@@ -210,7 +209,7 @@ def remove_abandoned(export_path: str, after_secs: float = 0.0) -> None:
 
 
 def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:
-    """Destinations, normalized, to sources."""
+    """Returns a dictionary from normalized destinations to sources."""
     if assets_extra is None:
         return {}
     if not isinstance(assets_extra, Mapping) or not all(

@@ -1,4 +1,4 @@
-"""What a SavedModel answers: its signatures, the same ones for every model.
+"""The signatures of exported SavedModels, the same for every model.
 
     signature       takes                 gives             its API
     serve           tensors, by name      all outputs       predict
@@ -7,9 +7,9 @@
     regression      inputs: (batch,)      outputs           regress
     serving_default is the first there is of classification, regression, serve
 
-A ragged or sparse tensor `x` is its parts there: `x`, `x_1`, `x_2`. `examples`
-and `inputs` are strings: serialized `tf.Example`s. The names are those of
-`tf.estimator`, but for `serve`, which is Keras'; the APIs are those of
+A ragged or sparse tensor `x` is passed as its components: `x`, `x_1`, `x_2`.
+`examples` and `inputs` are strings: serialized `tf.Example`s. The names are
+those of `tf.estimator`, except `serve`, which is Keras'; the APIs are those of
 TensorFlow Serving.
 """
 
@@ -44,20 +44,20 @@ _METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """A model as it is served.
+    """Describes how a model is served.
 
-    Made of a Keras model by `Serving.of`, or by hand for what that cannot know:
-    sparse features, defaults of missing ones, or what the classify and regress
-    APIs shall answer.
+    Create it from a Keras model by `Serving.of`, or directly to specify sparse
+    features, defaults of missing features, or the outputs of the classify and
+    regress APIs.
 
     Attributes:
-        model: What holds the variables and tables that `predict` uses.
-        inputs: Name to `tf.TypeSpec`, the batch first. `serve` takes them by
-            these names, with "_" for a space or what else TensorFlow refuses.
-        predict: From tensors by name to outputs by name.
-        examples: How to parse `tf.Example`s, as `tf.io.parse_example` takes
-            it; its keys are those of `inputs`. None: they cannot be parsed,
-            and there is no signature that does.
+        model: The model with the variables and tables that `predict` uses.
+        inputs: Maps names to `tf.TypeSpec`s with a batch dimension. `serve`
+            takes these names, with "_" for characters TensorFlow disallows.
+        predict: Maps tensors by name to outputs by name.
+        examples: The features for `tf.io.parse_example`, with the keys of
+            `inputs`. None: `tf.Example`s cannot be parsed, and the signatures
+            that take them are omitted.
         classification: Names of two outputs, string `(batch, n)` and float32
             `(batch, n)`: the classes and their scores.
         regression: Name of an output, float32 `(batch,)` or `(batch, 1)`.
@@ -83,10 +83,10 @@ class Serving:
 
     @classmethod
     def of(cls, model: keras.Model, **kwargs: Any) -> Serving:
-        """A Keras model: its inputs, its outputs.
+        """Creates a `Serving` from a Keras model's inputs and outputs.
 
-        The names of outputs are the keys of a dictionary, or `output_0` and so
-        on, as Keras has it. `kwargs` are attributes that shall differ.
+        Outputs are named by the keys of a dictionary, or `output_0` and so on,
+        as in Keras. `kwargs` override the attributes.
 
         >>> x = keras.Input([2], name="x")
         >>> model = keras.Model(x, {"p": keras.layers.Dense(1)(x)})
@@ -94,7 +94,7 @@ class Serving:
         {'x': FixedLenFeature(shape=[2], dtype=tf.float32, default_value=None)}
 
         Raises:
-            ValueError: the model does not know its inputs.
+            ValueError: the inputs of the model are unknown.
         """
         structure = inputs_of(model)
         if structure is None:
@@ -119,10 +119,10 @@ class Serving:
 
 
 def inputs_of(model: keras.Model) -> Any:
-    """In the structure in which a model takes them; None: it knows none."""
+    """Returns a model's inputs in their structure; None if unknown."""
     spec = element_spec_of(model)
     is_sequential = isinstance(model, keras.Sequential)
-    # One that is built of a batch takes floats, says Keras, whatever came.
+    # For one built from a batch, Keras reports floats, whatever the dtypes.
     if spec is None or not is_sequential:
         with contextlib.suppress(AttributeError, ValueError):
             return model.inputs[0] if is_sequential else model.input
@@ -130,9 +130,9 @@ def inputs_of(model: keras.Model) -> Any:
 
 
 def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
-    """Specs of inputs, each by its name, in their order.
+    """Returns the specs of inputs by name, in order.
 
-    That is the key in a dictionary, Keras' name, or the argument of `call`.
+    A name is the key in a dictionary, Keras' name, or the argument of `call`.
     """
     inputs = {}
     for path, part in keras.tree.flatten_with_path(structure):
@@ -155,9 +155,9 @@ def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
 
 
 def _feature_spec(inputs: Mapping[str, tf.TypeSpec]) -> dict | None:
-    """How to read such tensors from `tf.Example`s, none of them missing.
+    """Returns features to parse `inputs` from `tf.Example`s, all required.
 
-    None if a dimension other than the first two is unknown: they cannot be.
+    None if a dimension other than the first two is unknown.
     """
     spec: dict[str, Any] = {}
     for name, tensor in inputs.items():
@@ -186,8 +186,8 @@ def _feature_spec(inputs: Mapping[str, tf.TypeSpec]) -> dict | None:
 def write(serving: Serving, path: str) -> None:
     """Writes a SavedModel that TensorFlow Serving's C++ loader reads.
 
-    `tf.saved_model.save(keras_model)` loads in Python and fails there. Of a
-    `DynamicEmbedding` it holds the rows in use.
+    The C++ loader cannot load `tf.saved_model.save(keras_model)`. Only the rows
+    in use of a `DynamicEmbedding` are written.
     """
     endpoints = _endpoints(serving)
     archive = keras.export.ExportArchive()
@@ -197,10 +197,10 @@ def write(serving: Serving, path: str) -> None:
         variables = getattr(archive, kind)
         kept = [v for v in variables if id(v) not in tables.replaced]
         archive.add_variable_collection(kind, kept)
-    # TensorFlow traces when it writes, too.
+    # TensorFlow also traces functions when it writes.
     with answered_by(tables), without_default_signatures():
         for name, (function, spec) in endpoints.items():
-            # Keras itself would take no specs of ragged or sparse tensors.
+            # Keras itself does not accept specs of ragged or sparse tensors.
             if isinstance(spec, dict) and _need_keywords(spec):
                 traced = tf.function(_by_keyword(function), autograph=False)
                 traced.get_concrete_function(**spec)
@@ -208,11 +208,11 @@ def write(serving: Serving, path: str) -> None:
                 traced = tf.function(function, [spec], autograph=False)
                 traced.get_concrete_function()
             archive.add_endpoint(name, traced)
-        # Keras lets `serving_default` be the first of them.
+        # Keras makes the first endpoint `serving_default`.
         archive.write_out(path, verbose=False)
     methods = {name: _METHODS[name] for name in endpoints if name in _METHODS}
     if methods:
-        # `tf.saved_model.save` calls every signature a predict signature.
+        # `tf.saved_model.save` marks every signature as a predict signature.
         methods["serving_default"] = next(iter(methods.values()))
         utils = tf.compat.v1.saved_model.signature_def_utils
         updater = utils.MethodNameUpdater(path)
@@ -222,7 +222,7 @@ def write(serving: Serving, path: str) -> None:
 
 
 def _need_keywords(specs: Mapping[str, tf.TypeSpec]) -> bool:
-    """Whether only arguments give their names to the parts of tensors."""
+    """Whether composite tensors need keyword arguments to keep their names."""
     dense = all(isinstance(spec, tf.TensorSpec) for spec in specs.values())
     names = all(n.isidentifier() and not keyword.iskeyword(n) for n in specs)
     return names and not dense
@@ -233,7 +233,7 @@ def _by_keyword(function: Callable) -> Callable[..., Any]:
 
 
 def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
-    """Name to function and input; the default one first."""
+    """Returns functions and input specs by name, the default one first."""
     endpoints: dict[str, tuple[Callable, Any]] = {}
     # Each is traced once, however many signatures use it.
     serve = tf.function(
@@ -267,9 +267,9 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
 
 
 def _argument(name: str, spec: tf.TypeSpec) -> tf.TypeSpec:
-    """The spec of an input that a signature calls by its name.
+    """Returns an input's spec with a name that a signature may use.
 
-    Of which it has letters, digits and few other characters.
+    Signatures allow letters, digits and few other characters.
     """
     if not isinstance(spec, tf.TensorSpec):
         return spec
@@ -280,7 +280,7 @@ def _argument(name: str, spec: tf.TypeSpec) -> tf.TypeSpec:
 
 
 def warn_of_no_examples(model: keras.Model, reason: str) -> None:
-    """Says that a signature is missing, and why."""
+    """Warns that the `tf.Example` signatures are missing, and why."""
     _log.warning(
         "The export of model %r gets no signature for tf.Examples: %s. A "
         "`serving_model_fn` that returns a tfdist.Serving can say what they "
@@ -291,8 +291,8 @@ def warn_of_no_examples(model: keras.Model, reason: str) -> None:
 
 
 def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:
-    """Features of serialized examples, of the types the model takes."""
-    assert serving.examples is not None  # Else nothing takes strings.
+    """Parses serialized examples into features of the model's dtypes."""
+    assert serving.examples is not None  # Else no signature takes strings.
     parsed = tf.io.parse_example(strings, dict(serving.examples))
     return {
         name: tf.cast(value, serving.inputs[name].dtype)

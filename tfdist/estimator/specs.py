@@ -1,7 +1,7 @@
-"""What a job is told: `RunConfig`, `TrainSpec`, `EvalSpec`.
+"""The configuration of a job: `RunConfig`, `TrainSpec`, `EvalSpec`.
 
-Frozen values, checked when they are made. As in `tf.estimator`, what the model
-computes is no part of them.
+Frozen dataclasses, validated at construction. As in `tf.estimator`, they do not
+describe what the model computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 ModelFn = Callable[[], keras.Model]
 
-# Fields of TF 2.15 that change nothing, and why.
+# Fields of TF 2.15's RunConfig that have no effect here, and why.
 _IGNORED = {
     "session_config": "there is no session to configure: threads and devices "
     "are set by `tf.config`",
@@ -40,7 +40,7 @@ _IGNORED = {
     "no worker begins before the others",
     "checkpoint_save_graph_def": "a Keras model has no graph to save",
 }
-# Those whose loss would change what a job does, and what there is instead.
+# Fields that cannot be ignored without changing the job, and what to use.
 _REFUSED = {
     "train_distribute": "Use `strategy`, unless the default will do: what the "
     "cluster is made for",
@@ -53,17 +53,17 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How a job runs; what it computes is the model function's matter.
+    """How a job runs; the model function defines what it computes.
 
-    As `tf.estimator.RunConfig`, with these differences:
+    Like `tf.estimator.RunConfig`, with these differences:
 
     * `model_dir` must be given, and `TF_CONFIG` cannot give it.
     * `session_creation_timeout_secs` is ten minutes instead of two hours.
-    * Which task this is comes from `cluster`, which reads the environment:
-      `tfdist.Cluster` says what is accepted. There is no `master`,
-      `evaluation_master`, `device_filters`, `service` and
+    * The task of this process comes from `cluster`, which is read from the
+      environment; `tfdist.Cluster` documents the accepted formats. There is no
+      `master`, `evaluation_master`, `device_filters`, `service` or
       `global_id_in_cluster`.
-    * What is ignored is neither checked nor kept.
+    * Ignored fields are neither checked nor stored.
 
     >>> config = tfdist.RunConfig("job", save_checkpoints_steps=500)
     >>> config.replace(model_dir="another").save_checkpoints_steps
@@ -72,68 +72,69 @@ class RunConfig:
     Attributes:
         model_dir: Directory of checkpoints, summaries and exports, shared by
             all tasks (`gs://` works).
-        summary_dir: Directory of what TensorBoard reads, that of evaluations in
-            `eval` and the like below it. Default: `model_dir`.
-        tf_random_seed: Seeds Python, NumPy and the initializers.
+        summary_dir: Directory of the TensorBoard summaries; evaluations write
+            to subdirectories such as `eval`. Default: `model_dir`.
+        tf_random_seed: Seed for Python, NumPy and the initializers.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
-        save_checkpoints_steps, save_checkpoints_secs: Steps, or seconds,
-            between checkpoints; not both. Default: 60 s, or what costs 1 % of
-            the time if that is more. None or 0: there are no checkpoints.
-        keep_checkpoint_max: Most recent checkpoints kept; 0 or None keeps all.
-        keep_checkpoint_every_n_hours: Also keeps one per so many hours. None or
-            the default, which is over a year: none.
+        save_checkpoints_steps, save_checkpoints_secs: Steps or seconds between
+            checkpoints; not both. Default: 60 s, or longer if saving would
+            take more than 1 % of the time. None or 0: no checkpoints.
+        keep_checkpoint_max: Number of recent checkpoints kept; 0 or None keeps
+            all.
+        keep_checkpoint_every_n_hours: Also keeps one checkpoint every n hours.
+            None or the default (more than a year): no additional ones.
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request. Default: the
             `steps_per_execution` of `compile`, if more than 1; else up to ten,
-            fewer for models of many variables, and one while a job is young.
-            On parameter servers data that end are read one step per request.
-        backup_workers: Makes steps on parameter servers synchronous, as TF1's
-            `SyncReplicasOptimizer`: a step is the mean over a batch of each
-            worker, but for so many that are slowest (its `total_num_replicas`
-            minus `replicas_to_aggregate`), whose batch is dropped; 0 to wait
-            for all. Default: asynchronous steps. One process needs neither this
-            nor the next two.
-        max_staleness: The most updates of other workers that may land between
-            a step's read of the parameters and its own update on parameter
-            servers; workers wait for slower ones where it would be more (stale
-            synchronous parallel). Dispatches are smaller with it, unless
+            fewer for models with many variables, and one early in a job. On
+            parameter servers, finite datasets are read one step per request.
+        backup_workers: Makes steps on parameter servers synchronous, like TF1's
+            `SyncReplicasOptimizer`: each step averages over one batch from
+            every worker except this many of the slowest (TF1's
+            `total_num_replicas` minus `replicas_to_aggregate`), whose batches
+            are dropped; 0 waits for all. Default: asynchronous steps. This
+            field and the next two have no effect in a single process.
+        max_staleness: The maximum number of updates by other workers between a
+            step's read of the parameters and its own update, on parameter
+            servers; faster workers wait for slower ones to stay within it
+            (stale synchronous parallel). It makes dispatches smaller, unless
             `steps_per_dispatch` is given. Default: no bound; no worker waits.
-        read_ahead: On parameter servers, for how many steps of a request a
-            worker reads the parameters while it computes the steps before, so
-            that it does not wait for the network. What it reads lacks its own
-            updates of these steps. Default: none, as 0.
-        strategy: How the training is distributed: "ps" (parameter servers),
+        read_ahead: On parameter servers, the number of steps of a request whose
+            parameters a worker reads while it computes the preceding steps,
+            to hide network latency. These reads miss the worker's own updates
+            from those steps. Default: none, like 0.
+        strategy: How training is distributed: "ps" (parameter servers),
             "multi_worker_mirrored" (all-reduce between processes), "mirrored"
-            (between the GPUs of this one, or, without any, its logical CPUs),
+            (across the GPUs of this process or, without any, its logical CPUs),
             "tpu", "one_device"; or a `tf.distribute` strategy whose replicas
-            this process drives alone. Default: "auto": what the cluster is
-            made for; in one process "mirrored" where there are several GPUs.
-        audit_input: Whether to look, before training on parameter servers,
-            whether two workers read the same examples, and to warn (see
-            `python -m tfdist.audit`); it takes as long as four batches.
+            all belong to this process. Default: "auto": the one that fits the
+            cluster; in one process "mirrored" if there are several GPUs.
+        audit_input: Whether to check, before training on parameter servers,
+            whether two workers read the same examples, and to warn if so (see
+            `python -m tfdist.audit`); this takes as long as four batches.
             Default: only if the input function takes no `InputContext`.
-        check_numerics: Whether training ends with an error, instead of a
-            checkpoint, once a variable is not finite.
+        check_numerics: Whether training ends with an error, instead of saving
+            a checkpoint, once a variable is not finite.
         placement: Which parameter server holds a variable: "round_robin",
             "greedy" or "planned" (see
             `tfdist.placement.scope.placement_by_name`), or a callable from a
             `VariableSpec` to the index of a server.
-        session_creation_timeout_secs: Seconds the chief waits for workers and
-            ps that are missing, at the start and after one was lost; and an
-            evaluator for the chief, where an earlier one has left.
+        session_creation_timeout_secs: Seconds the chief waits for missing
+            workers and ps, at the start and after a failure, and an evaluator
+            waits for a new chief if a previous one has finished.
         evaluator_timeout_secs: Seconds the chief waits at the end for the
             evaluator's last result.
         cluster: Default: from the environment.
         session_config, eval_distribute, experimental_max_worker_delay_secs,
             checkpoint_save_graph_def: Ignored; a warning says why.
-        train_distribute, device_fn, experimental_distribute, protocol: Refused,
-            with what there is instead.
+        train_distribute, device_fn, experimental_distribute, protocol: Refused;
+            the error names the alternative.
 
     Raises:
-        ValueError: a value out of range, both `save_checkpoints_*`, a field
-            that is refused, a directory that begins with `~` or is a pattern.
-        TypeError: a value of a wrong type, or a field that does not exist.
-        RuntimeError: TensorFlow 1's graphs, or Keras with another backend.
+        ValueError: a value out of range, both `save_checkpoints_*`, a refused
+            field, a directory that begins with `~` or contains a glob pattern.
+        TypeError: a value of the wrong type, or an unknown field.
+        RuntimeError: TF1 graph mode, or Keras with a different backend.
     """
 
     model_dir: str
@@ -211,7 +212,7 @@ class RunConfig:
         self._check_waiting()
 
     def _check_waiting(self) -> None:
-        """What says when workers on parameter servers wait for each other."""
+        """Checks the fields that make workers wait, or read ahead."""
         backup, workers = self.backup_workers, self.cluster.num_workers
         names = ("backup_workers", "max_staleness", "read_ahead")
         given = [n for n in names if getattr(self, n) is not None]
@@ -239,13 +240,13 @@ class RunConfig:
             )
 
     def replace(self, **changes: Any) -> RunConfig:
-        """A copy in which some fields have other values.
+        """Returns a copy with some fields replaced.
 
-        As in TF1, a new `save_checkpoints_steps` drops
-        `save_checkpoints_secs`, and the other way round.
+        As in TF1, a new `save_checkpoints_steps` clears
+        `save_checkpoints_secs`, and vice versa.
 
         Raises:
-            TypeError: there is no such field.
+            TypeError: an unknown field.
         """
         one, other = "save_checkpoints_steps", "save_checkpoints_secs"
         for given, dropped in ((one, other), (other, one)):
@@ -255,24 +256,24 @@ class RunConfig:
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether there is any checkpoint."""
+        """Whether the job saves checkpoints."""
         return bool(self.save_checkpoints_steps or self.save_checkpoints_secs)
 
     @property
     def strategy_name(self) -> str:
-        """What `strategy` comes to: "auto" resolved, an object's class."""
+        """The name of the strategy: "auto" resolved, or an object's class."""
         if isinstance(self.strategy, str):
             return strategy_lib.resolved(self.strategy, self.cluster)
         return type(self.strategy).__name__
 
     @property
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """The training tasks; none in a process that does not train."""
+        """The training tasks; empty in a process that does not train."""
         return tf.train.ClusterSpec(self._tasks)
 
     @property
     def task_type(self) -> str:
-        """This process's job; "worker" where there is no cluster."""
+        """This process's job; "worker" if there is no cluster."""
         alone = self.cluster.role == "local" and not self._tasks
         return "worker" if alone else self.cluster.task_type
 
@@ -283,20 +284,20 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process leads; true where there is no cluster."""
+        """Whether this process leads; true if there is no cluster."""
         return self.cluster.is_chief
 
     @property
     def num_ps_replicas(self) -> int:
-        """Parameter servers; 0 where this is the evaluator."""
+        """The number of parameter servers; 0 on the evaluator."""
         return len(self._tasks.get("ps", ()))
 
     @property
     def num_worker_replicas(self) -> int:
-        """Workers and the chief; 0 where this is the evaluator.
+        """The number of workers, including the chief; 0 on the evaluator.
 
-        Unlike in TF1 the chief of a cluster trains nothing itself: there are
-        `cluster.num_workers` that do.
+        Unlike in TF1, the chief of a cluster runs no training steps itself;
+        `cluster.num_workers` counts the tasks that do.
         """
         if not self._tasks:
             return int(self.cluster.role == "local")
@@ -304,13 +305,13 @@ class RunConfig:
 
     @property
     def _tasks(self) -> dict[str, dict[int, str]]:
-        """Job to its addresses by index, as this task may see them."""
+        """Maps each job to its addresses by index, as visible to this task."""
         return self.cluster.training_spec() if self.cluster.trains else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """What to train on, as `tf.estimator.TrainSpec`.
+    """What to train on, like `tf.estimator.TrainSpec`.
 
     >>> def input_fn():
     ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
@@ -318,22 +319,22 @@ class TrainSpec:
     1000
 
     Attributes:
-        input_fn: Returns a `tf.data.Dataset` of batches; may have one
-            argument without a default, which then gets the
-            `tf.distribute.InputContext` that says which part of the data the
-            calling worker shall read. With replicas in sync, the batches of a
-            function without one are global batches, which every process reads
-            alike (tfdist seeds them); those of a function with one are a
-            replica's (`get_per_replica_batch_size`).
+        input_fn: Returns a `tf.data.Dataset` of batches. It may take one
+            argument without a default, which receives the
+            `tf.distribute.InputContext` that tells the worker which part of
+            the data to read. With replicas in sync, a function without this
+            argument returns global batches, identical in every process
+            (tfdist seeds them); a function with it returns per-replica
+            batches (`get_per_replica_batch_size`).
         max_steps: Step at which training ends; None: when the data ends.
-        hooks: Run after tfdist's own; those written for TF1 that touch no
-            graph run as they are.
-        saving_listeners: Told of each checkpoint, before it is evaluated.
+        hooks: Run after tfdist's own hooks; hooks written for TF1 that do not
+            touch the graph run unchanged.
+        saving_listeners: Called for each checkpoint, before it is evaluated.
 
     Raises:
-        TypeError: an attribute of another type.
-        ValueError: `max_steps` is not positive; `input_fn` has arguments that
-            nobody gives.
+        TypeError: an attribute of the wrong type.
+        ValueError: `max_steps` is not positive; `input_fn` has unexpected
+            required arguments.
     """
 
     input_fn: InputFn
@@ -350,7 +351,7 @@ class TrainSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """What to evaluate on, as `tf.estimator.EvalSpec`.
+    """What to evaluate on, like `tf.estimator.EvalSpec`.
 
     >>> def input_fn():
     ...     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]]))
@@ -360,20 +361,20 @@ class EvalSpec:
     ['serving']
 
     Attributes:
-        input_fn: As for `TrainSpec`; the context is that of a process alone.
-        steps: Batches per evaluation at most; None: the whole dataset, which
-            must have an end.
+        input_fn: As for `TrainSpec`; the context is that of a single process.
+        steps: Maximum batches per evaluation; None: the whole dataset, which
+            must be finite.
         name: Results go to `<model_dir>/eval_<name>`. Default: `eval`.
-        hooks: Run during each evaluation, the same objects each time.
-        exporters: Exporters, or one, run after each evaluation.
+        hooks: Run during each evaluation; the same objects are reused.
+        exporters: An exporter, or several, run after each evaluation.
         start_delay_secs: Seconds an evaluator task waits before it begins.
-        throttle_secs: Least seconds between two evaluations; the final one is
-            never delayed.
+        throttle_secs: Minimum seconds between two evaluations; the final one
+            is never delayed.
 
     Raises:
-        TypeError: an attribute of another type.
-        ValueError: a number out of range; two exporters of one name, or one
-            without a name.
+        TypeError: an attribute of the wrong type.
+        ValueError: a number out of range; exporters with duplicate or missing
+            names.
     """
 
     input_fn: InputFn
@@ -404,18 +405,18 @@ class EvalSpec:
 
 
 def _set_directory(config: RunConfig, name: str) -> None:
-    """Makes a directory what `os.path.join` needs, and checks it."""
+    """Checks a directory and normalizes it for `os.path.join`."""
     check_type(name, getattr(config, name), str | os.PathLike)
     path = storage.check_no_pattern(getattr(config, name))
     if not path:
         raise ValueError(f"Argument `{name}` must not be empty.")
-    # On `gs://` `a//b` is another object than `a/b`, and what Vertex AI
-    # sets ends in a slash.
+    # On `gs://`, `a//b` and `a/b` are different objects, and the paths that
+    # Vertex AI sets end in a slash.
     object.__setattr__(config, name, path.rstrip("/") or "/")
 
 
 def _refuse_or_ignore(fields: dict[str, Any]) -> None:
-    """Says of each field without a meaning that was given why it has none."""
+    """Raises an error or warns for each given field that has no meaning."""
     for name, value in fields.items():
         if value is None or value is False:
             continue
@@ -432,7 +433,7 @@ def _refuse_or_ignore(fields: dict[str, Any]) -> None:
 
 
 def _make_tuple(spec: Any, name: str, wanted: type) -> None:
-    """Makes an attribute a tuple, empty for None, and checks its elements."""
+    """Converts an attribute to a tuple (None: empty); checks its elements."""
     values = getattr(spec, name)
     values = () if values is None else values
     if not isinstance(values, Iterable):

@@ -1,7 +1,7 @@
-"""`train_and_evaluate`: one program, every task of a job.
+"""`train_and_evaluate`: one program for every task of a job.
 
-Which part of the job this process does is read from the environment
-(`Cluster.from_env()`), as `tf.estimator` did.
+As in `tf.estimator`, the environment determines the task of this process
+(`Cluster.from_env()`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec | None
 ) -> tuple[dict[str, float] | None, list[str | None]]:
-    """Does this process's part of the job.
+    """Runs this process's task of the job.
 
     The chief (or the only process) trains; an evaluator task evaluates. Without
-    one, each checkpoint but the initial one is evaluated before training goes
-    on (a restored one that was not, before any step): by the workers,
-    where the variables are, or, if the EvalSpec has hooks or the model its own
-    `train_step` or `test_step`, by the chief, which also exports. Workers,
-    parameter servers and the tasks of a tf.data service (`tfdist.one_pass`)
-    serve. The chief leaves last.
+    an evaluator, each checkpoint except the initial one is evaluated before
+    training continues (a restored one not yet evaluated, before any step): by
+    the workers or, if the EvalSpec has hooks or the model its own `train_step`
+    or `test_step`, by the chief, which also exports. Workers, parameter servers
+    and the tasks of a tf.data service (`tfdist.one_pass`) serve. The chief
+    exits last.
 
     >>> def model_fn():
     ...     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
@@ -59,24 +59,24 @@ def train_and_evaluate(
     >>> metrics["global_step"]
     2
 
-    As `tf.estimator.train_and_evaluate`, in the same order, but for what
-    `tfdist.MonitoredTrainingSession` and `tfdist.Exporter` do otherwise and:
+    Like `tf.estimator.train_and_evaluate`, in the same order, except for the
+    differences of `tfdist.MonitoredTrainingSession` and `tfdist.Exporter` and:
 
-    * All tasks end by themselves, an evaluator also where training ends before
-      `max_steps`. It and the chief return what a single process does, not None.
-    * The export of the last checkpoint is always the final one, also where the
-      data ended before `max_steps`. One that was exported before it was known
+    * All tasks end by themselves, an evaluator even if training ends before
+      `max_steps`. The chief and the evaluator return results, not None.
+    * The export of the last checkpoint is always the final one, even if the
+      data ended before `max_steps`. A checkpoint exported before it was known
       to be the last is exported again.
-    * A job that has reached `max_steps` already is evaluated and exported, for
-      its last process may have died before that.
-    * A training input without a single batch is an error.
-    * `training_done.json` is written, which ends an evaluator, and
-      `latest.json` in the evaluation's directory.
+    * A job that has already reached `max_steps` is evaluated and exported,
+      because its last process may have died before doing so.
+    * An empty training input is an error.
+    * It writes `training_done.json`, which ends an evaluator, and `latest.json`
+      in the evaluation's directory.
 
     Args:
         estimator: The model and configuration.
         train_spec: What to train on.
-        eval_spec: What to evaluate on. None: nothing is.
+        eval_spec: What to evaluate on. None: no evaluation.
 
     Returns:
         The final metrics and the paths of the last exports; `(None, [])` from
@@ -84,7 +84,7 @@ def train_and_evaluate(
         evaluator failed or did not finish in time.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: the estimator's configuration has no checkpoints, or an
             evaluation would have no end.
     """
@@ -101,7 +101,7 @@ def train_and_evaluate(
     if cluster.role in ("dispatcher", "data_worker"):
         work_dir = os.path.join(estimator.model_dir, "data_service")
         path = results.done_path(estimator.model_dir)
-        known = None, results.read_json(path)  # An earlier job's, if any.
+        known = None, results.read_json(path)  # The second: an earlier job's.
         data_service.serve(
             cluster, work_dir, lambda: results.read_json(path) not in known
         )
@@ -135,22 +135,22 @@ def train_and_evaluate(
 def _train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, evaluator: Evaluator | None
 ) -> dict[str, Any] | None:
-    """The chief's part; returns the last result, if there is one."""
+    """Runs the chief's task; returns the last result, if there is one."""
     config, max_steps = estimator.config, train_spec.max_steps
     separate = config.cluster.has_evaluator
     storage.check_writable(config.model_dir)
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        # To make its data TensorFlow may compute, which it must not do before
-        # the processes of an all-reduce job are joined.
+        # Creating a dataset may run TensorFlow ops, which is not allowed before
+        # the processes of an all-reduce job are connected.
         joins = config.strategy_name == "multi_worker_mirrored"
         if not joins:
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         after_save = _EvaluateAfterSave(evaluator, max_steps, has_workers)
         listeners.append(after_save)
-        # First, so that callbacks see what it finds.
+        # First, so that callbacks see its results.
         hooks.insert(0, _EvaluateRestored(after_save, joins))
     results.retract_end(config.model_dir)
     estimator.train(
@@ -177,11 +177,11 @@ class _EvaluateAfterSave(CheckpointSaverListener):
     exported_the_last = told_later = False
 
     def before_save(self, session: Session, global_step_value: int) -> None:
-        """Training waits for what will be evaluated, of the step it is at."""
+        """Lets training continue if this checkpoint will not be evaluated."""
         self.told_later = time.monotonic() < self.not_before
 
     def after_save(self, session: Session, global_step_value: int) -> None:
-        """Evaluates what was saved, but no initial state and not too often."""
+        """Evaluates the checkpoint, unless initial or throttled."""
         if not session.secs_in_steps:
             return
         self.exported_the_last = False
@@ -197,7 +197,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
             )
 
     def end(self, session: Session, global_step_value: int) -> None:
-        """Evaluates and exports the last checkpoint, unless that is done."""
+        """Evaluates and exports the last checkpoint, unless already done."""
         if not self.exported_the_last:
             self.evaluate(session, is_the_last=True)
 
@@ -210,7 +210,7 @@ class _EvaluateAfterSave(CheckpointSaverListener):
         path = path or checkpoints.latest(session.checkpoint_dir)
         assert path is not None  # It was just saved.
         if not self.evaluator.has_evaluated(path):
-            # Of its own step only the checkpoints are evaluated.
+            # Workers cannot evaluate a model with its own step.
             here = has_own_step(session.model) or not self.has_workers
             self.evaluator.evaluate(path, None if here else session.evaluate)
         self.evaluator.export(is_the_final_export=is_the_last)
@@ -220,9 +220,9 @@ class _EvaluateAfterSave(CheckpointSaverListener):
 
 @dataclasses.dataclass(eq=False)
 class _EvaluateRestored(SessionRunHook):
-    """Evaluates a checkpoint whose evaluation a failure has cut short.
+    """Evaluates a restored checkpoint whose evaluation a failure interrupted.
 
-    Before, if asked to, it refuses an evaluation that would never end.
+    With `checks_end`, it first refuses an evaluation that would never end.
     """
 
     after_save: _EvaluateAfterSave
@@ -233,7 +233,7 @@ class _EvaluateRestored(SessionRunHook):
         if self.checks_end:
             after_save.evaluator.check_ends()
         saver = saver_of(session.checkpoint_dir, session.hooks)
-        # What was saved because the process was to end is not evaluated.
+        # A checkpoint saved on SIGTERM or before a restart is not evaluated.
         on_time = saver and session.step % (saver.save_steps or 1) == 0
         if (
             path

@@ -1,8 +1,8 @@
-"""What a trial of a hyperparameter tuning job tells Vertex AI.
+"""Reports the metrics of a hyperparameter tuning trial to Vertex AI.
 
-The service reads a trial's metrics from a file on the chief's machine, one JSON
-object a line, as Google's `cloudml-hypertune` writes it: every value a string
-but the time. So the chief reports, also what an evaluator has computed.
+The service reads a trial's metrics from a file on the chief's machine, with one
+JSON object per line, as written by Google's `cloudml-hypertune`: all values but
+the time are strings. The chief therefore also reports an evaluator's results.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MOST_LINES = 100  # As many as cloudml-hypertune keeps.
 def report_metrics(
     metrics: Mapping[str, float], path: str, trial: str = ""
 ) -> None:
-    """Adds the metrics of one evaluation to those of a trial.
+    """Adds the metrics of one evaluation to the file of a trial.
 
-    They take the place of those of the same step, or of a later one.
+    Existing entries of the same or a later step are removed.
 
     >>> path = os.path.join(directory, "metrics")
     >>> report_metrics({"auc": 0.75, "global_step": 10}, path)
@@ -35,11 +35,11 @@ def report_metrics(
     ['auc', 'checkpoint_path', 'global_step', 'timestamp', 'trial']
 
     Args:
-        metrics: Name to value, as `tfdist.train_and_evaluate` returns them. One
-            that is not finite is left out, with a warning: a trial without its
-            metric counts as failed.
+        metrics: Values by name, as returned by `tfdist.train_and_evaluate`. A
+            metric that is not finite is omitted, with a warning: a trial
+            without its metric counts as failed.
         path: A local file; the service sets CLOUD_ML_HP_METRIC_FILE.
-        trial: Its number; the service sets CLOUD_ML_TRIAL_ID.
+        trial: The trial's number; the service sets CLOUD_ML_TRIAL_ID.
     """
     step = int(metrics.get("global_step", 0))
     common = {
@@ -63,20 +63,20 @@ def report_metrics(
 
 
 class ReportMetricsHook(TimedHook):
-    """Reports a trial's metrics while it trains, so that it can be stopped.
+    """Reports a trial's metrics during training, to allow early stopping.
 
-    Only on the chief, and whoever evaluates.
+    It reports on the chief only, whichever task evaluates.
 
     >>> hook = tfdist.estimator.ReportMetricsHook(directory, "metrics")
     >>> hook.steps_until_next(0)
     1
 
     Args:
-        eval_dir: Where the evaluations write: `Estimator.eval_dir()`.
+        eval_dir: Directory of the evaluations: `Estimator.eval_dir()`.
         path, trial: As for `report_metrics`.
-        every_secs: Seconds between two looks at `eval_dir`.
-        tag: The metric that the job tunes. It is a ValueError, in training, if
-            an evaluation has none of the name. Default: not looked for.
+        every_secs: Seconds between two reads of `eval_dir`.
+        tag: The metric that the job tunes. Training raises a ValueError if an
+            evaluation lacks this metric. Default: not checked.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class ReportMetricsHook(TimedHook):
         self._reported = -1
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
-        """Reports evaluations that are new."""
+        """Reports new evaluations."""
         self.end(context.session)
 
     def end(self, session: Session) -> None:
-        """Reports the last ones, too."""
+        """Reports the remaining evaluations."""
         found = self._reader.read() if session.is_chief else {}
         for step, metrics in found.items():
             if step <= self._reported:

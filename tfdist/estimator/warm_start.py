@@ -1,4 +1,4 @@
-"""Warm start: a new model begins with what an older one has learned."""
+"""Warm start: initializes a new model with weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Path = str | os.PathLike[str]
 class WarmStartSettings:
     """Which weights a new job takes from which checkpoint.
 
-    As `tf.estimator.WarmStartSettings`; new is `var_name_to_ids`.
+    Like `tf.estimator.WarmStartSettings`, plus `var_name_to_ids`.
 
     >>> settings = tfdist.WarmStartSettings(
     ...     "old_job", vars_to_warm_start="embedding")
@@ -42,30 +42,31 @@ class WarmStartSettings:
     'old_job'
 
     Attributes:
-        ckpt_to_initialize_from: A checkpoint, or a directory with some; one of
-            TF1 or of its Estimator too, whose names for the weights of canned
-            models are known.
-        vars_to_warm_start: Regular expression that a weight's name must match
-            somewhere, or a list of such; not trained ones too, unlike in TF. A
-            list takes their slots as well, of an optimizer that must be the
-            same, and, with all trained weights, its counters; no learning rate
-            and, unlike in TF, not the job's step. Default: all weights. None:
-            those of the next and the last argument alone.
-        var_name_to_vocab_info: Weights to `tf.compat.v1.train.VocabInfo`s, for
-            tables whose vocabulary has changed: words that were in the old one
-            keep their rows; others, and buckets, begin as the layer's
-            initializer says. Unlike in TF there is no `backup_initializer`, and
-            `axis` must be 0.
-        var_name_to_prev_var_name: Names in the checkpoint, of weights that had
-            another name there.
-        var_name_to_ids: For a `DynamicEmbedding` that takes the rows of a
-            table with a vocabulary: `<layer>/embeddings` to the ids of the rows
-            there, one for each, int or str; `range(n)` where ids are row
-            numbers. They have rows at once, whatever `admit_after` is.
+        ckpt_to_initialize_from: A checkpoint, or a directory of checkpoints;
+            also of TF1 or its Estimator, whose variable names for canned models
+            are translated.
+        vars_to_warm_start: Regular expression to search for in the names of
+            weights, or a list of them; unlike in TF, it also selects
+            non-trainable weights. A list also restores the slots, for which
+            the optimizer must be the same, and, if all trainable weights are
+            selected, its counters; not the learning rate and, unlike in TF, not
+            the global step. Default: all weights. None: only those of
+            `var_name_to_vocab_info` and `var_name_to_ids`.
+        var_name_to_vocab_info: Maps weights to
+            `tf.compat.v1.train.VocabInfo`s, for embedding tables whose
+            vocabulary has changed: words of the old vocabulary keep their rows;
+            new words and OOV buckets use the layer's initializer. Unlike in TF
+            there is no `backup_initializer`, and `axis` must be 0.
+        var_name_to_prev_var_name: Maps weights to their names in the
+            checkpoint, where these differ.
+        var_name_to_ids: For a `DynamicEmbedding` initialized from a static
+            embedding table: maps `<layer>/embeddings` to the ids of the table's
+            rows, int or str; `range(n)` if ids are row numbers. These ids are
+            admitted immediately, whatever `admit_after` is.
 
     Raises:
-        ValueError: `ckpt_to_initialize_from` is empty; a `VocabInfo` is none,
-            or has an argument that is not taken.
+        ValueError: `ckpt_to_initialize_from` is empty; an invalid `VocabInfo`,
+            or one with an unsupported argument.
     """
 
     ckpt_to_initialize_from: _Path
@@ -97,7 +98,7 @@ class WarmStartSettings:
 
 
 class WarmStartHook(SessionRunHook):
-    """Takes the weights when a job begins; a job that goes on has its own."""
+    """Assigns the weights when a job begins, but not when it resumes."""
 
     def __init__(self, settings: WarmStartSettings | _Path) -> None:
         if not isinstance(settings, WarmStartSettings):
@@ -115,7 +116,7 @@ class WarmStartHook(SessionRunHook):
             return
         model = session.model
         assert model is not None  # An `Estimator` always has one.
-        saved = self._checkpoint()  # Another may follow in its directory.
+        saved = self._checkpoint()  # Once: a newer one may appear meanwhile.
         before = self._assign_weights(saved, model, session.variables)
         optimizers.begin(model.optimizer, model.trainable_variables)
         if isinstance(self._settings.vars_to_warm_start, list | tuple):
@@ -126,7 +127,7 @@ class WarmStartHook(SessionRunHook):
     def assign(
         self, model: keras.Model, variables: Mapping[str, Saveable]
     ) -> None:
-        """Assigns the weights of a new model; `variables` are those it has."""
+        """Assigns the weights of a new model with these `variables`."""
         self._assign_weights(self._checkpoint(), model, variables)
 
     def _assign_weights(
@@ -135,7 +136,7 @@ class WarmStartHook(SessionRunHook):
         model: keras.Model,
         variables: Mapping[str, Saveable],
     ) -> dict[str, str]:
-        """As `assign`; what was taken is called there, but for rows by ids."""
+        """Like `assign`; returns the assigned weights' names in `saved`."""
         settings = self._settings
         patterns = settings.vars_to_warm_start or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -166,7 +167,7 @@ class WarmStartHook(SessionRunHook):
         saved.restore(before, variables, vocabularies)
         for name, ids in filled.items():
             fill(tables[name], ids, saved.table(renamed.get(name, name)))
-        for each in growing:  # It was seen in steps of the other job.
+        for each in growing:  # Its values are steps of the other job.
             each.seen.value.assign(tf.zeros_like(each.seen.value))
         number = len(chosen) + len(filled)
         _log.info("Warm start: %d variables from %s.", number, saved.path)
@@ -188,7 +189,7 @@ class WarmStartHook(SessionRunHook):
         variables: Mapping[str, Saveable],
         weights: Mapping[str, str],
     ) -> None:
-        """Assigns what the optimizer keeps of `weights`, and its counters."""
+        """Assigns the optimizer's slots of `weights`, and its counters."""
         optimizer = model.optimizer
         names = optimizers.part_names(optimizer)
         parts = zip(names, optimizers.parts(optimizer), strict=True)
@@ -219,7 +220,7 @@ class WarmStartHook(SessionRunHook):
 
 
 class _Checkpoint:
-    """What a warm start reads: a checkpoint of tfdist, or of TF1."""
+    """The checkpoint a warm start reads, written by tfdist or TF1."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -229,20 +230,20 @@ class _Checkpoint:
         self.names = names or keys
 
     def weight(self, name: str) -> str:
-        """What a weight is called in it."""
+        """Returns the name of a weight in the checkpoint."""
         tf1 = self._is_of_tf1
         return of_tf1.weight_there(name, self.names) if tf1 else name
 
     def slot(
         self, weight: str, rules: Mapping[str, str], part: str, kind: str
     ) -> str:
-        """What a slot of a weight is called in it."""
+        """Returns the name of a weight's slot in the checkpoint."""
         if self._is_of_tf1:
             return of_tf1.slot_there(weight, rules[part], kind, self.names)
         return f"{weight}/{part}/{kind}"
 
     def counter(self, name: str) -> str:
-        """What an optimizer's counter is called in it."""
+        """Returns the name of an optimizer's counter in the checkpoint."""
         is_iteration = name.endswith("/iteration")
         return "global_step" if self._is_of_tf1 and is_iteration else name
 
@@ -252,19 +253,19 @@ class _Checkpoint:
         variables: Mapping[str, Saveable],
         vocabularies: Mapping[str, VocabInfo],
     ) -> None:
-        """Assigns to `variables` what has such `names` in it, by theirs."""
+        """Restores `variables`; `names` maps them to the checkpoint's names."""
         for name, info in vocabularies.items():
             _assign_words(variables[name], self.table(names[name]), info)
         restore = of_tf1.restore if self._is_of_tf1 else checkpoints.restore
         left = {n: names[n] for n in names.keys() - vocabularies.keys()}
-        while left:  # Some may be given the same.
+        while left:  # Several variables may share a source.
             taken = {before: name for name, before in left.items()}
             values = {before: variables[n] for before, n in taken.items()}
             restore(self.path, values)
             left = {n: b for n, b in left.items() if n not in taken.values()}
 
     def table(self, name: str) -> np.ndarray:
-        """The value of a table."""
+        """Returns the value of an embedding table."""
         if name not in self.names:
             raise ValueError(
                 f"Checkpoint {self.path} has no variable {name!r}, of whose "
@@ -276,7 +277,7 @@ class _Checkpoint:
 
 
 def _assign_words(variable: Saveable, old: np.ndarray, info: VocabInfo) -> None:
-    """Gives the words of a new vocabulary the rows that they had in `old`."""
+    """Assigns the rows of `old` to the same words of the new vocabulary."""
     words = _words(info.new_vocab, info.new_vocab_size)
     old_words = _words(info.old_vocab, info.old_vocab_size)
     value = variable.numpy()
@@ -298,12 +299,12 @@ def _assign_words(variable: Saveable, old: np.ndarray, info: VocabInfo) -> None:
 
 
 def _words(path: str, size: int) -> list[bytes]:
-    """The first words of a vocabulary's file; -1: all."""
+    """Returns the first `size` words of a vocabulary file; -1: all."""
     return list(tf.data.TextLineDataset(path).take(size).as_numpy_iterator())
 
 
 def _warn_of_ftrl(model: keras.Model, weights: Collection[str]) -> None:
-    """It computes weights from slots, which begin anew."""
+    """Warns of Ftrl, which computes weights from its (new) slots."""
     optimizer, ftrl = model.optimizer, keras.optimizers.Ftrl
     parts = optimizers.parts(optimizer)
     lost = {
@@ -321,7 +322,7 @@ def _warn_of_ftrl(model: keras.Model, weights: Collection[str]) -> None:
 
 
 def _check_whole(growing: Iterable[Growing], chosen: set[str]) -> None:
-    """Raises `ValueError` for rows of a growing table without their ids."""
+    """Raises `ValueError` if only part of a growing table is selected."""
     for each in growing:
         pieces = {logical_path(piece) for piece in each.pieces}
         if len(pieces & chosen) not in (0, len(pieces)):

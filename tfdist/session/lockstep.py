@@ -25,13 +25,14 @@ _log = logging.getLogger(__name__)
 class Lockstep:
     """Keeps the sessions of an all-reduce job at the same step.
 
-    The leader (the chief, else worker 0) announces what it has restored, how
-    many steps come next, when it saves, when others are to take part and when
-    the job ends. Where processes read data of their own, each saves its
-    position beside the leader's checkpoint, in `<checkpoint_dir>/inputs/<task>`
-    and for a group of this size alone: `positions` makes the `Checkpoints`
-    there. `watch` is called while others are waited for. A follower that has
-    received SIGTERM leaves once the leader has saved, and all begin anew.
+    The leader (the chief, else worker 0) announces which checkpoint it has
+    restored, how many steps come next, when it saves, when the group changes
+    and when the job ends. If each process reads its own data, each saves its
+    input position next to the leader's checkpoint, in
+    `<checkpoint_dir>/inputs/<task>`, valid only for a group of the same size;
+    `positions` creates the `Checkpoints` there. `watch` is called during waits.
+    A follower that receives SIGTERM leaves once the leader has saved, and the
+    others restart.
     """
 
     cluster: Cluster
@@ -46,35 +47,36 @@ class Lockstep:
         self._left = False
 
     def tell(self, **command: Any) -> None:
-        """The leader says what comes next; see `next`."""
+        """Announces the next command, on the leader; see `next`."""
         if self._peers.leads:
             self._peers.tell(**command)
 
     def save_positions(self, step: int) -> None:
-        """The leader has all save theirs, and waits for the others."""
+        """Saves the input positions of all processes, on the leader."""
         self._peers.tell(save=step)
         self._saved.save_position(step)
         self._peers.wait_for_others(f"saved/{step}", self.watch)
 
     def leaving(self) -> str | None:
-        """For the leader: a process that is to end, if one has said so."""
+        """Returns, on the leader, a process that has asked to leave."""
         return self._peers.leaving()
 
     def regroup(self, workers: Iterable[str]) -> None:
-        """The leader has all end this group; these workers restart: `next`."""
+        """Ends this group, on the leader; the given workers restart."""
         self._peers.tell(regroup=[*workers])
         self._peers.wait_for_others("regroup", self.watch)
 
     def next(self, what: str) -> Any:
-        """What the leader tells a follower next.
+        """Returns the leader's next announcement, on a follower.
 
-        None also at the end, or where the job goes on without this process.
+        None at the end of the job, or if it continues without this process.
 
         Args:
-            what: "restored", a path; "run", so many steps; or "agreed".
+            what: "restored", for a path; "run", for a number of steps; or
+                "agreed", for a value.
 
         Raises:
-            RuntimeError: it has failed, or has other hooks than this one.
+            RuntimeError: the leader has failed, or has different hooks.
         """
         if what == "agreed" and self._agreed:
             return self._agreed.pop(0)
@@ -101,7 +103,7 @@ class Lockstep:
                 return None
             elif what in command:
                 return command[what]
-            elif "agreed" in command:  # While it ended, before it said so.
+            elif "agreed" in command:  # Sent by the leader's hooks as it ended.
                 self._agreed.append(command["agreed"])
             elif what == "agreed":
                 raise RuntimeError(
@@ -113,12 +115,12 @@ class Lockstep:
                 return None
 
     def own_position(self, path: str) -> str:
-        """Where this process saved its position beside checkpoint `path`."""
+        """Returns the path of this process's position for a checkpoint."""
         return os.path.join(self._directory(), os.path.basename(path))
 
     @functools.cached_property
     def _saved(self) -> Checkpoints:
-        """The positions of this process."""
+        """The checkpoints of this process's input positions."""
         return self.positions(self._directory())
 
     def _directory(self) -> str:
@@ -128,7 +130,7 @@ class Lockstep:
         return os.path.join(self.checkpoint_dir, "inputs", task)
 
     def end(self) -> None:
-        """Ends together: the leader's process keeps what all others read."""
+        """Waits for all to end, since the leader serves the announcements."""
         if self._left:
             return
         try:
@@ -138,6 +140,6 @@ class Lockstep:
             else:
                 self._peers.announce("end")
         except tf.errors.OpError as error:
-            # All is done; whoever is started again will find that out.
+            # The work is done; a restarted process will find that out.
             summary = summarize_error(error)
             _log.warning("Another process went before the end: %s", summary)

@@ -1,4 +1,4 @@
-"""`MonitoredTrainingSession`: steps with hooks, restored and recovering."""
+"""`MonitoredTrainingSession`: runs steps with hooks, restores and recovers."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from tfdist.training.loop import EndOfInput, FunctionLoop
 _log = logging.getLogger(__name__)
 
 _CHUNK_SECS = 2.0
-# How long a change of the number of workers waits for one that has died.
+# How long a change of the number of workers waits for a dead worker.
 _RESIZE_SECS = 10.0
 
 
 class MonitoredTrainingSession(RecoverableSession):
-    """Runs steps with hooks; initializes, restores and recovers by itself.
+    """Runs steps with hooks; initializes, restores and recovers automatically.
 
-    As `tf.compat.v1.train.MonitoredTrainingSession`; see `tfdist.session`
-    for what it does about failures.
+    Like `tf.compat.v1.train.MonitoredTrainingSession`; `tfdist.session`
+    describes its handling of failures.
 
     >>> from tfdist.hooks import StopAtStepHook
     >>> def build_fn():
@@ -65,75 +65,75 @@ class MonitoredTrainingSession(RecoverableSession):
     {'loss': 1.0}
     {'loss': 0.5}
 
-    Beside `build_fn`, differences are:
+    Differences, besides `build_fn`:
 
     * `run()` takes no fetches. A `Trainable` whose `step` is a function runs
       it once, as in TF1; one with a loop runs as many steps as the hooks allow
-      (about two seconds' worth at most).
-    * What was restored is not saved again at once, and a session that is at
-      its last step already runs no step.
-    * `NanTensorHook`s come first, so that no checkpoint holds what they found.
-    * The end of a loop's input ends the session once hooks saw the last steps.
+      (for about two seconds at most).
+    * A restored state is not saved again immediately, and a session that has
+      already reached its last step runs no step.
+    * `NanTensorHook`s run first, so that no NaN they find is saved.
+    * When a loop's input ends, the session ends after the hooks' last calls.
     * If a server is lost in `end`, this process restarts itself.
-    * A `CheckpointSaverHook` of `checkpoint_dir` replaces the session's own.
-    * No `graph.pbtxt` and no `.meta` files are written.
+    * A `CheckpointSaverHook` for `checkpoint_dir` replaces the session's own.
+    * No `graph.pbtxt` or `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
-      `tfdist.cluster.serve`, until the chief calls `release`. A function as
-      `step` runs on the chief: workers train in an `Estimator`'s loop. For
-      all-reduce each process has one, runs its `hooks` at the same steps, and
-      stops when the leader's do: one that writes files asks `is_chief`.
+      `tfdist.cluster.serve`, until the chief calls `release`. A `step` function
+      runs on the chief: workers train only in an `Estimator`'s loop. In
+      all-reduce every process has a session, runs its `hooks` at the same
+      steps, and stops with the leader; hooks that write check `is_chief`.
 
     Args:
-        build_fn: Returns a `Trainable`. Called in the strategy's scope, or, if
-            it has an argument without a default, with the strategy, whose scope
-            it enters itself. Called again after a failure; it must make the
-            same variables each time.
+        build_fn: Returns a `Trainable`. It is called in the strategy's scope
+            or, if it has an argument without a default, with the strategy, and
+            enters the scope itself. It is called again after a failure, and
+            must create the same variables each time.
         is_chief: A session that is not the chief's runs only `hooks`, writes
             nothing, and waits for the chief's first checkpoint.
-        checkpoint_dir: Of the checkpoints; None for none.
-        hooks: Called after the session's own.
-        chief_only_hooks: Called before them, on the chief; they set nothing.
-        save_checkpoint_secs: Seconds between checkpoints. Default: 60, or what
-            costs 1 % of the time if that is more (see
+        checkpoint_dir: Directory of the checkpoints; None saves none.
+        hooks: Called after the session's own hooks.
+        chief_only_hooks: Called before them, on the chief; must set nothing.
+        save_checkpoint_secs: Seconds between checkpoints. Default: 60, or more
+            if saving would take over 1 % of the time (see
             `tfdist.hooks.saving_hooks.Sparing`), unless
             `save_checkpoint_steps` is given. None or 0 for both: none.
         save_checkpoint_steps: Steps between checkpoints.
         save_summaries_secs: Seconds between summaries.
         save_summaries_steps: Steps between summaries. Default: 100, unless
             `save_summaries_secs` is given.
-        stop_grace_period_secs: Seconds that threads registered with the
-            coordinator, which `after_create_session` is given, have to end.
+        stop_grace_period_secs: Seconds for threads registered with the
+            coordinator (see `after_create_session`) to stop.
         log_step_count_steps: Steps between measurements of steps per second;
             None for none.
-        max_wait_secs: Seconds to wait for tasks that are missing, at the start
-            and after a failure, and elsewhere for the chief's first checkpoint.
-        summary_dir: Of the summaries. Default: `checkpoint_dir`.
-        max_to_keep: Most recent checkpoints kept; 0 or None keeps all.
-        keep_checkpoint_every_n_hours: Also keeps one per so many hours.
-        check_numerics: Whether a `NanLossDuringTrainingError` ends training
-            that is to save variables, which it names, that are not finite.
-        cluster: With parameter servers, of which this process is the chief; or
-            without any, for all-reduce: then `is_chief` is what it says.
+        max_wait_secs: Seconds to wait for missing tasks, at the start and after
+            a failure, and on non-chiefs for the chief's first checkpoint.
+        summary_dir: Directory of the summaries. Default: `checkpoint_dir`.
+        max_to_keep: Number of recent checkpoints kept; 0 or None keeps all.
+        keep_checkpoint_every_n_hours: Also keeps one checkpoint every n hours.
+        check_numerics: Whether to raise a `NanLossDuringTrainingError` that
+            names the variables, instead of saving values that are not finite.
+        cluster: A cluster with parameter servers, with this process as chief;
+            or without any, for all-reduce, which then determines `is_chief`.
         strategy: Without a cluster. Default: `tf.distribute.get_strategy()`.
 
     Attributes:
         is_chief: Whether this process saves and leads.
         step: Steps applied in the job so far.
-        unsaved: Whether the end of training has set what a checkpoint holds.
-        restored_from: Path of the checkpoint that was restored last, or None.
-        input_restored: Whether the input then went on where it was saved.
-        input_ended: Whether it came to its end.
+        unsaved: Whether saved variables have been set since the last save.
+        restored_from: Path of the last restored checkpoint, or None.
+        input_restored: Whether the input resumed at the position saved in it.
+        input_ended: Whether the input has ended.
         secs_in_steps: Seconds spent in steps, without hooks.
-        input_secs: `[waited for data, all]`: seconds of steps, of all workers
-            together; zeros around a step function.
+        input_secs: `[waited for data, total]`: seconds of steps, summed over
+            all workers; zeros for a step function.
 
     Raises:
         ValueError: both cadences of one kind; a checkpoint of other variables;
-            a `build_fn` that makes other variables the second time, or has
-            arguments that nobody gives; a worker, ps or evaluator of a cluster
-            with ps.
-        TimeoutError: a task, or the first checkpoint, was not there in time.
-        RuntimeError: another chief holds the job.
+            a `build_fn` that creates other variables the second time, or has
+            unexpected required arguments; called on a worker, ps or evaluator
+            of a cluster with ps.
+        TimeoutError: a task or the first checkpoint did not appear in time.
+        RuntimeError: another chief is running the job.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self.input_secs = np.zeros(2)
         self._stop = self._closed = False
         self._steps_per_sec, self._saver = 0.0, saver
-        self._refused = ""  # What change, if it is still asked for.
+        self._refused = ""  # The refused change, while it is still requested.
         try:
             self._recovering(lambda: None)
         except BaseException as error:
@@ -244,7 +244,7 @@ class MonitoredTrainingSession(RecoverableSession):
         return clean and exc_type is not None
 
     def should_stop(self) -> bool:
-        """Whether a hook, a thread or the end of the input asked to stop."""
+        """Whether a hook, a thread or the end of the input ended training."""
         return self._stop or self._closed or self._coord.should_stop()
 
     def request_stop(self) -> None:
@@ -252,7 +252,7 @@ class MonitoredTrainingSession(RecoverableSession):
         self._stop = True
 
     def run(self) -> dict[str, float]:
-        """Runs a step, or as many as hooks allow; returns loss and metrics."""
+        """Runs one step, or as many as allowed; returns loss and metrics."""
         if self.should_stop():
             raise RuntimeError(
                 "`run` was called after the session was told to stop. Ask "
@@ -261,7 +261,7 @@ class MonitoredTrainingSession(RecoverableSession):
         return self._recovering(self._run)
 
     def close(self) -> None:
-        """Ends cleanly: the last checkpoint is written."""
+        """Ends the session normally and writes the last checkpoint."""
         if self._closed:
             raise RuntimeError("The session is closed already.")
         try:
@@ -286,9 +286,9 @@ class MonitoredTrainingSession(RecoverableSession):
             self._release()
 
     def _run(self) -> dict[str, float]:
-        if self._stop and not self._follows:  # A hook's wish, at the start.
+        if self._stop and not self._follows:  # A hook's request at the start.
             return {}
-        told = None  # By the leader: how many steps to run.
+        told = None  # The number of steps announced by the leader.
         if self._lockstep and self._follows:
             told = self._lockstep.next("run")
             if told is None:
@@ -299,13 +299,13 @@ class MonitoredTrainingSession(RecoverableSession):
         first_step = self._loop.step
         logs = self._run_steps(first_step, told)
         if not (self.input_ended or self._in_sync):
-            self._resize()  # Before the hooks see the steps that end for it.
+            self._resize()  # Before the hooks, as it may finish more steps.
         if self.step > first_step or not self.input_ended:
             with recovery.in_hooks():
                 runner.end(logs)
         self._failures.report(self.step)
         if self._follows:
-            return logs  # What comes now is for the leader to say.
+            return logs  # The leader decides what follows.
         if runner.context.stop_requested or self.input_ended:
             self.request_stop()
         if self._sigterm.received:
@@ -323,11 +323,11 @@ class MonitoredTrainingSession(RecoverableSession):
                 hook.on_preemption(self)
 
     def _resize(self) -> None:
-        """Takes workers in and lets others go, as `tfdist.cluster.size` says.
+        """Adds and removes workers as `tfdist.cluster.size` requests.
 
-        Neither can be done while TensorFlow waits for a worker that has died,
-        nor by a loop that is not `resizable`: this process restarts itself, or
-        waits for a worker that is to stay.
+        This is impossible while TensorFlow waits for a dead worker, or in a
+        loop that is not `resizable`: this process then restarts itself, or
+        waits if the dead worker is to remain.
         """
         size, health = self._size, self._health
         if not size or (number := size.due()) is None:
@@ -341,7 +341,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self.wait_for_steps()
             try:
                 resized = self._loop.resize(cluster)
-            except tf.errors.OpError as error:  # One has just died.
+            except tf.errors.OpError as error:  # A worker has just died.
                 recovery.restart_process(f"{change}: {summarize_error(error)}")
             if resized:
                 _log.info("%s", change)
@@ -353,7 +353,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self._restart(change, cluster)
 
     def _regroup(self) -> None:
-        """Begins anew with other processes of all-reduce, or with other ps."""
+        """Restarts with a different all-reduce group, or different ps."""
         size, cluster = self._size, self._cluster
         leaving = self._lockstep.leaving() if self._lockstep else None
         if leaving and cluster and self._saver:
@@ -364,7 +364,7 @@ class MonitoredTrainingSession(RecoverableSession):
         try:
             self._check_restart(size)
         except ValueError as error:
-            if change != self._refused:  # Which a group may go on lacking.
+            if change != self._refused:  # Log each refused change once.
                 self._refused = change
                 _log.error("Refused: %s. %s", change, error)
                 size.refuse()
@@ -382,7 +382,7 @@ class MonitoredTrainingSession(RecoverableSession):
             raise ValueError(f"Your own `placement` has variables on {name}.")
 
     def _restart(self, change: str, cluster: Cluster) -> None:
-        """Saves, has those end who are not in `cluster`, and restarts."""
+        """Saves, ends the tasks that are not in `cluster`, and restarts."""
         self._save_all()
         self._have_saved()
         if self._lockstep:
@@ -414,22 +414,22 @@ class MonitoredTrainingSession(RecoverableSession):
         return logs
 
     def _num_steps(self, step: int, told: int | None) -> tuple[int, int]:
-        """Steps to run, and how many more may be under way then."""
+        """Returns the steps to run, and how many more may be running then."""
         if told is not None or isinstance(self._loop, FunctionLoop):
             return 1 if told is None else told, 0
         most = max(100, int(self._steps_per_sec * _CHUNK_SECS))
         if self._health and (self._failures.count or not self._steps_per_sec):
-            most = 1  # The first step tells that all is well.
+            most = 1  # The first step shows whether everything works.
         return steps_allowed(self.hooks, step, most)
 
     def _tell_failure(self, error: BaseException | None) -> None:
-        """Has those who follow end, too, instead of waiting for what comes."""
+        """Ends the followers, too, which would wait for the leader."""
         if self._lockstep and isinstance(error, Exception):
             with contextlib.suppress(tf.errors.OpError):
                 self._lockstep.tell(failed=f"{type(error).__name__}: {error}")
 
     def _release(self) -> None:
-        """What is left to do at the end, clean or not."""
+        """Releases resources at the end, normal or not."""
         self._closed = True
         self._sigterm.restore()
         if self._size:
@@ -440,7 +440,7 @@ class MonitoredTrainingSession(RecoverableSession):
 
 
 def _cadence(secs: Any, steps: Any, **default: float) -> dict[str, Any]:
-    """Seconds and steps between two; giving one drops the default."""
+    """Returns a cadence as keyword arguments; a given one drops the default."""
     both = {"save_secs": secs, "save_steps": steps}
     given = {k: v for k, v in both.items() if v is not USE_DEFAULT}
     return {k: v or None for k, v in (given or default).items()}

@@ -1,4 +1,4 @@
-"""What a session has built: made again after a failure, and restored."""
+"""The state a session builds, and rebuilds and restores after a failure."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from tfdist.training.loop import FunctionLoop, Loop
 
 _log = logging.getLogger(__name__)
 
-_TERM_SECS = 20.0  # How long the steps under way may take after SIGTERM.
-# How long a checkpoint may take that is under way at a failure or at the end.
+_TERM_SECS = 20.0  # How long running steps may take after SIGTERM.
+# How long to wait for a checkpoint being written at a failure or at the end.
 _WRITE_SECS = 60.0
 
 
 class RecoverableSession:
-    """A model, its loop and its cluster, built again after each failure.
+    """A model, its loop and its cluster, rebuilt after each failure.
 
-    As TF1's `_RecoverableSession`; base of `MonitoredTrainingSession`, which
-    describes the arguments and attributes.
+    Like TF1's `_RecoverableSession`; the base class of
+    `MonitoredTrainingSession`, which documents the arguments and attributes.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class RecoverableSession:
             if is_chief:
                 self._size.watch()
         self._strategy = strategy
-        # Whether another process says what comes next.
+        # Whether this process follows an all-reduce leader.
         self._follows = self._in_sync and not is_chief
         self._lockstep: Lockstep | None = None
         self._health: HealthMonitor | None = None
         self._trainable: Trainable
         self._loop: Loop
-        # Whether there are these two; whether they outlive the connection.
+        # Whether trainable and loop exist; whether they survive a reconnection.
         self._built = self._keeps = False
         self._connected: tf.distribute.ParameterServerStrategy | None = None
         self._shapes: dict[str, tuple] | None = None
@@ -110,27 +110,27 @@ class RecoverableSession:
 
     @property
     def variables(self) -> dict[str, Saveable]:
-        """What a checkpoint holds, by name."""
+        """The variables that a checkpoint holds, by name."""
         variables = values_of(self._trainable.variables)
         return {**variables, "global_step": self.global_step}
 
     @property
     def model(self) -> keras.Model | None:
-        """The Keras model, if `build_fn` names it."""
+        """The Keras model, if `build_fn` provides one."""
         return self._trainable.model
 
     @property
     def staleness(self) -> np.ndarray | None:
-        """Updates by their staleness; None where there is none."""
+        """The number of updates by staleness; None if not measured."""
         return self._loop.staleness()
 
     def wait_for_steps(self) -> None:
-        """Waits for the steps that are under way; `step` then counts them."""
+        """Waits for running steps to finish, and includes them in `step`."""
         self._loop.wait_for_steps(self._watch)
         self.step = self._loop.step
 
     def average_weights(self) -> None:
-        """Puts the averages of `use_ema` into the weights, at the end."""
+        """Assigns the averages of `use_ema` to the weights, at the end."""
         optimizer = getattr(self.model, "optimizer", None)
         if self.model is not None and optimizer and not self._averaged:
             weights = self.model.trainable_variables
@@ -138,10 +138,10 @@ class RecoverableSession:
             self.unsaved |= self._averaged
 
     def evaluate(self, batches: tf.data.Dataset) -> dict[str, float]:
-        """Loss and metrics of the current parameters, by a cluster's workers.
+        """Returns loss and metrics of the current weights, using the workers.
 
-        Exact, whatever worker dies. No step may be under way, as is so when a
-        checkpoint is saved. Empty if there is no batch.
+        The result is exact even if workers die, and empty if there is no batch.
+        No step may be running, which holds while a checkpoint is saved.
 
         Raises:
             ValueError: the session runs a plain step function.
@@ -149,9 +149,9 @@ class RecoverableSession:
         return self._loop.evaluate(untuned(batches), self._watch)
 
     def agreed(self, value: Callable[[], Any]) -> Any:
-        """What `value()` is on the chief: numbers, texts, lists and the like.
+        """Returns the chief's `value()`: numbers, strings, lists and so on.
 
-        In all-reduce, where each process calls this after the same steps.
+        In all-reduce, every process must call this after the same steps.
         """
         if self._lockstep and self._follows:
             return self._lockstep.next("agreed")
@@ -161,16 +161,16 @@ class RecoverableSession:
         return agreed
 
     def tasks_alive(self) -> str:
-        """As "2/2 ps, 3/3 workers"; empty without a cluster."""
+        """Returns a text like "2/2 ps, 3/3 workers"; empty if no cluster."""
         return self._health.alive() if self._health else ""
 
     @property
     def num_workers(self) -> int:
-        """How many workers a cluster has now, those that are gone counted."""
+        """The cluster's current number of workers, including lost ones."""
         return self._cluster.num_workers if self._cluster else 0
 
     def missing_workers(self, secs: float) -> list[str]:
-        """Workers gone for so long whose share of the data nobody reads."""
+        """Returns workers lost for `secs`, if their data shares are unread."""
         if not (self._health and self._loop.fixed_shares):
             return []
         return self._health.missing("worker", secs)
@@ -181,7 +181,7 @@ class RecoverableSession:
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
     ) -> Checkpoints:
-        """The checkpoints of this session's state in `directory`."""
+        """Returns the checkpoints of this session's state in `directory`."""
         made = Checkpoints(
             directory,
             self.variables,
@@ -195,18 +195,18 @@ class RecoverableSession:
         return made
 
     def _iterator(self) -> tf.data.Iterator | None:
-        """What the steps read from, unless a later job shall begin with it."""
+        """The input iterator to save; None once the input has ended."""
         if self.input_ended:
             return None
         return self._trainable.iterator or self._loop.iterator
 
     def _save_positions(self, step: int) -> None:
-        """Has other processes save where they are in data of their own."""
+        """Has other processes save their positions in their own data."""
         if self._lockstep and self._loop.own_batches:
             self._lockstep.save_positions(step)
 
     def _watch(self) -> None:
-        """What is looked at while others work."""
+        """Checks for failures and SIGTERM while others work."""
         if self._health:
             self._health.check()
         self._sigterm.leave_when_late(_TERM_SECS)
@@ -214,7 +214,7 @@ class RecoverableSession:
     # --- Recovery ------------------------------------------------------------
 
     def _recovering(self, action: Callable[[], Any]) -> Any:
-        """Runs `action`; after a failure builds everything again first."""
+        """Runs `action`, and rebuilds and repeats after a failure."""
         while True:
             try:
                 if not self._built:
@@ -224,7 +224,7 @@ class RecoverableSession:
                 self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Lets go of everything that may hold what was lost, or raises."""
+        """Drops everything that may refer to lost state, or raises."""
         lost = dict(getattr(error, "lost", {}))
         if self._health:
             lost |= self._health.look()
@@ -232,7 +232,7 @@ class RecoverableSession:
             error, lost, self._failures.in_a_row, in_sync=self._in_sync
         )
         if self._keeps and self._failures.count and action.name == "RAISE":
-            action = RecoveryAction.REBUILD  # Of all, this time.
+            action = RecoveryAction.REBUILD  # Keeps nothing this time.
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_the_users(error, step)
         summary = summarize_error(error)
@@ -253,7 +253,7 @@ class RecoverableSession:
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
             restart_process(reason)
-        with contextlib.suppress(*recovery.FAILURES):  # Of the same, perhaps.
+        with contextlib.suppress(*recovery.FAILURES):  # Likely the same cause.
             self._end_threads()
         self._coord = tf.train.Coordinator(recovery.END_OF_INPUT)
         self._disconnect()
@@ -264,8 +264,8 @@ class RecoverableSession:
             vars(self).pop("_loop", None)
 
     def _can_keep(self, lost: Mapping[str, ServerFailure]) -> bool:
-        """Whether model and functions go on: all that is lost was saved."""
-        # What was kept may be what failed.
+        """Whether to keep model and functions: all lost state was saved."""
+        # The kept state itself may be the cause of the failure.
         suspect = self._failures.count > 1 or (self._keeps and not lost)
         if suspect or not (self._built and self._size and self.checkpoint_dir):
             return False
@@ -274,7 +274,7 @@ class RecoverableSession:
         return known and not self._loop.compiles()
 
     def _have_saved(self) -> bool:
-        """Waits for the checkpoints under way; whether they have ended."""
+        """Waits for checkpoints being written; returns whether they ended."""
         saving, self._saving = self._saving, []
         ended = all(each.wait(_WRITE_SECS) for each in saving)
         if not ended:
@@ -282,13 +282,13 @@ class RecoverableSession:
         return ended
 
     def _end_threads(self) -> None:
-        """Has the threads of hooks end; raises what one of them has."""
+        """Stops the hooks' threads; raises an error from any of them."""
         self._coord.request_stop()
         secs = self._grace_secs
         self._coord.join(stop_grace_period_secs=secs, ignore_live_threads=True)
 
     def _disconnect(self) -> None:
-        """Ends the threads that work for the loop."""
+        """Stops the health monitor and closes the loop."""
         if self._health:
             self._health.stop()
             self._health = None
@@ -297,7 +297,7 @@ class RecoverableSession:
             self._ending = self._loop
 
     def _create(self) -> None:
-        """Connects, builds, initializes or restores, and tells the hooks."""
+        """Connects, builds, initializes or restores, and calls the hooks."""
         self._build(self._connect())
         if self._health:
             self._loop.on_failure = self._health.hurry
@@ -318,8 +318,8 @@ class RecoverableSession:
     def _connect(self) -> tf.distribute.Strategy:
         cluster, secs = self._cluster, self._max_wait_secs
         if (self._shapes or (cluster and cluster.num_ps)) and not self._keeps:
-            # What a traceback may have held until now: the model of before, and
-            # its functions, which would be sent to the servers again.
+            # A traceback may have kept the old model and its functions alive,
+            # which would be sent to the servers again.
             gc.collect()
         give_up = self._give_up_waiting
         if cluster is None:
@@ -352,13 +352,13 @@ class RecoverableSession:
         return self._connected
 
     def _give_up_waiting(self) -> None:
-        """Ends the wait for tasks where it would be in vain."""
+        """Ends the wait for tasks that will not come."""
         self._sigterm.leave()
         if self._size and self._size.shrinks:
             restart_process("The job is to have fewer tasks")
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
-        """Calls `build_fn`, and compares with what it made before."""
+        """Calls `build_fn` and checks that the variables are the same."""
         if self._keeps:
             private_renewal.renew()
             self._loop.begin_again()
@@ -396,7 +396,7 @@ class RecoverableSession:
         self._built = True
 
     def _rates(self) -> dict[str, str]:
-        """The learning rates that are variables."""
+        """Returns the learning rates that are variables."""
         return {
             name: f"{float(tf.convert_to_tensor(variable)):g}"
             for name, variable in self.variables.items()
@@ -404,16 +404,16 @@ class RecoverableSession:
         }
 
     def _restore(self) -> None:
-        """Restores the newest checkpoint, or as a follower the leader's."""
+        """Restores the newest checkpoint or, on a follower, the leader's."""
         directory, saved = self.checkpoint_dir, None
         rates = {} if self._keeps else self._rates()
-        position_of: Callable[[str], str] = str  # Beside the checkpoint.
+        position_of: Callable[[str], str] = str  # Next to the checkpoint.
         if self._lockstep and self._loop.own_batches:
             position_of = self._lockstep.own_position
         if self._lockstep and self._follows:
             path = self._lockstep.next("restored")
             if path is not None:
-                assert directory is not None  # As the leader's.
+                assert directory is not None  # It is the same on the leader.
                 saved = self.checkpoints(directory)
                 saved.restore_from(path, position_of(path))
                 self.restored_from = path

@@ -1,4 +1,4 @@
-"""What a session does when something fails: the decisions, and the means."""
+"""How a session handles failures: the decisions and the actions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _log = logging.getLogger(__name__)
 
 # Failures without a step in between after which the last one is raised.
 MAX_FAILURES = 10
-# As the error of a hook, at one step, with every task alive, it is raised.
+# Repeats after which a hook's error at one step is raised, if all tasks live.
 MAX_REPEATS = 3
-# After so many of them the chief of a cluster restarts its process.
+# Failures in a row after which the chief of a cluster restarts its process.
 MAX_REBUILDS = 3
-# What may be recovered from; see `choose_action`.
+# Errors that may be recovered from; see `choose_action`.
 FAILURES = (tf.errors.OpError, ServerLostError, *COORDINATOR_ERRORS)
-# What ends a session without an error.
+# Exceptions that end a session normally.
 END_OF_INPUT = (tf.errors.OutOfRangeError, StopIteration)
-# What a step raises whose server is gone.
+# Errors that a step raises if its server is gone.
 _LOST = (tf.errors.AbortedError, tf.errors.UnavailableError, ServerLostError)
-# What servers say to a chief whose state they have freed.
+# Messages of servers that have freed the state of a chief.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
-# How an all-reduce ends, too, when a process that takes part in it is gone.
+# Other errors of an all-reduce when a participating process is gone.
 _WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
 class RecoveryAction(enum.Enum):
-    """What becomes of a session after an error."""
+    """How a session responds to an error."""
 
     RAISE = "the error is raised"
     REBUILD = "everything is built again in this process"
@@ -50,7 +50,7 @@ def choose_action(
     failures: int = 0,
     in_sync: bool = False,
 ) -> RecoveryAction:
-    """What is done about an error, `failures` of them after the last step.
+    """Chooses the response to an error, after `failures` without a step.
 
     >>> choose_action(tf.errors.UnavailableError(None, None, "gone"), {}).name
     'REBUILD'
@@ -59,19 +59,19 @@ def choose_action(
     >>> choose_action(ServerLostError({}), {"ps:0": ServerFailure.FROZEN}).name
     'RESTART'
 
-    `in_sync`: by all-reduce, whose processes TensorFlow connects but once; else
-    `lost` are ps.
+    `in_sync` means all-reduce, whose processes TensorFlow can connect only
+    once; otherwise `lost` holds parameter servers.
     """
     error = getattr(error, "original_exception", error)
     if not isinstance(error, FAILURES) or failures >= MAX_FAILURES:
         return RecoveryAction.RAISE
     if ServerFailure.FROZEN in lost.values():
-        # Calls to it may hang for ever, in threads that nobody can end.
+        # Calls to a frozen server may hang forever, in unkillable threads.
         return RecoveryAction.RESTART
     if in_sync:
         ended = isinstance(error, (*_LOST, *_WITHOUT_ANSWER))
         return RecoveryAction.RESTART if ended else RecoveryAction.RAISE
-    # Servers have given a chief up that was frozen, or cut off, for long.
+    # The servers freed a chief's state after a long freeze or disconnection.
     given_up = any(sign in str(error) for sign in _GIVEN_UP)
     if not (lost or given_up or isinstance(error, _LOST)):
         return RecoveryAction.RAISE
@@ -81,7 +81,7 @@ def choose_action(
 
 
 def restart_process(reason: str) -> None:
-    """Replaces this process by a fresh one: same command, pid and port."""
+    """Replaces this process by a new one: same command, pid and port."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise RuntimeError(
             f"{reason}. An interactive process cannot restart itself: "
@@ -96,7 +96,7 @@ def restart_process(reason: str) -> None:
 
 @contextlib.contextmanager
 def in_hooks() -> Iterator[None]:
-    """Marks the errors of hooks as such."""
+    """Marks errors raised inside the context as errors of hooks."""
     try:
         yield
     except FAILURES as error:
@@ -105,31 +105,31 @@ def in_hooks() -> Iterator[None]:
 
 
 class Failures:
-    """The failures since the last step that succeeded."""
+    """Counts the failures since the last successful step."""
 
     _KEPT = "TFDIST_FAILURES"
 
     def __init__(self) -> None:
         self.count = 0
-        # Of the process that this one was before: how many; how often a hook
-        # raised the same, and what.
+        # From this process before its restart: the number of failures, and how
+        # often a hook raised the same error, and which.
         *numbers, self._what = os.environ.pop(self._KEPT, "0 0 ").split(" ", 2)
         self._before, self._times = map(int, numbers)
         self._first_at = 0.0
 
     @property
     def in_a_row(self) -> int:
-        """How many, with those of the process that this one was before."""
+        """The number of failures, including those before a restart."""
         return self._before + self.count
 
     def add(self) -> None:
-        """Counts one."""
+        """Counts a failure."""
         if not self.count:
             self._first_at = time.monotonic()
         self.count += 1
 
     def is_the_users(self, error: Exception, step: int) -> bool:
-        """Whether a hook has raised the same at the same step too often."""
+        """Whether a hook has raised the same error at one step too often."""
         if not getattr(error, "in_hook", False):
             return False
         what = f"{step} {summarize_error(error)}"
@@ -138,11 +138,11 @@ class Failures:
         return self._times >= MAX_REPEATS
 
     def keep(self) -> None:
-        """Hands the count on to the process that this one becomes."""
+        """Passes the counts on to this process after its restart."""
         os.environ[self._KEPT] = f"{self.in_a_row} {self._times} {self._what}"
 
     def report(self, step: int) -> None:
-        """A run succeeded: says how long it took, if it was a recovery."""
+        """Resets the count after a successful run; logs a recovery."""
         if self.count:
             _log.warning(
                 "Recovered: at step %d, %.1f s after the failure was noticed.",

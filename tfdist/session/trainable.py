@@ -1,4 +1,4 @@
-"""What a session trains."""
+"""`Trainable`: what a session trains."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tfdist.training.loop import Loop
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """What `build_fn` makes, and can make again.
+    """The return value of `build_fn`: a step, its variables and its model.
 
     Attributes:
         step: Runs one step, increments `global_step` and returns scalars by
             name (`{"loss": ...}`), or a `tfdist.training.loop.Loop` that runs
             many.
         global_step: Scalar int64 variable that counts applied steps.
-        variables: Name to variable: what a checkpoint holds (see
+        variables: The variables to save in checkpoints, by name (see
             `tfdist.checkpoint.named_variables`). `global_step` is added.
-        iterator: What `step` reads from, saved with each checkpoint. Default:
-            that of the loop.
+        iterator: The iterator that `step` reads from, saved with each
+            checkpoint. Default: the loop's iterator.
         model: The Keras model, for callbacks.
-        min_ps: With how few parameter servers `build_fn` could do.
+        min_ps: Minimum number of parameter servers that `build_fn` needs.
 
     Raises:
         ValueError: another variable is called "global_step".
-        RuntimeError: TensorFlow 1's graphs, or Keras with another backend.
+        RuntimeError: TF1 graph mode, or Keras with a different backend.
 
     >>> tfdist.Trainable(
     ...     step=lambda: {"loss": 0.0},
@@ -51,7 +51,7 @@ class Trainable:
     min_ps: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the names, and that nothing is of a graph."""
+        """Checks the names, and that eager execution is enabled."""
         check_tensorflow()
         named = values_of(self.variables).get("global_step", self.global_step)
         if named is not self.global_step:
