@@ -603,6 +603,24 @@ def test_callbacks_without_a_meaning(message):
         KerasCallbackHook([REFUSED[message]()], STEPS)
 
 
+@pytest.mark.parametrize("base", [TestBatches, Recorder])
+def test_a_callback_of_others_does_without_methods(base, caplog):
+    """Trackers override methods of batches whatever they log; as told."""
+    try:
+        KerasCallbackHook([base()], STEPS)
+        told = caplog.text
+    except ValueError as error:
+        told = str(error)
+    name, body = re.search(r"a subclass of (\w+) with `(.+?)`", told).groups()
+    code = f"class Without({name}):\n    {body}\n"
+    names = {"keras": keras, name: base}
+    exec(code, names)
+    caplog.clear()
+    hook = KerasCallbackHook([names["Without"]()], STEPS)
+    assert not hook.single_steps
+    assert not caplog.text
+
+
 def test_orbax_is_refused():
     with pytest.raises(ValueError, match="ModelCheckpoint saves files of"):
         KerasCallbackHook([orbax()], STEPS)
