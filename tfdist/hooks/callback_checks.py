@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import keras
+import tensorflow as tf
 
 from tfdist._tf import versions
 from tfdist._tf.private_keras import profiles
@@ -100,3 +101,19 @@ def check_model(callback: Callback, model: keras.Model) -> None:
             "of a MultiOptimizer have their own. Give them a schedule "
             "(keras.optimizers.schedules)."
         )
+
+
+def check_writers(callback: Callback) -> None:
+    """Fails for a summary writer of before the process joined its cluster."""
+    for name, value in vars(callback).items():
+        if not isinstance(value, tf.summary.SummaryWriter):
+            continue
+        try:
+            value.flush()
+        except tf.errors.InvalidArgumentError as error:
+            raise ValueError(
+                f"{type(callback).__name__} has a summary writer, `{name}`, "
+                "that was made before this process joined its cluster, by "
+                "which TensorFlow loses it. Make it in `set_model`, which is "
+                "called in each session, after `super().set_model(model)`."
+            ) from error

@@ -20,6 +20,7 @@ from tfdist._tf.private_keras import assigned, go_on_at
 from tfdist.hooks.callback_checks import (
     Callback,
     check_model,
+    check_writers,
     monitored,
     overrides,
     reason_against,
@@ -193,6 +194,7 @@ class KerasCallbackHook(SessionRunHook):
             check_model(callback, model)
             callback.set_params(self._params)
             callback.set_model(model)
+            check_writers(callback)
             if _saves_by_batches(callback):
                 go_on_at(callback, session.step, self._steps_per_epoch)
         self._step, self._epoch = session.step, -1
