@@ -1,5 +1,6 @@
 import contextlib
 import csv
+import functools
 import itertools
 import re
 import sys
@@ -485,6 +486,25 @@ def test_a_checkpoint_callback_of_ones_own_may_set_what_is_saved_last():
     assert KerasCallbackHook([BestAtEnd("best.keras")], 1).sets_variables
     plain = callbacks.ModelCheckpoint("best.keras")
     assert not KerasCallbackHook([plain], 1).sets_variables
+
+
+def test_logging_that_replaces_fit_is_warned_of(monkeypatch, caplog, tmp_path):
+    """As MLflow's and Comet's, which wrap it."""
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    estimator = tfdist.Estimator(logistic, config)
+    estimator.train(lambda: batches().repeat(), max_steps=1)
+    assert "keras.Model.fit" not in caplog.text
+    own, logged = keras.Model.fit, []
+
+    @functools.wraps(own)
+    def wrapped(*args, **kwargs):
+        logged.append(own(*args, **kwargs))
+
+    monkeypatch.setattr(keras.Model, "fit", wrapped)
+    estimator.train(lambda: batches().repeat(), max_steps=2)
+    assert not logged
+    package = __name__.partition(".")[0]
+    assert f"'{package}' has replaced keras.Model.fit" in caplog.text
 
 
 def test_terminate_on_nan():

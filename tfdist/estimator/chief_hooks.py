@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist._tf.private_keras import replaces_fit
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.hooks import summary_hooks
@@ -34,6 +35,13 @@ def chief_hooks(
     the same directory: that tells its listeners. They act at multiples of their
     intervals, and not from step 1 on: so they cut the steps as checkpoints do.
     """
+    if package := replaces_fit():
+        _log.warning(
+            "%r has replaced keras.Model.fit, which is not called here: what "
+            "it does or logs there is left out. Of a tracker, give the "
+            "callback (of fit: callbacks; else a KerasCallbackHook).",
+            package,
+        )
     directory = config.summary_dir or config.model_dir
     every = config.log_step_count_steps
     hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
