@@ -1,7 +1,9 @@
 import contextlib
 import csv
+import functools
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import keras
@@ -22,10 +24,12 @@ from tfdist.hooks.callbacks import KerasCallbackHook
 from tfdist.hooks.events import EventFile, read_scalars
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import steps_allowed
+from tfdist.launch.testing import LocalCluster
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 from tfdist.training.multi_optimizer import MultiOptimizer
 
 callbacks = keras.callbacks
+HERE = Path(__file__).parent
 STEPS = 8  # Of an epoch.
 
 
@@ -484,6 +488,25 @@ def test_a_checkpoint_callback_of_ones_own_may_set_what_is_saved_last():
     assert not KerasCallbackHook([plain], 1).sets_variables
 
 
+def test_logging_that_replaces_fit_is_warned_of(monkeypatch, caplog, tmp_path):
+    """As MLflow's and Comet's, which wrap it."""
+    config = tfdist.RunConfig(tmp_path, cluster=Cluster())
+    estimator = tfdist.Estimator(logistic, config)
+    estimator.train(lambda: batches().repeat(), max_steps=1)
+    assert "keras.Model.fit" not in caplog.text
+    own, logged = keras.Model.fit, []
+
+    @functools.wraps(own)
+    def wrapped(*args, **kwargs):
+        logged.append(own(*args, **kwargs))
+
+    monkeypatch.setattr(keras.Model, "fit", wrapped)
+    estimator.train(lambda: batches().repeat(), max_steps=2)
+    assert not logged
+    package = __name__.partition(".")[0]
+    assert f"'{package}' has replaced keras.Model.fit" in caplog.text
+
+
 def test_terminate_on_nan():
     """It sees the NaN in the logs of a dispatch."""
     hook = KerasCallbackHook([callbacks.TerminateOnNaN()], STEPS)
@@ -603,6 +626,24 @@ def test_callbacks_without_a_meaning(message):
         KerasCallbackHook([REFUSED[message]()], STEPS)
 
 
+@pytest.mark.parametrize("base", [TestBatches, Recorder])
+def test_a_callback_of_others_does_without_methods(base, caplog):
+    """Trackers override methods of batches whatever they log; as told."""
+    try:
+        KerasCallbackHook([base()], STEPS)
+        told = caplog.text
+    except ValueError as error:
+        told = str(error)
+    name, body = re.search(r"a subclass of (\w+) with `(.+?)`", told).groups()
+    code = f"class Without({name}):\n    {body}\n"
+    names = {"keras": keras, name: base}
+    exec(code, names)
+    caplog.clear()
+    hook = KerasCallbackHook([names["Without"]()], STEPS)
+    assert not hook.single_steps
+    assert not caplog.text
+
+
 def test_orbax_is_refused():
     with pytest.raises(ValueError, match="ModelCheckpoint saves files of"):
         KerasCallbackHook([orbax()], STEPS)
@@ -623,6 +664,54 @@ def test_bad_arguments(args, error, message):
 def test_a_session_without_a_model():
     with pytest.raises(ValueError, match="plain step function"):
         counting_session([KerasCallbackHook([Recorder()], 4)])
+
+
+class Writes(callbacks.Callback):
+    """As TensorBoard's callback for hyperparameters, if it is `early`."""
+
+    def __init__(self, folder, early):
+        super().__init__()
+        self.folder = folder
+        self.writer = tf.summary.create_file_writer(folder) if early else None
+
+    def set_model(self, model):
+        super().set_model(model)
+        self.writer = self.writer or tf.summary.create_file_writer(self.folder)
+
+    def on_epoch_end(self, epoch, logs=None):
+        with self.writer.as_default():
+            tf.summary.scalar("seen", logs["loss"], epoch)
+
+
+def writing_job(folder, early):
+    """What each task of the next test runs."""
+    cluster = Cluster.from_env()
+    written = [Writes(f"{folder}/seen", early)] if cluster.is_chief else []
+    x = np.ones([8, 4], "float32")
+    tfdist.fit(
+        logistic,
+        (x, x[:, :1]),
+        callbacks=written,
+        model_dir=f"{folder}/job",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [True, False])
+def test_a_summary_writer_of_before_the_cluster(early, tmp_path):
+    code = (
+        f"import sys; sys.path.append({str(HERE.parent)!r}); "
+        "from tests.hooks.test_callbacks import writing_job; "
+        f"writing_job({str(tmp_path)!r}, {early})"
+    )
+    command = [sys.executable, "-c", code]
+    with LocalCluster(command, ps=1, workers=1, cwd=HERE.parents[1]) as job:
+        assert job.wait(timeout_secs=120) == early, job.output("chief:0")
+        output = job.output("chief:0")
+    told = "Writes has a summary writer, `writer`, that was made before"
+    assert (told in output) == early
+    seen = read_scalars(str(tmp_path / "seen"))
+    assert [list(scalars) for scalars in seen.values()] == [["seen"]][early:]
 
 
 def test_one_learning_rate_for_several_optimizers():

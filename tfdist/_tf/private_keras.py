@@ -314,6 +314,13 @@ class VariableBeside(keras.Variable):
             super()._initialize(value)
 
 
+def replaces_fit() -> str:
+    """The package that has put another `fit` into Keras' models; or ""."""
+    scope = getattr(keras.Model.fit, "__globals__", {})
+    package = scope.get("__name__", "keras").partition(".")[0]
+    return "" if package == "keras" else package
+
+
 def profiles(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether a callback was given a `profile_batch`."""
     return callback._should_trace

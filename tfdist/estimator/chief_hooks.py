@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist._tf.private_keras import replaces_fit
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
 from tfdist.hooks import summary_hooks
@@ -35,6 +36,13 @@ def chief_hooks(
     their intervals, rather than from step 1 on, so that dispatches end where
     checkpoints are due.
     """
+    if package := replaces_fit():
+        _log.warning(
+            "%r has replaced keras.Model.fit, which is not called here: what "
+            "it does or logs there is left out. Of a tracker, give the "
+            "callback (of fit: callbacks; else a KerasCallbackHook).",
+            package,
+        )
     directory = config.summary_dir or config.model_dir
     every = config.log_step_count_steps
     hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]

@@ -2,7 +2,7 @@
 
 Read in this order: `session_run_hook` (what a hook is, and who calls it),
 `basic`, `saving_hooks`, `summary_hooks` with `events`, `progress`,
-`early_stopping`, `callbacks` (Keras' own).
+`early_stopping`, `callbacks` (Keras' own) with `callback_checks`.
 """
 
 import lazy_loader

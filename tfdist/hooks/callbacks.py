@@ -10,14 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf import versions
 from tfdist._tf.arguments import check_positive
-from tfdist._tf.private_keras import assigned, go_on_at, profiles
+from tfdist._tf.private_keras import assigned, go_on_at
+from tfdist.hooks.callback_checks import (
+    Callback,
+    check_model,
+    check_writers,
+    monitored,
+    overrides,
+    reason_against,
+    without,
+)
 from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import (
     RunContext,
@@ -27,25 +35,9 @@ from tfdist.hooks.session_run_hook import (
     warn_of_single_steps,
 )
 from tfdist.training.loop import Logs
-from tfdist.training.multi_optimizer import MultiOptimizer
 
 _log = logging.getLogger(__name__)
 
-Callback: TypeAlias = keras.callbacks.Callback
-
-_INSTEAD = {
-    versions.OrbaxCheckpoint: "ModelCheckpoint saves files of Keras, "
-    "RunConfig(save_checkpoints_steps=...) checkpoints.",
-    keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
-    keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, which it "
-    "cannot swap; they hold the averages beside the weights.",
-    keras.callbacks.CallbackList: "Give its callbacks one by one.",
-}
-
-_SETS_RATE = (
-    keras.callbacks.LearningRateScheduler,
-    keras.callbacks.ReduceLROnPlateau,
-)
 # Files, and what listens to them, get one of each: the chief's.
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -63,7 +55,6 @@ _OF_BATCHES = (
     *("on_batch_begin", "on_batch_end"),
     *("on_train_batch_begin", "on_train_batch_end"),
 )
-_NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
 
 
 class KerasCallbackHook(SessionRunHook):
@@ -137,7 +128,7 @@ class KerasCallbackHook(SessionRunHook):
                     "Argument `callbacks` must be a list of "
                     f"keras.callbacks.Callback. Received: {callback!r}."
                 )
-            if reason := _reason_against(callback, eval_dir is not None):
+            if reason := reason_against(callback, eval_dir is not None):
                 raise ValueError(
                     f"{type(callback).__name__} cannot run in tfdist's "
                     f"training loop. {reason}"
@@ -157,11 +148,12 @@ class KerasCallbackHook(SessionRunHook):
 
     def _add(self, callback: Callback) -> None:
         """Adds a callback, and what it wants of the steps."""
-        if of_batches := _overrides(callback, *_OF_BATCHES):
+        if of_batches := overrides(callback, *_OF_BATCHES):
             self.single_steps = True
             warn_of_single_steps(
                 f"{type(callback).__name__}.{of_batches[0]}",
-                "Let it act at the end of an epoch instead, if that is enough.",
+                "Let it act at the end of an epoch instead, if that is enough. "
+                + without(callback, of_batches),
             )
         self._given.append(callback)
         if not type(callback).__module__.startswith("keras."):
@@ -199,9 +191,10 @@ class KerasCallbackHook(SessionRunHook):
             each for each in self._given if not isinstance(each, not_here)
         ]
         for callback in self._callbacks:
-            _check_model(callback, model)
+            check_model(callback, model)
             callback.set_params(self._params)
             callback.set_model(model)
+            check_writers(callback)
             if _saves_by_batches(callback):
                 go_on_at(callback, session.step, self._steps_per_epoch)
         self._step, self._epoch = session.step, -1
@@ -375,69 +368,4 @@ def _keeps_the_best(callback: Callback) -> bool:
     """Whether it keeps weights for what an evaluation has found of them."""
     options = "save_best_only", "restore_best_weights"
     keeps = any(getattr(callback, option, False) for option in options)
-    return keeps and _monitored(callback).startswith("val_")
-
-
-def _monitored(callback: Callback) -> str:
-    """What it monitors, if it is one that does; else ""."""
-    return getattr(callback, "monitor", None) or ""
-
-
-def _reason_against(callback: Callback, with_evaluations: bool) -> str | None:
-    """Why a callback would not do what it does under `fit`; None: it does."""
-    for kind, instead in _INSTEAD.items():
-        if isinstance(callback, kind):
-            return instead
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        if profiles(callback):
-            return "ProfilerHook profiles steps; set profile_batch=0."
-        if callback.update_freq != "epoch":
-            return (
-                f"update_freq={callback.update_freq!r} counts batches. "
-                "SummarySaverHook writes by steps."
-            )
-    monitor = _monitored(callback)
-    monitors = getattr(callback, "save_best_only", True)
-    if monitors and monitor.startswith("val_") and not with_evaluations:
-        return (
-            f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
-            "the evaluations write (of `fit`: validation_data), or let it "
-            "monitor 'loss'."
-        )
-    if never := _overrides(callback, *_NEVER_CALLED):
-        return (
-            f"It overrides {never[0]}, which is never called: evaluations run "
-            "apart from training. EvalSpec(hooks=...) see their batches, "
-            "on_test_end their results."
-        )
-    return None
-
-
-def _overrides(callback: Callback, *methods: str) -> list[str]:
-    """Those of `methods` that are not Keras', whose own do without most."""
-
-    def is_own(name: str) -> bool:
-        module = getattr(type(callback), name).__module__
-        return name in vars(callback) or not module.startswith("keras.")
-
-    return list(filter(is_own, methods))
-
-
-def _check_model(callback: Callback, model: keras.Model) -> None:
-    """Fails for a callback that would not work with this model."""
-    frequencies = ("histogram_freq", "embeddings_freq")
-    pulls = any(getattr(callback, name, 0) for name in frequencies)
-    if pulls and any("/job:ps" in v.value.device for v in model.variables):
-        raise ValueError(
-            f"{type(callback).__name__} with histogram_freq or embeddings_freq "
-            "would pull whole tables from the parameter servers. Set both to 0."
-        )
-    optimizer = model.optimizer  # Or a LossScaleOptimizer of it.
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    several = isinstance(optimizer, MultiOptimizer)
-    if several and isinstance(callback, _SETS_RATE):
-        raise ValueError(
-            f"{type(callback).__name__} sets one learning rate, but the parts "
-            "of a MultiOptimizer have their own. Give them a schedule "
-            "(keras.optimizers.schedules)."
-        )
+    return keeps and monitored(callback).startswith("val_")

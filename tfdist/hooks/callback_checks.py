@@ -1,0 +1,119 @@
+"""Which Keras callbacks have no meaning in tfdist's loop, and what has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfdist._tf import versions
+from tfdist._tf.private_keras import profiles
+from tfdist.training.multi_optimizer import MultiOptimizer
+
+Callback: TypeAlias = keras.callbacks.Callback
+
+_INSTEAD = {
+    versions.OrbaxCheckpoint: "ModelCheckpoint saves files of Keras, "
+    "RunConfig(save_checkpoints_steps=...) checkpoints.",
+    keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
+    keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, which it "
+    "cannot swap; they hold the averages beside the weights.",
+    keras.callbacks.CallbackList: "Give its callbacks one by one.",
+}
+
+_SETS_RATE = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
+
+
+def reason_against(callback: Callback, with_evaluations: bool) -> str | None:
+    """Why a callback would not do what it does under `fit`; None: it does."""
+    for kind, instead in _INSTEAD.items():
+        if isinstance(callback, kind):
+            return instead
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        if profiles(callback):
+            return "ProfilerHook profiles steps; set profile_batch=0."
+        if callback.update_freq != "epoch":
+            return (
+                f"update_freq={callback.update_freq!r} counts batches. "
+                "SummarySaverHook writes by steps."
+            )
+    monitor = monitored(callback)
+    monitors = getattr(callback, "save_best_only", True)
+    if monitors and monitor.startswith("val_") and not with_evaluations:
+        return (
+            f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
+            "the evaluations write (of `fit`: validation_data), or let it "
+            "monitor 'loss'."
+        )
+    if never := overrides(callback, *_NEVER_CALLED):
+        return (
+            f"It overrides {never[0]}, which is never called: evaluations run "
+            "apart from training. EvalSpec(hooks=...) see their batches, "
+            f"on_test_end their results. {without(callback, never)}"
+        )
+    return None
+
+
+def monitored(callback: Callback) -> str:
+    """What it monitors, if it is one that does; else ""."""
+    return getattr(callback, "monitor", None) or ""
+
+
+def overrides(callback: Callback, *methods: str) -> list[str]:
+    """Those of `methods` that are not Keras', whose own do without most."""
+
+    def is_own(name: str) -> bool:
+        module = getattr(type(callback), name).__module__
+        return name in vars(callback) or not module.startswith("keras.")
+
+    return list(filter(is_own, methods))
+
+
+def without(callback: Callback, methods: Sequence[str]) -> str:
+    """How to have one that can do without these methods, also another's."""
+    return (
+        f"To do without, use a subclass of {type(callback).__name__} with "
+        f"`{' = '.join(methods)} = keras.callbacks.Callback.{methods[0]}`."
+    )
+
+
+def check_model(callback: Callback, model: keras.Model) -> None:
+    """Fails for a callback that would not work with this model."""
+    frequencies = ("histogram_freq", "embeddings_freq")
+    pulls = any(getattr(callback, name, 0) for name in frequencies)
+    if pulls and any("/job:ps" in v.value.device for v in model.variables):
+        raise ValueError(
+            f"{type(callback).__name__} with histogram_freq or embeddings_freq "
+            "would pull whole tables from the parameter servers. Set both to 0."
+        )
+    optimizer = model.optimizer  # Or a LossScaleOptimizer of it.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    several = isinstance(optimizer, MultiOptimizer)
+    if several and isinstance(callback, _SETS_RATE):
+        raise ValueError(
+            f"{type(callback).__name__} sets one learning rate, but the parts "
+            "of a MultiOptimizer have their own. Give them a schedule "
+            "(keras.optimizers.schedules)."
+        )
+
+
+def check_writers(callback: Callback) -> None:
+    """Fails for a summary writer of before the process joined its cluster."""
+    for name, value in vars(callback).items():
+        if not isinstance(value, tf.summary.SummaryWriter):
+            continue
+        try:
+            value.flush()
+        except tf.errors.InvalidArgumentError as error:
+            raise ValueError(
+                f"{type(callback).__name__} has a summary writer, `{name}`, "
+                "that was made before this process joined its cluster, by "
+                "which TensorFlow loses it. Make it in `set_model`, which is "
+                "called in each session, after `super().set_model(model)`."
+            ) from error
