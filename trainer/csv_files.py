@@ -231,7 +231,8 @@ class CsvSource(Source):
             lines = tf.data.TextLineDataset(path, packed).as_numpy_iterator()
             rows = csv.DictReader(
                 # A byte order mark would make quotes a part of the name.
-                line.decode("utf-8-sig", "replace") for line in lines
+                line.decode("utf-8-sig", "replace")
+                for line in lines
             )
             rows.fieldnames = list(map(column_name, rows.fieldnames or ()))
             for row in rows:
