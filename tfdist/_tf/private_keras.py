@@ -315,7 +315,7 @@ class VariableBeside(keras.Variable):
 
 
 def replaces_fit() -> str:
-    """The package that has put another `fit` into Keras' models; or ""."""
+    """The package that has replaced `keras.Model.fit`, or ""."""
     scope = getattr(keras.Model.fit, "__globals__", {})
     package = scope.get("__name__", "keras").partition(".")[0]
     return "" if package == "keras" else package

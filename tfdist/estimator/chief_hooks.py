@@ -38,9 +38,9 @@ def chief_hooks(
     """
     if package := replaces_fit():
         _log.warning(
-            "%r has replaced keras.Model.fit, which is not called here: what "
-            "it does or logs there is left out. Of a tracker, give the "
-            "callback (of fit: callbacks; else a KerasCallbackHook).",
+            "%r has replaced keras.Model.fit, which tfdist does not call: "
+            "nothing is logged that way. Pass the tracker's callback to "
+            "fit(callbacks=...) or KerasCallbackHook.",
             package,
         )
     directory = config.summary_dir or config.model_dir

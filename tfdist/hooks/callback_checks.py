@@ -1,4 +1,4 @@
-"""Which Keras callbacks have no meaning in tfdist's loop, and what has."""
+"""Refuses Keras callbacks that cannot work in tfdist's training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTEAD = {
     "RunConfig(save_checkpoints_steps=...) checkpoints.",
     keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
     keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, which it "
-    "cannot swap; they hold the averages beside the weights.",
+    "cannot swap; they hold the averages in addition to the weights.",
     keras.callbacks.CallbackList: "Give its callbacks one by one.",
 }
 
@@ -31,7 +31,7 @@ _NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
 
 
 def reason_against(callback: Callback, with_evaluations: bool) -> str | None:
-    """Why a callback would not do what it does under `fit`; None: it does."""
+    """Returns why a callback would not work as under `fit`, or None."""
     for kind, instead in _INSTEAD.items():
         if isinstance(callback, kind):
             return instead
@@ -61,12 +61,12 @@ def reason_against(callback: Callback, with_evaluations: bool) -> str | None:
 
 
 def monitored(callback: Callback) -> str:
-    """What it monitors, if it is one that does; else ""."""
+    """The name of the metric that a callback monitors, or ""."""
     return getattr(callback, "monitor", None) or ""
 
 
 def overrides(callback: Callback, *methods: str) -> list[str]:
-    """Those of `methods` that are not Keras', whose own do without most."""
+    """The names among `methods` that a callback implements outside Keras."""
 
     def is_own(name: str) -> bool:
         module = getattr(type(callback), name).__module__
@@ -76,15 +76,15 @@ def overrides(callback: Callback, *methods: str) -> list[str]:
 
 
 def without(callback: Callback, methods: Sequence[str]) -> str:
-    """How to have one that can do without these methods, also another's."""
+    """Advice on how to disable methods, also in a callback of a library."""
     return (
-        f"To do without, use a subclass of {type(callback).__name__} with "
+        f"To disable this, use a subclass of {type(callback).__name__} with "
         f"`{' = '.join(methods)} = keras.callbacks.Callback.{methods[0]}`."
     )
 
 
 def check_model(callback: Callback, model: keras.Model) -> None:
-    """Fails for a callback that would not work with this model."""
+    """Raises `ValueError` if a callback cannot work with this model."""
     frequencies = ("histogram_freq", "embeddings_freq")
     pulls = any(getattr(callback, name, 0) for name in frequencies)
     if pulls and any("/job:ps" in v.value.device for v in model.variables):
@@ -104,7 +104,7 @@ def check_model(callback: Callback, model: keras.Model) -> None:
 
 
 def check_writers(callback: Callback) -> None:
-    """Fails for a summary writer of before the process joined its cluster."""
+    """Raises `ValueError` for summary writers older than the cluster."""
     for name, value in vars(callback).items():
         if not isinstance(value, tf.summary.SummaryWriter):
             continue
